@@ -1,0 +1,209 @@
+"""The collectives on numpy arrays and Python objects."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from hvdlite import reduction, runtime, world
+from hvdlite.engine import Handle
+from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, BroadcastBytes
+from hvdlite.reduction import ReduceOp
+
+
+def allreduce(
+    array: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce an array over all ranks and return the result, alike to the bit on all of them.
+
+    The result is ``postscale * op(prescale * array)``; 16-bit floats are accumulated in
+    float32, integers wrap.
+
+    Args:
+        array: any shape (alike on all ranks) and dtype: bool, integers, floats of 16 to 64
+            bits, ``ml_dtypes.bfloat16``; complex for Sum and Average.
+        average: deprecated; True is Average, False is Sum.
+        name: pairs this call with those of the other ranks; None: by order.
+        op: one of the six reductions; None is Average.
+        prescale_factor: multiplies the array before the reduction.
+        postscale_factor: multiplies the result.
+
+    Returns:
+        A new array of the input's shape and dtype.
+
+    Raises:
+        ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
+            dtype, or an operation of this name is still on its way.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    chosen = reduction.choose(average, op)
+    operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor)
+    return runtime.engine().named.run(operation)
+
+
+def allreduce_async(
+    array: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    out: Any = None,
+) -> Handle:
+    """Start `allreduce` and return a handle; leave the array alone until it is done.
+
+    Args:
+        out: a contiguous array for the result (it may be ``array``); None: a new one.
+            The other arguments are those of `allreduce`.
+
+    Raises:
+        ValueError: as `allreduce`.
+    """
+    chosen = reduction.choose(average, op)
+    operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, out)
+    return runtime.engine().named.submit(operation)
+
+
+def _allreduce(
+    array: Any,
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    out: Any = None,
+) -> Allreduce:
+    # Numbered before anything can be refused: a refusal must not shift later names.
+    name = name or runtime.engine().unnamed("allreduce")
+    array = np.asarray(array)
+    reduction.check(op, array.dtype)
+    return Allreduce(name, array, op, float(prescale), float(postscale), out)
+
+
+def allgather(array: Any, name: str | None = None) -> Any:
+    """Concatenate the arrays of all ranks along axis 0, in the order of the ranks.
+
+    Args:
+        array: all axes but the first alike on all ranks; a scalar counts as one row.
+        name: pairs this call with those of the other ranks; None: by order.
+
+    Returns:
+        A new array, the same on all ranks.
+
+    Raises:
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    whole, _ = runtime.engine().named.run(_allgather(array, name))
+    return whole
+
+
+def allgather_async(array: Any, name: str | None = None) -> Handle:
+    """Start `allgather` and return a handle; its result is the whole and each rank's rows."""
+    return runtime.engine().named.submit(_allgather(array, name))
+
+
+def _allgather(array: Any, name: str | None) -> Allgather:
+    name = name or runtime.engine().unnamed("allgather")
+    return Allgather(name, np.atleast_1d(np.asarray(array)))
+
+
+def broadcast(array: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return rank ``root_rank``'s array on all ranks.
+
+    Args:
+        array: shape and dtype alike on all ranks.
+        root_rank: the rank whose values count.
+        name: pairs this call with those of the other ranks; None: by order.
+
+    Raises:
+        ValueError: there is no such rank.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    return runtime.engine().named.run(_broadcast(array, root_rank, name))
+
+
+def broadcast_async(array: Any, root_rank: int, name: str | None = None, out: Any = None) -> Handle:
+    """Start `broadcast` and return a handle; leave the array alone until it is done."""
+    return runtime.engine().named.submit(_broadcast(array, root_rank, name, out))
+
+
+def _broadcast(array: Any, root_rank: int, name: str | None, out: Any = None) -> Broadcast:
+    name = name or runtime.engine().unnamed("broadcast")
+    return Broadcast(name, np.asarray(array), _checked_root(root_rank), out)
+
+
+def _checked_root(root_rank: int) -> int:
+    if not 0 <= root_rank < world.size():
+        raise ValueError(f"root_rank={root_rank} is not a rank; ranks are 0 to {world.size() - 1}")
+    return int(root_rank)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Return rank ``root_rank``'s object on all ranks.
+
+    Args:
+        obj: anything that pickle takes; ignored on the other ranks.
+        root_rank: the rank whose object counts.
+        name: pairs this call with those of the other ranks; None: by order.
+
+    Raises:
+        ValueError: there is no such rank.
+        HorovodInternalError: the object cannot be pickled (on all ranks), the ranks
+            disagree, or communication failed.
+    """
+    name = name or runtime.engine().unnamed("broadcast_object")
+    root = _checked_root(root_rank)
+    content, failure = _pickled(obj) if world.rank() == root else (b"", None)
+    received = runtime.engine().named.run(BroadcastBytes(name, content, root, failure))
+    return obj if world.rank() == root else pickle.loads(received)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks, by rank.
+
+    Args:
+        obj: anything that pickle takes.
+        name: pairs this call with those of the other ranks; None: by order.
+
+    Raises:
+        HorovodInternalError: an object cannot be pickled (on all ranks), the ranks
+            disagree, or communication failed.
+    """
+    name = name or runtime.engine().unnamed("allgather_object")
+    content, failure = _pickled(obj)
+    operation = Allgather(name, np.frombuffer(content, np.uint8), "allgather of objects")
+    operation.failure = failure
+    whole, lengths = runtime.engine().named.run(operation)
+    ends = np.cumsum(lengths)
+    return [
+        pickle.loads(whole[end - length : end].tobytes())
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+
+
+def _pickled(obj: Any) -> tuple[bytes, str | None]:
+    try:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), None
+    except Exception as error:
+        return b"", f"the {type(obj).__name__} cannot be pickled: {error}"
+
+
+def barrier(name: str | None = None) -> None:
+    """Return when every rank has called it."""
+    runtime.engine().named.run(Barrier(name or runtime.engine().unnamed("barrier")))
+
+
+def poll(handle: Handle) -> bool:
+    """Whether the operation behind a handle has ended."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for the operation behind a handle, and return its result."""
+    return handle.wait()

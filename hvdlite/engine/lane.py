@@ -1,0 +1,294 @@
+"""A lane: a queue of operations, one thread, one communicator.
+
+Collectives of one communicator must be issued in the same order on all ranks, while ranks
+submit them in any order, from any thread. So a lane works in rounds. In a round all ranks
+meet and compare a word about the oldest operation that each has pending. Usually the words
+are equal, and the operation runs: this costs one tiny exchange, which is also where early
+ranks wait for late ones. Where the words differ, the ranks exchange what they have pending
+and `agreement.decide` says, alike on every rank, what can run, what cannot and what waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hvdlite.engine.agreement import (
+    Decision,
+    Description,
+    Report,
+    decide,
+    explain,
+    ranks_text,
+    report_missing,
+)
+from hvdlite.engine.handle import Handle
+from hvdlite.engine.operation import Operation
+from hvdlite.engine.patience import WaitingPolicy
+from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.settings import Settings
+from hvdlite.transport import Transport
+
+_log = logging.getLogger("hvdlite")
+_CLOSING_WORD = bytes(16)
+# Pauses between rounds in which nothing could be decided; a new submission ends them.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5e-3, 20e-3
+
+
+class Lane:
+    """An ordered queue of operations over one transport.
+
+    Args:
+        name: of the thread, and in messages.
+        transport: the lane's own; nothing else may use it.
+        settings: times of reports and time-outs.
+    """
+
+    def __init__(self, name: str, transport: Transport, settings: Settings) -> None:
+        self._name = name
+        self._transport = transport
+        self._settings = settings
+        self._patience = WaitingPolicy(settings, self._describe_pending)
+        self._pending: dict[str, Operation] = {}
+        self._submitted: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._driven = False
+        self._closing = False
+        self._closed = False
+        self._broken = False
+        self._refusal: str | None = None
+        self._changes = self._changes_seen = 0
+        self._next_pause = _FIRST_PAUSE
+        self._next_report = settings.stall_check_time_seconds
+        self._thread = threading.Thread(target=self._serve, name=f"hvdlite-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Operation) -> Handle:
+        """Queue an operation for the lane's thread and return at once.
+
+        Raises:
+            ValueError: an operation of this name is still on its way.
+            HorovodInternalError: the lane has been closed or has failed.
+        """
+        with self._changed:
+            self._enqueue(operation)
+            self._changed.notify_all()
+        return operation.handle
+
+    def run(self, operation: Operation) -> Any:
+        """Queue an operation, wait for it, and return its result.
+
+        On an idle lane it runs in the caller's thread: two switches between threads cost
+        more than a small collective.
+
+        Raises:
+            ValueError, HorovodInternalError: as `submit`, and as the operation.
+        """
+        with self._changed:
+            self._enqueue(operation)
+            inline = not self._driven
+            self._driven = True
+            if not inline:
+                self._changed.notify_all()
+        if inline:
+            # The handle carries the error as well, with the operation's name.
+            with contextlib.suppress(Exception), self._driving():
+                while not operation.handle.done():
+                    self._round()
+        return operation.handle.wait()
+
+    def close(self, timeout: float) -> bool:
+        """Tell the other ranks that this one submits no more, and wait until all do.
+
+        Operations that the others still wait for fail there, with this rank's number.
+
+        Args:
+            timeout: seconds to wait for the other ranks.
+
+        Returns:
+            Whether all ranks have closed the lane; only then its communicator is free.
+        """
+        with self._changed:
+            self._closing = True
+            self._changes += 1
+            self._refusal = "hvdlite has been shut down on this rank"
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._patience.abandon()
+            self._thread.join(1.0)
+        if self._closed:
+            self._transport.close()
+        return self._closed
+
+    def _enqueue(self, operation: Operation) -> None:
+        if self._refusal is not None:
+            raise HorovodInternalError(f"{operation.name!r} cannot be submitted: {self._refusal}")
+        if operation.name in self._pending:
+            raise ValueError(
+                f"rank {self._transport.rank}: an operation named {operation.name!r} is still on "
+                "its way; wait for it, or give this one another name"
+            )
+        self._pending[operation.name] = operation
+        self._submitted[operation.name] = time.monotonic()
+        self._changes += 1
+
+    def _serve(self) -> None:
+        """Drive rounds in the lane's thread while there is something to do."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._driven and self._has_work())
+                if self._closed or self._broken:
+                    return
+                self._driven = True
+            # The pending handles carry the error.
+            with contextlib.suppress(Exception), self._driving():
+                while self._has_work() and not self._closed:
+                    self._round()
+
+    def _has_work(self) -> bool:
+        return bool(self._pending) or self._closing or self._broken
+
+    @contextlib.contextmanager
+    def _driving(self) -> Iterator[None]:
+        """Hold the driver's seat; a failure in it fails everything that is pending."""
+        try:
+            yield
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            with self._changed:
+                self._driven = False
+                if self._has_work():
+                    self._changed.notify_all()
+
+    def _break(self, error: BaseException) -> None:
+        with self._changed:
+            self._broken = True
+            self._refusal = self._refusal or f"an earlier failure ended communication: {error}"
+            pending = list(self._pending.values())
+            self._pending.clear()
+            self._submitted.clear()
+        for operation in pending:
+            failure = HorovodInternalError(
+                f"rank {self._transport.rank}: {operation.name!r} failed: {error}"
+            )
+            failure.__cause__ = error
+            operation.handle.finish(error=failure)
+
+    def _round(self) -> None:
+        with self._changed:
+            oldest = next(iter(self._pending.values()), None)
+        word = _CLOSING_WORD if oldest is None else oldest.word()
+        if not self._transport.unanimous(word, self._patience):
+            self._negotiate()
+        elif oldest is None:
+            self._closed = True
+        elif oldest.failure is not None:
+            self._fail(oldest, HorovodInternalError(oldest.failure))
+        else:
+            self._execute(oldest, [oldest.payload] * self._transport.size)
+
+    def _negotiate(self) -> None:
+        reports = self._exchange_reports()
+        limit = self._settings.stall_shutdown_time_seconds or math.inf
+        decision = decide(reports, give_up_after=limit)
+        for name in decision.differing:
+            self._fail_differing(name)
+        for name, why in decision.failed.items():
+            self._fail_if_pending(name, HorovodInternalError(why))
+        for name in decision.ready:
+            payloads = [_payload(report, name) for report in reports]
+            self._execute(self._pending[name], payloads)
+        if decision.closing:
+            self._refuse_after(decision.closing)
+        if decision.ready or decision.differing or decision.failed:
+            self._next_pause = _FIRST_PAUSE
+        else:
+            self._report_stall(decision)
+            self._pause_between_rounds()
+
+    def _exchange_reports(self) -> list[Report]:
+        now = time.monotonic()
+        with self._changed:
+            descriptions = tuple(
+                Description(
+                    operation.name,
+                    operation.digest(),
+                    operation.payload,
+                    operation.failure,
+                    now - self._submitted[operation.name],
+                )
+                for operation in self._pending.values()
+            )
+            report = Report(descriptions, self._closing)
+            self._changes_seen = self._changes
+        messages = self._transport.gather(pickle.dumps(report))
+        return [pickle.loads(message) for message in messages]
+
+    def _fail_differing(self, name: str) -> None:
+        """Exchange the full signatures, which the digests only stand for, and explain."""
+        operation = self._pending[name]
+        messages = self._transport.gather(pickle.dumps(operation.signature))
+        signatures = {rank: pickle.loads(message) for rank, message in enumerate(messages)}
+        self._fail(operation, MismatchError(explain(name, signatures)))
+
+    def _fail_if_pending(self, name: str, error: HorovodInternalError) -> None:
+        operation = self._pending.get(name)
+        if operation is not None:
+            self._fail(operation, error)
+
+    def _fail(self, operation: Operation, error: BaseException) -> None:
+        self._remove(operation)
+        operation.handle.finish(error=error)
+
+    def _execute(self, operation: Operation, payloads: Sequence[bytes]) -> None:
+        result = operation.execute(self._transport, payloads)
+        self._remove(operation)
+        operation.handle.finish(result)
+
+    def _remove(self, operation: Operation) -> None:
+        with self._changed:
+            del self._pending[operation.name], self._submitted[operation.name]
+
+    def _refuse_after(self, closing: Sequence[int]) -> None:
+        with self._changed:
+            if self._refusal is None:
+                self._refusal = f"{ranks_text(closing)} shut down already"
+
+    def _pause_between_rounds(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._changes != self._changes_seen, self._next_pause)
+        self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+
+    def _report_stall(self, decision: Decision) -> None:
+        now = time.monotonic()
+        with self._changed:
+            waited = max((now - start for start in self._submitted.values()), default=0.0)
+        if waited < self._settings.stall_check_time_seconds:
+            self._next_report = self._settings.stall_check_time_seconds
+        elif waited >= self._next_report and not self._settings.stall_check_disable:
+            self._next_report = waited + self._settings.stall_check_time_seconds
+            _log.warning(
+                "rank %d: waited %.0f s for %s; do all ranks run the same steps?",
+                self._transport.rank,
+                waited,
+                report_missing(decision.missing),
+            )
+
+    def _describe_pending(self) -> str:
+        with self._changed:
+            names = list(self._pending)
+        shown = ", ".join(map(repr, names[:4])) or "shutdown()"
+        return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _payload(report: Report, name: str) -> bytes:
+    return next(entry.payload for entry in report.descriptions if entry.name == name)

@@ -1,0 +1,71 @@
+"""Waiting for other ranks: politely, with a report, and with an end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from hvdlite.errors import HorovodInternalError
+from hvdlite.settings import Settings
+
+_log = logging.getLogger("hvdlite")
+
+# Ranks that arrive together meet within this time; whoever waits longer sleeps, because
+# ranks often fill the cores and a spinning rank would take one from those it waits for.
+_SPIN_SECONDS = 100e-6
+_LONGEST_SLEEP = 1e-3
+
+
+class WaitingPolicy:
+    """How long a lane sleeps between two looks, when it reports, and when it gives up.
+
+    Args:
+        settings: the times of the stall report.
+        describe: what is waited for, in words; called when a report is due.
+    """
+
+    def __init__(self, settings: Settings, describe: Callable[[], str]) -> None:
+        self._settings = settings
+        self._describe = describe
+        self._reported = 0.0
+        self._abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        """End every wait, now and later."""
+        self._abandoned.set()
+
+    def pause(self, elapsed: float) -> None:
+        """Sleep in proportion to the time waited, so that a wait ends at most 1/8 late.
+
+        Raises:
+            HorovodInternalError: the wait has been abandoned or has lasted too long.
+        """
+        if elapsed < _SPIN_SECONDS:
+            self._reported = 0.0
+            time.sleep(0)
+            return
+        time.sleep(min(elapsed / 8, _LONGEST_SLEEP))
+        if self._abandoned.is_set():
+            raise HorovodInternalError(
+                f"shut down while waiting for other ranks in {self._describe()}"
+            )
+        if elapsed > self._settings.stall_check_time_seconds:
+            self._check(elapsed)
+
+    def _check(self, elapsed: float) -> None:
+        limit = self._settings.stall_shutdown_time_seconds
+        if limit and elapsed > limit:
+            raise HorovodInternalError(
+                f"waited {elapsed:.0f} s for other ranks in {self._describe()}; a rank has "
+                "ended, hangs, or runs different steps"
+            )
+        due = elapsed - self._reported >= self._settings.stall_check_time_seconds
+        if due and not self._settings.stall_check_disable:
+            self._reported = elapsed
+            _log.warning(
+                "waited %.0f s for other ranks in %s; do all ranks run the same steps?",
+                elapsed,
+                self._describe(),
+            )

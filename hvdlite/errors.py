@@ -1,0 +1,53 @@
+"""The exceptions of hvdlite.
+
+::
+
+    RuntimeError
+    ├── HorovodInternalError       a collective failed, or the ranks disagree
+    │   └── MismatchError          two ranks submitted different things under one name
+    └── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
+    ValueError
+    ├── NotInitializedError        a call before ``init()``
+    ├── SettingsError              an environment variable that cannot be read
+    └── CheckpointError            a checkpoint that is damaged, foreign or does not fit
+
+A mistake in the caller's own arguments is a plain ``ValueError`` (or ``TypeError``),
+raised at once and on the caller's rank only.
+"""
+
+from __future__ import annotations
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed, a rank is gone, or the ranks disagree."""
+
+
+class MismatchError(HorovodInternalError):
+    """Two ranks submitted different operations under the same name."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """The set of hosts has changed; training goes on after a re-initialisation.
+
+    Args:
+        skip_sync: True where the state needs no synchronisation (hosts were only removed).
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the set of hosts has changed")
+        self.skip_sync = skip_sync
+
+
+class NotInitializedError(ValueError):
+    """A call that needs the world came before ``init()``."""
+
+    def __init__(self) -> None:
+        super().__init__("hvdlite has not been initialized; call hvd.init() first")
+
+
+class SettingsError(ValueError):
+    """An environment variable holds a value that hvdlite cannot read."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, foreign, or does not fit what it is loaded into."""

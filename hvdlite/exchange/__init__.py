@@ -1,0 +1,35 @@
+"""What happens to gradients on their way: strategies, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from hvdlite.exchange.bucket import Bucket, Parameter, Reduction
+from hvdlite.exchange.strategy import Cast, Dense, Strategy
+
+__all__ = ["Bucket", "Cast", "Compression", "Dense", "Parameter", "Reduction", "Strategy"]
+
+
+class Compression:
+    """The strategies that ``compression=`` takes, the same objects for every framework."""
+
+    none: Strategy = Dense()
+    fp16: Strategy = Cast("fp16", np.float16)
+    bf16: Strategy = Cast("bf16", ml_dtypes.bfloat16)
+
+
+def check(compression: Any) -> Strategy:
+    """Return ``compression`` if it is a strategy.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(compression, Strategy):
+        raise TypeError(
+            f"compression={compression!r} is not a strategy of hvdlite; use hvd.Compression.none, "
+            ".fp16 or .bf16"
+        )
+    return compression

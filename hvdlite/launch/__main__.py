@@ -1,0 +1,10 @@
+"""``python -m hvdlite.launch`` is ``hvdliterun``."""
+
+from __future__ import annotations
+
+import sys
+
+from hvdlite.launch.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Hosts and their slots, from ``-H`` or from a hostfile."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hvdlite.launch.errors import LaunchError
+
+_HOST = re.compile(r"(?P<name>[\w.-]+)(?::(?P<slots>\d+))?")
+_SLOTS = re.compile(r"slots\s*=\s*(?P<slots>\d+)")
+_LOOPBACK = {"localhost", "127.0.0.1"}
+
+
+class Host(NamedTuple):
+    """One machine and the number of processes that may run on it."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Read ``host1:2,host2:2``; a host without a number has one slot.
+
+    Raises:
+        LaunchError: a part is not of the form ``host`` or ``host:slots``.
+    """
+    hosts = [_parse_host(part.strip()) for part in text.split(",")]
+    if None in hosts:
+        raise LaunchError(f"-H {text}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2")
+    return [host for host in hosts if host]
+
+
+def parse_hostfile(path: str) -> list[Host]:
+    """Read a hostfile: one host per line, ``host slots=2`` or ``host:2``, ``#`` comments.
+
+    Raises:
+        LaunchError: the file cannot be read, names no host, or has a line of another form.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise LaunchError(f"--hostfile {path}: {reason}") from None
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        host = _parse_line(text)
+        if host is None:
+            raise LaunchError(
+                f"--hostfile {path}, line {number}: found {text!r}, "
+                "expected 'host slots=N' or 'host:N'"
+            )
+        hosts.append(host)
+    if not hosts:
+        raise LaunchError(f"--hostfile {path}: names no host; write one 'host slots=N' per line")
+    return hosts
+
+
+def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
+    """Refuse more processes than the hosts have slots.
+
+    Raises:
+        LaunchError: ``num_proc`` is greater than the sum of the slots.
+    """
+    slots = sum(host.slots for host in hosts)
+    if hosts and num_proc > slots:
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise LaunchError(
+            f"-np {num_proc} is more than the {slots} slots of {listed}; "
+            "raise the slots or lower -np"
+        )
+
+
+def all_local(hosts: Sequence[Host]) -> bool:
+    """Tell whether every host is this machine (also where none is named)."""
+    here = socket.gethostname()
+    names = _LOOPBACK | {here, here.partition(".")[0]}
+    return all(host.name in names for host in hosts)
+
+
+def _parse_host(text: str) -> Host | None:
+    match = _HOST.fullmatch(text)
+    if match is None:
+        return None
+    slots = int(match["slots"] or 1)
+    return Host(match["name"], slots) if slots > 0 else None
+
+
+def _parse_line(text: str) -> Host | None:
+    name, _, options = text.partition(" ")
+    match = _SLOTS.search(options)
+    if options.strip() and (match is None or ":" in name):
+        return None
+    return _parse_host(f"{name}:{match['slots']}" if match else name)

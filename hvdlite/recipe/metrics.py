@@ -1,0 +1,93 @@
+"""Metrics of all ranks as one average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from hvdlite import collectives, world
+from hvdlite.errors import HorovodInternalError
+
+
+class _Report(NamedTuple):
+    """What one rank tells the others."""
+
+    values: dict[str, float]
+    weight: float
+    problem: str | None
+
+
+def average_metrics(metrics: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
+    """Average metrics over all ranks, each rank weighted by its number of samples.
+
+    Collective: every rank calls it, and every rank gets the same floats. All of it is one
+    exchange, so that an error on one rank is an error on all.
+
+    Args:
+        metrics: Names and scalars (floats, integers, numpy scalars, arrays of no dimension).
+            The same names on all ranks, in any order.
+        weight: The number of samples behind this rank's values. Values of weight 0 do not
+            count, whatever they are.
+
+    Returns:
+        The averages, in the order of ``metrics``.
+
+    Raises:
+        ValueError: A rank's weight is negative or not finite, a value is not a scalar, or all
+            weights are 0.
+        HorovodInternalError: The ranks have different names.
+    """
+    reports = collectives.allgather_object(_report(metrics, weight), name="average_metrics")
+    _check(reports)
+    total = sum(report.weight for report in reports)
+    return {
+        key: sum(r.weight * r.values[key] for r in reports if r.weight > 0) / total
+        for key in reports[world.rank()].values
+    }
+
+
+def _report(metrics: Mapping[str, float], weight: float) -> _Report:
+    """Check what is this rank's own, without raising: the others wait for the report."""
+    try:
+        values = {key: _scalar(f"metric {key!r}", value) for key, value in metrics.items()}
+        share = _scalar("weight", weight)
+        if not (math.isfinite(share) and share >= 0):
+            raise ValueError(f"weight={share!r} is not a number of samples: expected 0 or more")
+    except Exception as error:
+        return _Report({}, 0.0, str(error))
+    return _Report(values, share, None)
+
+
+def _scalar(name: str, value: Any) -> float:
+    complex_number = getattr(getattr(value, "dtype", None), "kind", "") == "c"
+    if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0 or complex_number:
+        raise ValueError(f"{name} is {value!r}: expected a real scalar")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is {value!r}: expected a real scalar ({error})") from error
+
+
+def _check(reports: list[_Report]) -> None:
+    """Raise the same error on all ranks if the reports cannot be averaged."""
+    problems = [f"rank {rank}: {r.problem}" for rank, r in enumerate(reports) if r.problem]
+    if problems:
+        raise ValueError("metrics cannot be averaged: " + "; ".join(problems))
+    names = set().union(*(report.values for report in reports))
+    missing = {
+        name: ranks
+        for name in sorted(names, key=str)
+        if (ranks := [rank for rank, r in enumerate(reports) if name not in r.values])
+    }
+    if missing:
+        found = "; ".join(f"{name!r} is missing on ranks {r}" for name, r in missing.items())
+        raise HorovodInternalError(
+            f"ranks have different metrics: {found}. Pass the same names on all ranks, "
+            "with weight 0 where a rank has no samples"
+        )
+    if not any(report.weight for report in reports):
+        raise ValueError(
+            f"the weights of all {len(reports)} ranks are 0: pass the number of samples of each "
+            "rank as weight"
+        )

@@ -1,0 +1,143 @@
+"""Which samples a rank takes at each step of an epoch."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hvdlite import world
+
+_FROM_WORLD: Any = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Deals the samples of an epoch to the ranks, every sample exactly once.
+
+    The epoch's permutation is cut into global batches of ``batch_size * size`` samples, and
+    each global batch into one contiguous slice per rank; slices differ by one sample at most.
+    A remainder of less than half a global batch is shared evenly with the batch before it, so
+    that no step is tiny. The permutation depends on ``(seed, epoch)`` alone. Hence
+    the samples of a step depend on ``batch_size * size`` and not on the number of ranks (with
+    one exception: ``batch_size`` 1 on several ranks adds the remainder to the last
+    batch, because two halves could not give each rank a sample). All ranks make the same
+    number of steps and no rank's batch is empty, so that nobody waits in a collective for a
+    rank that is already done.
+
+    Args:
+        samples: Number of samples in the whole data set.
+        batch_size: Samples per rank and step.
+        rank: The rank to deal to; None: this process's.
+        size: The number of ranks; None: that of the world.
+        shuffle: Whether each epoch has an order of its own; False: the order of the data.
+        seed: Of the permutations; the same on all ranks.
+        allow_empty: Whether ranks may have an empty batch where there are fewer samples than
+            ranks. Made for evaluation, where a step has no collective.
+
+    Raises:
+        ValueError: Fewer samples than ranks and not ``allow_empty``, or an argument that is
+            out of range.
+    """
+
+    samples: int
+    batch_size: int
+    rank: int = _FROM_WORLD
+    size: int = _FROM_WORLD
+    shuffle: bool = True
+    seed: int = 0
+    allow_empty: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.rank is None) != (self.size is None):
+            raise ValueError(
+                f"rank={self.rank} and size={self.size}: give both, or neither to take the world's"
+            )
+        if self.rank is None:
+            object.__setattr__(self, "rank", world.rank())
+            object.__setattr__(self, "size", world.size())
+        for name, least in (("samples", 0), ("batch_size", 1), ("size", 1), ("seed", 0)):
+            _check_integer(name, getattr(self, name), least)
+        _check_integer("rank", self.rank, 0)
+        if self.rank >= self.size:
+            raise ValueError(f"rank={self.rank} is not below size={self.size}")
+        if self.samples < self.size and not self.allow_empty:
+            raise ValueError(
+                f"rank {self.rank}: {self.samples} samples cannot give each of {self.size} ranks "
+                f"one: start at most {self.samples} ranks, or, for evaluation, pass "
+                "allow_empty=True and weight the metrics by the number of samples"
+            )
+
+    @cached_property
+    def global_batch_sizes(self) -> tuple[int, ...]:
+        """The number of samples that all ranks together take at each step."""
+        full_batch = self.batch_size * self.size
+        full, rest = divmod(self.samples, full_batch)
+        if rest == 0:
+            return (full_batch,) * full
+        if full == 0 or (2 * rest >= full_batch and rest >= self.size):
+            return (full_batch,) * full + (rest,)
+        tail = full_batch + rest
+        halves = ((tail + 1) // 2, tail // 2) if tail >= 2 * self.size else (tail,)
+        return (full_batch,) * (full - 1) + halves
+
+    @property
+    def steps(self) -> int:
+        """The number of steps per epoch, the same on all ranks."""
+        return len(self.global_batch_sizes)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """What to multiply this rank's mean loss with at each step.
+
+        A mean over ranks counts each rank alike, although a remainder may give one rank a
+        sample more than another. Multiplied by ``own samples * size / all samples``, the
+        mean over ranks of the ranks' means is the mean over all samples of the step. It is
+        1.0 at every step that divides evenly.
+        """
+        return tuple(
+            (stop - start) * self.size / total
+            for total in self.global_batch_sizes
+            for start, stop in [_slice(total, self.rank, self.size)]
+        )
+
+    def indices(self, epoch: int) -> list[npt.NDArray[np.int64]]:
+        """Return this rank's batches of an epoch, as int64 indices into the data set.
+
+        Args:
+            epoch: Number of the epoch, from 0; the same on all ranks.
+        """
+        order = self._order(epoch)
+        batches, first = [], 0
+        for total in self.global_batch_sizes:
+            start, stop = _slice(total, self.rank, self.size)
+            batches.append(order[first + start : first + stop])
+            first += total
+        return batches
+
+    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
+        _check_integer("epoch", epoch, 0)
+        order = np.arange(self.samples, dtype=np.int64)
+        if self.shuffle:
+            np.random.default_rng((self.seed, epoch)).shuffle(order)
+        return order
+
+
+def _slice(total: int, rank: int, size: int) -> tuple[int, int]:
+    """Return where the rank's even share of ``total`` samples starts and stops."""
+    share, extra = divmod(total, size)
+    start = rank * share + min(rank, extra)
+    return start, start + share + (rank < extra)
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    try:
+        fits = operator.index(value) >= least
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")

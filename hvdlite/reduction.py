@@ -1,0 +1,135 @@
+"""The six reductions: what they are called and what they compute."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+
+class ReduceOp(IntEnum):
+    """How the values of all ranks become one; the numbers are Horovod's."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+#: The element-wise reductions. An average is a sum that is divided afterwards.
+UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
+    """Resolve Horovod's two ways to name a reduction; neither means Average.
+
+    Raises:
+        ValueError: both are given, or ``op`` is not one of the six.
+    """
+    if average is not None:
+        if op is not None:
+            raise ValueError("give op= or average=, not both; average= is deprecated")
+        warnings.warn(
+            "average= is deprecated; use op=hvd.Average or op=hvd.Sum",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return ReduceOp.AVERAGE if average else ReduceOp.SUM
+    if op is None:
+        return ReduceOp.AVERAGE
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        raise ValueError(
+            f"op={op!r} is not a reduction; use hvd.Average, Sum, Adasum, Min, Max or Product"
+        ) from None
+
+
+def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type in which values of ``dtype`` are added up and scaled.
+
+    16-bit floats are accumulated in float32; every other type in itself.
+    """
+    if is_floating(dtype) and dtype.itemsize < 4:
+        return np.dtype(np.float32)
+    return dtype
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Whether ``dtype`` is a real float, bfloat16 included (which numpy calls kind V)."""
+    return dtype.kind == "f" or dtype.name == "bfloat16"
+
+
+def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
+    """Refuse a reduction that has no meaning for ``dtype``.
+
+    Raises:
+        ValueError: e.g. the smallest of complex numbers, the average of booleans.
+    """
+    if dtype.kind not in "biufc" and dtype.name != "bfloat16":
+        raise ValueError(
+            f"arrays of dtype {dtype} cannot be reduced; use bool, integers, floats or complex"
+        )
+    refused = {
+        "c": (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.ADASUM),
+        "b": (ReduceOp.AVERAGE, ReduceOp.ADASUM),
+        "i": (ReduceOp.ADASUM,),
+        "u": (ReduceOp.ADASUM,),
+    }
+    if op in refused.get(dtype.kind, ()):
+        raise ValueError(f"{op.name.capitalize()} is not defined for dtype {dtype}")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Multiplication by ``factor`` and division by ``divisor``, in the type fit for it.
+
+    16-bit floats are scaled in float32. Integers are scaled in float64 and cut towards
+    zero, except that a division alone is exact for every integer.
+    """
+
+    factor: float = 1.0
+    divisor: int = 1
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.factor == 1.0 and self.divisor == 1
+
+    def apply(self, values: Any) -> Any:
+        """Return ``values`` scaled, in their own dtype; the same array where it can be."""
+        if self.is_identity:
+            return values
+        dtype = values.dtype
+        if dtype.kind in "iub":
+            return self._scale_integers(values).astype(dtype)
+        wide = accumulator(dtype)
+        factor = wide.type(self.factor / self.divisor)
+        if wide == dtype:
+            values *= factor
+            return values
+        return (values.astype(wide) * factor).astype(dtype)
+
+    def _scale_integers(self, values: Any) -> Any:
+        if self.factor == 1.0:
+            quotient = np.abs(values) // self.divisor
+            # abs() of the lowest integer overflows back to itself, already negative.
+            return np.where(values < 0, -np.abs(quotient), quotient)
+        return np.trunc(values.astype(np.float64) * self.factor / self.divisor)

@@ -1,0 +1,119 @@
+"""The start and the end of hvdlite in a process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from hvdlite import mpi, settings, world
+from hvdlite.engine import Engine
+from hvdlite.errors import NotInitializedError
+
+_log = logging.getLogger("hvdlite")
+
+_engine: Engine | None = None
+_pid: int | None = None
+_hooked = False
+
+
+def engine() -> Engine:
+    """The engine of this process.
+
+    Raises:
+        NotInitializedError: before ``init()`` and after ``shutdown()``.
+    """
+    if _engine is None:
+        raise NotInitializedError
+    return _engine
+
+
+def init(comm: Any | Sequence[int] | None = None) -> None:
+    """Start hvdlite: all ranks call it, before anything else; a second call does nothing.
+
+    After it, an exception that ends the program on one rank ends it on all, with the
+    traceback and the rank on standard error.
+
+    Args:
+        comm: the ranks that take part: None (all), a list of ranks of ``COMM_WORLD``, or
+            an mpi4py communicator, which is duplicated.
+
+    Raises:
+        ImportError: mpi4py or an MPI library is missing.
+        SettingsError: an environment variable cannot be read.
+        ValueError, TypeError: ``comm`` is none of the above.
+    """
+    global _engine, _pid
+    if _engine is not None:
+        return
+    values = settings.read()
+    MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
+    _set_log_level(values.log_level)
+    chosen = world.choose(MPI, comm)
+    split = world.World.split(MPI, chosen, values.local_size)
+    _engine = Engine(MPI, split.comm, values)
+    _pid = os.getpid()
+    world.enter(split)
+    _hook()
+
+
+def shutdown() -> None:
+    """End hvdlite: collective, bounded in time, and run at exit if nobody calls it.
+
+    Operations that other ranks still wait for raise there. ``init()`` works again
+    afterwards. It does nothing before ``init()``.
+    """
+    global _engine
+    # A forked child (a data loader's worker) has no lanes and must not end its parent's.
+    if _engine is None or os.getpid() != _pid:
+        return
+    ending, _engine = _engine, None
+    split = world.current()
+    world.enter(None)
+    if ending.close():
+        split.free()
+    else:
+        _log.warning(
+            "rank %d: not all ranks called shutdown() within %.0f s; left without them",
+            split.comm.rank,
+            ending.settings.shutdown_timeout_seconds,
+        )
+
+
+def _set_log_level(level: str) -> None:
+    names = {"trace": "DEBUG", "fatal": "CRITICAL"}
+    _log.setLevel(names.get(level, level.upper()))
+
+
+def _hook() -> None:
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        atexit.register(shutdown)
+        _abort_on_exceptions()
+
+
+def _abort_on_exceptions() -> None:
+    """An exception that ends this rank ends the job: the others would wait for it."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not world.is_initialized() or world.size() == 1 or os.getpid() != _pid:
+            previous(kind, error, trace)
+            return
+        text = "".join(traceback.format_exception(kind, error, trace))
+        rank, size = world.rank(), world.size()
+        sys.stdout.flush()
+        # One write, so that the lines of several ranks do not mix.
+        sys.stderr.write(f"hvdlite: rank {rank} of {size} ends the job:\n{text}")
+        sys.stderr.flush()
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook

@@ -1,0 +1,154 @@
+"""The world: which ranks there are, and on which nodes they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdlite.errors import NotInitializedError
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a job as this rank sees them.
+
+    Attributes:
+        comm: a communicator of hvdlite's own over all ranks (``mpi4py.MPI.Comm``).
+        node: the communicator of the ranks on this rank's node.
+        cross: the communicator of the ranks, one from each node, with this local rank.
+        nodes: for each rank the index of its node.
+    """
+
+    comm: Any
+    node: Any
+    cross: Any
+    nodes: tuple[int, ...]
+
+    @classmethod
+    def split(cls, MPI: Any, comm: Any, local_size: int = 0) -> World:  # noqa: N803
+        """Duplicate ``comm`` and split it by nodes; collective.
+
+        Args:
+            MPI: the module ``mpi4py.MPI``.
+            comm: the communicator to build on; it is duplicated and left alone.
+            local_size: consecutive ranks that count as one node; 0: as MPI says.
+        """
+        own = comm.Dup()
+        if local_size:
+            node = own.Split(color=own.rank // local_size, key=own.rank)
+        else:
+            node = own.Split_type(MPI.COMM_TYPE_SHARED, key=own.rank)
+        cross = own.Split(color=node.rank, key=own.rank)
+        leaders = own.allgather(node.bcast(own.rank, root=0))
+        index = {leader: position for position, leader in enumerate(sorted(set(leaders)))}
+        return cls(own, node, cross, tuple(index[leader] for leader in leaders))
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether every node has the same number of ranks."""
+        return len({self.nodes.count(node) for node in set(self.nodes)}) == 1
+
+    def free(self) -> None:
+        """Give the communicators back; collective."""
+        for comm in (self.cross, self.node, self.comm):
+            comm.Free()
+
+
+_current: World | None = None
+
+
+def enter(world: World | None) -> None:
+    """Make ``world`` the one that the module's functions speak of (None: there is none)."""
+    global _current
+    _current = world
+
+
+def current() -> World:
+    """The world of this process.
+
+    Raises:
+        NotInitializedError: before ``init()`` and after ``shutdown()``.
+    """
+    if _current is None:
+        raise NotInitializedError
+    return _current
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has been called, and ``shutdown()`` not since."""
+    return _current is not None
+
+
+def rank() -> int:
+    """This process's rank, 0 to ``size() - 1``; before ``init()``: ``ValueError``."""
+    return int(current().comm.rank)
+
+
+def size() -> int:
+    """The number of ranks; before ``init()``: ``ValueError``."""
+    return int(current().comm.size)
+
+
+def local_rank() -> int:
+    """This process's rank within its node; before ``init()``: ``ValueError``."""
+    return int(current().node.rank)
+
+
+def local_size() -> int:
+    """The number of ranks on this node; before ``init()``: ``ValueError``."""
+    return int(current().node.size)
+
+
+def cross_rank() -> int:
+    """The index of this node among those that have this local rank."""
+    return int(current().cross.rank)
+
+
+def cross_size() -> int:
+    """The number of nodes that have this local rank."""
+    return int(current().cross.size)
+
+
+def node_index() -> int:
+    """The index of this rank's node, in the order of the nodes' lowest ranks."""
+    return current().nodes[rank()]
+
+
+def is_homogeneous() -> bool:
+    """Whether every node has the same number of ranks."""
+    return current().is_homogeneous
+
+
+def choose(MPI: Any, comm: Any | Sequence[int] | None) -> Any:  # noqa: N803
+    """Turn ``init``'s argument into a communicator.
+
+    Args:
+        MPI: the module ``mpi4py.MPI``.
+        comm: None (all ranks), a list of ranks of ``COMM_WORLD``, or a communicator.
+
+    Raises:
+        ValueError: the list is empty, repeats a rank, names one that does not exist, or
+            leaves this one out.
+        TypeError: it is something else.
+    """
+    if comm is None:
+        return MPI.COMM_WORLD
+    if isinstance(comm, MPI.Comm):
+        return comm
+    if isinstance(comm, (str, bytes)) or not isinstance(comm, Sequence):
+        raise TypeError(
+            f"init() takes None, a list of ranks or an mpi4py communicator, not {comm!r}"
+        )
+    world = MPI.COMM_WORLD
+    ranks = [int(rank) for rank in comm]
+    if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(world.size)):
+        raise ValueError(
+            f"init({ranks}): the list must name each rank once, out of 0 to {world.size - 1}"
+        )
+    if world.rank not in ranks:
+        raise ValueError(
+            f"init({ranks}) was called on rank {world.rank}, which is not in the list; "
+            "call it on the listed ranks only"
+        )
+    return world.Create_group(world.group.Incl(ranks))

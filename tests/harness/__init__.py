@@ -1,0 +1,53 @@
+"""Tests on several ranks from one plain ``pytest``.
+
+A test marked with `ranks` runs once per number of ranks, in a job that the harness starts with
+mpirun and keeps for the tests that follow. Fixtures are evaluated outside the job, and their
+values, like those of ``parametrize``, are pickled for the ranks; ``monkeypatch`` is made afresh
+on every rank. The argument ``size``, if the test has it, is the number of ranks.
+
+    @ranks(1, 2, 3, 4)
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    def test_sum(dtype):
+        hvd.init()
+        ...
+
+What the ranks write is shown with a failure; ``capsys`` cannot see it, so a test that checks it
+uses ``contextlib.redirect_stdout``. Tests of whole scripts use `run_script`. ``pytest --ranks 2``
+runs only the tests on two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.harness.script import run_script
+
+__all__ = ["ranks", "run_script"]
+
+DEFAULT_TIMEOUT = 60.0
+
+
+def ranks(
+    *sizes: int,
+    fresh: bool = False,
+    timeout: float = DEFAULT_TIMEOUT,
+    env: Mapping[str, str] | None = None,
+) -> pytest.MarkDecorator:
+    """Run a test on every rank of a job, once for each number of ranks.
+
+    Args:
+        *sizes: The numbers of ranks.
+        fresh: Start a job for this test alone and let it end as a script does, through atexit.
+        timeout: Seconds after which the ranks' stacks are reported and the job is ended.
+        env: Environment variables of a fresh job.
+
+    Raises:
+        ValueError: No number of ranks is given, one is below 1, or env is given without fresh.
+    """
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"ranks{sizes}: give numbers of ranks of at least 1, as in @ranks(1, 2)")
+    if env and not fresh:
+        raise ValueError("ranks(env=...) needs fresh=True: a shared job is already running")
+    return pytest.mark.ranks(*sizes, fresh=fresh, timeout=timeout, env=dict(env or {}))

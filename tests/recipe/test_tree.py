@@ -1,0 +1,83 @@
+"""Trees taken apart and put together."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.recipe._tree import flatten, unflatten
+from tests.recipe.trees import assert_same, everything
+
+
+def test_round_trip_through_strict_json():
+    state = everything()
+    structure, arrays = flatten(state)
+    assert_same(unflatten(json.loads(json.dumps(structure, allow_nan=False)), arrays), state)
+
+
+def test_arrays_are_not_copied():
+    array = np.arange(10.0)
+    _, (found,) = flatten({"a": [array]})
+    assert found is array
+    half = array.astype(ml_dtypes.bfloat16)
+    _, (found,) = flatten(half)
+    assert found.dtype == np.uint16
+    assert np.shares_memory(found, half)
+
+
+@pytest.mark.parametrize("leaf", [None, 5, "x", 1.5, (), np.float32(1), np.arange(3)])
+def test_a_leaf_is_a_tree(leaf):
+    assert_same(unflatten(*flatten(leaf)), leaf)
+
+
+def test_subclasses_come_back_as_what_they_extend():
+    point = collections.namedtuple("point", "x y")
+    state = collections.OrderedDict(a=point(1, 2), b=np.memmap)
+    state["b"] = collections.Counter("aab")
+    assert_same(unflatten(*flatten(state)), {"a": (1, 2), "b": {"a": 2, "b": 1}})
+
+
+def test_a_memory_map_comes_back_as_an_array(tmp_path):
+    mapped = np.memmap(tmp_path / "map", np.int32, "w+", shape=(4,))
+    mapped[:] = range(4)
+    structure, arrays = flatten(mapped)
+    assert_same(np.array(unflatten(structure, arrays)), np.arange(4, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"optimizer": {"x": object()}}, r"state\['optimizer'\]\['x'\] is a object"),
+        ([1, (2, {3})], r"state\[1\]\[1\] is a set"),
+        ({1: {"path": pathlib.PurePosixPath("/")}}, r"state\[1\]\['path'\] is a pathlib"),
+        (1 + 2j, "state is a complex"),
+        ([np.array([None])], r"state\[0\] is an array of dtype object"),
+        (np.array([(1, None)], [("a", int), ("b", object)]), "state is an array of dtype"),
+        (np.zeros(2, [("a", ml_dtypes.bfloat16)]), "state is an array of dtype"),
+        (np.ma.masked_array([1, 2], [True, False]), "state is a numpy.ma.MaskedArray"),
+        ({"a": {(1, 2): 0}}, r"the key \(1, 2\) of state\['a'\] is a tuple"),
+        ({b"k": 0}, "the key b'k' of state is a bytes"),
+        ({np.int64(3): 0}, "the key .*3.* of state is a numpy.int64"),
+        (bytearray(b"a"), "state is a bytearray"),
+    ],
+)
+def test_what_a_tree_cannot_hold(state, words):
+    with pytest.raises(TypeError, match=words):
+        flatten(state)
+
+
+def test_the_refusal_tells_what_is_allowed():
+    with pytest.raises(TypeError, match="dict, list, tuple, None, bool, int, float, str, bytes"):
+        flatten({"model": object()})
+
+
+def test_a_tree_that_contains_itself():
+    state = []
+    state.append(state)
+    with pytest.raises(ValueError, match="contains itself"):
+        flatten(state)

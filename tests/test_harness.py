@@ -1,0 +1,325 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.harness import mpirun, ranks, run_script
+
+HEADER = """
+import os, time
+import pytest
+from tests.harness import ranks
+
+def world():  # imported late, so that collecting the tests starts no MPI
+    from mpi4py import MPI
+    return MPI.COMM_WORLD
+
+def wait_for_the_other():
+    world().Barrier()
+"""
+
+
+def pytest_command(path, *arguments):
+    return [sys.executable, "-m", "pytest", "-p", "tests.harness.plugin", *arguments, str(path)]
+
+
+@pytest.fixture
+def run_tests(tmp_path):
+    """Runs the source of tests in a pytest of its own; returns its output."""
+
+    def run(source, *arguments, failed=0, passed=0, skipped=0):
+        path = tmp_path / "test_inner.py"
+        path.write_text(HEADER + source)
+        process = subprocess.run(
+            pytest_command(path, "-rA", "--no-fold-skipped", "--strict-markers", *arguments),
+            env=mpirun.environment(),
+            cwd=tmp_path,
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
+        output = process.stdout + process.stderr
+        expected = {"failed": failed, "passed": passed, "skipped": skipped}
+        lines = [line.split(" ")[0].lower() for line in output.splitlines()]
+        assert {word: lines.count(word) for word in expected} == expected, output
+        return output
+
+    return run
+
+
+class Point:
+    """A type of this module, to be pickled by name."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("factor", [2, 5])
+def test_every_rank_runs_the_test(size, factor, tmp_path):
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    assert MPI.COMM_WORLD.size == size
+    assert MPI.COMM_WORLD.allreduce(factor * rank) == factor * size * (size - 1) // 2
+    (tmp_path / str(rank)).touch()
+    MPI.COMM_WORLD.Barrier()
+    assert {path.name for path in tmp_path.iterdir()} == {str(r) for r in range(size)}
+
+
+class TestInClass:
+    @ranks(2)
+    @pytest.mark.parametrize("point", [Point(3)])
+    def test_method_with_fixtures(self, point, monkeypatch):
+        monkeypatch.setenv("HARNESS_TEST", "1")
+        assert isinstance(point, Point)
+        assert point.x == 3
+
+    @ranks(2)
+    def test_monkeypatch_was_undone(self):
+        assert "HARNESS_TEST" not in os.environ
+
+
+@ranks(2)
+def test_warnings_are_errors():
+    with pytest.raises(UserWarning, match="wrong"):
+        warnings.warn("wrong", stacklevel=1)
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:wrong")
+def test_marks_filter_warnings():
+    warnings.warn("wrong", stacklevel=1)
+
+
+@ranks(2, fresh=True, env={"HARNESS_TEST": "fresh"})
+def test_fresh_job_has_its_environment():
+    assert os.environ["HARNESS_TEST"] == "fresh"
+
+
+def test_ids_and_choice_of_ranks(run_tests):
+    output = run_tests(
+        """
+@ranks(1, 2)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_it(dtype): pass
+
+def test_plain(): pass
+""",
+        "--ranks=2",
+        passed=2,
+    )
+    assert "test_it[2ranks-float32]" in output
+    assert "3 deselected" in output
+
+
+def test_failure_shows_rank_values_and_output(run_tests):
+    output = run_tests(
+        """
+@ranks(3)
+def test_it():
+    print("written by", world().rank)
+    value = 10 + world().rank
+    assert value != 11
+""",
+        failed=1,
+    )
+    assert "rank 1 failed: assert 11 != 11" in output
+    assert "test_inner.py:17: in test_it" in output
+    assert "rank 0 passed" in output
+    for rank in range(3):
+        assert f"written by {rank}" in output
+
+
+def test_hang_shows_all_stacks_and_next_test_passes(run_tests):
+    output = run_tests(
+        """
+def sleep_for_ever(): time.sleep(1000)
+
+@ranks(2, timeout=2)
+def test_hangs():
+    sleep_for_ever() if world().rank == 1 else wait_for_the_other()
+
+@ranks(2)
+def test_next():
+    assert world().allreduce(1) == 2
+""",
+        failed=1,
+        passed=1,
+    )
+    assert "rank 0 did not report in 2 s" in output
+    assert "in wait_for_the_other" in output
+    assert "rank 1 did not report in 2 s" in output
+    assert "in sleep_for_ever" in output
+
+
+def test_failure_does_not_wait_for_the_time_out_of_others(run_tests):
+    output = run_tests(
+        """
+@ranks(2, timeout=50)
+def test_it():
+    assert world().rank == 1
+    wait_for_the_other()
+""",
+        failed=1,
+    )
+    assert "rank 0 failed: assert 0 == 1\n" in output
+    assert "rank 1 did not report" in output
+    assert "in wait_for_the_other" in output
+
+
+@pytest.mark.parametrize(
+    ("death", "said"),
+    [
+        ("os._exit(3)", r"Exit code:    3"),
+        ("world().Abort(5)", "MPI_ABORT was invoked on rank 1"),
+        ("os.kill(os.getpid(), 9)", "Killed"),
+    ],
+)
+def test_dead_rank_is_named(run_tests, death, said):
+    output = run_tests(
+        f"""
+@ranks(2)
+def test_dies():
+    if world().rank == 1:
+        {death}
+    wait_for_the_other()
+
+@ranks(2)
+def test_next():
+    assert world().allreduce(1) == 2
+""",
+        failed=1,
+        passed=1,
+    )
+    assert "rank 1 died" in output
+    assert said in output
+    assert "rank 0 died" not in output
+
+
+def test_skips_carry_their_reason(run_tests):
+    output = run_tests(
+        """
+@ranks(2)
+def test_all(): pytest.skip("no such device")
+
+@ranks(2)
+def test_one():
+    if world().rank == 1: pytest.importorskip("no_such_module")
+""",
+        skipped=2,
+    )
+    assert "rank 0: no such device" in output
+    assert "rank 1: could not import 'no_such_module'" in output
+
+
+def test_exit_in_a_test_is_a_failure_not_a_death(run_tests):
+    output = run_tests("@ranks(2)\ndef test_it(): raise SystemExit(0)\n", failed=1)
+    assert "rank 0 failed: SystemExit" in output
+    assert "rank 1 failed: SystemExit" in output
+
+
+def test_argument_that_cannot_be_pickled_is_named(run_tests):
+    source = "@ranks(2)\n@pytest.mark.parametrize('f', [lambda: 0])\ndef test_it(f): pass\n"
+    assert "the argument 'f' (function) cannot be sent to the ranks" in run_tests(source, failed=1)
+
+
+def test_fresh_job_must_leave_well(run_tests):
+    output = run_tests(
+        """
+import atexit
+
+def sleep_at_exit(): time.sleep(1000)
+
+@ranks(2, fresh=True)
+def test_leaves_badly(): atexit.register(os._exit, 4)
+
+@ranks(2, fresh=True, timeout=2)
+def test_does_not_leave(): atexit.register(sleep_at_exit)
+""",
+        failed=2,
+    )
+    assert "passed, but left with exit code 4" in output
+    assert "passed, but did not leave in" in output
+    assert "in sleep_at_exit" in output
+
+
+def test_job_that_does_not_start_shows_why(run_tests):
+    output = run_tests(
+        "@ranks(2, fresh=True, env={'OMPI_COMM_WORLD_SIZE': '2', 'PYTHONHOME': '/nowhere'})\n"
+        "def test_it(): pass\n",
+        failed=1,
+    )
+    assert "a job of 2 ranks did not start: ranks [0, 1] are missing" in output
+    assert "encodings" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_pytest(tmp_path, number):
+    path = tmp_path / "test_inner.py"
+    path.write_text(
+        HEADER
+        + f"""
+@ranks(2)
+def test_hangs():
+    open({str(tmp_path)!r} + f"/{{world().rank}}.pid", "w").write(f"{{os.getpid()}}\\n")
+    time.sleep(1000)
+"""
+    )
+    command = pytest_command(path)
+    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    with subprocess.Popen(
+        command, env=mpirun.environment(), cwd=tmp_path, stdout=subprocess.DEVNULL
+    ) as process:
+        try:
+            wait_until(lambda: all(file.exists() and "\n" in file.read_text() for file in files))
+            process.send_signal(number)
+            process.wait(20)
+        finally:
+            process.kill()
+    pids = [file.read_text().strip() for file in files]
+    wait_until(lambda: not any(Path("/proc", pid).exists() for pid in pids))
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("arguments", [(), (0,), (1, 0)])
+def test_ranks_refuses_bad_numbers(arguments):
+    with pytest.raises(ValueError, match="at least 1"):
+        ranks(*arguments)
+
+
+def test_ranks_refuses_environment_of_a_shared_job():
+    with pytest.raises(ValueError, match="fresh=True"):
+        ranks(2, env={"A": "1"})
+
+
+def test_run_script_returns_code_and_output():
+    source = """
+import os, sys
+from mpi4py import MPI
+print("rank", MPI.COMM_WORLD.rank, sys.argv[1], os.environ["HARNESS_TEST"])
+MPI.COMM_WORLD.Barrier()
+sys.exit(7 * MPI.COMM_WORLD.rank)
+"""
+    done = run_script(source, 2, args=["word"], env={"HARNESS_TEST": "here"})
+    assert done.returncode == 7
+    assert "rank 0 word here" in done.stdout
+    assert "rank 1 word here" in done.stdout
+
+
+def test_run_script_ends_a_script_that_hangs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('before', flush=True)\ntime.sleep(1000)\n")
+    with pytest.raises(TimeoutError, match=r"(?s)longer than 1 s.*before"):
+        run_script(script, 2, timeout=1)
