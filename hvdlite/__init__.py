@@ -29,6 +29,16 @@ from hvdlite.errors import (
     NotInitializedError,
     SettingsError,
 )
+from hvdlite.exchange import Compression
+from hvdlite.recipe import (
+    Checkpoint,
+    Sharding,
+    average_metrics,
+    checkpoint,
+    scale_lr,
+    shard,
+    warmup,
+)
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from hvdlite.runtime import init, shutdown
 from hvdlite.world import (
@@ -82,6 +92,16 @@ __all__ = [
     "barrier",
     "poll",
     "synchronize",
+    # the recipe
+    "shard",
+    "Sharding",
+    "scale_lr",
+    "warmup",
+    "checkpoint",
+    "Checkpoint",
+    "average_metrics",
+    # training
+    "Compression",
     # errors
     "HorovodInternalError",
     "MismatchError",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite import reduction, runtime, world
-from hvdlite.engine import Handle
+from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, BroadcastBytes
+from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.exchange.operation import CompressedAllreduce
 from hvdlite.reduction import ReduceOp
 
 
@@ -20,6 +23,9 @@ def allreduce(
     op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
+    out: Any = None,
 ) -> Any:
     """Reduce an array over all ranks and return the result, alike to the bit on all of them.
 
@@ -34,9 +40,11 @@ def allreduce(
         op: one of the six reductions; None is Average.
         prescale_factor: multiplies the array before the reduction.
         postscale_factor: multiplies the result.
+        compression: how floats travel; all but ``Compression.none`` need Sum or Average.
+        out: a contiguous array for the result, which may be ``array``; None: a new one.
 
     Returns:
-        A new array of the input's shape and dtype.
+        An array of the input's shape and dtype.
 
     Raises:
         ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
@@ -44,7 +52,7 @@ def allreduce(
         HorovodInternalError: the ranks disagree, or communication failed.
     """
     chosen = reduction.choose(average, op)
-    operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor)
+    operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, compression, out)
     return runtime.engine().named.run(operation)
 
 
@@ -55,19 +63,13 @@ def allreduce_async(
     op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
     out: Any = None,
 ) -> Handle:
-    """Start `allreduce` and return a handle; leave the array alone until it is done.
-
-    Args:
-        out: a contiguous array for the result (it may be ``array``); None: a new one.
-            The other arguments are those of `allreduce`.
-
-    Raises:
-        ValueError: as `allreduce`.
-    """
+    """Start `allreduce` and return a handle; leave the array alone until it is done."""
     chosen = reduction.choose(average, op)
-    operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, out)
+    operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, compression, out)
     return runtime.engine().named.submit(operation)
 
 
@@ -77,13 +79,18 @@ def _allreduce(
     op: ReduceOp,
     prescale: float,
     postscale: float,
-    out: Any = None,
-) -> Allreduce:
+    compression: Strategy,
+    out: Any,
+) -> Operation:
     # Numbered before anything can be refused: a refusal must not shift later names.
     name = name or runtime.engine().unnamed("allreduce")
     array = np.asarray(array)
     reduction.check(op, array.dtype)
-    return Allreduce(name, array, op, float(prescale), float(postscale), out)
+    if check_strategy(compression) is Compression.none:
+        return Allreduce(name, array, op, float(prescale), float(postscale), out)
+    return CompressedAllreduce(
+        name, array, compression, Reduction(op), float(prescale), float(postscale), out
+    )
 
 
 def allgather(array: Any, name: str | None = None) -> Any:
@@ -197,6 +204,20 @@ def _pickled(obj: Any) -> tuple[bytes, str | None]:
 def barrier(name: str | None = None) -> None:
     """Return when every rank has called it."""
     runtime.engine().named.run(Barrier(name or runtime.engine().unnamed("barrier")))
+
+
+def agree_on(name: str, entries: Sequence[Any]) -> None:
+    """Compare something across ranks.
+
+    Args:
+        name: what it is, for messages; pairs this call with those of the other ranks.
+        entries: what must be equal on all ranks; compared by ``repr``.
+
+    Raises:
+        HorovodInternalError: the ranks differ; the message names the first entry.
+    """
+    numbered = [(f"entry {number}", entry) for number, entry in enumerate(entries)]
+    runtime.engine().named.run(Barrier(name, (*numbered, ("the number of entries", len(entries)))))
 
 
 def poll(handle: Handle) -> bool:

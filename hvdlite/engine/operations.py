@@ -45,6 +45,7 @@ class Allreduce(Operation):
                 ("op", op.name.capitalize()),
                 ("prescale_factor", prescale),
                 ("postscale_factor", postscale),
+                ("compression", "none"),
             ),
         )
         self._array = array

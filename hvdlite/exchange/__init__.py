@@ -10,7 +10,16 @@ import numpy as np
 from hvdlite.exchange.bucket import Bucket, Parameter, Reduction
 from hvdlite.exchange.strategy import Cast, Dense, Strategy
 
-__all__ = ["Bucket", "Cast", "Compression", "Dense", "Parameter", "Reduction", "Strategy"]
+__all__ = [
+    "Bucket",
+    "Cast",
+    "Compression",
+    "Dense",
+    "Parameter",
+    "Reduction",
+    "Strategy",
+    "check_strategy",
+]
 
 
 class Compression:
@@ -21,7 +30,7 @@ class Compression:
     bf16: Strategy = Cast("bf16", ml_dtypes.bfloat16)
 
 
-def check(compression: Any) -> Strategy:
+def check_strategy(compression: Any) -> Strategy:
     """Return ``compression`` if it is a strategy.
 
     Raises:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # What each process manager calls a rank and the number of ranks.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -30,9 +30,11 @@ def main(arguments: Sequence[str]) -> None:
     report, output, *command = arguments
     manager = os.getppid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    die_with_parent(manager)
+    die_with_parent(manager, signal.SIGTERM)
+    this = os.getpid()
     child = os.fork()
     if child == 0:
+        die_with_parent(this)
         _run(command, output, mask)
     code, asked = _wait(child, manager)
     if code and not asked:
@@ -41,42 +43,48 @@ def main(arguments: Sequence[str]) -> None:
     _end(code)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, however that happens.
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent dies, however that happens.
 
     Args:
-        parent: process id of the parent as known before the call.
+        parent: process id of the parent, known for certain.
+        by: the signal.
     """
     import ctypes
 
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def describe(rank: str, host: str, code: int) -> str:
-    """Say in one line how a rank ended.
+def describe(who: str, code: int) -> str:
+    """Say in one line how a process ended.
 
     Args:
-        rank: its number.
-        host: where it ran.
+        who: its name.
         code: its exit code, or minus the number of the signal that killed it.
     """
     if code >= 0:
-        return f"rank {rank} on host {host} exited with code {code}"
+        return f"{who} exited with code {code}"
     try:
         name = f" ({signal.Signals(-code).name})"
     except ValueError:
         name = ""  # A real-time signal.
-    return f"rank {rank} on host {host} was killed by signal {-code}{name}"
+    return f"{who} was killed by signal {-code}{name}"
 
 
-def _run(command: Sequence[str], output: str, mask: set[signal.Signals]) -> None:
+def shell_code(code: int) -> int:
+    """The exit code as a shell counts it: 128 + n for signal n."""
+    return code if code >= 0 else 128 - code
+
+
+def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
     try:
-        die_with_parent(os.getppid())
         if output:
             _redirect(output)
+        # A rank that knows of this process may just exit: the job ends, without MPI_Abort.
+        os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
         # Python ignores these, and an ignored signal stays so in the command.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -110,11 +118,20 @@ def _wait(child: int, manager: int) -> tuple[int, bool]:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status), asked
+        elif os.getppid() != manager:
+            _end_group()
         elif info.si_pid == manager:
             # A process manager signals the whole group, so the command has it already.
             asked = asked or info.si_signo in _ENDING
         else:
             os.kill(child, info.si_signo)
+
+
+def _end_group() -> None:
+    """The manager was killed: leave nothing behind, not even the command's own children."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _drain() -> None:
@@ -136,14 +153,15 @@ def _drain() -> None:
 
 def _tell(report: str, code: int) -> None:
     """Tell the launcher, or, where it is on another host, the user; then end the job."""
-    text = describe(_first(_RANK, "?"), os.uname().nodename, code)
-    told = _send(report, f"{_shell_code(code)} {text}\n")
+    rank, host = _first(_RANK, "?"), os.uname().nodename
+    text = describe(f"rank {rank} on host {host}", code)
+    told = _send(report, f"{shell_code(code)} {text}\n")
     if not told:
         os.write(2, f"hvdliterun: {text}\n".encode())
     if "PMI_FD" in os.environ:
         # MPICH's process manager goes on when a rank that is not using MPI fails, and says
         # goodbye at length to one that is; this is what MPI_Abort sends it (PMI-1).
-        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={_shell_code(code)}\n".encode())
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={shell_code(code)}\n".encode())
     if told:
         # Ending now would have mpirun print its own account of it; the launcher ends the job.
         signal.sigtimedwait(_ENDING, _HOLD)
@@ -170,11 +188,7 @@ def _end(code: int) -> None:
             signal.signal(-code, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(os.getpid(), -code)
-    os._exit(_shell_code(code))
-
-
-def _shell_code(code: int) -> int:
-    return code if code >= 0 else 128 - code
+    os._exit(shell_code(code))
 
 
 def _first(names: Sequence[str], default: str) -> str:

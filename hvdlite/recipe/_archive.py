@@ -80,7 +80,7 @@ def read(path: Path) -> tuple[Any, list[npt.NDArray[Any]]]:
 
     Raises:
         CheckpointError: The file is empty, foreign, damaged or of another version.
-        OSError: The file cannot be read.
+        OSError: The file cannot be opened.
     """
     with open(path, "rb") as file:
         start = file.read(len(_ZIP_MAGIC))
@@ -95,7 +95,7 @@ def read(path: Path) -> tuple[Any, list[npt.NDArray[Any]]]:
             with zipfile.ZipFile(file) as archive:
                 header = _read_header(archive, path)
                 return header["tree"], [_read_array(archive, i) for i in range(header["arrays"])]
-        except (CheckpointError, OSError):
+        except (CheckpointError, MemoryError):
             raise
         except Exception as error:  # zipfile and numpy raise a dozen kinds on damaged bytes
             raise damaged(path, error) from error
@@ -104,8 +104,7 @@ def read(path: Path) -> tuple[Any, list[npt.NDArray[Any]]]:
 def damaged(path: Path, error: Exception) -> CheckpointError:
     """Return the error for a file whose content makes no sense."""
     return CheckpointError(
-        f"{path} is damaged or cut off ({type(error).__name__}: {error}); "
-        "remove it or load another checkpoint"
+        f"{path} is damaged or cut off ({type(error).__name__}: {error}); load another checkpoint"
     )
 
 

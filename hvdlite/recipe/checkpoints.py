@@ -71,7 +71,7 @@ class Checkpoint:
         if world.rank() != 0:
             arrays = [np.empty(shape, dtype) for dtype, shape in layouts]
         for number, array in enumerate(arrays):
-            arrays[number] = _broadcast(array, f"checkpoint.load.{number}")
+            _fill(array, f"checkpoint.load.{number}")
         return unflatten(structure, arrays)
 
     def _exists(self) -> bool:
@@ -143,10 +143,9 @@ def _explained(path: Path, done: str) -> Iterator[None]:
         ) from error
 
 
-def _broadcast(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """Broadcast an array as bytes: a checkpoint may hold dtypes that no transport knows."""
-    if world.size() == 1 or array.nbytes == 0:
-        return array
+def _fill(array: npt.NDArray[Any], name: str) -> None:
+    """Overwrite the array, on all ranks, with the bytes of rank 0's."""
+    # As bytes, because a checkpoint may hold dtypes that no transport knows; and in
+    # place, because it may be large. Rank 0's own is copied if it is not in C order.
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    received = collectives.broadcast(flat, 0, name=name)
-    return array if world.rank() == 0 else received.view(array.dtype).reshape(array.shape)
+    collectives.synchronize(collectives.broadcast_async(flat, 0, name, out=flat))

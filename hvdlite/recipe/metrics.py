@@ -60,13 +60,16 @@ def _report(metrics: Mapping[str, float], weight: float) -> _Report:
 
 
 def _scalar(name: str, value: Any) -> float:
-    complex_number = getattr(getattr(value, "dtype", None), "kind", "") == "c"
-    if isinstance(value, (str, bytes)) or getattr(value, "ndim", 0) != 0 or complex_number:
-        raise ValueError(f"{name} is {value!r}: expected a real scalar")
+    shape = tuple(getattr(value, "shape", ()))
+    found = type(value).__name__ + (f" of shape {shape}" if shape else "")
+    # float() would read a string, and would drop an imaginary part with a mere warning.
+    is_complex = getattr(getattr(value, "dtype", None), "kind", "") == "c"
+    if isinstance(value, (str, bytes)) or is_complex or shape:
+        raise ValueError(f"{name} is a {found}, expected a real scalar")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name} is {value!r}: expected a real scalar ({error})") from error
+        raise ValueError(f"{name} is a {found}, expected a real scalar ({error})") from error
 
 
 def _check(reports: list[_Report]) -> None:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.assertion import install_importhook
-from _pytest.config import get_config, parse_warning_filter
+from _pytest.config import _prepareconfig, parse_warning_filter
 
 from tests.harness.messages import SECONDS_TO_LEAVE, Hello, Report, Request
 
@@ -31,7 +30,8 @@ def main(address: str, folder: str) -> None:
     """Run tests until the parent asks to leave or is gone."""
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
     _redirect(Path(folder), rank)
-    install_importhook(get_config())  # So that assert shows values here, too.
+    # pytest's set-up installs the import hook that makes assert show values.
+    _prepareconfig(["-c", os.devnull, "--noconftest"])
     client = socket.socket(socket.AF_UNIX)
     client.connect(address)
     parent = Connection(client.detach())

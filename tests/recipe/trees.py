@@ -16,7 +16,7 @@ def everything() -> dict[Any, Any]:
     generator = np.random.default_rng(7)
     matrix = generator.normal(size=(6, 10)).astype(np.float32)
     return {
-        "plain": [None, True, False, 0, -5, 2**63 - 1, 2**64, -(2**70), 3**9000],
+        "plain": [None, True, False, 0, -5, 2**63 - 1, 2**64, -(2**70), 3**20000],
         "floats": [0.1, -0.0, 5e-324, 1e308, math.nan, math.inf, -math.inf],
         "strings": ["", "Größe \U0001f600", "\ud800", "a\0b", b"", b"\x80\0pickle\n", b"x" * 300],
         "empty": [{}, [], (), [()], {"a": ({},)}],
@@ -38,7 +38,7 @@ def everything() -> dict[Any, Any]:
             "bytes": np.array([b"a", b"bcd"]),
             "no width": np.zeros(2, "U0"),
             "dates": np.array(["2024-02-29", "NaT"], "M8[D]"),
-            "record": np.array([(1, [0.5, 2])], [("größe", "i4"), ("b", "f8", (2,))]),
+            "record": np.array([(1, [0.5, 2])], [("größe Ω", "i4"), ("b", "f8", (2,))]),
             "nan payload": np.array([0x7FC00123, 0xFFC00001], np.uint32).view(np.float32),
         },
         "dtypes": [
@@ -85,7 +85,10 @@ def assert_same(found: Any, expected: Any, path: str = "state") -> None:
     elif isinstance(expected, (np.ndarray, np.generic)):
         assert found.dtype == expected.dtype, path
         assert found.shape == expected.shape, path
-        assert found.tobytes() == expected.tobytes(), path
+        if expected.dtype.char in "gG":  # some of their bytes are padding
+            np.testing.assert_array_equal(found, expected, path)
+        else:
+            assert found.tobytes() == expected.tobytes(), path
     elif isinstance(expected, float):
         assert struct.pack("d", found) == struct.pack("d", expected), path
     else:

@@ -1,0 +1,269 @@
+"""A torch optimizer that steps on the average of all ranks' gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+from hvdlite.torch.reducer import Reducer
+
+import torch
+from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.reduction import Average, ReduceOp
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Strategy = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp | int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+) -> Any:
+    """Make an optimizer average its gradients over all ranks before it steps.
+
+    Gradients are exchanged while the backward pass goes on, in buckets. ``step()`` waits
+    for them; so does ``synchronize()``, for those who need the averaged gradients before
+    the step (to clip them, say)::
+
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    The optimizer itself is changed and returned: its class becomes a subclass of what it
+    was, of the same name, and its state, hooks, groups and schedulers stay as they are. A
+    parameter without a gradient counts as zeros where another rank has one.
+
+    Args:
+        optimizer: any torch optimizer; on all ranks over the same parameters.
+        named_parameters: ``model.named_parameters()``; gives messages their names.
+        compression: how gradients travel.
+        backward_passes_per_step: backward passes that add up before an exchange. A step
+            after fewer of them is fine.
+        op: Average or Sum.
+        gradient_predivide_factor: with Average, the part of the division that happens
+            before the sum.
+        num_groups: accepted for Horovod's sake: buckets do what groups are for.
+        groups: likewise.
+        sparse_as_dense: exchange sparse gradients as dense ones.
+
+    Returns:
+        The optimizer, with ``synchronize()``, ``skip_synchronize()`` and
+        ``set_backward_passes_per_step(n)``.
+
+    Raises:
+        ValueError: it is wrapped already, ``named_parameters`` is malformed, has a name
+            twice or lacks a parameter, or an argument is out of range.
+        TypeError: it is no torch optimizer, or ``compression`` is no strategy.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    if isinstance(optimizer, _Distributed):
+        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    if not getattr(type(optimizer).step, "hooked", False):
+        raise TypeError(
+            f"{type(optimizer).__name__} does not run torch's step hooks, on which the exchange "
+            "relies; call super().__init__() in its constructor"
+        )
+    reducer = Reducer(
+        names=_names(optimizer, named_parameters),
+        strategy=check_strategy(compression),
+        reduction=Reduction(ReduceOp(op), gradient_predivide_factor),
+        passes_per_step=_positive(backward_passes_per_step),
+        sparse_as_dense=sparse_as_dense,
+    )
+    _check_groups(num_groups, groups)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
+    wrapped: Any = optimizer
+    wrapped._reducer = reducer
+    wrapped._synchronized = False
+    wrapped._skipping = False
+    wrapped._stepping = False
+    reducer.attach(wrapped._trainable())
+    optimizer.register_step_pre_hook(_before_step)
+    optimizer.register_step_post_hook(_after_step)
+    return optimizer
+
+
+class _Distributed:
+    """What `DistributedOptimizer` adds to an optimizer's class."""
+
+    _reducer: Reducer
+    _synchronized: bool
+    _skipping: bool
+    _stepping: bool
+    param_groups: list[dict[str, Any]]
+
+    def synchronize(self) -> None:
+        """Wait for the exchange; afterwards every ``p.grad`` is the average over the ranks.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+            RuntimeError: a gradient was changed after its exchange had begun.
+        """
+        self._reducer.attach(self._trainable())
+        self._reducer.finish()
+        self._synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` use the gradients as they are, after ``synchronize()``."""
+        self._skipping = True
+        try:
+            yield
+        finally:
+            self._skipping = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes add up before an exchange, from the next one on."""
+        self._reducer.set_passes_per_step(_positive(passes))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does.
+
+        Raises:
+            RuntimeError: their exchange has begun and no step or ``synchronize()`` ended it.
+        """
+        if self._reducer.in_flight:
+            raise RuntimeError(
+                "zero_grad() was called after backward() and before step() or synchronize(), "
+                "while gradients are being exchanged; call optimizer.synchronize() first"
+            )
+        self._reducer.forget_passes()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        return self._reducer.names
+
+    def _trainable(self) -> list[torch.Tensor]:
+        return [
+            parameter
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+
+    def _prepare_step(self) -> None:
+        """Make sure that what is stepped on is what all ranks agreed on."""
+        if self._synchronized and not self._reducer.in_flight:
+            if not self._skipping:
+                _warn_of_second_synchronization()
+        elif self._skipping:
+            raise RuntimeError(
+                "optimizer.step() inside skip_synchronize() would use gradients that have not "
+                "been exchanged; call optimizer.synchronize() before"
+            )
+        else:
+            self.synchronize()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse_copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: a copy's parameters would not "
+            "be exchanged; copy optimizer.state_dict(), or the model, and wrap a new optimizer"
+        )
+
+
+def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Exchange before the step, or, if there is a closure, whenever it has run.
+
+    As a hook, it also runs where ``step`` has been replaced on the instance, as learning
+    rate schedulers do.
+    """
+    if optimizer._stepping:  # a step() that calls its parent's, which has the hook as well
+        return None
+    optimizer._stepping = True
+    closure, replace = _find_closure(args, kwargs)
+    if closure is None:
+        try:
+            optimizer._prepare_step()
+        except BaseException:
+            optimizer._stepping = False
+            raise
+        return None
+
+    def synchronized_closure() -> Any:
+        loss = closure()
+        optimizer.synchronize()
+        return loss
+
+    return replace(synchronized_closure)
+
+
+def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    optimizer._stepping = False
+    optimizer._synchronized = False
+
+
+def _find_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, Callable[[Any], Any]]:
+    """The closure among ``step``'s arguments (the first is the optimizer), and how to set it."""
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"], lambda closure: (args, {**kwargs, "closure": closure})
+    if len(args) > 1 and callable(args[1]):
+        return args[1], lambda closure: ((args[0], closure, *args[2:]), kwargs)
+    return None, lambda closure: None
+
+
+def _names(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+) -> dict[torch.Tensor, str]:
+    """Names by parameter, in the order of registration."""
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if named_parameters is None:
+        return {parameter: f"parameter.{number}" for number, parameter in enumerate(own)}
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ValueError(
+            "named_parameters must be pairs of a name and a parameter, such as "
+            "model.named_parameters()"
+        )
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"named_parameters has these names more than once: {', '.join(twice)}")
+    unnamed = len(set(own) - {parameter for _, parameter in pairs})
+    if unnamed:
+        raise ValueError(
+            f"{unnamed} of the optimizer's {len(own)} parameters are not in named_parameters; "
+            "pass the named parameters of every module that the optimizer updates"
+        )
+    members = set(own)
+    return {parameter: name for name, parameter in pairs if parameter in members}
+
+
+def _positive(passes: int) -> int:
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes} is not a whole number above 0")
+    return int(passes)
+
+
+def _check_groups(num_groups: int, groups: int | list[list[torch.Tensor]] | None) -> None:
+    if num_groups < 0 or (isinstance(groups, int) and groups < 0):
+        raise ValueError("num_groups and groups must not be negative")
+    if groups is not None and not isinstance(groups, (int, list)):
+        raise ValueError("groups must be a number or a list of lists of parameters")
+
+
+def _warn_of_second_synchronization() -> None:
+    warnings.warn(
+        "step() was called after synchronize() and outside of skip_synchronize(); the "
+        "gradients are not exchanged a second time. Use `with optimizer.skip_synchronize():` "
+        "around step() to say that this is meant",
+        stacklevel=5,
+    )

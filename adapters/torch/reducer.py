@@ -1,0 +1,193 @@
+"""Hooks that bring gradients into their buckets as the backward pass makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlite.torch.tensors import dtype_of, to_tensor
+
+import torch
+from hvdlite import runtime
+from hvdlite.exchange import Parameter, Reduction, Strategy
+from hvdlite.gradients import GradientExchange
+
+
+class Reducer:
+    """Averages the gradients of parameters that it is attached to.
+
+    Args:
+        names: of the parameters, in the order of their registration.
+        strategy: how gradients travel.
+        reduction: sum or average.
+        passes_per_step: backward passes after which a gradient is complete.
+        sparse_as_dense: take sparse gradients, as dense ones.
+    """
+
+    def __init__(
+        self,
+        names: dict[torch.Tensor, str],
+        strategy: Strategy,
+        reduction: Reduction,
+        passes_per_step: int,
+        sparse_as_dense: bool,
+    ) -> None:
+        self.names = names
+        self._strategy = strategy
+        self._reduction = reduction
+        self._sparse_as_dense = sparse_as_dense
+        self.passes_per_step = passes_per_step
+        self._sets: list[_ParameterSet] = []
+        self._attached: set[torch.Tensor] = set()
+
+    def attach(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Exchange these parameters' gradients too, where that is not done yet.
+
+        Parameters that come later (a new group, a layer that was frozen) get buckets of
+        their own. All ranks add the same ones between the same steps.
+        """
+        fresh = [parameter for parameter in parameters if parameter not in self._attached]
+        if not fresh:
+            return
+        order = {parameter: number for number, parameter in enumerate(self.names)}
+        for parameter in fresh:
+            self.names.setdefault(parameter, f"parameter.{len(self.names)}")
+        fresh.sort(key=lambda parameter: order.get(parameter, len(order)))
+        self._sets.append(_ParameterSet(self, fresh))
+        self._attached.update(fresh)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an exchange has begun that `finish` has not ended."""
+        return any(members.exchange.in_flight for members in self._sets)
+
+    def finish(self) -> None:
+        """Exchange what is left, and write the averages into the parameters' ``grad``."""
+        for members in self._sets:
+            members.collect()
+        for members in self._sets:
+            members.finish()
+
+    def set_passes_per_step(self, passes: int) -> None:
+        """Set after how many backward passes a gradient is complete."""
+        self.passes_per_step = passes
+        self.forget_passes()
+
+    def forget_passes(self) -> None:
+        """Count the backward passes anew."""
+        for members in self._sets:
+            members.forget_passes()
+
+    def connect(self, parameters: Sequence[torch.Tensor]) -> GradientExchange:
+        """Make the exchange of some parameters; in the same order on all ranks."""
+        engine = runtime.engine()
+        described = [
+            Parameter(self.names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
+            for parameter in parameters
+        ]
+        label = engine.unnamed("DistributedOptimizer")
+        return GradientExchange(engine, label, described, self._strategy, self._reduction)
+
+    def dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient as it goes into a bucket."""
+        if gradient.layout is torch.strided:
+            return gradient
+        if not self._sparse_as_dense:
+            raise ValueError(
+                f"the gradient of {self.names[parameter]!r} is sparse; wrap the optimizer with "
+                "sparse_as_dense=True, or make the layer with sparse=False"
+            )
+        return gradient.to_dense()
+
+
+class _ParameterSet:
+    """Parameters that share an exchange."""
+
+    def __init__(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
+        self._reducer = reducer
+        self._parameters = list(parameters)
+        self._passes = [0] * len(parameters)
+        # What a gradient was when it was copied: the tensor and its version.
+        self._copied: list[tuple[torch.Tensor, int] | None] = [None] * len(parameters)
+        self._connect()
+        for number, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(self._hook(number))
+
+    def _connect(self) -> None:
+        self._engine = runtime.engine()
+        self.exchange = self._reducer.connect(self._parameters)
+        numbers = range(len(self._parameters))
+        self._slots = [to_tensor(self.exchange.slot(number)) for number in numbers]
+        self._results = [to_tensor(self.exchange.result_slot(number)) for number in numbers]
+
+    def _hook(self, number: int) -> Any:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            self._passes[number] += 1
+            if self._passes[number] == self._reducer.passes_per_step:
+                self._copy(number, parameter)
+            elif self._passes[number] > self._reducer.passes_per_step:
+                raise RuntimeError(
+                    f"the gradient of {self._reducer.names[parameter]!r} was computed more than "
+                    f"{self._reducer.passes_per_step} times before step() or synchronize(); "
+                    "raise backward_passes_per_step to add up gradients"
+                )
+
+        return on_gradient
+
+    def _copy(self, number: int, parameter: torch.Tensor) -> None:
+        if runtime.engine() is not self._engine:  # shutdown() and init() since the last step
+            self._connect()
+        gradient = parameter.grad
+        assert gradient is not None
+        # A hook runs inside autograd, which does not record it.
+        with torch.no_grad():
+            self._slots[number].copy_(self._reducer.dense(parameter, gradient))
+        self._copied[number] = gradient, gradient._version
+        self.exchange.mark(number)
+
+    def collect(self) -> None:
+        """Copy the gradients that no hook has brought: accumulation was cut short."""
+        for number, parameter in enumerate(self._parameters):
+            copied = self._copied[number]
+            if copied is not None:
+                self._check_unchanged(parameter, *copied)
+            elif parameter.grad is not None:
+                self._copy(number, parameter)
+
+    def _check_unchanged(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, version: int
+    ) -> None:
+        if parameter.grad is not gradient or gradient._version != version:
+            name = self._reducer.names[parameter]
+            self.reset()
+            raise RuntimeError(
+                f"the gradient of {name!r} was changed after backward(), while it was being "
+                "exchanged, and the change would be lost; call optimizer.synchronize() before "
+                "you clip, unscale or otherwise change gradients, and step() inside "
+                "optimizer.skip_synchronize()"
+            )
+
+    def finish(self) -> None:
+        """Wait for the exchange, and write the averages."""
+        try:
+            found = self.exchange.finish()
+        finally:
+            self.reset()
+        with torch.no_grad():
+            for parameter, result, anywhere in zip(
+                self._parameters, self._results, found, strict=True
+            ):
+                if not anywhere:
+                    continue
+                if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(result)
+
+    def reset(self) -> None:
+        """Forget the step."""
+        self.forget_passes()
+        self._copied = [None] * len(self._parameters)
+
+    def forget_passes(self) -> None:
+        """Count the backward passes anew."""
+        self._passes = [0] * len(self._parameters)

