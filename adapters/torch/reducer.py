@@ -62,11 +62,22 @@ class Reducer:
         return any(members.exchange.in_flight for members in self._sets)
 
     def finish(self) -> None:
-        """Exchange what is left, and write the averages into the parameters' ``grad``."""
-        for members in self._sets:
-            members.collect()
+        """Exchange what is left, and write the averages into the parameters' ``grad``.
+
+        Raises:
+            RuntimeError: a gradient was changed after it had been copied. The exchange is
+                ended all the same, so that no other rank waits for this one.
+        """
+        changed = [name for members in self._sets for name in members.collect()]
         for members in self._sets:
             members.finish()
+        if changed:
+            raise RuntimeError(
+                f"the gradient of {changed[0]!r} was changed after backward(), while it was being "
+                "exchanged, and the change would be lost; call optimizer.synchronize() before "
+                "you clip, unscale or otherwise change gradients, and step() inside "
+                "optimizer.skip_synchronize()"
+            )
 
     def set_passes_per_step(self, passes: int) -> None:
         """Set after how many backward passes a gradient is complete."""
@@ -145,27 +156,21 @@ class _ParameterSet:
         self._copied[number] = gradient, gradient._version
         self.exchange.mark(number)
 
-    def collect(self) -> None:
-        """Copy the gradients that no hook has brought: accumulation was cut short."""
+    def collect(self) -> list[str]:
+        """Copy the gradients that no hook has brought: accumulation was cut short.
+
+        Returns:
+            The names of those that were changed since their hook copied them.
+        """
+        changed = []
         for number, parameter in enumerate(self._parameters):
             copied = self._copied[number]
-            if copied is not None:
-                self._check_unchanged(parameter, *copied)
-            elif parameter.grad is not None:
-                self._copy(number, parameter)
-
-    def _check_unchanged(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, version: int
-    ) -> None:
-        if parameter.grad is not gradient or gradient._version != version:
-            name = self._reducer.names[parameter]
-            self.reset()
-            raise RuntimeError(
-                f"the gradient of {name!r} was changed after backward(), while it was being "
-                "exchanged, and the change would be lost; call optimizer.synchronize() before "
-                "you clip, unscale or otherwise change gradients, and step() inside "
-                "optimizer.skip_synchronize()"
-            )
+            if copied is None:
+                if parameter.grad is not None:
+                    self._copy(number, parameter)
+            elif parameter.grad is not copied[0] or copied[0]._version != copied[1]:
+                changed.append(self._reducer.names[parameter])
+        return changed
 
     def finish(self) -> None:
         """Wait for the exchange, and write the averages."""

@@ -15,19 +15,15 @@ from types import FrameType
 from typing import NamedTuple
 
 from hvdlite.launch.errors import NOT_EXECUTABLE, LaunchError
-from hvdlite.launch.rank import describe, die_with_parent, shell_code
+from hvdlite.launch.rank import END_JOB, describe, die_with_parent, shell_code
 
 _TICK = 0.05
-_MESSAGE_SIZE = select.PIPE_BUF
-
-# Seconds in which mpirun passes on what the ranks wrote last.
-_LAST_LINES = 0.3
 
 # After how many seconds mpirun gets which signal, by what has happened. A Ctrl-C at a
 # terminal reaches mpirun without help, and a second signal makes it drop everything; an
 # mpirun that does not end is killed, and the processes around the ranks follow it.
 _Plan = Sequence[tuple[float, signal.Signals]]
-_FAILED: _Plan = ((3.0, signal.SIGTERM), (6.0, signal.SIGKILL))
+_FAILED: _Plan = ((4.0, signal.SIGTERM), (8.0, signal.SIGKILL))
 _INTERRUPTED: _Plan = ((1.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 _TERMINATED: _Plan = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
 _ON_SIGNAL = {
@@ -50,7 +46,7 @@ class Failure(NamedTuple):
 
 
 class Inbox:
-    """Where the ranks of this host report a failure: a FIFO that only the user can open.
+    """Where the ranks of this host report: a FIFO that only this user can open.
 
     Attributes:
         path: its name, for the ranks.
@@ -61,17 +57,18 @@ class Inbox:
         os.mkfifo(self.path, 0o600)
         # Held open for writing too, or it would be at its end whenever no rank has it open.
         self._file = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
+        self._unfinished = b""
 
-    def wait(self, seconds: float) -> Failure | None:
-        """The next failure, if one comes in time."""
+    def wait(self, seconds: float) -> list[str]:
+        """The messages that came, or none after so many seconds."""
         if not select.select([self._file], [], [], seconds)[0]:
-            return None
-        line = os.read(self._file, _MESSAGE_SIZE).decode().partition("\n")[0]
-        code, _, text = line.partition(" ")
-        return Failure(int(code), text)
+            return []
+        received = self._unfinished + os.read(self._file, select.PIPE_BUF)
+        *lines, self._unfinished = received.split(b"\n")
+        return [line.decode() for line in lines]
 
     def close(self) -> None:
-        """Close it; its folder's owner removes it."""
+        """Close it; whoever made its folder removes that."""
         os.close(self._file)
 
 
@@ -104,16 +101,16 @@ def run(
         LaunchError: mpirun cannot be started.
     """
     with _signals() as received:
-        process = _start(arguments, environment)
-        failure = _watch(process, box, received, quiet_end)
+        watch = _Watch(_start(arguments, environment), box, quiet_end)
+        code = watch.until_end(received)
     if received:
         return 128 + received[0]
-    if failure:
-        say(failure.text)
-        return failure.code
-    if process.returncode:
-        say(describe("mpirun", process.returncode))
-    return shell_code(process.returncode)
+    if watch.failure:
+        say(watch.failure.text)
+        return watch.failure.code
+    if code:
+        say(describe("mpirun", code))
+    return shell_code(code)
 
 
 def say(text: str) -> None:
@@ -133,39 +130,51 @@ def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> subproce
         raise LaunchError(f"{arguments[0]}: {error.strerror}", NOT_EXECUTABLE) from None
 
 
-def _watch(
-    process: subprocess.Popen[bytes],
-    box: Inbox,
-    received: Sequence[signal.Signals],
-    quiet_end: signal.Signals | None,
-) -> Failure | None:
-    """Wait for mpirun, see to it that it ends when it should; return the first failure."""
-    failure: Failure | None = None
-    ending: _Ending | None = None
-    interrupted = False
-    while process.poll() is None:
-        news = box.wait(_TICK)
-        if news and not failure:
-            failure = news
-            quietly = ((_LAST_LINES, quiet_end),) if quiet_end else ()
-            ending = ending or _Ending(process, (*quietly, *_FAILED))
-        if received and not interrupted:
-            interrupted = True
-            ending = _Ending(process, _ON_SIGNAL[received[0]])
-        if ending:
-            ending.advance()
-    return failure or box.wait(0)
+class _Watch:
+    """Waits for mpirun, and sees to it that it ends when it should.
 
+    Attributes:
+        failure: the first rank that failed.
+    """
 
-class _Ending:
-    """Signals to a process, each at its time."""
-
-    def __init__(self, process: subprocess.Popen[bytes], plan: _Plan) -> None:
-        now = time.monotonic()
+    def __init__(
+        self, process: subprocess.Popen[bytes], box: Inbox, quiet_end: signal.Signals | None
+    ) -> None:
+        self.failure: Failure | None = None
         self._process = process
+        self._box = box
+        self._quiet_end = quiet_end
+        self._steps: list[tuple[float, signal.Signals]] = []
+
+    def until_end(self, received: Sequence[signal.Signals]) -> int:
+        """Wait; ``received`` grows by the signals that the launcher gets."""
+        interrupted = False
+        while self._process.poll() is None:
+            for message in self._box.wait(_TICK):
+                self._take(message, interrupted)
+            if received and not interrupted:
+                interrupted = True
+                self._plan(_ON_SIGNAL[received[0]])
+            self._advance()
+        for message in self._box.wait(0):
+            self._take(message, interrupted)
+        return self._process.returncode
+
+    def _take(self, message: str, interrupted: bool) -> None:
+        if message != END_JOB and self.failure is None:
+            code, _, text = message.partition(" ")
+            self.failure = Failure(int(code), text)
+            if not interrupted:
+                self._plan(_FAILED)
+        elif message == END_JOB and self._quiet_end and not interrupted:
+            self._steps.insert(0, (0.0, self._quiet_end))
+            self._quiet_end = None
+
+    def _plan(self, plan: _Plan) -> None:
+        now = time.monotonic()
         self._steps = [(now + delay, number) for delay, number in plan]
 
-    def advance(self) -> None:
+    def _advance(self) -> None:
         while self._steps and time.monotonic() >= self._steps[0][0]:
             self._process.send_signal(self._steps.pop(0)[1])
 

@@ -18,11 +18,18 @@ _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
-_WATCHED = _ENDING | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD}
+_OTHERS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGCHLD}
+_WATCHED = _ENDING | _OTHERS
 
-# Seconds that mpirun has to take over a rank's last words, and the launcher to end the job.
-_DRAIN = 2.0
-_HOLD = 5.0
+# How Open MPI's process manager starts to end a job, be it only for MPI_Abort.
+_FIRST_SIGNS = _ENDING | {signal.SIGCONT}
+
+# Seconds that mpirun has to read a rank's last lines, to pass them on, and to end the job.
+_READ = 2.0
+_PASS_ON = 0.3
+_END = 8.0
+
+END_JOB = "end"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -36,10 +43,10 @@ def main(arguments: Sequence[str]) -> None:
     if child == 0:
         die_with_parent(this)
         _run(command, output, mask)
-    code, asked = _wait(child, manager)
-    if code and not asked:
+    code, signs = _wait(child, manager)
+    if code and not signs & _ENDING:
         _drain()
-        _tell(report, code)
+        _tell(report, code, under_way=bool(signs))
     _end(code)
 
 
@@ -109,20 +116,20 @@ def _redirect(output: str) -> None:
         os.close(file)
 
 
-def _wait(child: int, manager: int) -> tuple[int, bool]:
-    """Wait for the command; tell how it ended, and whether the manager had asked it to."""
-    asked = False
+def _wait(child: int, manager: int) -> tuple[int, set[int]]:
+    """Wait for the command; tell how it ended, and by what signs the manager had ended it."""
+    signs: set[int] = set()
     while True:
         info = signal.sigwaitinfo(_WATCHED)
         if info.si_signo == signal.SIGCHLD:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
-                return os.waitstatus_to_exitcode(status), asked
+                return os.waitstatus_to_exitcode(status), signs & _FIRST_SIGNS
         elif os.getppid() != manager:
             _end_group()
         elif info.si_pid == manager:
             # A process manager signals the whole group, so the command has it already.
-            asked = asked or info.si_signo in _ENDING
+            signs.add(info.si_signo)
         else:
             os.kill(child, info.si_signo)
 
@@ -139,7 +146,7 @@ def _drain() -> None:
     import fcntl
     import termios
 
-    deadline = time.monotonic() + _DRAIN
+    deadline = time.monotonic() + _READ
     unread = bytearray(4)
     while time.monotonic() < deadline:
         try:
@@ -151,28 +158,43 @@ def _drain() -> None:
         time.sleep(0.01)
 
 
-def _tell(report: str, code: int) -> None:
-    """Tell the launcher, or, where it is on another host, the user; then end the job."""
+def _tell(report: str, code: int, under_way: bool) -> None:
+    """Name this rank to the launcher, or, where that is on another host, to the user.
+
+    Args:
+        report: the launcher's FIFO.
+        code: how the command ended.
+        under_way: whether the manager is already ending the job.
+    """
     rank, host = _first(_RANK, "?"), os.uname().nodename
     text = describe(f"rank {rank} on host {host}", code)
-    told = _send(report, f"{shell_code(code)} {text}\n")
-    if not told:
+    if _send(report, f"{shell_code(code)} {text}"):
+        # Ending before the job does would have mpirun print its own account of it.
+        if not under_way and not signal.sigtimedwait(_FIRST_SIGNS, _PASS_ON):
+            _abort(code)
+            _send(report, END_JOB)
+        signal.sigtimedwait(_ENDING, _END)
+    else:
         os.write(2, f"hvdliterun: {text}\n".encode())
+        _abort(code)
+
+
+def _abort(code: int) -> None:
+    """Have MPICH's process manager end the job, as MPI_Abort does (a message of PMI-1).
+
+    It goes on when a rank that is not using MPI fails, and takes leave at length of one that
+    is.
+    """
     if "PMI_FD" in os.environ:
-        # MPICH's process manager goes on when a rank that is not using MPI fails, and says
-        # goodbye at length to one that is; this is what MPI_Abort sends it (PMI-1).
-        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={shell_code(code)}\n".encode())
-    if told:
-        # Ending now would have mpirun print its own account of it; the launcher ends the job.
-        signal.sigtimedwait(_ENDING, _HOLD)
+        message = f"cmd=abort exitcode={shell_code(code)}\n"
+        os.write(int(os.environ["PMI_FD"]), message.encode())
 
 
 def _send(report: str, line: str) -> bool:
-    if not report:
-        return False
     try:
         fifo = os.open(report, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(fifo, line.encode())
+        os.write(fifo, f"{line}\n".encode())
+        os.close(fifo)
     except OSError:
         return False
     return True

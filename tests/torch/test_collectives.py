@@ -1,0 +1,190 @@
+import numpy as np
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import hvdlite.torch as hvd
+import torch
+
+DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@ranks(1, 2, 3, 4)
+def test_sum_of_every_dtype_and_shape(size):
+    hvd.init()
+    for dtype in DTYPES:
+        for shape in [(), (0,), (1,), (7,), (3, 5), (2, 0, 3)]:
+            tensor = torch.full(shape, hvd.rank() + 1, dtype=dtype)
+            result = hvd.allreduce(tensor, op=hvd.Sum)
+            expected = torch.full(shape, size * (size + 1) // 2, dtype=dtype)
+            assert result.dtype == dtype
+            assert torch.equal(result, expected), (dtype, shape)
+            assert torch.equal(tensor, torch.full(shape, hvd.rank() + 1, dtype=dtype))
+
+
+@ranks(1, 2, 3, 4)
+def test_bool_is_any_and_all(size):
+    hvd.init()
+    mine = torch.tensor([hvd.rank() == 0, True, False])
+    assert hvd.allreduce(mine, op=hvd.Max).tolist() == [True, True, False]
+    assert hvd.allreduce(mine, op=hvd.Min).tolist() == [size == 1, True, False]
+
+
+@ranks(1, 2, 3, 4)
+def test_average_is_the_default_and_scales(size):
+    hvd.init()
+    tensor = torch.full((5,), float(hvd.rank()))
+    assert torch.allclose(hvd.allreduce(tensor), torch.full((5,), (size - 1) / 2))
+    scaled = hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+    assert torch.allclose(scaled, torch.full((5,), size * (size - 1) / 2))
+
+
+@ranks(2, 3)
+def test_non_contiguous_tensors(size):
+    hvd.init()
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    for view in (base.t(), base[:, ::2], base[1:3, 2:5]):
+        assert torch.equal(hvd.allreduce(view, op=hvd.Sum), view * size)
+        in_place = view.clone(memory_format=torch.preserve_format)
+        assert hvd.allreduce_(in_place, op=hvd.Sum) is in_place
+        assert torch.equal(in_place, view * size)
+    matrix = torch.full((4, 6), float(hvd.rank()))
+    hvd.broadcast_(matrix[:, ::2], root_rank=size - 1)
+    assert torch.equal(matrix[:, ::2], torch.full((4, 3), float(size - 1)))
+    assert torch.equal(matrix[:, 1::2], torch.full((4, 3), float(hvd.rank())))
+
+
+@ranks(2, 3)
+def test_asynchronous_operations_and_handles(size):
+    hvd.init()
+    handles = [
+        hvd.allreduce_async(torch.full((3,), float(i)), name=f"a{i}", op=hvd.Sum) for i in range(20)
+    ]
+    in_place = torch.ones(4)
+    last = hvd.allreduce_async_(in_place, name="in place", op=hvd.Sum)
+    for number, handle in enumerate(handles):
+        assert torch.equal(hvd.synchronize(handle), torch.full((3,), float(number * size)))
+    assert hvd.synchronize(last) is in_place
+    assert torch.equal(in_place, torch.full((4,), float(size)))
+    assert hvd.poll(last)
+    with pytest.raises(ValueError, match="synchronized before"):
+        hvd.synchronize(last)
+    with pytest.raises(ValueError, match="not a handle"):
+        hvd.synchronize(17)
+
+
+@ranks(1, 2, 3, 4)
+def test_allgather_of_uneven_rows(size):
+    hvd.init()
+    rank = hvd.rank()
+    gathered = hvd.allgather(torch.full((rank, 2), rank, dtype=torch.int32))
+    expected = [[rank, rank] for rank in range(size) for _ in range(rank)]
+    assert gathered.tolist() == expected
+    assert gathered.shape == (size * (size - 1) // 2, 2)
+    handle = hvd.allgather_async(torch.tensor(rank))
+    assert hvd.synchronize(handle).tolist() == list(range(size))
+
+
+@ranks(1, 2, 3, 4)
+def test_broadcast_from_every_root(size):
+    hvd.init()
+    for root in range(size):
+        mine = torch.full((3, 2), hvd.rank(), dtype=torch.bfloat16)
+        assert torch.equal(hvd.broadcast(mine, root), torch.full_like(mine, root))
+        assert torch.equal(mine, torch.full_like(mine, hvd.rank()))
+        assert torch.equal(hvd.broadcast_(mine, root), torch.full_like(mine, root))
+    with pytest.raises(ValueError, match=f"root_rank={size} is not a rank"):
+        hvd.broadcast(torch.zeros(1), size)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+@ranks(1, 2, 3)
+def test_gradients_flow_through_collectives(size):
+    hvd.init()
+    rank = hvd.rank()
+    weights = torch.arange(1.0, 4.0) * (rank + 1)
+    x = torch.ones(3, requires_grad=True)
+    (hvd.allreduce(x, op=hvd.Sum) * weights).sum().backward()
+    total = size * (size + 1) / 2
+    assert torch.allclose(x.grad, torch.arange(1.0, 4.0) * total)
+    x.grad = None
+    (hvd.allreduce(x) * weights).sum().backward()
+    assert torch.allclose(x.grad, torch.arange(1.0, 4.0) * total / size)
+
+    rows = torch.ones(rank + 1, requires_grad=True)
+    whole = hvd.allgather(rows)
+    (whole * torch.arange(len(whole), dtype=torch.float32)).sum().backward()
+    start = rank * (rank + 1) // 2
+    assert torch.allclose(rows.grad, torch.arange(start, start + rank + 1, dtype=torch.float32))
+
+    y = torch.ones(2, requires_grad=True)
+    (hvd.broadcast(y, root_rank=0) * (rank + 1)).sum().backward()
+    expected = total / size if rank == 0 else 0.0
+    assert torch.allclose(y.grad, torch.full((2,), expected))
+
+
+@ranks(1, 2)
+def test_max_has_no_gradient_and_says_so():
+    hvd.init()
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="Max has no gradient"):
+        hvd.allreduce(x, op=hvd.Max).sum().backward()
+    assert hvd.allreduce(torch.ones(1)).item() == 1
+
+
+@ranks(2)
+def test_in_place_result_counts_as_a_change_for_autograd():
+    hvd.init()
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    z = y * y  # saves y for the backward pass
+    hvd.allreduce_(y.detach(), op=hvd.Sum)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@ranks(2, 3)
+def test_compression_rounds_as_its_type(size):
+    hvd.init()
+    values = torch.linspace(-3, 3, 1001) + hvd.rank() * 0.1
+    exact = sum(np.linspace(-3, 3, 1001) + rank * 0.1 for rank in range(size)) / size
+    for compression, step in ((hvd.Compression.fp16, 2**-10), (hvd.Compression.bf16, 2**-7)):
+        result = hvd.allreduce(values, compression=compression)
+        assert result.dtype == torch.float32
+        error = np.abs(result.numpy() - exact)
+        assert error.max() <= 4 * step
+        assert error.max() > 0, "nothing was rounded"
+    with pytest.raises(TypeError, match=r"hvd.Compression.none"):
+        hvd.allreduce(values, compression="fp16")
+
+
+@ranks(2)
+def test_sparse_tensors_are_refused_with_the_remedy():
+    hvd.init()
+    with pytest.raises(TypeError, match="to_dense"):
+        hvd.allreduce(torch.eye(3).to_sparse())
+
+
+@ranks(2, 3)
+def test_mismatch_is_raised_on_all_ranks_and_the_next_call_works(size):
+    hvd.init()
+    with pytest.raises(hvd.HorovodInternalError, match=r"'x'.*shape.*\(3,\) on ranks? 0"):
+        hvd.allreduce(torch.zeros(3 + (hvd.rank() == 1)), name="x")
+    with pytest.raises(hvd.HorovodInternalError, match="dtype is float32 on ranks? 0"):
+        dtype = torch.float64 if hvd.rank() == 1 else torch.float32
+        hvd.allreduce(torch.zeros(3, dtype=dtype), name="x")
+    assert hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item() == size

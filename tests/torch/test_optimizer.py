@@ -1,0 +1,504 @@
+import copy
+import hashlib
+import warnings
+
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import hvdlite.torch as hvd
+import torch
+
+SAMPLES = 24  # divisible by 1, 2, 3 and 4 ranks
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 8), torch.nn.Linear(8, 2)
+    )
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(SAMPLES, 6, generator=generator), torch.randn(
+        SAMPLES, 2, generator=generator
+    )
+
+
+def own(data):
+    share = SAMPLES // hvd.size()
+    return data[hvd.rank() * share : (hvd.rank() + 1) * share]
+
+
+def loss_of(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(model, optimizer, steps, local=True, before_step=lambda: None):
+    for step in range(steps):
+        x, y = batch(step)
+        if local:
+            x, y = own(x), own(y)
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        before_step()
+        optimizer.step()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def identical_on_all_ranks(model):
+    digest = hashlib.sha256(flat(model).numpy().tobytes()).hexdigest()
+    return len(set(hvd.allgather_object(digest))) == 1
+
+
+def relative_error(value, expected):
+    return ((value.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@ranks(1, 2, 3, 4)
+def test_twenty_steps_equal_one_process_on_the_whole_batch():
+    hvd.init()
+    reference = make_model()
+    train(reference, sgd(reference), 20, local=False)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    train(model, optimizer, 20)
+    assert relative_error(flat(model), flat(reference)) < 1e-5
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_many_small_buckets(monkeypatch):
+    """The buckets' order and number must not matter."""
+    hvd.shutdown()
+    monkeypatch.setenv("HVDLITE_FUSION_THRESHOLD", "64")
+    monkeypatch.setenv("HVDLITE_FIRST_BUCKET_SIZE", "0")
+    hvd.init()
+    try:
+        reference = make_model()
+        train(reference, sgd(reference), 5, local=False)
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        train(model, optimizer, 5)
+        assert relative_error(flat(model), flat(reference)) < 1e-6
+        assert identical_on_all_ranks(model)
+    finally:
+        hvd.shutdown()
+        monkeypatch.undo()
+        hvd.init()
+
+
+@ranks(2, 3)
+def test_sum_and_predivide(size):
+    hvd.init()
+    whole = make_model()
+    x, y = batch(0)
+    loss_of(whole, x, y).backward()
+    average = torch.cat([parameter.grad.flatten() for parameter in whole.parameters()])
+    for options, factor in (
+        ({"op": hvd.Sum}, size),
+        ({"gradient_predivide_factor": 4.0}, 1),
+        ({"gradient_predivide_factor": 0.5, "compression": hvd.Compression.none}, 1),
+    ):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+        loss_of(model, own(x), own(y)).backward()
+        optimizer.synchronize()
+        found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        assert relative_error(found, average * factor) < 1e-6, options
+
+
+@ranks(2, 4)
+def test_compression_trains_alike_to_its_precision():
+    hvd.init()
+    reference = make_model()
+    train(reference, sgd(reference), 10, local=False)
+    for compression, tolerance in ((hvd.Compression.fp16, 2e-3), (hvd.Compression.bf16, 2e-2)):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), compression=compression
+        )
+        train(model, optimizer, 10)
+        error = relative_error(flat(model), flat(reference))
+        assert 1e-7 < error < tolerance, compression
+        assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_bfloat16_model():
+    hvd.init()
+    model = make_model().to(torch.bfloat16)
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    x, y = (data.to(torch.bfloat16) for data in batch(0))
+    loss_of(model, own(x), own(y)).backward()
+    optimizer.step()
+    assert len(set(hvd.allgather_object(flat(model).float().numpy().tobytes()))) == 1
+
+
+@ranks(1, 2)
+def test_what_is_wrapped_stays_what_it_was():
+    hvd.init()
+    model = make_model()
+    plain = sgd(model)
+    before = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+    loss_of(model, *batch(0)).backward()
+    plain.step()
+    momentum = {key: value for key, value in plain.state.items()}
+    calls = []
+    plain.register_step_post_hook(lambda *_: calls.append("hook"))
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    after = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    assert dict(optimizer.state) == momentum
+    train(model, optimizer, 2)
+    before.step()
+    after.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.25)
+    assert calls == ["hook", "hook"]
+    assert identical_on_all_ranks(model)
+    assert list(optimizer._parameter_names.values()) == [
+        name for name, _ in model.named_parameters()
+    ]
+    state = copy.deepcopy(optimizer.state_dict())
+    other = make_model()
+    restored = hvd.DistributedOptimizer(sgd(other), other.named_parameters())
+    restored.load_state_dict(state)
+    assert restored.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+
+
+@ranks(2)
+def test_a_scheduler_made_before_wrapping_does_not_bypass_the_exchange():
+    """Schedulers replace ``step`` on the instance by one that calls the old class's."""
+    hvd.init()
+    model = make_model()
+    plain = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=100)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    train(model, optimizer, 3)
+    scheduler.step()
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_clipping_between_synchronize_and_step():
+    hvd.init()
+    reference = make_model()
+    plain = sgd(reference)
+    train(
+        reference,
+        plain,
+        5,
+        local=False,
+        before_step=lambda: torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1),
+    )
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    for step in range(5):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss_of(model, own(x), own(y)).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert relative_error(flat(model), flat(reference)) < 1e-5
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_step_after_synchronize_reduces_once_and_warns():
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), op=hvd.Sum)
+    x, y = batch(0)
+    loss_of(model, own(x), own(y)).backward()
+    optimizer.synchronize()
+    once = [parameter.grad.clone() for parameter in model.parameters()]
+    with pytest.warns(UserWarning, match="not exchanged a second time"):
+        optimizer.step()
+    for parameter, gradient in zip(model.parameters(), once, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+@ranks(2)
+def test_a_gradient_changed_too_early_is_an_error():
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    loss_of(model, *batch(0)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(RuntimeError, match=r"'0.weight' was changed after backward"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_unsynchronized_steps_and_resets_are_errors():
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    loss_of(model, *batch(0)).backward()
+    with (
+        pytest.raises(RuntimeError, match="have not been exchanged"),
+        optimizer.skip_synchronize(),
+    ):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"more than 1 times before step"):
+        loss_of(model, *batch(0)).backward()
+    with pytest.raises(RuntimeError, match="'3.bias' was changed after backward"):
+        optimizer.synchronize()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    assert identical_on_all_ranks(model)
+
+
+@ranks(1, 2)
+def test_accumulation_over_several_backward_passes():
+    hvd.init()
+    reference = make_model()
+    plain = sgd(reference)
+    for step in range(3):
+        plain.zero_grad()
+        for part in range(2):
+            loss_of(reference, *batch(2 * step + part)).backward()
+        plain.step()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), backward_passes_per_step=2
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            x, y = batch(2 * step + part)
+            loss_of(model, own(x), own(y)).backward()
+        optimizer.step()
+    assert relative_error(flat(model), flat(reference)) < 1e-5
+    # A short last accumulation, and another number of passes.
+    train(model, optimizer, 1)
+    optimizer.set_backward_passes_per_step(1)
+    train(model, optimizer, 1)
+    assert identical_on_all_ranks(model)
+
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.left = torch.nn.Linear(6, 2)
+        self.right = torch.nn.Linear(6, 2)
+        self.never = torch.nn.Linear(6, 2)
+
+    def forward(self, x, left):
+        return self.left(x) if left else self.right(x)
+
+
+@ranks(1, 2, 3)
+def test_unused_parameters_differ_by_rank(size):
+    hvd.init()
+    model = Branches()
+    start = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+    )
+    x, _ = batch(0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x, left=hvd.rank() == 0).sum().backward()
+        optimizer.step()
+    assert model.never.weight.grad is None
+    # Each rank's gradient of the sum over 24 samples is the sum of the inputs.
+    by_rank = x.sum(0).expand(2, 6)
+    share = {"left": 1 / size, "right": (size - 1) / size}
+    for name, part in share.items():
+        weight = getattr(model, name).weight
+        moved = (start[f"{name}.weight"] - weight).detach()
+        assert torch.allclose(moved, 2 * part * by_rank, atol=1e-4), name
+        if part == 0:
+            assert weight.grad is None
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_step_without_backward_on_one_rank_or_on_all():
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if hvd.rank() == 0:
+        loss_of(model, *batch(0)).backward()
+    optimizer.step()
+    assert identical_on_all_ranks(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@ranks(2)
+def test_layers_frozen_at_first_and_groups_added_later():
+    hvd.init()
+    model = make_model()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model[:3].parameters(), lr=0.1),
+        list(model[:3].named_parameters()),
+    )
+    train(model, optimizer, 2)
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(True)
+    optimizer.add_param_group({"params": model[3].parameters()})
+    for parameter in model[3].parameters():
+        parameter.grad = None
+    train(model, optimizer, 2)
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_closures_are_synchronized_each_time():
+    hvd.init()
+    reference = make_model()
+    plain = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=4)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4), model.named_parameters()
+    )
+    x, y = batch(0)
+
+    def closure(model, optimizer, x, y):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        return loss
+
+    plain.step(lambda: closure(reference, plain, x, y))
+    optimizer.step(lambda: closure(model, optimizer, own(x), own(y)))
+    optimizer.step(closure=lambda: closure(model, optimizer, own(x), own(y)))
+    plain.step(closure=lambda: closure(reference, plain, x, y))
+    assert relative_error(flat(model), flat(reference)) < 1e-3
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_two_optimizers_in_one_program():
+    hvd.init()
+    first, second = make_model(0), make_model(1)
+    both = [
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters()) for model in (first, second)
+    ]
+    for step in range(3):
+        x, y = batch(step)
+        for optimizer in both:
+            optimizer.zero_grad()
+        (loss_of(first, own(x), own(y)) + loss_of(second, own(x), own(y))).backward()
+        for optimizer in both if hvd.rank() == 0 else reversed(both):
+            optimizer.step()
+    assert identical_on_all_ranks(first)
+    assert identical_on_all_ranks(second)
+
+
+@ranks(2, 3)
+def test_models_that_differ_by_rank_are_named_in_step_one(size):
+    hvd.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4 + (hvd.rank() == 1)), torch.nn.Linear(6, 2))
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    with pytest.raises(hvd.HorovodInternalError, match=r"'0.weight' float32\[4, 6\] on rank"):
+        (model[0](torch.ones(1, 6)).sum() + model[1](torch.ones(1, 6)).sum()).backward()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    working = make_model()
+    train(working, hvd.DistributedOptimizer(sgd(working), working.named_parameters()), 2)
+    assert identical_on_all_ranks(working)
+
+
+@ranks(2)
+def test_sparse_gradients_need_to_be_asked_for():
+    hvd.init()
+    torch.manual_seed(0)
+    rows = torch.tensor([hvd.rank(), 2, 2])
+    table = torch.nn.Embedding(4, 3, sparse=True)
+    hvd.broadcast_parameters(table.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters(), sparse_as_dense=True
+    )
+    table(rows).sum().backward()
+    optimizer.synchronize()
+    expected = torch.tensor([0.5, 0.5, 2.0, 0.0]).unsqueeze(1).expand(4, 3)
+    assert torch.equal(table.weight.grad, expected)
+    refusing = torch.nn.Embedding(4, 3, sparse=True)
+    hvd.DistributedOptimizer(
+        torch.optim.SGD(refusing.parameters(), lr=1.0), refusing.named_parameters()
+    )
+    with pytest.raises(ValueError, match=r"'weight' is sparse.*sparse_as_dense"):
+        refusing(rows).sum().backward()
+
+
+@ranks(2)
+def test_works_again_after_shutdown_and_init():
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    train(model, optimizer, 2)
+    hvd.shutdown()
+    hvd.init()
+    train(model, optimizer, 2)
+    assert identical_on_all_ranks(model)
+
+
+@ranks(1)
+def test_refused_arguments():
+    hvd.init()
+    model = make_model()
+    named = list(model.named_parameters())
+
+    def wrap(optimizer=None, **options):
+        return hvd.DistributedOptimizer(optimizer or sgd(model), **options)
+
+    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer"):
+        wrap(optimizer=model)
+    with pytest.raises(ValueError, match="wrap it once"):
+        wrap(wrap())
+    with pytest.raises(ValueError, match="more than once: 0.weight"):
+        wrap(named_parameters=[*named, named[0]])
+    with pytest.raises(ValueError, match=r"5 of the optimizer's 6 parameters"):
+        wrap(named_parameters=named[:1])
+    with pytest.raises(ValueError, match="pairs of a name and a parameter"):
+        wrap(named_parameters=model.parameters())
+    with pytest.raises(ValueError, match="backward_passes_per_step=0"):
+        wrap(backward_passes_per_step=0)
+    with pytest.raises(ValueError, match="needs op=hvd.Average"):
+        wrap(gradient_predivide_factor=2.0, op=hvd.Sum)
+    with pytest.raises(ValueError, match="not Max"):
+        wrap(op=hvd.Max)
+    with pytest.raises(TypeError, match="compression"):
+        wrap(compression="fp16")
+
+
+@ranks(2)
+def test_a_subclass_that_calls_its_parents_step_exchanges_once():
+    hvd.init()
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        Counting(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 2)
+    assert identical_on_all_ranks(model)

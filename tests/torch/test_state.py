@@ -1,0 +1,166 @@
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import hvdlite.torch as hvd
+import torch
+
+
+def same_everywhere(value):
+    return all(other == value for other in hvd.allgather_object(value))
+
+
+def weights(model):
+    return [parameter.detach().numpy().tobytes() for parameter in model.state_dict().values()]
+
+
+def make_model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)
+    )
+
+
+@ranks(1, 2, 3, 4)
+def test_broadcast_parameters_in_every_form(size):
+    hvd.init()
+    root = size - 1
+    expected = weights(make_model(root))
+    for form in (
+        lambda model: model.state_dict(),
+        lambda model: model,
+        lambda model: model.state_dict().items(),
+        lambda model: list(model.state_dict().values()),
+    ):
+        model = make_model(hvd.rank())
+        hvd.broadcast_parameters(form(model), root_rank=root)
+        assert weights(model) == expected
+    model = make_model(hvd.rank())
+    hvd.broadcast_parameters(model.named_parameters(), root_rank=root)
+    for mine, theirs in zip(model.parameters(), make_model(root).parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@ranks(2)
+def test_broadcast_parameters_refuses_other_things():
+    hvd.init()
+    with pytest.raises(ValueError, match="must be a dict, a module"):
+        hvd.broadcast_parameters([1, 2], root_rank=0)
+    with pytest.raises(ValueError, match="one tensor"):
+        hvd.broadcast_parameters(torch.zeros(3), root_rank=0)
+
+
+@ranks(2, 3)
+def test_broadcast_parameters_of_different_models(size):
+    hvd.init()
+    model = torch.nn.Linear(4 + (hvd.rank() == 1), 3)
+    with pytest.raises(hvd.HorovodInternalError, match=r"'weight', \(3, 4\).*ranks? 0"):
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=3),
+}
+
+
+@ranks(1, 2)
+def test_broadcast_optimizer_state_of_every_optimizer():
+    """Rank 0 has trained, the others have not: they go on as rank 0 does."""
+    hvd.init()
+    for name, make in OPTIMIZERS.items():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        optimizer = make(model.parameters())
+        x = torch.randn(8, 4)
+
+        def closure(model=model, optimizer=optimizer, x=x):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss
+
+        if hvd.rank() == 0:
+            optimizer.param_groups[0]["lr"] = 0.05
+            optimizer.step(closure)
+            optimizer.step(closure)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        before = weights(model)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert weights(model) == before, f"{name}: a weight has moved"
+        assert optimizer.param_groups[0]["lr"] == 0.05, name
+        optimizer.step(closure)
+        assert same_everywhere(weights(model)), name
+        assert weights(model) != before, name
+
+
+@ranks(2)
+def test_broadcast_optimizer_state_of_different_optimizers():
+    hvd.init()
+    model = torch.nn.Linear(3 + hvd.rank(), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(hvd.HorovodInternalError, match="its parameters"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+@ranks(1, 2, 3)
+def test_checkpoint_holds_tensors(tmp_path):
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 3).to(torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    saved = hvd.checkpoint(tmp_path / "model.ckpt")
+    assert saved.load(default=None) is None
+    saved.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3})
+    state = saved.load()
+    assert state["epoch"] == 3
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state["model"][name], tensor)
+    fresh = torch.nn.Linear(4, 3).to(torch.bfloat16)
+    fresh.load_state_dict(state["model"])
+    other = torch.optim.Adam(fresh.parameters())
+    other.load_state_dict(state["optimizer"])
+    assert other.state_dict()["state"][0]["step"].item() == 1
+    assert same_everywhere(weights_of_bfloat16(fresh))
+
+
+def weights_of_bfloat16(model):
+    return [parameter.detach().float().numpy().tobytes() for parameter in model.parameters()]
+
+
+@ranks(1, 2, 3, 4)
+def test_shard_sampler_deals_every_sample_once(size):
+    hvd.init()
+    for samples in (size, 17, 64, 101):
+        sampler = hvd.ShardSampler(samples, batch_size=4, seed=3)
+        loader = torch.utils.data.DataLoader(range(samples), batch_sampler=sampler)
+        epochs = []
+        for _ in range(2):
+            mine = [batch.tolist() for batch in loader]
+            assert len(mine) == len(loader) == len(sampler)
+            assert all(mine)
+            everyone = hvd.allgather_object(mine)
+            assert len({len(batches) for batches in everyone}) == 1
+            flat = [index for batches in everyone for batch in batches for index in batch]
+            assert sorted(flat) == list(range(samples))
+            epochs.append(everyone)
+        if samples > size:
+            assert epochs[0] != epochs[1]
+        sampler.set_epoch(0)
+        assert [batch.tolist() for batch in loader] == epochs[0][hvd.rank()]
