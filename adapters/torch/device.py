@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from hvdlite.recipe.device import local_device_index, threads_per_rank
 
@@ -10,7 +12,7 @@ def pin_device() -> torch.device:
     """Bind this process to the accelerator of its local rank, and return it; collective.
 
     Without accelerators it is the CPU, and torch is told to use as many threads as leave
-    the node's other ranks their cores.
+    the node's other ranks their cores (unless ``OMP_NUM_THREADS`` says how many).
 
     Raises:
         ValueError: the node has fewer accelerators than ranks.
@@ -18,8 +20,10 @@ def pin_device() -> torch.device:
     threads = threads_per_rank()
     devices = torch.cuda.device_count()
     if devices == 0:
-        torch.set_num_threads(threads)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads)
         return torch.device("cpu")
-    index = local_device_index(devices)
+    identities = [str(torch.cuda.get_device_properties(index).uuid) for index in range(devices)]
+    index = local_device_index(identities)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

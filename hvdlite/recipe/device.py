@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from hvdlite import collectives, world
 
@@ -28,20 +29,27 @@ def _fair_share(
     return max(1, len(cores) // max(1, rivals))
 
 
-def local_device_index(devices: int) -> int:
-    """Return the index of the accelerator that this rank takes: its local rank.
+def local_device_index(devices: Sequence[str]) -> int:
+    """Return the index of the accelerator that this rank takes. Collective.
+
+    Ranks of a node that see the same accelerators take one each, by local rank. Where a
+    scheduler has given each rank its own, they see different ones, and each takes its first.
 
     Args:
-        devices: The number of accelerators that this process sees. 0: there are none,
-            and the index says nothing.
+        devices: What identifies each accelerator that this process sees, in their order
+            (their UUIDs, say); at least one.
 
     Raises:
-        ValueError: There are accelerators, but fewer than ranks on this node.
+        ValueError: More ranks see these accelerators than there are; raised on all ranks.
     """
-    if 0 < devices < world.local_size():
-        raise ValueError(
-            f"rank {world.rank()}: {world.local_size()} ranks on this node, but this process sees "
-            f"{devices} accelerator(s): start at most {devices} ranks per node, make "
-            "more of them visible (CUDA_VISIBLE_DEVICES), or hide them all to train on the CPU"
-        )
-    return world.local_rank()
+    own = (world.node_index(), tuple(devices))
+    everyone = collectives.allgather_object(own, name="local_device_index")
+    for rank, seen in enumerate(everyone):
+        rivals, count = everyone.count(seen), len(seen[1])
+        if rivals > count:
+            raise ValueError(
+                f"rank {rank}: {rivals} ranks on its node share {count} accelerator(s): start at "
+                f"most {count} of them, make more accelerators visible (CUDA_VISIBLE_DEVICES), "
+                "or hide them all to train on the CPU"
+            )
+    return everyone[: world.rank()].count(own)

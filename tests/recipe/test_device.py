@@ -42,9 +42,21 @@ def test_threads_of_this_machine():
     assert threads_per_rank() == max(1, len(os.sched_getaffinity(0)) // hvd.size())
 
 
-@ranks(2)
-def test_device_index():
+@ranks(1, 2, 3)
+def test_ranks_that_see_the_same_accelerators_take_one_each():
     hvd.init()
-    assert [local_device_index(devices) for devices in (0, 2, 8)] == [hvd.local_rank()] * 3
-    with pytest.raises(ValueError, match=f"rank {hvd.rank()}: 2 ranks on this node.*sees 1 acc"):
-        local_device_index(1)
+    assert local_device_index(["a", "b", "c"]) == hvd.rank()
+
+
+@ranks(2, 3)
+def test_ranks_that_were_given_their_own_take_it():
+    hvd.init()
+    assert local_device_index([f"accelerator {hvd.rank()}"]) == 0
+
+
+@ranks(2, 3)
+def test_too_few_accelerators_are_refused_on_all_ranks(size):
+    hvd.init()
+    with pytest.raises(ValueError, match=f"rank 0: {size} ranks on its node share 1 acc"):
+        local_device_index(["a"])
+    assert hvd.allreduce(1, op=hvd.Sum) == size

@@ -184,7 +184,7 @@ def test_mismatch_is_raised_on_all_ranks_and_the_next_call_works(size):
     hvd.init()
     with pytest.raises(hvd.HorovodInternalError, match=r"'x'.*shape.*\(3,\) on ranks? 0"):
         hvd.allreduce(torch.zeros(3 + (hvd.rank() == 1)), name="x")
-    with pytest.raises(hvd.HorovodInternalError, match="dtype is float32 on ranks? 0"):
-        dtype = torch.float64 if hvd.rank() == 1 else torch.float32
+    dtype = torch.float64 if hvd.rank() == 1 else torch.float32
+    with pytest.raises(hvd.HorovodInternalError, match=r"dtype is float32 on ranks? 0"):
         hvd.allreduce(torch.zeros(3, dtype=dtype), name="x")
     assert hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item() == size

@@ -153,7 +153,7 @@ def test_what_is_wrapped_stays_what_it_was():
     before = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
     loss_of(model, *batch(0)).backward()
     plain.step()
-    momentum = {key: value for key, value in plain.state.items()}
+    momentum = dict(plain.state)
     calls = []
     plain.register_step_post_hook(lambda *_: calls.append("hook"))
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
@@ -259,7 +259,7 @@ def test_unsynchronized_steps_and_resets_are_errors():
         optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"more than 1 times before step"):
         loss_of(model, *batch(0)).backward()
-    with pytest.raises(RuntimeError, match="'3.bias' was changed after backward"):
+    with pytest.raises(RuntimeError, match=r"'3\.bias' was changed after backward"):
         optimizer.synchronize()
     optimizer.zero_grad()
     train(model, optimizer, 1)
@@ -414,7 +414,7 @@ def test_models_that_differ_by_rank_are_named_in_step_one(size):
     hvd.init()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4 + (hvd.rank() == 1)), torch.nn.Linear(6, 2))
-    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    hvd.DistributedOptimizer(sgd(model), model.named_parameters())
     with pytest.raises(hvd.HorovodInternalError, match=r"'0.weight' float32\[4, 6\] on rank"):
         (model[0](torch.ones(1, 6)).sum() + model[1](torch.ones(1, 6)).sum()).backward()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
@@ -466,11 +466,11 @@ def test_refused_arguments():
     def wrap(optimizer=None, **options):
         return hvd.DistributedOptimizer(optimizer or sgd(model), **options)
 
-    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer"):
+    with pytest.raises(TypeError, match=r"expected a torch\.optim"):
         wrap(optimizer=model)
     with pytest.raises(ValueError, match="wrap it once"):
         wrap(wrap())
-    with pytest.raises(ValueError, match="more than once: 0.weight"):
+    with pytest.raises(ValueError, match=r"more than once: 0\.weight"):
         wrap(named_parameters=[*named, named[0]])
     with pytest.raises(ValueError, match=r"5 of the optimizer's 6 parameters"):
         wrap(named_parameters=named[:1])
@@ -478,7 +478,7 @@ def test_refused_arguments():
         wrap(named_parameters=model.parameters())
     with pytest.raises(ValueError, match="backward_passes_per_step=0"):
         wrap(backward_passes_per_step=0)
-    with pytest.raises(ValueError, match="needs op=hvd.Average"):
+    with pytest.raises(ValueError, match=r"needs op=hvd\.Average"):
         wrap(gradient_predivide_factor=2.0, op=hvd.Sum)
     with pytest.raises(ValueError, match="not Max"):
         wrap(op=hvd.Max)

@@ -1,0 +1,87 @@
+"""hvdliterun as a program, for the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 20.0
+
+# The launcher is to find these out by itself.
+_NOT_INHERITED = ("OMPI_", "PRTE_", "PMIX_", "HVDLITE_", "HOROVOD_")
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a user who has set nothing about MPI."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)
+    }
+    # Looking for a network that is not there takes MPI a second at every start.
+    return {**kept, "OMPI_MCA_btl": "^ofi", **(extra or {})}
+
+
+def command(*arguments: object) -> list[str]:
+    """The command line of the launcher."""
+    return [sys.executable, "-m", "hvdlite.launch", *map(str, arguments)]
+
+
+def hvdliterun(
+    *arguments: object, env: Mapping[str, str] | None = None, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """Run the launcher to its end."""
+    return subprocess.run(
+        command(*arguments),
+        cwd=ROOT,
+        env=environment(env),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT,
+        stdin=subprocess.DEVNULL,
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def running(
+    *arguments: object, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """The launcher while it runs, in a process group of its own as at a terminal."""
+    with subprocess.Popen(
+        command(*arguments),
+        cwd=ROOT,
+        env=environment(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def survivors(pids: list[int], seconds: float = 5.0) -> list[int]:
+    """Those of the processes that are still there after a while."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"

