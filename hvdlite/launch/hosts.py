@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hvdlite.launch.errors import LaunchError
 
 _HOST = re.compile(r"(?P<name>[\w.-]+)(?::(?P<slots>\d+))?")
-_SLOTS = re.compile(r"slots\s*=\s*(?P<slots>\d+)")
+_SLOTS = re.compile(r"(?<!\w)slots\s*=\s*(?P<slots>\d+)")
 _LOOPBACK = {"localhost", "127.0.0.1"}
 
 
@@ -93,8 +93,8 @@ def _parse_host(text: str) -> Host | None:
 
 
 def _parse_line(text: str) -> Host | None:
-    name, _, options = text.partition(" ")
-    match = _SLOTS.search(options)
-    if options.strip() and (match is None or ":" in name):
+    name, *options = text.split(maxsplit=1)
+    match = _SLOTS.search(options[0]) if options else None
+    if options and (match is None or ":" in name):
         return None
     return _parse_host(f"{name}:{match['slots']}" if match else name)

@@ -19,18 +19,15 @@ from hvdlite.launch.rank import END_JOB, describe, die_with_parent, shell_code
 
 _TICK = 0.05
 
-# After how many seconds mpirun gets which signal, by what has happened. A Ctrl-C at a
-# terminal reaches mpirun without help, and a second signal makes it drop everything; an
-# mpirun that does not end is killed, and the processes around the ranks follow it.
+# After how many seconds mpirun gets which signal, by what has happened. An mpirun that does
+# not end is killed, and the processes around the ranks follow it.
 _Plan = Sequence[tuple[float, signal.Signals]]
 _FAILED: _Plan = ((4.0, signal.SIGTERM), (8.0, signal.SIGKILL))
-_INTERRUPTED: _Plan = ((1.0, signal.SIGTERM), (4.0, signal.SIGKILL))
-_TERMINATED: _Plan = ((0.0, signal.SIGTERM), (3.0, signal.SIGKILL))
-_ON_SIGNAL = {
-    signal.SIGINT: _INTERRUPTED,
-    signal.SIGTERM: _TERMINATED,
-    signal.SIGHUP: _TERMINATED,
-}
+_ENDED: _Plan = ((0.0, signal.SIGTERM), (4.0, signal.SIGKILL))
+# A Ctrl-C reaches mpirun without our help, and a second signal makes it drop everything.
+_ENDED_FROM_TERMINAL: _Plan = ((2.5, signal.SIGTERM), (6.0, signal.SIGKILL))
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Failure(NamedTuple):
@@ -123,11 +120,19 @@ def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> subproce
 
     def follow_launcher() -> None:
         die_with_parent(launcher, signal.SIGTERM)
+        if not _at_terminal():
+            # What signals a whole group, as batch systems do, is to reach mpirun once.
+            os.setpgid(0, 0)
 
     try:
         return subprocess.Popen(arguments, env=environment, preexec_fn=follow_launcher)
     except OSError as error:
         raise LaunchError(f"{arguments[0]}: {error.strerror}", NOT_EXECUTABLE) from None
+
+
+def _at_terminal() -> bool:
+    """Whether mpirun reads from a terminal, for which it must be in the launcher's group."""
+    return os.isatty(0)
 
 
 class _Watch:
@@ -154,7 +159,8 @@ class _Watch:
                 self._take(message, interrupted)
             if received and not interrupted:
                 interrupted = True
-                self._plan(_ON_SIGNAL[received[0]])
+                on_terminal = received[0] == signal.SIGINT and _at_terminal()
+                self._plan(_ENDED_FROM_TERMINAL if on_terminal else _ENDED)
             self._advance()
         for message in self._box.wait(0):
             self._take(message, interrupted)
@@ -187,7 +193,7 @@ def _signals() -> Iterator[list[signal.Signals]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    previous = {number: signal.signal(number, note) for number in _ON_SIGNAL}
+    previous = {number: signal.signal(number, note) for number in _HANDLED}
     try:
         yield received
     finally:

@@ -87,10 +87,12 @@ def shell_code(code: int) -> int:
 
 
 def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
+    subject = output
     try:
         if output:
             _redirect(output)
-        # A rank that knows of this process may just exit: the job ends, without MPI_Abort.
+        subject = command[0]
+        # Tells a rank that it may just exit: the job ends, and more quietly than by MPI_Abort.
         os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
         # Python ignores these, and an ignored signal stays so in the command.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -99,7 +101,7 @@ def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
         os.execvp(command[0], command)
     except OSError as error:
         host = os.uname().nodename
-        os.write(2, f"hvdliterun: {command[0]} on host {host}: {error.strerror}\n".encode())
+        os.write(2, f"hvdliterun: {subject} on host {host}: {error.strerror}\n".encode())
     finally:
         os._exit(127)
 
@@ -185,9 +187,13 @@ def _abort(code: int) -> None:
     It goes on when a rank that is not using MPI fails, and takes leave at length of one that
     is.
     """
-    if "PMI_FD" in os.environ:
-        message = f"cmd=abort exitcode={shell_code(code)}\n"
+    if "PMI_FD" not in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        return
+    message = f"cmd=abort exitcode={shell_code(code)}\n"
+    try:
         os.write(int(os.environ["PMI_FD"]), message.encode())
+    except OSError:
+        return  # The manager is ending the job already.
 
 
 def _send(report: str, line: str) -> bool:

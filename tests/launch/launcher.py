@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 20.0
+EXTRA: dict[str, str] = {}
+"""Variables for all runs: which MPI to use."""
 
-# The launcher is to find these out by itself.
-_NOT_INHERITED = ("OMPI_", "PRTE_", "PMIX_", "HVDLITE_", "HOROVOD_")
+# The launcher is to find these out by itself; and unbuffered lines of several ranks mix.
+_NOT_INHERITED = ("OMPI_", "PRTE_", "PMIX_", "HVDLITE_", "HOROVOD_", "PYTHONUNBUFFERED")
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -24,7 +27,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)
     }
     # Looking for a network that is not there takes MPI a second at every start.
-    return {**kept, "OMPI_MCA_btl": "^ofi", **(extra or {})}
+    return {**kept, "OMPI_MCA_btl": "^ofi", **EXTRA, **(extra or {})}
 
 
 def command(*arguments: object) -> list[str]:
@@ -50,20 +53,23 @@ def hvdliterun(
 
 
 @contextlib.contextmanager
-def running(
-    *arguments: object, env: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    """The launcher while it runs, in a process group of its own as at a terminal."""
-    with subprocess.Popen(
-        command(*arguments),
-        cwd=ROOT,
-        env=environment(env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as process:
+def running(*arguments: object, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[str]]:
+    """The launcher while it runs, in a process group of its own as a shell would have it."""
+    # A launcher that is killed cannot remove its temporary folder.
+    folder = tempfile.TemporaryDirectory(prefix="job-", ignore_cleanup_errors=True)
+    with (
+        folder as tmpdir,
+        subprocess.Popen(
+            command(*arguments),
+            cwd=ROOT,
+            env=environment({"TMPDIR": tmpdir}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=stdin,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             yield process
         finally:

@@ -41,7 +41,9 @@ def test_hostfile_of_either_form(tmp_path):
     assert parse_hostfile(str(path)) == expected
 
 
-@pytest.mark.parametrize("line", ["node1 2", "node1 slots=x", "node1:2 slots=2", "node1 slots=0"])
+@pytest.mark.parametrize(
+    "line", ["node1 2", "node1 slots=x", "node1:2 slots=2", "a slots=0", "a max_slots=2"]
+)
 def test_malformed_hostfile_names_the_line(tmp_path, line):
     path = tmp_path / "hosts"
     path.write_text(f"node0:1\n{line}\n")

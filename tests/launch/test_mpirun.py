@@ -70,7 +70,7 @@ def test_arguments(flavour, here, there):
 def test_intel_mpi_leaves_out_hosts_that_are_not_needed():
     launch = Launch(num_proc=2, hosts=THERE.hosts, exported=[], command=["train"])
     arguments = FLAVOURS["Intel MPI"]("mpirun", "1.0").arguments(launch)
-    assert arguments == "mpirun -host a -n 2 train".split()
+    assert arguments == ["mpirun", "-host", "a", "-n", "2", "train"]
 
 
 @pytest.mark.parametrize("root", [True, False])

@@ -1,0 +1,231 @@
+"""hvdliterun with the real mpirun: exit codes, names, output, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import launcher
+from tests.launch.launcher import ROOT, command, environment, hvdliterun, running, survivors
+
+HOST = socket.gethostname()
+
+RANK = "int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])"
+
+
+MPICH = os.environ.get("HVDLITE_TEST_MPICH")
+
+
+@pytest.fixture(params=["default", *(["mpich"] if MPICH else [])], scope="module", autouse=True)
+def python(request):
+    """Every test runs with the mpirun that is found, and with MPICH's where one is named.
+
+    The value is a Python whose mpi4py belongs to it.
+    """
+    if request.param == "default":
+        yield sys.executable
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(launcher.EXTRA, "HVDLITE_MPIRUN", MPICH)
+        own = Path(MPICH).with_name("python")
+        yield str(own) if own.exists() else sys.executable
+
+
+def test_with_mpich_too():
+    if not MPICH:
+        pytest.skip("HVDLITE_TEST_MPICH does not name MPICH's mpiexec")
+    assert Path(MPICH).exists()
+
+
+def script(code):
+    """Arguments that run some Python which knows its rank."""
+    return sys.executable, "-c", f"import os, sys, time\nrank = {RANK}\n{code}"
+
+
+def test_success_is_silent():
+    result = hvdliterun("-np", 2, *script("print('rank', rank)"))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.split("\n")) == ["", "rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "text"),
+    [
+        ("sys.exit(3)", 3, "exited with code 3"),
+        ("raise ValueError('the reason')", 1, "exited with code 1"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9 (SIGKILL)"),
+        ("os.kill(os.getpid(), 11)", 139, "was killed by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_the_rank_that_failed_is_named(end, code, text):
+    fail = f"if rank == 1: time.sleep(0.3); {end}\nif rank: time.sleep(60)"
+    started = time.monotonic()
+    result = hvdliterun("-np", 3, *script(fail))  # Rank 0 leaves early, and well.
+    assert time.monotonic() - started < 8
+    assert result.returncode == code
+    lines = result.stderr.splitlines()
+    assert lines[-1] == f"hvdliterun: rank 1 on host {HOST} {text}"
+    if code == 1:
+        assert lines[-2] == "ValueError: the reason"
+    else:
+        assert len(lines) == 1  # Not a word from mpirun.
+    assert result.stdout == ""
+
+
+def test_the_last_lines_of_a_failing_rank_are_not_lost():
+    fail = """
+if rank == 0:
+    sys.stdout.write("out\\n" * 20000)
+    sys.stderr.write("err\\n" * 20000)
+    sys.exit(3)
+time.sleep(60)
+"""
+    result = hvdliterun("-np", 2, *script(fail))
+    assert result.returncode == 3
+    assert result.stdout.count("out") == 20000
+    assert result.stderr.count("err") == 20000
+
+
+@pytest.mark.parametrize("end", ["MPI.COMM_WORLD.Abort(7)", "os._exit(7)"])
+def test_failure_of_a_rank_that_uses_mpi(python, end):
+    fail = f"from mpi4py import MPI\nif rank == 1: {end}\nMPI.COMM_WORLD.Barrier()"
+    result = hvdliterun("-np", 3, python, *script(fail)[1:])
+    assert result.returncode == 7
+    if "HVDLITE_MPIRUN" in launcher.EXTRA and "Abort" in end:
+        # MPICH kills all processes before its MPI_Abort returns, and names the rank itself.
+        assert "(rank 1 in comm 0)" in result.stderr
+    else:
+        last = result.stderr.splitlines()[-1].lstrip("\0")  # Ends Open MPI's own account.
+        assert last == f"hvdliterun: rank 1 on host {HOST} exited with code 7"
+
+
+def test_more_ranks_than_cores(python):
+    code = "from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(1))"
+    count = 2 * len(os.sched_getaffinity(0)) + 1
+    result = hvdliterun("-np", count, python, "-c", code)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split() == [str(count)] * count
+
+
+def test_environment_and_options():
+    show = "print(*[os.environ.get(name) for name in sys.argv[1:]], sep='|')"
+    names = ("ODD", "HVDLITE_LOG_LEVEL", "HVDLITE_FUSION_THRESHOLD", "HVDLITE_TIMELINE")
+    options = ["--log-level", "DEBUG", "--fusion-threshold-mb=2", "--timeline-filename=t.json"]
+    result = hvdliterun(
+        "-np", 2, *options, "--", *script(show), *names, "-np", env={"ODD": "a 'b' $c;d"}
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == ["a 'b' $c;d|debug|2097152|t.json|None"] * 2
+
+
+def test_what_the_user_has_set_is_left_alone():
+    variable = "OMPI_MCA_mpi_yield_when_idle"
+    result = hvdliterun(
+        "-np", 1, *script(f"print(os.environ['{variable}'])"), env={variable: "false"}
+    )
+    assert result.stdout == "false\n"
+
+
+def test_hosts(tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=2\n")
+    for where in (["-H", "localhost:2"], ["--hostfile", hostfile]):
+        result = hvdliterun("-np", 2, *where, *script("print(rank)"))
+        assert (result.returncode, result.stderr) == (0, "")
+        assert sorted(result.stdout.split()) == ["0", "1"]
+
+
+def test_output_files(tmp_path):
+    code = "print('out', rank); print('err', rank, file=sys.stderr); sys.exit(3 * rank)"
+    result = hvdliterun("-np", 2, "--output-filename", tmp_path / "logs", *script(code))
+    assert result.returncode == 3
+    assert result.stdout == ""
+    assert result.stderr == f"hvdliterun: rank 1 on host {HOST} exited with code 3\n"
+    for rank in (0, 1):
+        folder = tmp_path / "logs" / f"rank.{rank}"
+        assert (folder / "stdout").read_text() == f"out {rank}\n"
+        assert (folder / "stderr").read_text() == f"err {rank}\n"
+
+
+def test_verbose_shows_the_command_line():
+    result = hvdliterun("-np", 1, "--verbose", "echo", "a b")
+    assert result.stdout == "a b\n"
+    assert result.stderr.startswith("hvdliterun: ")
+    assert " -np 1 " in result.stderr
+    assert result.stderr.endswith(" echo 'a b'\n")
+
+
+_FAMILY = """
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(params=["terminal", "no terminal"])
+def stdin(request):
+    """A terminal, and /dev/null."""
+    if request.param == "no terminal":
+        yield subprocess.DEVNULL
+        return
+    controller, terminal = os.openpty()
+    yield terminal
+    os.close(controller)
+    os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("group INT", 130), ("group TERM", 143), ("INT", 130), ("TERM", 143), ("KILL", -9)],
+)
+def test_nothing_is_left_behind(stdin, how, code):
+    number = getattr(signal, f"SIG{how.split()[-1]}")
+    with running("-np", 3, *script(_FAMILY), stdin=stdin) as process:
+        pids = [int(pid) for _ in range(3) for pid in process.stdout.readline().split()]
+        assert len(pids) == 6
+        started = time.monotonic()
+        if how.startswith("group"):  # As Ctrl-C at a terminal.
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        assert process.wait(10) == code
+        assert survivors(pids) == []
+        assert time.monotonic() - started < 6
+        assert "hvdlite/launch" not in process.stderr.read()  # No traceback of the launcher.
+
+
+def test_an_ordinary_user(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("the other tests run as one")
+    user = {"user": 65534, "group": 65534, "extra_groups": []}
+    try:
+        subprocess.run(
+            [sys.executable, "-c", "import hvdlite"], cwd=ROOT, check=True, stderr=-3, **user
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"an ordinary user cannot use this Python environment ({error})")
+    result = hvdliterun("-np", 3, *script("print(os.geteuid()); sys.exit(rank)"), **user)
+    assert result.stdout.split() == ["65534"] * 3
+    assert result.returncode in (1, 2)
+
+
+def test_python_of_an_environment_that_is_not_activated():
+    bare = environment({"PATH": "/nowhere"})
+    result = subprocess.run(
+        command("-np", 1, "python", "-c", "import os, sys; print(sys.executable)"),
+        cwd=ROOT,
+        env=bare,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.strip() == sys.executable

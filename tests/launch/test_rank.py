@@ -1,0 +1,236 @@
+"""The process around a rank, with this process in the place of mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvdlite.launch import rank
+from tests.launch.launcher import survivors
+
+HOST = os.uname().nodename
+
+
+def shim(*command, report="", output="", **variables):
+    environment = {"PATH": os.environ["PATH"], "OMPI_COMM_WORLD_RANK": "2", **variables}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", rank.__file__, str(report), str(output), *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # As process managers do: the rank and what it starts are one process group.
+        start_new_session=True,
+    )
+
+
+def result(process):
+    out, err = process.communicate(timeout=10)
+    return process.returncode, out, err
+
+
+def python(code):
+    return sys.executable, "-u", "-c", code
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    """A FIFO for reports, and a function that reads what came."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    file = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+    def read(count):
+        deadline, text = time.monotonic() + 10, ""
+        while text.count("\n") < count and time.monotonic() < deadline:
+            try:
+                text += os.read(file, 4096).decode()
+            except BlockingIOError:
+                time.sleep(0.01)
+        return text.splitlines()
+
+    yield path, read
+    os.close(file)
+
+
+def test_success_is_silent():
+    assert result(shim("echo", "a b", "")) == (0, "a b \n", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "text"),
+    [
+        ("raise SystemExit(3)", 3, "exited with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", -9, "was killed by signal 9 (SIGKILL)"),
+        ("import os; os.kill(os.getpid(), 11)", -11, "was killed by signal 11 (SIGSEGV)"),
+        ("import os; os.kill(os.getpid(), 15)", -15, "was killed by signal 15 (SIGTERM)"),
+    ],
+)
+def test_failure_without_a_launcher(code, status, text):
+    message = f"hvdliterun: rank 2 on host {HOST} {text}\n"
+    assert result(shim(*python(code), report="/no/fifo")) == (status, "", message)
+
+
+def test_a_real_time_signal_has_a_number_only():
+    assert rank.describe("rank 0", -40) == "rank 0 was killed by signal 40"
+
+
+def test_failure_is_reported_then_the_end_is_asked_for(fifo):
+    path, read = fifo
+    process = shim(*python("raise SystemExit(3)"), report=path)
+    assert read(2) == [f"3 rank 2 on host {HOST} exited with code 3", rank.END_JOB]
+    assert process.poll() is None  # It waits for the launcher to end the job.
+    process.terminate()
+    assert result(process) == (3, "", "")
+
+
+def test_no_end_is_asked_for_where_the_manager_has_begun(fifo):
+    path, read = fifo
+    process = shim(*python("raise SystemExit(7)"), report=path)
+    assert read(1) == [f"7 rank 2 on host {HOST} exited with code 7"]
+    process.send_signal(signal.SIGCONT)  # Open MPI's first sign of an end.
+    time.sleep(0.5)
+    process.terminate()
+    assert result(process)[0] == 7
+    assert read(0) == []
+
+
+def test_the_manager_of_mpich_is_asked_to_abort():
+    reader, writer = os.pipe()
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-I", "-S", rank.__file__, "", "", "sh", "-c", "exit 5"],
+            env={"PATH": os.environ["PATH"], "PMI_RANK": "0", "PMI_FD": str(writer)},
+            pass_fds=[writer],
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            assert process.wait(10) == 5
+        assert os.read(reader, 100) == b"cmd=abort exitcode=5\n"
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+_TELL_SIGNALS = """
+import signal, sys
+def note(number, frame):
+    print(signal.Signals(number).name)
+    if number == signal.SIGTERM:
+        sys.exit(4)
+for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, note)
+print("ready")
+while True:
+    signal.pause()
+"""
+
+
+def test_an_end_that_the_manager_asks_for_is_silent():
+    process = shim(*python(_TELL_SIGNALS))
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGUSR1)
+    assert process.stdout.readline() == "SIGUSR1\n"  # Once: the group has it, no need to pass on.
+    os.killpg(process.pid, signal.SIGTERM)
+    assert result(process) == (4, "SIGTERM\n", "")
+
+
+def test_signals_from_others_are_passed_on():
+    process = shim(*python(_TELL_SIGNALS))
+    assert process.stdout.readline() == "ready\n"
+    for name in ("USR1", "INT", "TERM"):
+        subprocess.run(["sh", "-c", f"kill -{name} {process.pid}"], check=True)
+        assert process.stdout.readline() == f"SIG{name}\n"
+    status, _, err = result(process)
+    assert status == 4
+    assert err.endswith("exited with code 4\n")
+
+
+def test_the_command_gets_default_signals():
+    out = result(shim("cat", "/proc/self/status"))[1]
+    masks = dict(line.split(":\t") for line in out.splitlines() if line.startswith("Sig"))
+    assert int(masks["SigBlk"], 16) == 0
+    assert int(masks["SigIgn"], 16) == 0
+
+
+_SHOW_FAMILY = """
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "60"])
+print(os.getpid(), child.pid)
+time.sleep(60)
+"""
+
+
+def test_the_command_dies_with_its_shim():
+    process = shim(*python(_SHOW_FAMILY))
+    command, grandchild = map(int, process.stdout.readline().split())
+    try:
+        process.kill()
+        process.wait()
+        assert survivors([command]) == []
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        process.communicate()
+
+
+def test_everything_dies_with_the_manager():
+    manager = """
+import json, os, subprocess, sys, time
+subprocess.Popen(json.loads(sys.argv[1]), start_new_session=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-I", "-S", rank.__file__, "", "", *python(_SHOW_FAMILY)]
+    with subprocess.Popen(
+        [*python(manager), json.dumps(command)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        pids = list(map(int, process.stdout.readline().split()))
+        process.kill()
+        assert survivors(pids) == []
+
+
+def test_output_files(tmp_path):
+    process = shim(
+        "sh",
+        "-c",
+        "echo out; echo err >&2",
+        output=tmp_path,
+        OMPI_COMM_WORLD_SIZE="11",
+    )
+    assert result(process) == (0, "", "")
+    assert (tmp_path / "rank.02" / "stdout").read_text() == "out\n"
+    assert (tmp_path / "rank.02" / "stderr").read_text() == "err\n"
+
+
+def test_output_folder_that_cannot_be_made():
+    status, _, err = result(shim("true", output="/dev/null/out"))
+    assert status == 127
+    assert err.splitlines()[0] == f"hvdliterun: /dev/null/out on host {HOST}: Not a directory"
+
+
+def test_missing_command():
+    status, _, err = result(shim("no-such-command", PATH="/bin"))
+    assert status == 127
+    assert err.splitlines()[0] == (
+        f"hvdliterun: no-such-command on host {HOST}: No such file or directory"
+    )
+
+
+def test_a_rank_can_see_that_it_has_a_launcher():
+    assert result(shim("sh", "-c", "echo $HVDLITE_LAUNCHER"))[1] == "hvdliterun\n"
+
+
+@pytest.mark.parametrize("variable", ["PMIX_RANK", "PMI_RANK", "SLURM_PROCID"])
+def test_rank_under_other_managers(variable):
+    environment = {"PATH": os.environ["PATH"], variable: "5"}
+    process = subprocess.run(
+        [sys.executable, "-I", "-S", rank.__file__, "", "", "sh", "-c", "exit 1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert process.stderr == f"hvdliterun: rank 5 on host {HOST} exited with code 1\n"
