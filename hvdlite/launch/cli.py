@@ -47,7 +47,7 @@ def _launch(options: argparse.Namespace) -> int:
     if here:
         check(command, settings)
     program = mpirun.detect(mpirun.find(settings))
-    added = program.settings(root=os.geteuid() == 0)
+    added = program.settings(root=os.geteuid() == 0, here=here)
     output = _output_folder(options.output_filename)
     with job.inbox() as box:
         launch = mpirun.Launch(
@@ -93,8 +93,6 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         settings["HVDLITE_LOG_LEVEL"] = options.log_level
     if options.fusion_threshold_mb is not None:
         settings["HVDLITE_FUSION_THRESHOLD"] = str(options.fusion_threshold_mb * 2**20)
-    if options.timeline_filename is not None:
-        settings["HVDLITE_TIMELINE"] = options.timeline_filename
     return settings
 
 
@@ -161,7 +159,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="D",
         help="write the output of rank N to D/rank.N/stdout and D/rank.N/stderr",
     )
-    add("--timeline-filename", metavar="F", help="sets HVDLITE_TIMELINE")
     add(
         "--fusion-threshold-mb",
         type=partial(_at_least, 0),

@@ -58,11 +58,12 @@ class Mpirun(ABC):
         """The command line that starts ``launch``."""
 
     @abstractmethod
-    def settings(self, root: bool) -> dict[str, str]:
+    def settings(self, root: bool, here: bool) -> dict[str, str]:
         """The variables it should see unless the user has set them.
 
         Args:
             root: whether the user is root.
+            here: whether all ranks run on this host.
         """
 
 
@@ -78,11 +79,14 @@ class OpenMPI(Mpirun):
         exported = [word for name in launch.exported for word in ("-x", name)]
         return [self.path, "-np", str(launch.num_proc), *hosts, *exported, *launch.command]
 
-    def settings(self, root: bool) -> dict[str, str]:
+    def settings(self, root: bool, here: bool) -> dict[str, str]:
         """The variables it should see unless the user has set them."""
         allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
+        # The search for a network takes a second, and one host needs none.
+        network = {"OMPI_MCA_btl": "^ofi"} if here else {}
         return {
             **dict.fromkeys(allowed, "1"),
+            **network,
             **self._placement(),
             "OMPI_MCA_mpi_yield_when_idle": "1",
             # Its UCX part complains on every rank that makes a window on a machine without UCX.
@@ -123,7 +127,7 @@ class MPICH(Mpirun):
         exported = ["-genvall"] if launch.exported else []
         return [self.path, "-np", str(launch.num_proc), *hosts, *exported, *launch.command]
 
-    def settings(self, root: bool) -> dict[str, str]:
+    def settings(self, root: bool, here: bool) -> dict[str, str]:
         """The variables it should see unless the user has set them."""
         return {}
 
@@ -147,7 +151,7 @@ class IntelMPI(MPICH):
             left -= here
         return words
 
-    def settings(self, root: bool) -> dict[str, str]:
+    def settings(self, root: bool, here: bool) -> dict[str, str]:
         """The variables it should see unless the user has set them."""
         return {"I_MPI_PIN": "0"}
 

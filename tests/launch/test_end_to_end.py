@@ -116,13 +116,13 @@ def test_more_ranks_than_cores(python):
 
 def test_environment_and_options():
     show = "print(*[os.environ.get(name) for name in sys.argv[1:]], sep='|')"
-    names = ("ODD", "HVDLITE_LOG_LEVEL", "HVDLITE_FUSION_THRESHOLD", "HVDLITE_TIMELINE")
-    options = ["--log-level", "DEBUG", "--fusion-threshold-mb=2", "--timeline-filename=t.json"]
+    names = ("ODD", "HVDLITE_LOG_LEVEL", "HVDLITE_FUSION_THRESHOLD")
+    options = ["--log-level", "DEBUG", "--fusion-threshold-mb=2"]
     result = hvdliterun(
         "-np", 2, *options, "--", *script(show), *names, "-np", env={"ODD": "a 'b' $c;d"}
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines() == ["a 'b' $c;d|debug|2097152|t.json|None"] * 2
+    assert result.stdout.splitlines() == ["a 'b' $c;d|debug|2097152|None"] * 2
 
 
 def test_what_the_user_has_set_is_left_alone():

@@ -75,11 +75,12 @@ def test_intel_mpi_leaves_out_hosts_that_are_not_needed():
 
 @pytest.mark.parametrize("root", [True, False])
 def test_settings_of_open_mpi(root):
-    new = FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(root)
-    old = FLAVOURS["Open MPI 4"]("mpirun", "4.1.6").settings(root)
+    new = FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(root, here=True)
+    old = FLAVOURS["Open MPI 4"]("mpirun", "4.1.6").settings(root, here=True)
     for settings in (new, old):
         assert settings["OMPI_MCA_mpi_yield_when_idle"] == "1"
         assert ("OMPI_ALLOW_RUN_AS_ROOT" in settings) == root
+        assert settings["OMPI_MCA_btl"] == "^ofi"
         assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in settings) == root
     assert new["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
     assert new["PRTE_MCA_hwloc_default_binding_policy"] == "none"
@@ -88,9 +89,15 @@ def test_settings_of_open_mpi(root):
     assert not [name for name in old if name.startswith("PRTE_")]
 
 
+def test_networks_are_looked_for_where_there_are_other_hosts():
+    assert "OMPI_MCA_btl" not in FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(True, here=False)
+
+
 def test_settings_of_hydra():
-    assert FLAVOURS["MPICH"]("mpirun", "4.3.2").settings(root=True) == {}
-    assert FLAVOURS["Intel MPI"]("mpirun", "2021.13").settings(root=True) == {"I_MPI_PIN": "0"}
+    assert FLAVOURS["MPICH"]("mpirun", "4.3.2").settings(root=True, here=True) == {}
+    assert FLAVOURS["Intel MPI"]("mpirun", "2021.13").settings(root=True, here=True) == {
+        "I_MPI_PIN": "0"
+    }
 
 
 @pytest.fixture
