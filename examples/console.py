@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
+import digits
 import numpy as np
 from tqdm import tqdm
+
+# Read when TensorFlow is imported, which comes later: each process would print its notices.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def parse_options(description: str) -> argparse.Namespace:
@@ -22,17 +29,73 @@ def parse_options(description: str) -> argparse.Namespace:
     add("--steps", type=_positive, help="stop after so many optimizer steps")
     add("--batch-size", type=_positive, default=32, help="images per process and step")
     add("--lr", type=float, default=0.05, help="learning rate of one process")
-    add("--warmup-epochs", type=float, default=1.0, help="until the scaled rate is reached")
+    add("--warmup-epochs", type=float, help="until the rate is scaled; default: a sixth of all")
     add("--seed", type=int, default=0)
     add("--compression", choices=("none", "fp16", "bf16"), default="none")
     add("--checkpoint-dir", help="save each epoch there, and resume from there")
     add("--json", action="store_true", help="end with a line of JSON on standard output")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.epochs = options.epochs or (6 if options.data_dir else 30)
+    if options.warmup_epochs is None:
+        options.warmup_epochs = options.epochs / 6
+    return options
 
 
-def progress(hvd: Any, total: int, done: int) -> tqdm:
+def load_data(hvd: Any, data_dir: str | Path | None) -> digits.Digits:
+    """Load the data on every rank, or end the job with one line if a rank cannot."""
+    data, failure = None, None
+    try:
+        data = digits.load(data_dir)
+    except digits.DataError as error:
+        failure = str(error)
+    failures = {rank: text for rank, text in enumerate(hvd.allgather_object(failure)) if text}
+    if failures:
+        rank, text = min(failures.items())
+        where = "" if len(failures) == hvd.size() else f" (on rank {rank})"
+        exit_all(hvd, f"{text}{where}")
+    return data
+
+
+class Plan:
+    """How many steps a training has.
+
+    Args:
+        options: those of the command line.
+        steps_per_epoch: optimizer steps, the same on all ranks.
+
+    Attributes:
+        steps: in all epochs; what the learning rate is planned for.
+        warmup_steps: until the learning rate is scaled.
+        last_step: where the training stops; less than ``steps`` if ``--steps`` says so.
+    """
+
+    def __init__(self, options: argparse.Namespace, steps_per_epoch: int) -> None:
+        self.steps_per_epoch = steps_per_epoch
+        self.steps = options.epochs * steps_per_epoch
+        self.warmup_steps = options.warmup_epochs * steps_per_epoch
+        self.last_step = min(options.steps or self.steps, self.steps)
+
+    def epochs(self, first: int) -> Iterator[tuple[int, range]]:
+        """Yield the epochs from the given one on, and the steps of each."""
+        for epoch in range(first, math.ceil(self.last_step / self.steps_per_epoch)):
+            start = epoch * self.steps_per_epoch
+            yield epoch, range(start, min(start + self.steps_per_epoch, self.last_step))
+
+    def decay(self, step: int) -> float:
+        """Return what the learning rate is multiplied with: from 1 it falls linearly to 0."""
+        return 1 - step / self.steps
+
+
+def progress(hvd: Any, done: int, total: int) -> tqdm:
     """Return a progress bar over the steps of the training, visible on rank 0 only."""
-    return tqdm(total=total, initial=done, unit="step", ncols=100, disable=hvd.rank() != 0)
+    return tqdm(
+        initial=done,
+        total=total,
+        unit="step",
+        ncols=90,
+        mininterval=0.5,
+        disable=hvd.rank() != 0,
+    )
 
 
 def images_per_s(hvd: Any, timings: list[tuple[int, float]]) -> float | None:
@@ -50,8 +113,13 @@ def images_per_s(hvd: Any, timings: list[tuple[int, float]]) -> float | None:
     return images / sum(seconds for _, seconds in timed)
 
 
-def agreed_sha256(hvd: Any, weights: Iterable[np.ndarray]) -> str:
-    """Return the hash of the weights, or end the job if two ranks have different ones."""
+def agreed_sha256(hvd: Any, weights: Iterable[Any]) -> str:
+    """Return the hash of the weights, or end the job if two ranks have different ones.
+
+    Args:
+        hvd: the adapter of the framework.
+        weights: arrays, or tensors on the host.
+    """
     digest = hashlib.sha256()
     for array in weights:
         digest.update(np.ascontiguousarray(array))
@@ -89,4 +157,4 @@ def _positive(text: str) -> int:
 
 
 def _readable(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

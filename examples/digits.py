@@ -17,7 +17,8 @@ CLASSES = 10
 _IMAGES, _LABELS = 2051, 2049  # the magic numbers of bytes in three dimensions and in one
 _GZIP = b"\x1f\x8b"
 _TEST_SIZE = 360
-_REMEDY = "fetch the file again, or leave out --data-dir to train on scikit-learn's digits"
+_INSTEAD = "or leave out --data-dir to train on scikit-learn's digits"
+_REMEDY = f"fetch the file again, {_INSTEAD}"
 
 
 class DataError(Exception):
@@ -59,10 +60,16 @@ def load(data_dir: str | Path | None = None) -> Digits:
     try:
         if not folder.is_dir():
             found = "a file" if folder.exists() else "nothing"
-            raise DataError(f"{folder}: found {found}, expected a folder of IDX files; {_REMEDY}")
+            raise DataError(
+                f"{folder}: found {found}, expected a folder of MNIST's IDX files; "
+                f"check the path, {_INSTEAD}"
+            )
         digits = Digits(_load_idx(folder, "train"), _load_idx(folder, "t10k"))
     except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}; make it readable") from error
+        raise DataError(
+            f"{error.filename}: {error.strerror}, expected to read it; change its permissions, "
+            f"{_INSTEAD}"
+        ) from error
     train, test = (samples.images.shape[1:] for samples in digits)
     if train != test:
         raise DataError(
@@ -119,7 +126,10 @@ def _find(folder: Path, part: str, kind: str) -> Path:
         for path in (folder / name, folder / f"{name}.gz"):
             if path.exists():
                 return path
-    raise DataError(f"{folder / usual}: found neither this file nor {usual}.gz; {_REMEDY}")
+    raise DataError(
+        f"{folder / usual}: found neither this file nor {usual}.gz; put all four files of MNIST "
+        f"there, {_INSTEAD}"
+    )
 
 
 def _read_idx(path: Path, magic: int) -> np.ndarray:

@@ -7,6 +7,41 @@ from typing import Any
 import numpy as np
 
 
+def as_array(values: Any) -> Any:
+    """Return an array that can travel as bytes: the same one, unless its byte order is foreign.
+
+    Args:
+        values: an array, or what numpy makes one of.
+
+    Raises:
+        ValueError: its elements are Python objects or records.
+    """
+    array = np.asarray(values)
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise ValueError(
+            f"arrays of dtype {array.dtype} cannot be sent; use broadcast_object() or "
+            "allgather_object()"
+        )
+    if array.dtype.isnative:
+        return array
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def check_out(out: Any, array: Any) -> None:
+    """Refuse an array that cannot take a result in the place of a new one like ``array``.
+
+    Raises:
+        ValueError: another shape or dtype, not contiguous, read-only.
+    """
+    fits = isinstance(out, np.ndarray) and (out.dtype, out.shape) == (array.dtype, array.shape)
+    if not (fits and out.flags.c_contiguous and out.flags.writeable):
+        found = describe(out) if isinstance(out, np.ndarray) else type(out).__name__
+        raise ValueError(
+            f"out must be a C-contiguous, writeable array {describe(array)}, as the input; "
+            f"it is {found}"
+        )
+
+
 def flat(array: Any) -> Any:
     """Return the elements as one contiguous 1-d array; a view where they lie so already."""
     return np.ascontiguousarray(array).reshape(-1)

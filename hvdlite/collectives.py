@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite import reduction, runtime, world
+from hvdlite.arrays import as_array, check_out
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, BroadcastBytes
 from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
@@ -48,9 +50,11 @@ def allreduce(
 
     Raises:
         ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
-            dtype, or an operation of this name is still on its way.
+            dtype, ``out`` does not fit, or an operation of this name is still on its way.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
+    # Numbered before anything can be refused: a refusal must not shift later names.
+    name = name or runtime.engine().unnamed("allreduce")
     chosen = reduction.choose(average, op)
     operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, compression, out)
     return runtime.engine().named.run(operation)
@@ -68,6 +72,7 @@ def allreduce_async(
     out: Any = None,
 ) -> Handle:
     """Start `allreduce` and return a handle; leave the array alone until it is done."""
+    name = name or runtime.engine().unnamed("allreduce")
     chosen = reduction.choose(average, op)
     operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, compression, out)
     return runtime.engine().named.submit(operation)
@@ -75,17 +80,17 @@ def allreduce_async(
 
 def _allreduce(
     array: Any,
-    name: str | None,
+    name: str,
     op: ReduceOp,
     prescale: float,
     postscale: float,
     compression: Strategy,
     out: Any,
 ) -> Operation:
-    # Numbered before anything can be refused: a refusal must not shift later names.
-    name = name or runtime.engine().unnamed("allreduce")
-    array = np.asarray(array)
+    array = as_array(array)
     reduction.check(op, array.dtype)
+    if out is not None:
+        check_out(out, array)
     if check_strategy(compression) is Compression.none:
         return Allreduce(name, array, op, float(prescale), float(postscale), out)
     return CompressedAllreduce(
@@ -117,7 +122,7 @@ def allgather_async(array: Any, name: str | None = None) -> Handle:
 
 def _allgather(array: Any, name: str | None) -> Allgather:
     name = name or runtime.engine().unnamed("allgather")
-    return Allgather(name, np.atleast_1d(np.asarray(array)))
+    return Allgather(name, np.atleast_1d(as_array(array)))
 
 
 def broadcast(array: Any, root_rank: int, name: str | None = None) -> Any:
@@ -142,13 +147,17 @@ def broadcast_async(array: Any, root_rank: int, name: str | None = None, out: An
 
 def _broadcast(array: Any, root_rank: int, name: str | None, out: Any = None) -> Broadcast:
     name = name or runtime.engine().unnamed("broadcast")
-    return Broadcast(name, np.asarray(array), _checked_root(root_rank), out)
+    array = as_array(array)
+    if out is not None:
+        check_out(out, array)
+    return Broadcast(name, array, _checked_root(root_rank), out)
 
 
 def _checked_root(root_rank: int) -> int:
-    if not 0 <= root_rank < world.size():
-        raise ValueError(f"root_rank={root_rank} is not a rank; ranks are 0 to {world.size() - 1}")
-    return int(root_rank)
+    root = operator.index(root_rank)
+    if not 0 <= root < world.size():
+        raise ValueError(f"root_rank={root} is not a rank; ranks are 0 to {world.size() - 1}")
+    return root
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:

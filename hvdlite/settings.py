@@ -24,6 +24,11 @@ def _number(kind: type, allowed: str, accept: Callable[[Any], bool]) -> dict[str
     return {"parse": parse, "allowed": allowed}
 
 
+def _seconds(allowed: str, accept: Callable[[float], bool]) -> dict[str, Any]:
+    # The most is longer than any job, and still what a thread can be told to wait.
+    return _number(float, f"a number of seconds{allowed}", lambda s: accept(s) and s <= 1e9)
+
+
 def _flag(text: str) -> bool:
     lowered = text.lower()
     if lowered not in _TRUE | _FALSE:
@@ -56,17 +61,17 @@ class Settings:
     #: Seconds of waiting after which a report is made, and again after as many.
     stall_check_time_seconds: float = field(
         default=60.0,
-        metadata=_number(float, "a number of seconds above 0", lambda value: value > 0),
+        metadata=_seconds(" above 0", lambda value: value > 0),
     )
     #: Seconds of waiting after which the wait becomes an error; 0: never.
     stall_shutdown_time_seconds: float = field(
         default=0.0,
-        metadata=_number(float, "a number of seconds, or 0 for never", lambda value: value >= 0),
+        metadata=_seconds(", or 0 for never", lambda value: value >= 0),
     )
     #: Seconds that ``shutdown()`` waits for the other ranks.
     shutdown_timeout_seconds: float = field(
         default=30.0,
-        metadata=_number(float, "a number of seconds above 0", lambda value: value > 0),
+        metadata=_seconds(" above 0", lambda value: value > 0),
     )
     #: Ranks that count as one node; 0: as the hardware says. For tests of several nodes.
     local_size: int = field(

@@ -27,22 +27,21 @@ class World:
 
     @classmethod
     def split(cls, MPI: Any, comm: Any, local_size: int = 0) -> World:  # noqa: N803
-        """Duplicate ``comm`` and split it by nodes; collective.
+        """Split ``comm`` by nodes; collective.
 
         Args:
             MPI: the module ``mpi4py.MPI``.
-            comm: the communicator to build on; it is duplicated and left alone.
+            comm: the communicator to build on, which the world takes over.
             local_size: consecutive ranks that count as one node; 0: as MPI says.
         """
-        own = comm.Dup()
         if local_size:
-            node = own.Split(color=own.rank // local_size, key=own.rank)
+            node = comm.Split(color=comm.rank // local_size, key=comm.rank)
         else:
-            node = own.Split_type(MPI.COMM_TYPE_SHARED, key=own.rank)
-        cross = own.Split(color=node.rank, key=own.rank)
-        leaders = own.allgather(node.bcast(own.rank, root=0))
+            node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        cross = comm.Split(color=node.rank, key=comm.rank)
+        leaders = comm.allgather(node.bcast(comm.rank, root=0))
         index = {leader: position for position, leader in enumerate(sorted(set(leaders)))}
-        return cls(own, node, cross, tuple(index[leader] for leader in leaders))
+        return cls(comm, node, cross, tuple(index[leader] for leader in leaders))
 
     @property
     def is_homogeneous(self) -> bool:
@@ -121,7 +120,7 @@ def is_homogeneous() -> bool:
 
 
 def choose(MPI: Any, comm: Any | Sequence[int] | None) -> Any:  # noqa: N803
-    """Turn ``init``'s argument into a communicator.
+    """Turn ``init``'s argument into a new communicator; collective.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
@@ -129,13 +128,18 @@ def choose(MPI: Any, comm: Any | Sequence[int] | None) -> Any:  # noqa: N803
 
     Raises:
         ValueError: the list is empty, repeats a rank, names one that does not exist, or
-            leaves this one out.
+            leaves this one out; or the communicator is the null one.
         TypeError: it is something else.
     """
     if comm is None:
-        return MPI.COMM_WORLD
+        return MPI.COMM_WORLD.Dup()
     if isinstance(comm, MPI.Comm):
-        return comm
+        if comm == MPI.COMM_NULL:
+            raise ValueError(
+                f"init() got COMM_NULL on rank {MPI.COMM_WORLD.rank}, which therefore takes no "
+                "part; call it on the communicator's ranks only"
+            )
+        return comm.Dup()
     if isinstance(comm, (str, bytes)) or not isinstance(comm, Sequence):
         raise TypeError(
             f"init() takes None, a list of ranks or an mpi4py communicator, not {comm!r}"

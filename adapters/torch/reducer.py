@@ -150,9 +150,7 @@ class _ParameterSet:
             self._connect()
         gradient = parameter.grad
         assert gradient is not None
-        # A hook runs inside autograd, which does not record it.
-        with torch.no_grad():
-            self._slots[number].copy_(self._reducer.dense(parameter, gradient))
+        self._slots[number].copy_(self._reducer.dense(parameter, gradient).detach())
         self._copied[number] = gradient, gradient._version
         self.exchange.mark(number)
 

@@ -53,8 +53,8 @@ class Engine:
             Whether all ranks have closed them.
         """
         deadline = time.monotonic() + self.settings.shutdown_timeout_seconds
-        closed = [
-            lane.close(max(deadline - time.monotonic(), 0.0))
-            for lane in (self.gradients, self.named)
-        ]
+        lanes = (self.gradients, self.named)
+        for lane in lanes:  # all of them first: others may wait for this rank in any
+            lane.begin_close()
+        closed = [lane.close(max(deadline - time.monotonic(), 0.0)) for lane in lanes]
         return all(closed)

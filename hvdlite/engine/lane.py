@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from hvdlite.engine.agreement import (
     Decision,
     Description,
@@ -54,7 +56,7 @@ class Lane:
         self._name = name
         self._transport = transport
         self._settings = settings
-        self._patience = WaitingPolicy(settings, self._describe_pending)
+        self._patience = WaitingPolicy(settings, self._describe_pending, transport.absent)
         self._pending: dict[str, Operation] = {}
         self._submitted: dict[str, float] = {}
         self._changed = threading.Condition()
@@ -103,10 +105,19 @@ class Lane:
                     self._round()
         return operation.handle.wait()
 
-    def close(self, timeout: float) -> bool:
-        """Tell the other ranks that this one submits no more, and wait until all do.
+    def begin_close(self) -> None:
+        """Tell the other ranks that this one submits no more.
 
         Operations that the others still wait for fail there, with this rank's number.
+        """
+        with self._changed:
+            self._closing = True
+            self._changes += 1
+            self._refusal = "hvdlite has been shut down on this rank"
+            self._changed.notify_all()
+
+    def close(self, timeout: float) -> bool:
+        """Begin to close, if that is not done yet, and wait until all ranks do.
 
         Args:
             timeout: seconds to wait for the other ranks.
@@ -114,11 +125,7 @@ class Lane:
         Returns:
             Whether all ranks have closed the lane; only then its communicator is free.
         """
-        with self._changed:
-            self._closing = True
-            self._changes += 1
-            self._refusal = "hvdlite has been shut down on this rank"
-            self._changed.notify_all()
+        self.begin_close()
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._patience.abandon()
@@ -172,13 +179,14 @@ class Lane:
     def _break(self, error: BaseException) -> None:
         with self._changed:
             self._broken = True
-            self._refusal = self._refusal or f"an earlier failure ended communication: {error}"
+            reason = _describe_error(error)
+            self._refusal = self._refusal or f"an earlier failure ended communication: {reason}"
             pending = list(self._pending.values())
             self._pending.clear()
             self._submitted.clear()
         for operation in pending:
             failure = HorovodInternalError(
-                f"rank {self._transport.rank}: {operation.name!r} failed: {error}"
+                f"rank {self._transport.rank}: {operation.name!r} failed: {reason}"
             )
             failure.__cause__ = error
             operation.handle.finish(error=failure)
@@ -209,9 +217,7 @@ class Lane:
             self._execute(self._pending[name], payloads)
         if decision.closing:
             self._refuse_after(decision.closing)
-        if decision.ready or decision.differing or decision.failed:
-            self._next_pause = _FIRST_PAUSE
-        else:
+        if not (decision.ready or decision.differing or decision.failed):
             self._report_stall(decision)
             self._pause_between_rounds()
 
@@ -250,11 +256,14 @@ class Lane:
         operation.handle.finish(error=error)
 
     def _execute(self, operation: Operation, payloads: Sequence[bytes]) -> None:
-        result = operation.execute(self._transport, payloads)
+        # What an overflow becomes is in the result; an error would end the job for it.
+        with np.errstate(all="ignore"):
+            result = operation.execute(self._transport, payloads)
         self._remove(operation)
         operation.handle.finish(result)
 
     def _remove(self, operation: Operation) -> None:
+        self._next_pause = _FIRST_PAUSE
         with self._changed:
             del self._pending[operation.name], self._submitted[operation.name]
 
@@ -288,6 +297,10 @@ class Lane:
             names = list(self._pending)
         shown = ", ".join(map(repr, names[:4])) or "shutdown()"
         return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _describe_error(error: BaseException) -> str:
+    return str(error) if isinstance(error, HorovodInternalError) else repr(error)
 
 
 def _payload(report: Report, name: str) -> bytes:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError
 from hvdlite.settings import Settings
 
@@ -24,11 +25,18 @@ class WaitingPolicy:
     Args:
         settings: the times of the stall report.
         describe: what is waited for, in words; called when a report is due.
+        absent: which ranks have not come (None: not known); likewise.
     """
 
-    def __init__(self, settings: Settings, describe: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        describe: Callable[[], str],
+        absent: Callable[[], list[int] | None] = lambda: None,
+    ) -> None:
         self._settings = settings
         self._describe = describe
+        self._absent = absent
         self._reported = 0.0
         self._abandoned = threading.Event()
 
@@ -51,21 +59,27 @@ class WaitingPolicy:
             raise HorovodInternalError(
                 f"shut down while waiting for other ranks in {self._describe()}"
             )
-        if elapsed > self._settings.stall_check_time_seconds:
-            self._check(elapsed)
+        self._check(elapsed)
 
     def _check(self, elapsed: float) -> None:
         limit = self._settings.stall_shutdown_time_seconds
         if limit and elapsed > limit:
             raise HorovodInternalError(
-                f"waited {elapsed:.0f} s for other ranks in {self._describe()}; a rank has "
-                "ended, hangs, or runs different steps"
+                f"waited {elapsed:.0f} s for {_whom(self._absent())} in {self._describe()}; a rank "
+                "has ended, hangs, or runs different steps"
             )
         due = elapsed - self._reported >= self._settings.stall_check_time_seconds
         if due and not self._settings.stall_check_disable:
             self._reported = elapsed
-            _log.warning(
-                "waited %.0f s for other ranks in %s; do all ranks run the same steps?",
-                elapsed,
-                self._describe(),
-            )
+            absent = self._absent()
+            if absent != []:  # else they have come meanwhile
+                _log.warning(
+                    "waited %.0f s for %s in %s; do all ranks run the same steps?",
+                    elapsed,
+                    _whom(absent),
+                    self._describe(),
+                )
+
+
+def _whom(absent: list[int] | None) -> str:
+    return ranks_text(absent) if absent else "other ranks"

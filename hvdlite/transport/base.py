@@ -43,7 +43,18 @@ class Transport(ABC):
 
         Returns:
             The same answer on every rank.
+
+        Raises:
+            HorovodInternalError: another rank has given up waiting; and what ``patience``
+                raises.
         """
+
+    def absent(self) -> list[int] | None:
+        """While `unanimous` waits: the ranks that have not come; None: that is not known.
+
+        Not collective. It may take a second, and raises as `unanimous` does.
+        """
+        return None
 
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:

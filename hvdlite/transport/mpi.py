@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,22 @@ import numpy as np
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import slices
 from hvdlite.transport.base import Patience, Transport
+from hvdlite.transport.roll_call import RankGoneError, RollCall
 
 # Counts are 32-bit in MPI 3: larger arrays travel in pieces of at most this many bytes.
 _MAX_BYTES = 2**30
-_NATIVE = {"float32", "float64", "int32", "int64", "uint32", "uint64", "complex64", "complex128"}
+_INTEGERS = {"int32", "int64", "uint32", "uint64"}
+_NATIVE = {
+    ReduceOp.SUM: {*_INTEGERS, "float32", "float64", "complex64", "complex128"},
+    ReduceOp.PRODUCT: {*_INTEGERS, "float32", "float64"},
+    # MPI drops a NaN or lets it through as it happens to come; numpy always lets it through.
+    ReduceOp.MIN: _INTEGERS,
+    ReduceOp.MAX: _INTEGERS,
+}
+# Seconds of waiting from which on a rank looks for what others tell it.
+_LISTEN_AFTER = 0.2
+# What MPI may still write to after a wait that was given up.
+_given_up: list[Any] = []
 
 
 class MPITransport(Transport):
@@ -27,6 +39,7 @@ class MPITransport(Transport):
 
     def __init__(self, MPI: Any, comm: Any) -> None:  # noqa: N803
         self._comm = comm.Dup()
+        self._roll_call = RollCall(MPI, comm.Dup())
         self.rank = int(comm.rank)
         self.size = int(comm.size)
         self._byte = MPI.BYTE
@@ -45,21 +58,47 @@ class MPITransport(Transport):
         mine = np.frombuffer(word, np.uint64)
         offer = np.concatenate([mine, ~mine])
         least = np.empty_like(offer)
+        self._roll_call.begin()
         request = self._comm.Iallreduce(offer, least, self._min)
-        start = time.monotonic()
-        while not request.Test():
-            patience.pause(time.monotonic() - start)
+        self._complete(request, (offer, least), patience.pause)
+        # A rank that gave up waiting has left its word behind, and will not come along.
+        self._roll_call.listen()
         half = mine.size
         return bool((least[:half] == ~least[half:]).all())
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Let mpi4py gather the messages with their lengths."""
-        messages: list[bytes] = self._comm.allgather(message)
-        return messages
+        """Gather the lengths, and then the messages."""
+        length = np.array([len(message)], np.int64)
+        lengths = np.empty(self.size, np.int64)
+        self._complete(self._comm.Iallgather(length, lengths), (length, lengths), _nap)
+        whole = np.empty(lengths.sum(), np.uint8)
+        request = self._comm.Iallgatherv(message, [whole, lengths, self._byte])
+        self._complete(request, (message, whole), _nap)
+        parts = np.split(whole, np.cumsum(lengths)[:-1])
+        return [part.tobytes() for part in parts]
+
+    def absent(self) -> list[int] | None:
+        """Call the roll."""
+        return self._roll_call.absent()
+
+    def _complete(self, request: Any, buffers: Any, pause: Callable[[float], None]) -> None:
+        """Wait for an operation that ranks may come late to, or that one may never come to."""
+        start = time.monotonic()
+        try:
+            while not request.Test():
+                elapsed = time.monotonic() - start
+                if elapsed > _LISTEN_AFTER:
+                    self._roll_call.listen()
+                pause(elapsed)
+        except BaseException as error:
+            _given_up.append((request, buffers))
+            if not isinstance(error, RankGoneError):  # whoever is gone has told everybody
+                self._roll_call.leave()
+            raise
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Use ``MPI_Allreduce`` where it is exact, slices elsewhere."""
-        if op not in self._ops or send.dtype.name not in _NATIVE:
+        if send.dtype.name not in _NATIVE.get(op, ()):
             slices.allreduce(self, send, result, op, scaling)
             return
         if result is not send:
@@ -86,8 +125,14 @@ class MPITransport(Transport):
             self._comm.Bcast([part, self._byte], root)
 
     def close(self) -> None:
-        """Free the communicator."""
+        """Free the communicators."""
+        self._roll_call.close()
         self._comm.Free()
+
+
+def _nap(elapsed: float) -> None:
+    """Pause in a wait for ranks that are on their way."""
+    time.sleep(0 if elapsed < 1e-3 else 1e-3)
 
 
 def _parts(array: Any) -> Iterator[Any]:

@@ -1,0 +1,233 @@
+"""The collectives on TensorFlow tensors, in eager mode and inside ``tf.function``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import collectives, reduction, world
+from hvdlite.exchange import Compression, Strategy, check_strategy
+from hvdlite.reduction import Average, ReduceOp
+from hvdlite.tensorflow.tensors import as_it_is, like, run, to_tensor
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Strategy = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Reduce a tensor over all ranks: ``postscale * op(prescale * tensor)``.
+
+    Gradients flow through it: they are reduced by the same op. Min, Max and Product have
+    no gradient here and raise in the backward pass.
+
+    Inside ``tf.function`` what is raised at run time arrives as TensorFlow's own classes,
+    with hvdlite's message in theirs: ``tf.errors.UnknownError`` for HorovodInternalError,
+    ``tf.errors.InvalidArgumentError`` for ValueError. That holds for all collectives.
+
+    Args:
+        tensor: a tensor, variable or array of any shape, alike on all ranks; bool, integers,
+            floats of 16 to 64 bits; complex for Sum and Average. Or ``tf.IndexedSlices``,
+            whose values and indices are gathered instead, without compression.
+        average: deprecated; True is Average, False is Sum.
+        device_dense: accepted for Horovod's sake, without effect; so is ``device_sparse``.
+        compression: how floats travel.
+        op: one of the six reductions; None is Average.
+        prescale_factor: multiplies the tensor before the reduction.
+        postscale_factor: multiplies the result.
+        name: pairs this call with those of the other ranks; None: by order.
+        ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
+
+    Returns:
+        A new tensor, alike to the bit on all ranks (slices of slices).
+
+    Raises:
+        ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
+            dtype, or an operation of this name is still on its way.
+        NotImplementedError: slices, and an op that is not Sum or Average, or a factor.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    chosen = reduction.choose(average, op)
+    check_strategy(compression)
+    if isinstance(tensor, tf.IndexedSlices):
+        if prescale_factor != 1.0 or postscale_factor != 1.0:
+            raise NotImplementedError("tf.IndexedSlices are reduced without scaling factors")
+        return _allreduce_slices(tensor, chosen, name)
+    return _allreduce(tensor, name, compression, chosen, prescale_factor, postscale_factor)
+
+
+@as_it_is
+def _allreduce(
+    tensor: Any,
+    name: str | None,
+    compression: Strategy,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+) -> tf.Tensor:
+    def reduce(array: Any) -> list[Any]:
+        result = collectives.allreduce(
+            array,
+            name=name,
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            compression=compression,
+        )
+        return [result]
+
+    @tf.custom_gradient
+    def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
+        def gradient(upstream: Any) -> tf.Tensor:
+            if op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+                raise NotImplementedError(
+                    f"allreduce with op={op.name.capitalize()} has no gradient; wrap its "
+                    "input in tf.stop_gradient, or use Sum or Average"
+                )
+            return _allreduce(upstream, _gradient_name(name), compression, op, prescale, postscale)
+
+        (result,) = run(reduce, [tensor], [like(tensor)])
+        return result, gradient
+
+    return differentiable(to_tensor(tensor))
+
+
+@as_it_is
+def _allreduce_slices(slices: tf.IndexedSlices, op: ReduceOp, name: str | None) -> tf.IndexedSlices:
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise NotImplementedError(
+            f"tf.IndexedSlices are reduced by Sum or Average, not {op.name.capitalize()}; "
+            "convert them with tf.convert_to_tensor for other reductions"
+        )
+    values = allgather(slices.values, None if name is None else f"{name}.values")
+    indices = allgather(slices.indices, None if name is None else f"{name}.indices")
+    if op is ReduceOp.AVERAGE:
+        values = tf.cast(values / tf.cast(size_op(), values.dtype), values.dtype)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+@as_it_is
+def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False) -> tf.Tensor:
+    """Concatenate the tensors of all ranks along axis 0, in the order of the ranks.
+
+    Gradients flow through it: each rank gets its own slice of the ranks' average gradient
+    (the average, as in Horovod, although the sum is the derivative of the ranks' total).
+
+    Args:
+        tensor: all axes but the first alike on all ranks; a scalar counts as one row.
+        name: pairs this call with those of the other ranks; None: by order.
+        ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
+
+    Raises:
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+
+    def gather(array: Any) -> list[Any]:
+        whole, rows = collectives.allgather_async(array, name).wait()
+        start = sum(rows[: world.rank()])
+        return [whole, np.int64(start), np.int64(start + rows[world.rank()])]
+
+    @tf.custom_gradient
+    def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
+        rows = tf.TensorShape([None]) if tensor.shape.rank is not None else tf.TensorShape(None)
+        bound = tf.TensorSpec((), tf.int64)
+        specs = [tf.TensorSpec(rows.concatenate(tensor.shape[1:]), tensor.dtype), bound, bound]
+        whole, start, stop = run(gather, [tensor], specs)
+
+        def gradient(upstream: Any) -> tf.Tensor:
+            reduced = _average(upstream, _gradient_name(name))
+            return tf.reshape(reduced[start:stop], tf.shape(tensor))
+
+        return whole, gradient
+
+    return differentiable(to_tensor(tensor))
+
+
+@as_it_is
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False
+) -> tf.Tensor:
+    """Return rank ``root_rank``'s tensor on all ranks.
+
+    Gradients flow through it: the root gets the ranks' average gradient, as in Horovod,
+    the others zeros.
+
+    Args:
+        tensor: shape and dtype alike on all ranks.
+        root_rank: the rank whose values count.
+        name: pairs this call with those of the other ranks; None: by order.
+        ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
+
+    Raises:
+        ValueError: there is no such rank.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+
+    def spread(array: Any) -> list[Any]:
+        return [collectives.broadcast(array, root_rank, name)]
+
+    @tf.custom_gradient
+    def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
+        def gradient(upstream: Any) -> tf.Tensor:
+            reduced = _average(upstream, _gradient_name(name))
+            return tf.where(tf.equal(rank_op(), root_rank), reduced, tf.zeros_like(reduced))
+
+        (result,) = run(spread, [tensor], [like(tensor)])
+        return result, gradient
+
+    return differentiable(to_tensor(tensor))
+
+
+@as_it_is
+def barrier(name: str | None = None) -> None:
+    """Return when every rank has called it; inside ``tf.function``, when it has run it."""
+
+    def meet() -> list[Any]:
+        collectives.barrier(name)
+        return []
+
+    run(meet, [], [])
+
+
+def _average(tensor: Any, name: str | None) -> tf.Tensor:
+    return _allreduce(tensor, name, Compression.none, Average, 1.0, 1.0)
+
+
+def rank_op() -> tf.Tensor:
+    """The rank as an int32 tensor, found out each time that a graph runs."""
+    return _number(world.rank)
+
+
+def size_op() -> tf.Tensor:
+    """The number of ranks as an int32 tensor, found out each time that a graph runs."""
+    return _number(world.size)
+
+
+def local_rank_op() -> tf.Tensor:
+    """The local rank as an int32 tensor, found out each time that a graph runs."""
+    return _number(world.local_rank)
+
+
+def local_size_op() -> tf.Tensor:
+    """The ranks on this node as an int32 tensor, found out each time that a graph runs."""
+    return _number(world.local_size)
+
+
+@as_it_is
+def _number(count: Callable[[], int]) -> tf.Tensor:
+    (result,) = run(lambda: [np.int32(count())], [], [tf.TensorSpec((), tf.int32)])
+    return result
+
+
+def _gradient_name(name: str | None) -> str | None:
+    return None if name is None else f"{name}.gradient"

@@ -1,0 +1,117 @@
+"""One rank's batches as a ``tf.data.Dataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import recipe
+from hvdlite.recipe import Sharding
+from hvdlite.tensorflow.tensors import as_it_is
+
+
+def shard(
+    data: Any, batch_size: int, shuffle: bool = True, seed: int = 0, first_epoch: int = 0
+) -> tf.data.Dataset:
+    """Deal arrays to the ranks, as a dataset of this rank's batches.
+
+    Every rank makes the same number of steps, no batch is empty, and every sample comes
+    exactly once per epoch over all ranks, the remainder included (see `Sharding`). Each
+    iteration over the dataset is one epoch, and the next iteration the next epoch, in an
+    order of its own; so ranks must iterate alike.
+
+    Args:
+        data: an array or tensor (first axis: samples), or a tuple or dict of some, nested
+            as you like; they stay where they are, and batches are gathered by index.
+        batch_size: samples per rank and step.
+        shuffle: whether each epoch has an order of its own; False for evaluation.
+        seed: of the orders; the same on all ranks.
+        first_epoch: the epoch, from 0, that the first iteration gives; to resume a training.
+
+    Returns:
+        A dataset of batches in the structure of ``data``, of known types and cardinality.
+
+    Raises:
+        ValueError: lengths disagree, or there are fewer samples than ranks.
+
+    Example::
+
+        dataset = hvd.shard((images, labels), batch_size=64).prefetch(2)
+    """
+    arrays = _arrays(data)
+    batches = recipe.shard(arrays, batch_size, shuffle, seed)
+    batches.set_epoch(first_epoch)
+    dataset = tf.data.Dataset.from_generator(
+        lambda: batches, output_signature=tf.nest.map_structure(_spec, arrays)
+    )
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
+
+
+def _arrays(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _arrays(part) for key, part in data.items()}
+    if isinstance(data, tuple):
+        return tuple(_arrays(part) for part in data)
+    return np.asarray(data)
+
+
+def _spec(array: Any) -> tf.TensorSpec:
+    return tf.TensorSpec((None, *array.shape[1:]), tf.as_dtype(array.dtype))
+
+
+def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
+    """Return a transformation of a dataset of samples into one of this rank's batches.
+
+    Batches are dealt as `shard` does without shuffling. Every rank runs through all
+    samples, so put what is expensive behind it; ``dataset.shuffle(n, seed=...)`` before it
+    gives each epoch an order of its own, if all ranks use one seed.
+
+    Args:
+        batch_size: samples per rank and step.
+
+    Returns:
+        What ``dataset.apply`` takes. The dataset must be finite, of known cardinality, and in
+        the same order on all ranks.
+
+    Raises:
+        ValueError: from ``apply``: the cardinality is unknown or infinite, or there are
+            fewer samples than ranks.
+
+    Example::
+
+        dataset = files.shuffle(1000, seed=1).apply(hvd.sharded(64)).map(decode)
+    """
+
+    @as_it_is
+    def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        samples = int(dataset.cardinality())
+        if samples < 0:
+            raise ValueError(
+                "the number of samples of the dataset is unknown or infinite; tell it with "
+                "dataset.apply(tf.data.experimental.assert_cardinality(n)), before repeat()"
+            )
+        sharding = Sharding(samples, batch_size, shuffle=False)
+        own = sharding.indices(0)
+        step_of = np.full(samples, -1)
+        for step, indices in enumerate(own):
+            step_of[indices] = step
+        steps = tf.constant(step_of, tf.int64)
+        sizes = tf.constant([len(indices) for indices in own], tf.int64)
+
+        # Windows are keyed by the step, so each holds one batch of its own size.
+        batches = (
+            dataset.enumerate()
+            .filter(lambda number, _: steps[number] >= 0)
+            .group_by_window(
+                key_func=lambda number, _: steps[number],
+                reduce_func=lambda step, window: window.batch(sizes[step]),
+                window_size_func=lambda step: sizes[step],
+            )
+            .map(lambda _, sample: sample)
+        )
+        return batches.apply(tf.data.experimental.assert_cardinality(sharding.steps))
+
+    return apply

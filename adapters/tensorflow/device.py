@@ -1,0 +1,65 @@
+"""One accelerator for each rank, or its share of the cores."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import tensorflow as tf
+
+from hvdlite import world
+from hvdlite.recipe.device import local_device_index, threads_per_rank
+
+_log = logging.getLogger("hvdlite")
+
+
+def pin_device() -> tf.config.PhysicalDevice:
+    """Bind this process to the accelerator of its local rank, and return it; collective.
+
+    Its memory is taken as it is needed. Without accelerators it is the CPU, and TensorFlow
+    is told to use as many threads as leave the node's other ranks their cores, unless the
+    program has set a number. Call it right after ``init()``: TensorFlow fixes its devices
+    and threads when it runs its first operation.
+
+    Raises:
+        ValueError: the node has fewer accelerators than ranks.
+        RuntimeError: TensorFlow has taken all accelerators already.
+    """
+    threads = threads_per_rank()
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        _set_threads(threads)
+        return tf.config.list_physical_devices("CPU")[0]
+    gpu = gpus[local_device_index(_identities(gpus))]
+    try:
+        tf.config.set_visible_devices(gpu, "GPU")
+        tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {world.rank()}: TensorFlow has initialised its GPUs before hvd.pin_device() "
+            f"({error}); call hvd.init() and hvd.pin_device() before anything else of TensorFlow"
+        ) from error
+    return gpu
+
+
+def _set_threads(threads: int) -> None:
+    threading = tf.config.threading
+    try:
+        if threading.get_intra_op_parallelism_threads() == 0:
+            threading.set_intra_op_parallelism_threads(threads)
+        if threading.get_inter_op_parallelism_threads() == 0:
+            # An exchange inside tf.function blocks one thread while others compute.
+            threading.set_inter_op_parallelism_threads(max(2, threads))
+    except RuntimeError:
+        _log.info(
+            "rank %d: TensorFlow had started before hvd.pin_device(); its threads stay as they "
+            "are (%d would leave the other ranks of this node their cores)",
+            world.rank(),
+            threads,
+        )
+
+
+def _identities(gpus: list[tf.config.PhysicalDevice]) -> list[str]:
+    """What tells the accelerators of a node apart, whichever of them a process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[: len(gpus)] if visible else [gpu.name for gpu in gpus]

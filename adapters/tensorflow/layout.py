@@ -1,0 +1,83 @@
+"""What an exchange of gradients is made for, and the exchanges that there are."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+from hvdlite import runtime
+from hvdlite.arrays import describe
+from hvdlite.engine import Engine
+from hvdlite.exchange import Parameter, Reduction, Strategy
+from hvdlite.gradients import GradientExchange
+
+#: One for all layouts: ranks whose layouts differ meet under it and learn in what.
+LABEL = "DistributedGradientTape"
+
+# A program that makes one model after the other must not keep the buckets of all of them.
+_MOST_EXCHANGES = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Everything that must be alike on all ranks for their gradients to be exchanged.
+
+    Attributes:
+        parameters: of all sources.
+        sparse: positions in ``parameters`` whose gradients are gathered.
+        strategy: how dense gradients travel.
+        reduction: sum or average.
+    """
+
+    parameters: tuple[Parameter, ...]
+    sparse: frozenset[int]
+    strategy: Strategy
+    reduction: Reduction
+
+    @cached_property
+    def dense(self) -> tuple[int, ...]:
+        """Positions in ``parameters`` of those that travel in buckets."""
+        return tuple(
+            position for position in range(len(self.parameters)) if position not in self.sparse
+        )
+
+    def connect(self) -> GradientExchange:
+        """The exchange of the dense gradients in the world as it is now."""
+        exchanges = _exchanges.setdefault(runtime.engine(), OrderedDict())
+        if self not in exchanges:
+            exchanges[self] = self._connect()
+            if len(exchanges) > _MOST_EXCHANGES:
+                exchanges.popitem(last=False)
+        exchanges.move_to_end(self)
+        return exchanges[self]
+
+    def _connect(self) -> GradientExchange:
+        sources = [
+            (f"source {number}", f"{parameter.name!r} {describe(parameter)}{self._kind(number)}")
+            for number, parameter in enumerate(self.parameters)
+        ]
+        return GradientExchange(
+            runtime.engine(),
+            LABEL,
+            [self.parameters[position] for position in self.dense],
+            self.strategy,
+            self.reduction,
+            also=(*sources, ("the number of sources", len(sources))),
+        )
+
+    def _kind(self, number: int) -> str:
+        return " with a sparse gradient" if number in self.sparse else ""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.parameters, self.sparse, self.strategy, self.reduction))
+
+    def __hash__(self) -> int:
+        # Looked up for every bucket of every step, and the parameters may be many.
+        return self._hash
+
+
+# By engine: a new world begins with none, and the old one's go with it.
+_exchanges: WeakKeyDictionary[Engine, OrderedDict[Layout, GradientExchange]] = WeakKeyDictionary()

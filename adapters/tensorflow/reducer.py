@@ -1,0 +1,211 @@
+"""Gradients on their way through buckets, in eager mode and inside ``tf.function``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import HorovodInternalError, collectives, world
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.plan import plan_buckets
+from hvdlite.exchange import Parameter, Reduction, Strategy
+from hvdlite.gradients import GradientExchange
+from hvdlite.tensorflow.collectives import allreduce
+from hvdlite.tensorflow.layout import LABEL, Layout
+from hvdlite.tensorflow.names import unique_names
+from hvdlite.tensorflow.tensors import dtype_of, engine, fresh_copy, run
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+
+class Reducer:
+    """Reduces the gradients of any list of sources over all ranks.
+
+    Dense gradients travel in buckets. ``tf.IndexedSlices`` are gathered, unless they are
+    to be exchanged as dense ones. A source without a gradient counts as zeros where another
+    rank has a dense one.
+
+    Args:
+        strategy: how buckets travel.
+        reduction: sum or average.
+        sparse_as_dense: make dense gradients of ``tf.IndexedSlices``.
+    """
+
+    def __init__(self, strategy: Strategy, reduction: Reduction, sparse_as_dense: bool) -> None:
+        self._strategy = strategy
+        self._reduction = reduction
+        self._sparse_as_dense = sparse_as_dense
+
+    def reduce(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
+        """Return the reduced gradients.
+
+        Args:
+            gradients: of this rank.
+            sources: what they are the gradients of; names, shapes and dtypes alike on all
+                ranks.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        engine()
+        if self._sparse_as_dense:
+            gradients = [_dense(gradient) for gradient in gradients]
+        slices = {
+            position: gradient
+            for position, gradient in enumerate(gradients)
+            if isinstance(gradient, tf.IndexedSlices)
+        }
+        layout = Layout(_describe(sources), frozenset(slices), self._strategy, self._reduction)
+        dense = {
+            number: gradients[position]
+            for number, position in enumerate(layout.dense)
+            if gradients[position] is not None
+        }
+        reduced: list[Gradient] = [None] * len(gradients)
+        for number, gradient in _exchange(layout, dense).items():
+            reduced[layout.dense[number]] = gradient
+        for position, gradient in slices.items():
+            reduced[position] = _gather(layout, position, gradient)
+        return reduced
+
+
+def _describe(sources: Sequence[Any]) -> tuple[Parameter, ...]:
+    return tuple(
+        Parameter(name, _shape(name, source), dtype_of(source.dtype))
+        for name, source in zip(unique_names(sources), sources, strict=True)
+    )
+
+
+def _shape(name: str, source: Any) -> tuple[int, ...]:
+    shape = tf.TensorShape(source.shape)
+    if not shape.is_fully_defined():
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"{name!r} has the static shape {shape} inside tf.function, and buckets need to "
+                "know all of it; give it one with tf.ensure_shape, or call gradient() eagerly"
+            )
+        shape = tf.convert_to_tensor(source).shape
+    return tuple(shape.as_list())
+
+
+def _dense(gradient: Gradient) -> tf.Tensor | None:
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _exchange(layout: Layout, gradients: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+    """Exchange dense gradients, by their number; return those that any rank has."""
+    settings = engine().settings
+    parameters = [layout.parameters[position] for position in layout.dense]
+    plan = plan_buckets(parameters, settings.fusion_threshold, settings.first_bucket_size)
+    if not plan:
+        run(lambda: _compare(layout), [], [])
+    reduced: dict[int, tf.Tensor] = {}
+    for index in range(len(plan)):
+        reduced.update(_exchange_bucket(layout, plan, index, gradients))
+    return reduced
+
+
+def _exchange_bucket(
+    layout: Layout, plan: list[list[int]], index: int, gradients: Mapping[int, tf.Tensor]
+) -> dict[int, tf.Tensor]:
+    """Exchange one bucket: at once, or by one operation of the graph."""
+    eager = tf.executing_eagerly()
+    parameters = {number: layout.parameters[layout.dense[number]] for number in plan[index]}
+    here = [number for number in plan[index] if number in gradients]
+    foreign: list[int] = []  # those that only other ranks have; in eager mode
+
+    def exchange_arrays(*arrays: Any) -> list[Any]:
+        exchange = layout.connect()  # in the world that there is when the graph runs
+        _check_plan(exchange, plan)
+        own = dict(zip(here, map(np.asarray, arrays), strict=True))
+        presence = exchange.exchange_bucket(index, own)
+        if eager:
+            anywhere = zip(plan[index], presence.any(axis=0), strict=True)
+            foreign.extend(number for number, has in anywhere if has and number not in own)
+            return [exchange.result(index)]  # which TensorFlow copies
+        _check_presence(exchange, plan[index], presence)
+        return [fresh_copy(exchange.result(index))]
+
+    def exchange_tensors(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        sizes = {number: parameter.size for number, parameter in parameters.items()}
+        dtype = tf.as_dtype(parameters[plan[index][0]].dtype)
+        spec = tf.TensorSpec((sum(sizes.values()),), dtype)
+        (flat,) = run(exchange_arrays, tensors, [spec])
+        parts = dict(zip(sizes, tf.split(flat, list(sizes.values())), strict=True))
+        return [tf.reshape(parts[number], parameters[number].shape) for number in (*here, *foreign)]
+
+    own = [gradients[number] for number in here]
+    results = _differentiable(exchange_tensors, own, layout.reduction)
+    return dict(zip((*here, *foreign), results, strict=True))
+
+
+def _compare(layout: Layout) -> list[Any]:
+    """Do what buckets do besides, where there is none: see that the ranks' layouts are alike."""
+    layout.connect().compare()
+    return []
+
+
+def _check_plan(exchange: GradientExchange, plan: list[list[int]]) -> None:
+    if exchange.plan != plan:
+        raise HorovodInternalError(
+            f"rank {world.rank()}: the sizes of buckets (HVDLITE_FUSION_THRESHOLD, "
+            "HVDLITE_FIRST_BUCKET_SIZE) have changed since a tf.function was traced; make the "
+            "function anew after init()"
+        )
+
+
+def _check_presence(exchange: GradientExchange, members: Sequence[int], presence: Any) -> None:
+    """Refuse a gradient that only some ranks have: the graphs' structures are fixed."""
+    for position in np.flatnonzero(presence.any(axis=0) & ~presence.all(axis=0)):
+        have = np.flatnonzero(presence[:, position]).tolist()
+        lack = np.flatnonzero(~presence[:, position]).tolist()
+        raise HorovodInternalError(
+            f"the gradient of {exchange.parameters[members[position]].name!r} is None on "
+            f"{ranks_text(lack)} but not on {ranks_text(have)}, and a tf.function cannot turn one "
+            "into the other; on all ranks, call gradient(..., "
+            "unconnected_gradients=tf.UnconnectedGradients.ZERO)"
+        )
+
+
+def _differentiable(
+    exchange: Callable[..., list[tf.Tensor]], own: Sequence[tf.Tensor], reduction: Reduction
+) -> list[tf.Tensor]:
+    """Call ``exchange``, so that second derivatives are reduced as the first ones are."""
+    if not own:
+        return exchange()
+
+    @tf.custom_gradient
+    def call(*own: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+        def gradient(*upstream: Any) -> list[tf.Tensor]:
+            return [
+                allreduce(tf.convert_to_tensor(each), op=reduction.op)
+                for each in upstream[: len(own)]
+            ]
+
+        return exchange(*own), gradient
+
+    return list(call(*own))
+
+
+def _gather(layout: Layout, position: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Gather the slices of all ranks."""
+    parameter = layout.parameters[position]
+    name = f"{LABEL}: {parameter.name!r}"
+
+    def gather(values: Any, indices: Any) -> list[Any]:
+        handles = [
+            collectives.allgather_async(values, f"{name} values"),
+            collectives.allgather_async(indices, f"{name} indices"),
+        ]
+        (all_values, _), (all_indices, _) = [handle.wait() for handle in handles]
+        return [layout.reduction.whole(world.size()).apply(all_values), all_indices]
+
+    specs = [
+        tf.TensorSpec((None, *parameter.shape[1:]), gradient.values.dtype),
+        tf.TensorSpec((None,), tf.int64),
+    ]
+    indices = tf.cast(gradient.indices, tf.int64)
+    return tf.IndexedSlices(*run(gather, [gradient.values, indices], specs), gradient.dense_shape)

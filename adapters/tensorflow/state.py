@@ -1,0 +1,146 @@
+"""The same state on every rank, and on disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import CheckpointError, collectives, runtime, world
+from hvdlite.arrays import describe
+from hvdlite.recipe import Checkpoint
+from hvdlite.tensorflow.names import name_of
+from hvdlite.tensorflow.tensors import as_it_is, like, run, to_array, to_tensor
+
+_log = logging.getLogger("hvdlite")
+
+
+@as_it_is
+def broadcast_variables(variables: Any, root_rank: int) -> None:
+    """Overwrite variables with those of rank ``root_rank``.
+
+    Build the model before (call it once, or ``model.build``): until then it has none. The
+    same holds for a Keras optimizer (``optimizer.build(model.trainable_variables)``).
+
+    Args:
+        variables: ``tf.Variable`` or Keras variables, in any nested structure; e.g.
+            ``model.variables`` or ``optimizer.variables``.
+        root_rank: the rank whose values count.
+
+    Raises:
+        TypeError: one of them is no variable.
+        ValueError: there is no such rank.
+        HorovodInternalError: the ranks disagree on names, shapes or dtypes.
+    """
+    flat = _flat_variables(variables)
+    names = [name_of(variable, number) for number, variable in enumerate(flat)]
+
+    def spread(*arrays: Any) -> list[Any]:
+        prefix = runtime.engine().unnamed("broadcast_variables")
+        layout = [(name, describe(np.asarray(a))) for name, a in zip(names, arrays, strict=True)]
+        collectives.agree_on(f"{prefix}: its variables", layout)
+        handles = [
+            collectives.broadcast_async(array, root_rank, f"{prefix}: {number} {name}")
+            for number, (name, array) in enumerate(zip(names, arrays, strict=True))
+        ]
+        return [handle.wait() for handle in handles]
+
+    tensors = [to_tensor(variable) for variable in flat]
+    for variable, value in zip(flat, run(spread, tensors, list(map(like, tensors))), strict=True):
+        variable.assign(value)
+
+
+def _flat_variables(variables: Any) -> list[Any]:
+    flat = tf.nest.flatten(list(variables) if isinstance(variables, Iterator) else variables)
+    for variable in flat:
+        if not _is_variable(variable):
+            raise TypeError(f"expected variables of TensorFlow or Keras, found {variable!r}")
+    if not flat:
+        _log.warning(
+            "rank %d: there are no variables to broadcast; a model has none before it is built",
+            world.rank(),
+        )
+    return flat
+
+
+def _is_variable(value: Any) -> bool:
+    return hasattr(value, "assign") and hasattr(value, "dtype")
+
+
+class TensorCheckpoint(Checkpoint):
+    """A checkpoint whose trees may hold tensors and variables; they come back as arrays."""
+
+    def save(self, state: Any) -> None:
+        """Write the state of rank 0, in place of what the file held before; collective.
+
+        Args:
+            state: as `hvdlite.recipe.Checkpoint.save`, with tensors and variables; e.g.
+                ``{"weights": model.variables, "optimizer": optimizer.variables}``.
+
+        Raises:
+            TypeError: something else is in the tree.
+            CheckpointError: the file cannot be written.
+            RuntimeError: inside ``tf.function``.
+        """
+        if tf.inside_function():
+            raise RuntimeError("a checkpoint is saved between steps, not inside tf.function")
+        super().save(_map_tensors(to_array, state) if world.rank() == 0 else None)
+
+
+def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
+    """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
+
+    Example::
+
+        saved = hvd.checkpoint("digits.npz")
+        state = saved.load(default=None)
+        if state is not None:
+            hvd.assign_variables(model.variables, state["weights"])
+        saved.save({"weights": model.variables})
+    """
+    return TensorCheckpoint(path)
+
+
+def assign_variables(variables: Any, values: Any) -> None:
+    """Overwrite variables with what a checkpoint held; all of them or, on an error, none.
+
+    Args:
+        variables: ``tf.Variable`` or Keras variables, in any nested structure.
+        values: as many arrays or tensors, in the same structure.
+
+    Raises:
+        CheckpointError: their number, a shape or a dtype differs; the message names the
+            variable.
+    """
+    flat, arrays = _flat_variables(variables), tf.nest.flatten(values)
+    if len(flat) != len(arrays):
+        raise CheckpointError(
+            f"rank {world.rank()}: the checkpoint holds {len(arrays)} values for {len(flat)} "
+            "variables; build the model (and the optimizer) as it was when it was saved"
+        )
+    arrays = [to_array(to_tensor(array)) for array in arrays]
+    for number, (variable, array) in enumerate(zip(flat, arrays, strict=True)):
+        expected = to_array(to_tensor(variable))
+        if describe(expected) != describe(array):
+            raise CheckpointError(
+                f"rank {world.rank()}: variable {number}, {name_of(variable, number)!r}, is "
+                f"{describe(expected)}, and the checkpoint holds {describe(array)} for it; build "
+                "the model (and the optimizer) as it was when it was saved"
+            )
+    for variable, array in zip(flat, arrays, strict=True):
+        variable.assign(array)
+
+
+def _map_tensors(convert: Callable[[Any], Any], tree: Any) -> Any:
+    if isinstance(tree, tf.Tensor) or _is_variable(tree):
+        return convert(to_tensor(tree))
+    if isinstance(tree, Mapping):
+        return {key: _map_tensors(convert, value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        kind = tuple if isinstance(tree, tuple) else list
+        return kind(_map_tensors(convert, value) for value in tree)
+    return tree

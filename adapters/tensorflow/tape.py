@@ -1,0 +1,189 @@
+"""A gradient tape whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.reduction import Average, ReduceOp
+from hvdlite.tensorflow.collectives import size_op
+from hvdlite.tensorflow.reducer import Gradient, Reducer
+from hvdlite.tensorflow.tensors import as_it_is
+
+
+class DistributedGradientTape(tf.GradientTape):
+    """A ``tf.GradientTape`` around another one, whose ``gradient`` averages over all ranks.
+
+    Both ways to use it are alike, eagerly and inside ``tf.function``::
+
+        with tf.GradientTape() as tape:
+            loss = ...
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, model.trainable_variables)
+
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            ...
+
+    A source without a gradient counts as zeros where another rank has one; where no rank
+    has one, its gradient is None. Inside ``tf.function`` ranks must agree on which are None
+    (a HorovodInternalError says so), because graphs have a fixed structure. Errors at run
+    time arrive there as ``tf.errors.UnknownError`` with the message in theirs. Functions
+    with ``jit_compile=True`` are refused: XLA cannot compile the exchange.
+
+    ``jacobian`` and ``batch_jacobian`` are those of this rank alone.
+
+    Args:
+        gradtape: the tape that records; persistent or not.
+        device_dense: accepted for Horovod's sake, without effect; so is ``device_sparse``.
+        compression: how dense gradients travel.
+        sparse_as_dense: exchange ``tf.IndexedSlices`` as dense gradients, instead of
+            gathering the slices of all ranks.
+        op: Average or Sum.
+        gradient_predivide_factor: with Average, the part of the division that happens
+            before the sum.
+        num_groups: accepted for Horovod's sake: buckets do what groups are for.
+        groups: likewise.
+        scale_local_gradients: divide the gradients of local sources by the number of ranks,
+            so that they count as much as an average does.
+
+    Raises:
+        ValueError: the tape is distributed already, or an argument is out of range.
+        TypeError: it is no tape, or ``compression`` is no strategy.
+    """
+
+    def __init__(
+        self,
+        gradtape: tf.GradientTape,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Strategy = Compression.none,
+        sparse_as_dense: bool = False,
+        op: ReduceOp | int = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | list[Any] | None = None,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        # The parent's constructor is left out: all state is the inner tape's.
+        if not isinstance(gradtape, tf.GradientTape):
+            raise TypeError(f"expected a tf.GradientTape, found {type(gradtape).__name__}")
+        if isinstance(gradtape, DistributedGradientTape):
+            raise ValueError("this tape is a DistributedGradientTape already; wrap it once")
+        _check_groups(num_groups, groups)
+        self._inner = gradtape
+        self._reducer = Reducer(
+            check_strategy(compression),
+            Reduction(ReduceOp(op), gradient_predivide_factor),
+            sparse_as_dense,
+        )
+        self._local_sources: list[Any] = []
+        self._scale_local_gradients = scale_local_gradients
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep a variable's gradients to this rank: they are not exchanged."""
+        self._local_sources.append(source)
+
+    @as_it_is
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Compute gradients as ``tf.GradientTape.gradient``, and reduce them over all ranks.
+
+        Args:
+            target: what is differentiated.
+            sources: variables (Keras' too) or tensors, in any nested structure; on all ranks
+                in the same order, of the same names, shapes and dtypes.
+            output_gradients: for each element of ``target``, a factor.
+            unconnected_gradients: whether a source that the target does not depend on gets
+                None or zeros.
+
+        Returns:
+            Reduced gradients in the structure of ``sources``.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+            ValueError: inside a function that XLA compiles.
+        """
+        own = self._inner.gradient(target, sources, output_gradients, unconnected_gradients)
+        flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
+        shared = [
+            number for number, source in enumerate(flat_sources) if not self._is_local(source)
+        ]
+        reduced = self._reducer.reduce(
+            [gradients[number] for number in shared], [flat_sources[number] for number in shared]
+        )
+        if self._scale_local_gradients:
+            gradients = [
+                gradient if number in shared else _divided(gradient)
+                for number, gradient in enumerate(gradients)
+            ]
+        for number, gradient in zip(shared, reduced, strict=True):
+            gradients[number] = gradient
+        return tf.nest.pack_sequence_as(sources, gradients)
+
+    def _is_local(self, source: Any) -> bool:
+        return any(source is local for local in self._local_sources)
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inner.__exit__(kind, error, trace)
+
+    def watch(self, tensor: Any) -> None:
+        """Record what depends on a tensor."""
+        self._inner.watch(tensor)
+
+    def watched_variables(self) -> Any:
+        """The variables that are watched."""
+        return self._inner.watched_variables()
+
+    def stop_recording(self) -> AbstractContextManager[None]:
+        """Pause the recording."""
+        return self._inner.stop_recording()
+
+    def reset(self) -> None:
+        """Forget what has been recorded."""
+        self._inner.reset()
+
+    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``tf.GradientTape.jacobian``; nothing is exchanged."""
+        return self._inner.jacobian(*args, **kwargs)
+
+    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``tf.GradientTape.batch_jacobian``; nothing is exchanged."""
+        return self._inner.batch_jacobian(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # before the constructor has run, as in a copy
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _divided(gradient: Gradient) -> Gradient:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_divided(gradient.values), gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(size_op(), gradient.dtype)
+
+
+def _check_groups(num_groups: int, groups: int | list[Any] | None) -> None:
+    if num_groups < 0 or (isinstance(groups, int) and groups < 0):
+        raise ValueError("num_groups and groups must not be negative")
+    if groups is not None and not isinstance(groups, (int, list)):
+        raise ValueError("groups must be a number or a list of lists of variables")

@@ -1,0 +1,119 @@
+"""TensorFlow tensors as numpy arrays and back, in eager mode and inside ``tf.function``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import NotInitializedError, runtime
+from hvdlite.engine import Engine
+
+#: Keeps AutoGraph from rewriting a function of ours, and what it calls, when it is traced.
+as_it_is = tf.autograph.experimental.do_not_convert
+
+
+def engine() -> Engine:
+    """The engine of this process.
+
+    Raises:
+        ValueError: before ``init()`` and after ``shutdown()``.
+    """
+    try:
+        return runtime.engine()
+    except NotInitializedError as error:
+        if tf.executing_eagerly():
+            raise
+        # AutoGraph would put a class of its own in the place of one that it does not know.
+        raise ValueError(str(error)) from None
+
+
+def to_tensor(value: Any) -> tf.Tensor:
+    """Return a tensor of numbers for a tensor, a variable (Keras' too) or an array.
+
+    Raises:
+        TypeError: it holds strings or handles.
+    """
+    tensor = tf.convert_to_tensor(value)
+    if tensor.dtype in (tf.string, tf.resource, tf.variant):
+        raise TypeError(
+            f"a tensor of dtype {tensor.dtype.name} cannot be exchanged; use "
+            "hvd.broadcast_object or hvd.allgather_object for what is not a number"
+        )
+    return tensor
+
+
+def to_array(tensor: tf.Tensor) -> Any:
+    """View an eager tensor as a read-only array; one on an accelerator is copied."""
+    # A scalar has no memory of its own that numpy could view in every dtype.
+    return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+
+
+def dtype_of(dtype: Any) -> np.dtype[Any]:
+    """The numpy dtype for a TensorFlow dtype or its name; bfloat16 is ``ml_dtypes``'."""
+    return np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
+
+
+def run(
+    function: Callable[..., Sequence[Any]],
+    tensors: Sequence[tf.Tensor],
+    specs: Sequence[tf.TensorSpec],
+) -> list[tf.Tensor]:
+    """Run a function of arrays on tensors.
+
+    In eager mode it runs at once. Inside ``tf.function`` it becomes one operation of the
+    graph; those operations run in the order in which they were made.
+
+    Args:
+        function: takes an array for each tensor, which it must not change, and returns
+            arrays that nobody changes afterwards: TensorFlow goes on using their memory.
+        tensors: what it works on.
+        specs: dtypes and shapes of what it returns.
+
+    Raises:
+        ValueError: before ``init()``, or inside a function that XLA compiles.
+    """
+    engine()
+    if tf.executing_eagerly():
+        results = function(*map(to_array, tensors))
+        return [tf.convert_to_tensor(result) for result in results]
+    _refuse_xla()
+    # Unlike tf.py_function, it copies neither the tensors nor the results.
+    outputs = tf.numpy_function(function, tensors, [spec.dtype for spec in specs])
+    if not specs:  # then TensorFlow returns the operation
+        return []
+    for output, spec in zip(outputs, specs, strict=True):
+        output.set_shape(spec.shape)
+    return list(outputs)
+
+
+def like(tensor: tf.Tensor) -> tf.TensorSpec:
+    """The dtype and the static shape of a tensor."""
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def _refuse_xla() -> None:
+    try:
+        from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+    except ImportError:  # not a public name; without it XLA itself reports, less clearly
+        return
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "hvdlite's operations call Python, which XLA cannot compile; use tf.function without "
+            "jit_compile=True (in Keras: model.compile(..., jit_compile=False)) around them, and "
+            "compile the parts in between"
+        )
+
+
+_ALIGNMENT = 64
+
+
+def fresh_copy(array: Any) -> Any:
+    """Copy a flat array to new memory, aligned so that TensorFlow uses it as it is."""
+    block = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
+    start = -block.ctypes.data % _ALIGNMENT
+    copy = block[start : start + array.nbytes].view(array.dtype)
+    copy[...] = array
+    return copy

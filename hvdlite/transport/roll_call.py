@@ -1,0 +1,99 @@
+"""Who is missing, told by those who wait."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from hvdlite.errors import HorovodInternalError
+
+_GONE = -1
+# How long to wait for the other ranks' answers; who waits answers within milliseconds.
+_ANSWER_SECONDS = 0.5
+
+
+class RankGoneError(HorovodInternalError):
+    """A rank has said that it comes to no meeting any more."""
+
+
+class RollCall:
+    """A side channel on which ranks that wait in a meeting tell each other so.
+
+    A collective cannot tell who has not come to it. So a rank that has waited for long
+    announces itself to all others; those that wait in the same meeting answer, and who does
+    not answer is missing. Nothing is sent as long as nobody waits for long.
+
+    Args:
+        MPI: the module ``mpi4py.MPI``.
+        comm: a communicator over all ranks, which the roll call owns.
+    """
+
+    def __init__(self, MPI: Any, comm: Any) -> None:  # noqa: N803
+        self._comm = comm
+        self._any_source = MPI.ANY_SOURCE
+        self._status = MPI.Status
+        self._meeting = 0
+        self._announced = False
+        self._here: set[int] = set()
+        self._sent: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Begin a meeting; all ranks count them alike."""
+        self._meeting += 1
+        self._announced = False
+        self._here = {self._comm.rank}
+
+    def listen(self) -> None:
+        """Take what others have sent, and answer.
+
+        Raises:
+            RankGoneError: a rank has left for good.
+        """
+        status = self._status()
+        while self._comm.Iprobe(self._any_source, status=status):
+            received = np.empty(1, np.int64)
+            source = status.Get_source()
+            self._comm.Recv(received, source)
+            if received[0] == _GONE:
+                raise RankGoneError(
+                    f"rank {source} has ended while this rank waits for it; see what ended it"
+                )
+            if received[0] == self._meeting:  # not left over from an earlier one
+                self._here.add(source)
+        if len(self._here) > 1:
+            self._announce()
+
+    def absent(self) -> list[int]:
+        """Call the roll, and return the ranks that do not answer.
+
+        Raises:
+            RankGoneError: a rank has left for good.
+        """
+        self._announce()
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            self.listen()
+            time.sleep(5e-3)
+        return [rank for rank in range(self._comm.size) if rank not in self._here]
+
+    def leave(self) -> None:
+        """Tell the others that this rank comes to no meeting any more."""
+        self._send(_GONE)
+
+    def close(self) -> None:
+        """Free the communicator; collective."""
+        self._comm.Free()
+
+    def _announce(self) -> None:
+        if not self._announced:
+            self._announced = True
+            self._send(self._meeting)
+
+    def _send(self, value: int) -> None:
+        self._sent = [(request, buffer) for request, buffer in self._sent if not request.Test()]
+        buffer = np.array([value], np.int64)
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._sent.append((self._comm.Isend(buffer, rank), buffer))

@@ -1,0 +1,131 @@
+"""All ranks in one process, as threads: for tests of what happens in which order."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hvdlite.errors import HorovodInternalError
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport import slices
+from hvdlite.transport.base import Patience, Transport
+
+
+class Simulation:
+    """A communicator whose ranks are threads of this process.
+
+    The k-th collective of each rank meets the k-th of the others. Where MPI would hang or
+    mix up its buffers, because ranks call different collectives or one does not come,
+    every rank that did come gets an error.
+
+    Args:
+        size: the number of ranks.
+        timeout: seconds to wait for ranks that are late to a collective, other than
+            `Transport.unanimous`, whose patience decides.
+
+    Attributes:
+        transports: one for each rank.
+        calls: for each rank the names of the collectives that it has entered.
+    """
+
+    def __init__(self, size: int, timeout: float = 10.0) -> None:
+        self.size = size
+        self.calls: list[list[str]] = [[] for _ in range(size)]
+        self.transports = [SimulatedTransport(self, rank) for rank in range(size)]
+        self._timeout = timeout
+        self._meetings: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._held: set[int] = set()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def holding(self, rank: int) -> Iterator[None]:
+        """Keep a rank from entering a collective, as if it were late, while this lasts."""
+        with self._changed:
+            self._held.add(rank)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held.discard(rank)
+                self._changed.notify_all()
+
+    def meet(self, rank: int, call: str, given: Any, patience: Patience | None = None) -> list[Any]:
+        """Wait for all ranks, and return what each has given.
+
+        Raises:
+            HorovodInternalError: a rank did not come in time, or to another collective.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: rank not in self._held)
+            meeting = self._meetings.setdefault(len(self.calls[rank]), {})
+            self.calls[rank].append(call)
+            meeting[rank] = call, given
+            if len(meeting) == self.size:
+                del self._meetings[len(self.calls[rank]) - 1]
+            self._changed.notify_all()
+        self._wait(meeting, call, patience)
+        calls = {rank: meeting[rank][0] for rank in range(self.size)}
+        if len(set(calls.values())) > 1:
+            raise HorovodInternalError(f"the ranks entered different collectives: {calls}")
+        return [meeting[rank][1] for rank in range(self.size)]
+
+    def missing(self, rank: int) -> list[int]:
+        """The ranks that have not come to the collective that a rank has entered last."""
+        with self._changed:
+            here = self._meetings.get(len(self.calls[rank]) - 1)
+            return [other for other in range(self.size) if here is not None and other not in here]
+
+    def _wait(self, meeting: dict[int, Any], call: str, patience: Patience | None) -> None:
+        start = time.monotonic()
+        while patience is not None and len(meeting) < self.size:
+            patience.pause(time.monotonic() - start)
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(meeting) == self.size, self._timeout):
+                missing = sorted(set(range(self.size)) - set(meeting))
+                raise HorovodInternalError(
+                    f"no sign of ranks {missing} in {call} for {self._timeout} s"
+                )
+
+
+class SimulatedTransport(Transport):
+    """One rank of a `Simulation`."""
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        self.rank = rank
+        self.size = simulation.size
+        self._simulation = simulation
+
+    def unanimous(self, word: bytes, patience: Patience) -> bool:
+        """Compare everybody's word."""
+        return len(set(self._meet("unanimous", word, patience))) == 1
+
+    def absent(self) -> list[int]:
+        """Look who is missing."""
+        return self._simulation.missing(self.rank)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return the messages."""
+        return self._meet("gather", message)
+
+    def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
+        """Reduce in slices."""
+        slices.allreduce(self, send, result, op, scaling)
+
+    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
+        """Pass copies of the pieces round."""
+        given = self._meet("alltoall", [piece.copy() for piece in pieces])
+        for target, theirs in zip(result, given, strict=True):
+            target[...] = theirs[self.rank]
+
+    def broadcast(self, array: Any, root: int) -> None:
+        """Pass a copy of the root's array round."""
+        array[...] = self._meet("broadcast", array.copy())[root]
+
+    def close(self) -> None:
+        """Hold nothing, give nothing back."""
+
+    def _meet(self, call: str, given: Any, patience: Patience | None = None) -> list[Any]:
+        return self._simulation.meet(self.rank, call, given, patience)

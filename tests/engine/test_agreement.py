@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hvdlite.engine.agreement import (
+    Description,
+    Report,
+    decide,
+    explain,
+    ranks_text,
+    report_missing,
+)
+
+
+def report(*names, closing=False, **differently):
+    """A report of operations that are alike on all ranks, but for those given by keyword."""
+    alike = [Description(name, b"same", b"") for name in names]
+    return Report((*alike, *differently.values()), closing)
+
+
+def test_nothing_to_decide():
+    decision = decide([report(), report()])
+    assert (decision.ready, decision.differing) == ([], [])
+    assert (decision.failed, decision.missing, decision.closing) == ({}, {}, [])
+
+
+def test_what_is_everywhere_is_ready_in_one_order():
+    reports = [report("a", "b", "c"), report("c", "a", "b"), report("b", "c", "a")]
+    assert decide(reports).ready == ["a", "b", "c"]
+    for permuted in itertools.permutations(reports):
+        assert sorted(decide(permuted).ready) == ["a", "b", "c"]
+
+
+def test_what_is_missing_somewhere_waits():
+    decision = decide([report("a", "b"), report("b"), report("b", "c")])
+    assert decision.ready == ["b"]
+    assert decision.missing == {"a": [1, 2], "c": [0, 1]}
+    assert decision.failed == {}
+
+
+def test_payloads_may_differ():
+    one, other = Description("a", b"same", b"\x01"), Description("a", b"same", b"\x02")
+    assert decide([Report((one,)), Report((other,))]).ready == ["a"]
+
+
+def test_signatures_may_not():
+    decision = decide([report("a", b=Description("b", b"other", b"")), report("a", "b")])
+    assert decision.ready == ["a"]
+    assert decision.differing == ["b"]
+
+
+def test_a_failure_on_one_rank_fails_all():
+    failing = Description("a", b"same", b"", failure="no pickle")
+    decision = decide([report("a", "b"), report("b", a=failing)])
+    assert decision.ready == ["b"]
+    assert decision.failed == {"a": "rank 1: no pickle"}
+
+
+def test_a_failure_waits_for_all_ranks():
+    # A rank that has not submitted it could not be told.
+    failing = Description("a", b"same", b"", failure="no pickle")
+    decision = decide([report(a=failing), report()])
+    assert decision.missing == {"a": [1]}
+    assert decision.failed == {}
+
+
+def test_several_failures_are_all_told():
+    failures = [Description("a", b"same", b"", failure=why) for why in ("this", "that")]
+    decision = decide([Report((failure,)) for failure in failures])
+    assert decision.failed == {"a": "rank 0: this; rank 1: that"}
+
+
+def test_a_failure_goes_before_a_difference():
+    failing = Description("a", b"other", b"", failure="no pickle")
+    decision = decide([report("a"), report(a=failing)])
+    assert decision.failed == {"a": "rank 1: no pickle"}
+    assert decision.differing == []
+
+
+def test_a_rank_that_shuts_down_is_not_waited_for():
+    decision = decide([report("a", "b"), report(closing=True), report("a", "b"), report("a")])
+    assert decision.closing == [1]
+    assert set(decision.failed) == {"a", "b"}
+    assert "rank 1 shut down without submitting 'a'" in decision.failed["a"]
+    assert decision.missing == {}
+
+
+def test_a_rank_that_shuts_down_still_does_what_it_has_submitted():
+    decision = decide([report("a"), report("a", closing=True)])
+    assert decision.ready == ["a"]
+    assert decision.failed == {}
+
+
+def test_what_only_a_closing_rank_waits_for_goes_on_waiting():
+    decision = decide([report("a", closing=True), report()])
+    assert decision.missing == {"a": [1]}
+
+
+def test_several_ranks_that_shut_down_are_all_named():
+    decision = decide([report("a"), report(closing=True), report(closing=True)])
+    assert "ranks 1, 2 shut down" in decision.failed["a"]
+
+
+def test_patience_ends_with_the_longest_wait():
+    early = Description("a", b"same", b"", waited=11.0)
+    late = Description("a", b"same", b"", waited=1.0)
+    for first, second in ((early, late), (late, early)):
+        reports = [Report((first,)), Report((second,)), report("b")]
+        assert decide(reports, give_up_after=10.0).failed == {
+            "a": "'a' has waited 11 s and is still missing on rank 2"
+        }
+        assert decide(reports, give_up_after=12.0).missing["a"] == [2]
+        assert decide(reports).missing["a"] == [2]
+
+
+def test_what_has_waited_long_still_runs_when_it_is_complete():
+    old = Description("a", b"same", b"", waited=100.0)
+    assert decide([Report((old,)), report("a")], give_up_after=10.0).ready == ["a"]
+
+
+SIGNATURE = (("the operation", "allreduce"), ("dtype", "float32"), ("shape", (3, 4)))
+
+
+def test_explain_names_the_first_difference_and_the_ranks():
+    other = (*SIGNATURE[:2], ("shape", (3, 5)))
+    text = explain("loss", {0: SIGNATURE, 1: other, 2: SIGNATURE})
+    assert text == (
+        "the ranks disagree on 'loss': shape is (3, 4) on ranks 0, 2, (3, 5) on rank 1; "
+        "every rank must submit the same operation under one name"
+    )
+
+
+def test_explain_names_every_value():
+    signatures = {rank: (("dtype", kind),) for rank, kind in enumerate(["int8", "int16", "int32"])}
+    assert "dtype is int8 on rank 0, int16 on rank 1, int32 on rank 2" in explain("a", signatures)
+
+
+def test_explain_tells_values_apart_that_only_look_different():
+    assert "1 on rank 0, 1.0 on rank 1" in explain("a", {0: (("root", 1),), 1: (("root", 1.0),)})
+
+
+def test_explain_where_the_fields_themselves_differ():
+    other = (SIGNATURE[0], ("root_rank", 1))
+    text = explain("a", {0: SIGNATURE, 1: other})
+    assert "it is dtype float32 on rank 0, root_rank 1 on rank 1" in text
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_explain_where_one_has_more(longer):
+    signatures = {longer: SIGNATURE, 1 - longer: SIGNATURE[:2]}
+    text = explain("a", signatures)
+    assert f"shape (3, 4) on rank {longer}" in text
+    assert f"nothing more on rank {1 - longer}" in text
+
+
+def test_ranks_text():
+    assert ranks_text([1]) == "rank 1"
+    assert ranks_text([0, 2]) == "ranks 0, 2"
+
+
+def test_report_missing_stays_short():
+    missing = {f"t{number}": [1] for number in range(10)}
+    text = report_missing(missing, limit=2)
+    assert text == "'t0' (missing on rank 1), 't1' (missing on rank 1) and 8 more"
+    assert report_missing({"a": [0, 3]}) == "'a' (missing on ranks 0, 3)"

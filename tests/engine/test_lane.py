@@ -1,0 +1,499 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hvdlite.engine import Lane, Operation
+from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast
+from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.reduction import Max, Sum
+from hvdlite.settings import Settings
+from hvdlite.transport import Loopback
+from hvdlite.transport.simulated import Simulation
+from tests.simulation import on_all_ranks
+
+
+class Lanes:
+    """The lanes of all ranks of a simulation."""
+
+    def __init__(self, size, **settings):
+        self.simulation = Simulation(size)
+        self.lanes = [
+            Lane("test", transport, Settings(**settings))
+            for transport in self.simulation.transports
+        ]
+
+    def __getitem__(self, rank):
+        return self.lanes[rank]
+
+    def close(self, timeout=5.0):
+        return on_all_ranks(lambda lane: lane.close(timeout), self.lanes)
+
+    @contextlib.contextmanager
+    def all_held(self):
+        """Let operations be submitted on all ranks before the first round begins."""
+        with contextlib.ExitStack() as stack:
+            for rank in range(len(self.lanes)):
+                stack.enter_context(self.simulation.holding(rank))
+            yield
+
+
+@pytest.fixture
+def two():
+    lanes = Lanes(2)
+    yield lanes
+    assert lanes.close() == [True, True]
+
+
+def total(name, value, size=3, op=Sum):
+    return Allreduce(name, np.full(size, value, np.float64), op)
+
+
+class Probe(Operation):
+    """Does in ``execute`` what it is told to."""
+
+    def __init__(self, name, action):
+        super().__init__(name, ())
+        self.action = action
+
+    def execute(self, transport, payloads):
+        return self.action()
+
+
+class TestOrder:
+    def test_opposite_orders(self, two):
+        with two.all_held():
+            first = [two[0].submit(total(name, 1)) for name in "abc"]
+            second = [two[1].submit(total(name, 2)) for name in "cab"]
+        for handle in first + second:
+            assert handle.wait().tolist() == [3.0] * 3
+
+    def test_the_usual_case_costs_one_meeting(self, two):
+        on_all_ranks(lambda lane: [lane.run(Barrier(name)) for name in "abc"], two.lanes)
+        assert two.simulation.calls == [["unanimous"] * 3] * 2
+
+    def test_what_is_ready_everywhere_does_not_wait_for_what_is_not(self, two):
+        with two.all_held():
+            only_here = two[0].submit(total("only here", 1))
+            handles = [lane.submit(total("a", 1)) for lane in two.lanes]
+        for handle in handles:
+            assert handle.wait().tolist() == [2.0] * 3
+        assert not only_here.done()
+        two[1].submit(total("only here", 5))
+        assert only_here.wait().tolist() == [6.0] * 3
+
+    def test_a_late_rank(self, two):
+        handle = two[0].submit(total("a", 1))
+        time.sleep(0.05)
+        assert not handle.done()
+        assert two[1].run(total("a", 2)).tolist() == [3.0] * 3
+        assert handle.wait().tolist() == [3.0] * 3
+
+    def test_what_may_differ_may_be_submitted_in_any_order(self, two):
+        with two.all_held():
+            handles = [
+                two[0].submit(Allgather("rows", np.zeros((2, 3)))),
+                two[1].submit(total("a", 1)),
+                two[1].submit(Allgather("rows", np.ones((0, 3)))),
+                two[0].submit(total("a", 1)),
+            ]
+        for handle in (handles[0], handles[2]):
+            whole, rows = handle.wait()
+            assert whole.tolist() == [[0.0] * 3] * 2
+            assert rows == [2, 0]
+        assert handles[1].wait().tolist() == [2.0] * 3
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_many_operations_in_any_order_from_many_threads(self, seed):
+        size, threads, count = 3, 3, 120
+        lanes = Lanes(size)
+
+        def submit(rank):
+            order = list(range(count))
+            random.Random(f"{seed} {rank}").shuffle(order)
+            found = {}
+
+            def part(thread):
+                for number in order[thread::threads]:
+                    found[number] = lanes[rank].submit(total(f"t{number}", number + rank))
+
+            on_all_ranks(part, range(threads))
+            return {number: handle.wait()[0] for number, handle in found.items()}
+
+        for found in on_all_ranks(submit, range(size)):
+            assert found == {number: 3.0 * number + 3.0 for number in range(count)}
+        assert lanes.close() == [True] * size
+
+    def test_run_from_many_threads_at_once(self, two):
+        def run(place):
+            rank, number = place
+            return two[rank].run(total(f"t{number}", number))[0]
+
+        places = list(itertools.product(range(2), range(8)))
+        assert on_all_ranks(run, places) == [2.0 * number for _, number in places]
+
+    def test_a_name_can_be_used_again_and_again(self, two):
+        def run(lane):
+            return [lane.run(total("loss", step))[0] for step in range(50)]
+
+        assert on_all_ranks(run, two.lanes) == [[2.0 * step for step in range(50)]] * 2
+
+
+class TestThreads:
+    def test_an_idle_lane_runs_in_the_callers_thread(self):
+        lane = Lane("test", Loopback(), Settings())
+        assert lane.run(Probe("a", threading.current_thread)) is threading.current_thread()
+        assert lane.close(5.0)
+
+    def test_what_is_submitted_runs_in_the_lanes_thread(self):
+        lane = Lane("test", Loopback(), Settings())
+        thread = lane.submit(Probe("a", threading.current_thread)).wait()
+        assert thread.name == "hvdlite-test"
+        assert lane.close(5.0)
+
+    def test_a_busy_lane_does_not_run_twice_at_once(self):
+        lane = Lane("test", Loopback(), Settings())
+        running, free = threading.Event(), threading.Event()
+
+        def block():
+            running.set()
+            free.wait(5)
+
+        handle = lane.submit(Probe("busy", block))
+        assert running.wait(5)
+        threading.Timer(0.05, free.set).start()
+        thread = lane.run(Probe("a", threading.current_thread))
+        assert handle.done()
+        assert thread.name == "hvdlite-test"
+        assert lane.close(5.0)
+
+    def test_what_others_submit_while_one_runs_inline_is_served(self, two):
+        inline = threading.Thread(target=two[0].run, args=(total("a", 1),), daemon=True)
+        inline.start()
+        handles = [lane.submit(total("b", 1)) for lane in two.lanes]
+        assert handles[1].wait().tolist() == [2.0] * 3
+        two[1].run(total("a", 1))
+        inline.join(5)
+        assert not inline.is_alive()
+        assert handles[0].done()
+
+    def test_an_idle_lane_meets_nobody(self, two):
+        on_all_ranks(lambda lane: lane.run(total("a", 1)), two.lanes)
+        before = [list(calls) for calls in two.simulation.calls]
+        time.sleep(0.1)
+        assert two.simulation.calls == before
+
+    def test_a_handle_can_be_waited_for_in_any_thread(self, two):
+        handles = [lane.submit(total("a", 1)) for lane in two.lanes]
+        found = on_all_ranks(lambda _: handles[0].wait()[0], range(4))
+        assert found == [2.0] * 4
+
+
+class TestDisagreement:
+    @pytest.mark.parametrize(
+        ("other", "says"),
+        [
+            (total("a", 1, size=4), r"shape is \(3,\) on rank 0, \(4,\) on rank 1"),
+            (total("a", 1, op=Max), r"op is Sum on rank 0, Max on rank 1"),
+            (Barrier("a"), r"the operation is allreduce on rank 0, barrier on rank 1"),
+        ],
+    )
+    def test_it_is_an_error_on_all_ranks_and_the_lane_goes_on(self, two, other, says):
+        handles = [two[0].submit(total("a", 1)), two[1].submit(other)]
+        for handle in handles:
+            with pytest.raises(MismatchError, match=f"the ranks disagree on 'a': {says}"):
+                handle.wait()
+        found = on_all_ranks(lambda lane: lane.run(total("a", 1)), two.lanes)
+        assert [array.tolist() for array in found] == [[2.0] * 3] * 2
+
+    def test_it_leaves_other_operations_alone(self, two):
+        with two.all_held():
+            good = [two[0].submit(total("good", 1)), two[1].submit(total("good", 2))]
+            bad = [two[0].submit(total("bad", 1)), two[1].submit(Broadcast("bad", np.ones(3), 0))]
+            late = [two[1].submit(total("late", 1)), two[0].submit(total("late", 1))]
+        for handle in bad:
+            with pytest.raises(MismatchError):
+                handle.wait()
+        for handle in good:
+            assert handle.wait().tolist() == [3.0] * 3
+        for handle in late:
+            assert handle.wait().tolist() == [2.0] * 3
+
+    def test_several_at_once(self, two):
+        with two.all_held():
+            handles = [two[0].submit(total(name, 1)) for name in "abc"]
+            handles += [two[1].submit(total(name, 1, op=Max)) for name in "cba"]
+        for handle in handles:
+            with pytest.raises(MismatchError, match=f"disagree on '{handle.name}'"):
+                handle.wait()
+
+    def test_a_failure_on_one_rank_fails_on_all_and_the_lane_goes_on(self, two):
+        operations = [total("a", 1), total("a", 1)]
+        operations[1].failure = "the tensor is gone"
+        handles = [lane.submit(op) for lane, op in zip(two.lanes, operations, strict=True)]
+        for handle in handles:
+            with pytest.raises(HorovodInternalError, match="rank 1: the tensor is gone"):
+                handle.wait()
+        assert on_all_ranks(lambda lane: lane.run(total("a", 1))[0], two.lanes) == [2.0, 2.0]
+
+    def test_a_failure_on_all_ranks(self, two):
+        def fail(lane):
+            operation = total("a", 1)
+            operation.failure = "the tensor is gone"
+            with pytest.raises(HorovodInternalError, match="the tensor is gone"):
+                lane.run(operation)
+
+        on_all_ranks(fail, two.lanes)
+
+    def test_a_name_in_use_is_refused_and_the_first_stays_valid(self, two):
+        handle = two[0].submit(total("a", 1))
+        for call in (two[0].submit, two[0].run):
+            with pytest.raises(ValueError, match="rank 0: an operation named 'a' is still on"):
+                call(total("a", 10))
+        assert two[1].run(total("a", 2)).tolist() == [3.0] * 3
+        assert handle.wait().tolist() == [3.0] * 3
+
+
+class TestFailure:
+    def test_an_exception_ends_the_lane_and_all_that_is_pending(self):
+        simulation = Simulation(1)
+        lane = Lane("test", simulation.transports[0], Settings())
+
+        def fail():
+            raise KeyError("lost")
+
+        with simulation.holding(0):
+            handles = [lane.submit(Probe(name, fail)) for name in ("a", "b")]
+        for name, handle in zip(("a", "b"), handles, strict=True):
+            with pytest.raises(
+                HorovodInternalError, match=rf"rank 0: '{name}' failed: KeyError\('lost'\)"
+            ) as caught:
+                handle.wait()
+            assert isinstance(caught.value.__cause__, KeyError)
+        for call in (lane.submit, lane.run):
+            with pytest.raises(
+                HorovodInternalError, match=r"'c' cannot be submitted: .*KeyError\('lost'\)"
+            ):
+                call(Probe("c", fail))
+        assert not lane.close(0.1)
+
+    def test_in_the_callers_thread_it_is_the_same_error(self):
+        lane = Lane("test", Loopback(), Settings())
+        with pytest.raises(HorovodInternalError, match="rank 0: 'a' failed: ZeroDivisionError"):
+            lane.run(Probe("a", lambda: 1 / 0))
+
+    def test_an_interrupt_is_the_callers(self):
+        lane = Lane("test", Loopback(), Settings())
+
+        def interrupt():
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            lane.run(Probe("a", interrupt))
+        with pytest.raises(HorovodInternalError, match=r"'b' cannot be .*KeyboardInterrupt\(\)"):
+            lane.run(total("b", 1))
+
+    def test_an_interrupt_of_a_wait_fails_what_else_is_pending(self, monkeypatch):
+        lanes = Lanes(2)
+        waiting = threading.Event()
+
+        def interrupt(elapsed):
+            waiting.set()
+            if len(lanes[0]._pending) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(lanes[0]._patience, "pause", interrupt)
+        handles = []
+
+        def submit():
+            assert waiting.wait(5)
+            handles.append(lanes[0].submit(total("b", 1)))
+
+        other = threading.Thread(target=submit, daemon=True)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            lanes[0].run(total("a", 1))
+        other.join(5)
+        with pytest.raises(HorovodInternalError, match=r"'b' failed: KeyboardInterrupt\(\)"):
+            handles[0].wait()
+
+    def test_numbers_that_overflow_are_no_failure(self):
+        lane = Lane("test", Loopback(), Settings())
+        with np.errstate(all="raise"):
+            array = np.full(2, 60000, np.float16)
+            assert np.isinf(lane.run(Allreduce("a", array, Sum, postscale=2.0))).all()
+        assert lane.close(5.0)
+
+
+class TestClose:
+    def test_all_ranks_together(self):
+        for size in (1, 2, 3):
+            assert Lanes(size).close() == [True] * size
+
+    def test_nothing_is_taken_afterwards(self):
+        lanes = Lanes(2)
+        lanes.close()
+        for lane in lanes.lanes:
+            for call in (lane.submit, lane.run):
+                with pytest.raises(HorovodInternalError, match=r"'a' cannot .* has been shut down"):
+                    call(total("a", 1))
+
+    def test_it_waits_for_what_is_on_its_way(self):
+        lanes = Lanes(2)
+        with lanes.all_held():
+            handles = [lane.submit(total("a", 1)) for lane in lanes.lanes]
+            closing = [
+                threading.Thread(target=lane.close, args=(5.0,), daemon=True)
+                for lane in lanes.lanes
+            ]
+            for thread in closing:
+                thread.start()
+        for handle in handles:
+            assert handle.wait().tolist() == [2.0] * 3
+
+    def test_who_waits_is_told_who_has_shut_down(self):
+        lanes = Lanes(3)
+        waiting = [lanes[rank].submit(total("a", 1)) for rank in (0, 2)]
+        closing = threading.Thread(target=lanes[1].close, args=(5.0,), daemon=True)
+        closing.start()
+        for handle in waiting:
+            with pytest.raises(HorovodInternalError, match="rank 1 shut down without submitting"):
+                handle.wait()
+        # From now on it is refused, instead of waiting for a rank that is gone.
+        with pytest.raises(HorovodInternalError, match="rank 1 shut down already"):
+            lanes[0].run(total("b", 1))
+        assert on_all_ranks(lambda rank: lanes[rank].close(5.0), (0, 2)) == [True, True]
+        closing.join(5)
+        assert lanes[1]._closed
+
+    def test_who_comes_to_a_rank_that_has_shut_down_is_told(self):
+        lanes = Lanes(2)
+        closing = threading.Thread(target=lanes[1].close, args=(5.0,), daemon=True)
+        closing.start()
+        time.sleep(0.02)
+        with pytest.raises(HorovodInternalError, match="rank 1 shut down"):
+            lanes[0].run(total("a", 1))
+        assert lanes[0].close(5.0)
+
+    def test_what_a_closing_rank_still_waits_for_can_arrive(self):
+        lanes = Lanes(2)
+        handle = lanes[0].submit(total("a", 1))
+        closing = threading.Thread(target=lanes[0].close, args=(5.0,), daemon=True)
+        closing.start()
+        time.sleep(0.02)
+        assert lanes[1].run(total("a", 2)).tolist() == [3.0] * 3
+        assert handle.wait().tolist() == [3.0] * 3
+        assert lanes[1].close(5.0)
+
+    def test_what_nobody_else_submits_fails_when_all_close(self):
+        lanes = Lanes(2)
+        handle = lanes[0].submit(total("a", 1))
+        assert lanes.close() == [True, True]
+        with pytest.raises(HorovodInternalError, match="rank 1 shut down without submitting 'a'"):
+            handle.wait()
+
+    @pytest.mark.parametrize("busy", [False, True])
+    def test_it_leaves_without_ranks_that_do_not_come(self, busy):
+        lanes = Lanes(2)
+        handle = lanes[0].submit(total("a", 1)) if busy else None
+        start = time.monotonic()
+        assert not lanes[0].close(0.1)
+        assert time.monotonic() - start < 1.0
+        if handle:
+            with pytest.raises(
+                HorovodInternalError, match="rank 0: 'a' failed: shut down while waiting"
+            ):
+                handle.wait()
+
+    def test_it_ends_a_wait_in_another_thread(self):
+        lanes = Lanes(2)
+        errors = []
+
+        def run():
+            try:
+                lanes[0].run(total("a", 1))
+            except HorovodInternalError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        time.sleep(0.02)
+        assert not lanes[0].close(0.1)
+        thread.join(5)
+        assert len(errors) == 1
+        assert "'a' failed: shut down while waiting for other ranks in 'a'" in errors[0]
+
+
+class TestStall:
+    def test_a_rank_that_has_submitted_nothing(self, caplog):
+        lanes = Lanes(2, stall_check_time_seconds=0.1)
+        with caplog.at_level(logging.WARNING, "hvdlite"):
+            handle = lanes[0].submit(total("loss", 1))
+            time.sleep(0.35)
+            lanes[1].run(total("loss", 1))
+            handle.wait()
+        assert 2 <= len(caplog.messages) <= 3
+        for message in caplog.messages:
+            assert "waited 0 s for rank 1 in 'loss'; do all ranks run the same" in message
+        lanes.close()
+
+    def test_ranks_that_wait_for_different_operations(self, caplog):
+        lanes = Lanes(3, stall_check_time_seconds=0.1)
+        with caplog.at_level(logging.WARNING, "hvdlite"):
+            handles = [lanes[rank].submit(total(name, 1)) for rank, name in enumerate("aab")]
+            time.sleep(0.35)
+            handles.append(lanes[2].submit(total("a", 1)))
+            handles += [lanes[rank].submit(total("b", 1)) for rank in (0, 1)]
+            for handle in handles:
+                assert handle.wait().tolist() == [3.0] * 3
+        assert 3 <= len(caplog.messages) <= 9
+        for rank in range(3):
+            assert any(message.startswith(f"rank {rank}: waited") for message in caplog.messages)
+        for message in caplog.messages:
+            assert "'a' (missing on rank 2), 'b' (missing on ranks 0, 1)" in message
+        lanes.close()
+
+    def test_nobody_is_warned_without_need(self, caplog):
+        lanes = Lanes(2, stall_check_time_seconds=0.2)
+        with caplog.at_level(logging.WARNING, "hvdlite"):
+            for step in range(8):
+                handle = lanes[0].submit(total(f"t{step}", 1))
+                time.sleep(0.04)
+                lanes[1].run(total(f"t{step}", 1))
+                handle.wait()
+        assert caplog.messages == []
+        lanes.close()
+
+    def test_reports_can_be_switched_off(self, caplog):
+        lanes = Lanes(2, stall_check_time_seconds=0.05, stall_check_disable=True)
+        with caplog.at_level(logging.WARNING, "hvdlite"):
+            lanes[0].submit(total("a", 1))
+            lanes[1].submit(total("b", 1))
+            time.sleep(0.2)
+        assert caplog.messages == []
+        lanes.close()
+
+    @pytest.mark.parametrize("check", [0.05, 60.0])
+    def test_the_wait_for_a_rank_that_has_submitted_nothing_ends(self, check):
+        lanes = Lanes(2, stall_check_time_seconds=check, stall_shutdown_time_seconds=0.2)
+        start = time.monotonic()
+        with pytest.raises(HorovodInternalError, match="waited 0 s for rank 1 in 'a'"):
+            lanes[0].run(total("a", 1))
+        assert 0.2 <= time.monotonic() - start < 2.0
+
+    def test_the_wait_for_a_rank_that_waits_for_something_else_ends(self):
+        lanes = Lanes(2, stall_shutdown_time_seconds=0.2)
+        handles = [lanes[0].submit(total("a", 1)), lanes[1].submit(total("b", 1))]
+        for handle, other in zip(handles, (1, 0), strict=True):
+            with pytest.raises(HorovodInternalError, match=f"still missing on rank {other}"):
+                handle.wait()
+        # The ranks agree that they differ, so the lane goes on.
+        assert on_all_ranks(lambda lane: lane.run(total("c", 1))[0], lanes.lanes) == [2.0, 2.0]
+        assert lanes.close() == [True, True]

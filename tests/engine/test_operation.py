@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from hvdlite.engine import Handle
+from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, BroadcastBytes
+from hvdlite.reduction import Average, Sum
+
+
+def allreduce(name="a", shape=(2, 3), dtype="float32", op=Sum, prescale=1.0, postscale=1.0):
+    return Allreduce(name, np.zeros(shape, dtype), op, prescale, postscale)
+
+
+def test_what_is_the_same_has_the_same_word():
+    assert allreduce().word() == allreduce().word()
+    assert len(allreduce().word()) == 16
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        {"name": "b"},
+        {"shape": (3, 2)},
+        {"shape": (6,)},
+        {"dtype": "int32"},
+        {"op": Average},
+        {"prescale": 2.0},
+        {"postscale": 2.0},
+    ],
+)
+def test_what_is_not_the_same_has_another_word(different):
+    assert allreduce(**different).word() != allreduce().word()
+    if "name" not in different:
+        assert allreduce(**different).digest() != allreduce().digest()
+
+
+def test_a_payload_changes_the_word_but_not_the_digest():
+    short, long = (Allgather("a", np.zeros(rows)) for rows in (1, 2))
+    assert short.word() != long.word()
+    assert short.digest() == long.digest()
+
+
+def test_a_failure_changes_the_word():
+    failed = BroadcastBytes("a", b"", 0, failure="no pickle")
+    assert failed.word() != BroadcastBytes("a", b"", 0).word()
+
+
+def test_name_and_payload_do_not_run_into_each_other():
+    one, other = Allgather("ab", np.zeros(1)), Allgather("a", np.zeros(1))
+    other.payload = b"b" + one.payload
+    assert one.word() != other.word()
+
+
+def test_every_collective_has_a_word_of_its_own():
+    array = np.zeros(3)
+    words = {
+        operation.word()
+        for operation in (
+            Allreduce("a", array, Sum),
+            Allgather("a", array),
+            Broadcast("a", array, 0),
+            Broadcast("a", array, 1),
+            BroadcastBytes("a", b"", 0),
+            Barrier("a"),
+        )
+    }
+    assert len(words) == 6
+
+
+class TestHandle:
+    def test_a_result(self):
+        handle = Handle("a")
+        assert not handle.done()
+        handle.finish(7)
+        assert handle.done()
+        assert handle.wait() == handle.wait() == 7
+
+    def test_an_error(self):
+        handle = Handle("a")
+        handle.finish(error=ValueError("no"))
+        assert handle.done()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no"):
+                handle.wait()
+
+    def test_a_wait_in_another_thread(self):
+        handle = Handle("a")
+        threading.Timer(0.02, handle.finish, args=(7,)).start()
+        assert handle.wait() == 7

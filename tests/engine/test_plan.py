@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdlite.engine.plan import plan_buckets
+from hvdlite.exchange import Parameter
+
+
+def parameters(*sizes, dtype="float32"):
+    return [Parameter(str(number), (size,), np.dtype(dtype)) for number, size in enumerate(sizes)]
+
+
+def test_it_goes_backwards_and_starts_small():
+    # Of 4, 8, 40, 40, 40 and 4 bytes.
+    assert plan_buckets(parameters(1, 2, 10, 10, 10, 1), cap=80, first_cap=8) == [
+        [5, 4],
+        [3, 2],
+        [1, 0],
+    ]
+
+
+def test_the_first_cap_is_never_above_the_cap():
+    assert plan_buckets(parameters(1, 1, 1), cap=4, first_cap=100) == [[2], [1], [0]]
+
+
+def test_without_fusion_each_has_its_own():
+    assert plan_buckets(parameters(1, 0, 5), cap=0, first_cap=0) == [[2], [1], [0]]
+
+
+def test_a_large_one_ends_its_bucket():
+    assert plan_buckets(parameters(1, 1000, 1), cap=100, first_cap=1) == [[2], [1], [0]]
+
+
+def test_a_bucket_has_one_dtype():
+    mixed = parameters(1, 1, 1, 1)
+    mixed[1] = mixed[3] = Parameter("half", (1,), np.dtype(np.float16))
+    assert plan_buckets(mixed, cap=100, first_cap=100) == [[3, 1], [2, 0]]
+
+
+def test_no_parameters_no_buckets():
+    assert plan_buckets([], cap=100, first_cap=1) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_parameter_is_in_one_bucket(seed):
+    generator = np.random.default_rng(seed)
+    kinds = [np.dtype(kind) for kind in (np.float16, np.float32, np.float64)]
+    made = [
+        Parameter("", (int(generator.integers(0, 50)),), kinds[generator.integers(0, 3)])
+        for _ in range(int(generator.integers(1, 60)))
+    ]
+    plan = plan_buckets(made, cap=int(generator.integers(0, 500)), first_cap=64)
+    assert sorted(member for bucket in plan for member in bucket) == list(range(len(made)))
+    for bucket in plan:
+        assert bucket == sorted(bucket, reverse=True)
+        assert len({made[member].dtype for member in bucket}) == 1

@@ -1,0 +1,95 @@
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.harness import mpirun
+
+# As short as a training can be. Of each failure, rank 0 alone speaks.
+SCRIPT = """
+import json, sys
+import hvdlite as hvd
+
+hvd.init()
+if "--data-dir" in sys.argv:
+    sys.exit("no data" if hvd.rank() == 0 else 1)
+if hvd.rank() == 0:
+    print("not the last line")
+    print(json.dumps({
+        "framework": "x", "processes": hvd.size(), "images_per_s": 12345.6, "train_loss": 0.25,
+        "test_accuracy": 0.975, "weights_sha256": "0123456789abcdef", "identical": True,
+        "arguments": sys.argv[1:],
+    }))
+"""
+
+
+@pytest.fixture
+def demo(example, monkeypatch, tmp_path):
+    """The demo, whose only framework is a module that Python brings and the script above."""
+    for name, value in mpirun.environment().items():
+        monkeypatch.setenv(name, value)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    module = example("demo")
+    monkeypatch.setattr(module, "FRAMEWORKS", (("Quick", "json", str(script)),))
+    return module
+
+
+def _main(demo, monkeypatch, capfd, *arguments):
+    monkeypatch.setattr(sys, "argv", ["demo.py", *arguments])
+    code = demo.main()
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_table(demo, monkeypatch, capfd):
+    code, out, err = _main(demo, monkeypatch, capfd, "--processes", "3")
+    assert code == 0
+    (row,) = [line for line in out.splitlines() if "Quick" in line]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == [
+        "Quick",
+        "3",
+        "12,346",
+        "0.2500",
+        "0.9750",
+        "yes (01234567)",
+    ]
+    assert err == "Quick on 3 processes\n"
+
+
+def test_options_are_passed_on(demo, monkeypatch):
+    options = SimpleNamespace(processes=1, data_dir=None, epochs=4)
+    result = demo._train(demo.FRAMEWORKS[0][2], options)
+    assert result["arguments"] == ["--json", "--epochs", "4"]
+
+
+def test_failure(demo, monkeypatch, capfd):
+    code, out, err = _main(demo, monkeypatch, capfd, "--data-dir", "nowhere")
+    assert code == 1
+    assert "failed" in out
+    assert err.count("no data\n") == 1
+    assert "hvdliterun: rank" in err
+
+
+def test_framework_that_is_not_installed(demo, monkeypatch, capfd):
+    frameworks = (("Missing", "no_such_module", "none.py"), *demo.FRAMEWORKS)
+    monkeypatch.setattr(demo, "FRAMEWORKS", frameworks)
+    code, out, err = _main(demo, monkeypatch, capfd)
+    assert code == 0
+    assert "Missing" not in out
+    assert "pip install 'hvdlite[no_such_module]'" in err
+
+
+def test_no_framework_at_all(demo, monkeypatch, capfd):
+    monkeypatch.setattr(demo, "FRAMEWORKS", (("Missing", "no_such_module", "none.py"),))
+    code, _, _ = _main(demo, monkeypatch, capfd)
+    assert code == 1
+
+
+def test_notices_of_tensorflow_are_left_out(demo, capfd):
+    sent = b"\r 1%\r 2%\nI0000 00:00:17 port.cc:153] oneDNN\nWARNING: mine\n\r 3%"
+    demo._forward(io.BufferedReader(io.BytesIO(sent), buffer_size=1))
+    assert capfd.readouterr().err.encode() == sent.replace(
+        b"I0000 00:00:17 port.cc:153] oneDNN\n", b""
+    )

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.exchange import Bucket, Compression, Parameter, Reduction, check_strategy
+from hvdlite.reduction import Average, Sum
+from hvdlite.transport.simulated import Simulation
+from tests.references import check_reduction, dtype_of, samples
+from tests.simulation import on_all_ranks
+
+SIZES = [1, 2, 3, 4]
+REDUCTIONS = [Reduction(Sum), Reduction(Average), Reduction(Average, 4.0)]
+
+
+def exchange(strategy, arrays, reduction):
+    """What every rank gets, after a check that its gradients are as they were."""
+
+    def on_rank(transport):
+        array = arrays[transport.rank]
+        bucket = Bucket([Parameter("a", array.shape, array.dtype)], reduction)
+        bucket.send_slot(0)[...] = array
+        with np.errstate(over="ignore"):
+            strategy.exchange(bucket, transport)
+        assert bucket.send_slot(0).tobytes() == array.tobytes()
+        return bucket.result_slot(0)
+
+    results = on_all_ranks(on_rank, Simulation(len(arrays)).transports)
+    assert len({result.tobytes() for result in results}) == 1
+    return results[0]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=repr)
+def test_none_is_exact_to_the_type(size, reduction):
+    for dtype in ("float16", "bfloat16", "float32", "float64", "complex64"):
+        arrays = samples(size, dtype, (3, 5))
+        check_reduction(exchange(Compression.none, arrays, reduction), arrays, reduction.op)
+    for reduced, op in ((Reduction(Sum), Sum), (Reduction(Average), Average)):
+        integers = samples(size, "int32", (7,))
+        check_reduction(exchange(Compression.none, integers, reduced), integers, op)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=repr)
+@pytest.mark.parametrize(("name", "kind"), [("fp16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_a_cast_rounds_the_divided_values_sums_in_float32_and_rounds_once_more(
+    size, reduction, name, kind
+):
+    for dtype in ("float32", "float64"):
+        arrays = samples(size, dtype, (6, 7))
+        divisor = size if reduction.op is Average else 1
+        total = np.zeros((6, 7), np.float32)
+        for array in arrays:
+            total += (array / array.dtype.type(divisor)).astype(kind).astype(np.float32)
+        found = exchange(getattr(Compression, name), arrays, reduction)
+        np.testing.assert_array_equal(found, total.astype(kind).astype(dtype))
+
+
+@pytest.mark.parametrize("strategy", [Compression.fp16, Compression.bf16], ids=repr)
+def test_a_cast_leaves_what_is_no_wider_float_alone(strategy):
+    for dtype in ("float16", "bfloat16", "int64", "complex64"):
+        arrays = samples(2, dtype, (5,))
+        reduced = exchange(strategy, arrays, Reduction(Sum))
+        assert reduced.tobytes() == exchange(Compression.none, arrays, Reduction(Sum)).tobytes()
+
+
+def test_an_average_stays_in_range_where_its_sum_does_not():
+    arrays = [np.full(3, 60000, np.float32)] * 4
+    assert exchange(Compression.fp16, arrays, Reduction(Average)).tolist() == [60000.0] * 3
+    halves = [array.astype(np.float16) for array in arrays]
+    for reduction in REDUCTIONS[1:]:
+        assert exchange(Compression.none, halves, reduction).tolist() == [60000.0] * 3
+
+
+def test_what_is_out_of_range_becomes_infinite_and_nan_stays():
+    arrays = [np.array([1e6, -1e6, np.nan, 1.0], np.float32)] * 2
+    found = exchange(Compression.fp16, arrays, Reduction(Average))
+    np.testing.assert_array_equal(found, [np.inf, -np.inf, np.nan, 1.0])
+
+
+@pytest.mark.parametrize("strategy", [Compression.none, Compression.fp16], ids=repr)
+def test_an_empty_bucket(strategy):
+    arrays = [np.zeros((0, 3), np.float32)] * 2
+    assert exchange(strategy, arrays, Reduction()).shape == (0, 3)
+
+
+def test_names():
+    names = {"none": "none", "fp16": "fp16", "bf16": "bf16"}
+    for attribute, name in names.items():
+        strategy = getattr(Compression, attribute)
+        assert strategy.name == name
+        assert repr(strategy) == f"Compression.{name}"
+        assert check_strategy(strategy) is strategy
+
+
+@pytest.mark.parametrize("other", [None, "fp16", np.float16, Compression, dtype_of("bfloat16")])
+def test_what_is_no_strategy_is_refused(other):
+    with pytest.raises(TypeError, match=r"use hvd\.Compression\.none, \.fp16 or \.bf16"):
+        check_strategy(other)

@@ -1,0 +1,26 @@
+"""What the tests of the TensorFlow adapter share."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+each_mode = pytest.mark.parametrize("mode", ["eager", "function"])
+
+
+def in_mode(mode, function):
+    return tf.function(function) if mode == "function" else function
+
+
+def equal(tensor, expected):
+    """Whether the shape and every element are as expected."""
+    found = tensor.numpy()
+    expected = np.asarray(expected)
+    return found.shape == expected.shape and bool((found == expected).all())
+
+
+def close(tensor, expected, tolerance=1e-6):
+    found, expected = (np.asarray(each).astype(np.float64) for each in (tensor, expected))
+    scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+    return found.shape == expected.shape and np.abs(found - expected).max(initial=0.0) <= (
+        tolerance * scale
+    )

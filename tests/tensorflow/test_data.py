@@ -1,0 +1,116 @@
+import collections
+
+import numpy as np
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("tensorflow")
+
+import tensorflow as tf
+
+import hvdlite.tensorflow as hvd
+
+
+def everywhere(batches):
+    """The batches of all ranks, by step and rank."""
+    return list(zip(*hvd.allgather_object([batch.tolist() for batch in batches]), strict=True))
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("samples", [4, 11, 24, 29])
+def test_every_sample_once_per_epoch(size, samples):
+    hvd.init()
+    labels = np.arange(samples)
+    dataset = hvd.shard({"x": (np.repeat(labels[:, None], 3, axis=1), labels * 2.0)}, 3, seed=5)
+    x_spec, y_spec = dataset.element_spec["x"]
+    assert x_spec == tf.TensorSpec((None, 3), tf.int64)
+    assert y_spec == tf.TensorSpec((None,), tf.float64)
+    sharding = hvd.Sharding(samples, 3, seed=5)
+    assert dataset.cardinality().numpy() == sharding.steps
+    for epoch in range(2):
+        batches = []
+        for batch in dataset.prefetch(1):
+            x, y = (part.numpy() for part in batch["x"])
+            assert (x == x[:, :1]).all()
+            assert (y == 2.0 * x[:, 0]).all()
+            batches.append(x[:, 0])
+        assert [b.tolist() for b in batches] == [i.tolist() for i in sharding.indices(epoch)]
+        steps = everywhere(batches)
+        counted = collections.Counter(n for step in steps for own in step for n in own)
+        assert counted == collections.Counter(range(samples))
+
+
+@ranks(2)
+def test_first_epoch_resumes_and_evaluation_keeps_the_order(size):
+    hvd.init()
+    data = tf.range(10)
+    epochs = [[b.numpy().tolist() for b in hvd.shard(data, 2, first_epoch=n)] for n in (0, 1)]
+    dataset = hvd.shard(data, 2)
+    assert [[b.numpy().tolist() for b in dataset] for _ in range(2)] == epochs
+    assert epochs[0] != epochs[1]
+    in_order = everywhere(batch.numpy() for batch in hvd.shard(data, 2, shuffle=False))
+    assert in_order == [([0, 1], [2, 3]), ([4, 5], [6, 7]), ([8], [9])]
+
+
+@ranks(2)
+def test_strings_half_floats_and_a_training_function():
+    hvd.init()
+    names = np.array(["a", "b", "c", "d"])
+    dataset = hvd.shard((names, np.ones(4, tf.bfloat16.as_numpy_dtype)), 2, shuffle=False)
+    ((found, ones),) = dataset
+    assert found.numpy().tolist() == ([b"a", b"b"], [b"c", b"d"])[hvd.rank()]
+    assert ones.dtype == tf.bfloat16
+
+    @tf.function
+    def count(dataset):
+        total = tf.constant(0)
+        for _, ones in dataset:
+            total += tf.size(ones)
+        return total
+
+    assert count(dataset).numpy() == 2
+
+
+@ranks(2)
+def test_bad_data_is_refused():
+    hvd.init()
+    with pytest.raises(ValueError, match="same number of samples"):
+        hvd.shard((np.zeros(4), np.zeros(5)), 2)
+    with pytest.raises(ValueError, match="1 samples cannot give each of 2 ranks one"):
+        hvd.shard(np.zeros(1), 2)
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("samples", [4, 11, 24, 29])
+def test_pipeline_is_dealt_as_arrays_are(size, samples):
+    hvd.init()
+    pipeline = tf.data.Dataset.range(samples).map(lambda n: (n, {"half": n / 2}))
+    dataset = pipeline.apply(hvd.sharded(3))
+    assert dataset.cardinality().numpy() == hvd.Sharding(samples, 3).steps
+    assert dataset.element_spec[0] == tf.TensorSpec((None,), tf.int64)
+    found = []
+    for number, rest in dataset:
+        assert (rest["half"].numpy() == number.numpy() / 2).all()
+        found.append(number.numpy().tolist())
+    expected = hvd.Sharding(samples, 3, shuffle=False).indices(0)
+    assert found == [indices.tolist() for indices in expected]
+
+
+@ranks(2)
+def test_pipeline_with_a_shared_seed_is_shuffled_alike(size):
+    hvd.init()
+    dataset = tf.data.Dataset.range(20).shuffle(20, seed=3).apply(hvd.sharded(4))
+    epochs = [everywhere(batch.numpy() for batch in dataset) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        assert sorted(n for step in epoch for own in step for n in own) == list(range(20))
+
+
+@ranks(1)
+def test_pipeline_of_unknown_length_is_refused():
+    hvd.init()
+    endless = tf.data.Dataset.range(4).repeat()
+    for dataset in (endless, tf.data.Dataset.range(4).filter(lambda n: n > 1)):
+        with pytest.raises(ValueError, match="unknown or infinite; tell it with"):
+            dataset.apply(hvd.sharded(2))

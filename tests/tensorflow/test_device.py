@@ -1,0 +1,103 @@
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("tensorflow")
+
+import tensorflow as tf
+
+import hvdlite.tensorflow as hvd
+from hvdlite.recipe.device import threads_per_rank
+
+
+@ranks(2, fresh=True)
+def test_threads_are_shared_on_a_cpu():
+    hvd.init()
+    device = hvd.pin_device()
+    assert device.device_type == "CPU"
+    assert tf.config.threading.get_intra_op_parallelism_threads() == threads_per_rank()
+    assert tf.config.threading.get_inter_op_parallelism_threads() >= 2
+    assert hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [2.0]
+    hvd.pin_device()  # again, without harm
+
+
+@ranks(2)
+def test_numbers_that_the_program_has_set_stay(monkeypatch):
+    hvd.init()
+    asked = []
+    for pool in ("intra", "inter"):
+        threading = tf.config.threading
+        monkeypatch.setattr(threading, f"get_{pool}_op_parallelism_threads", lambda: 3)
+        monkeypatch.setattr(threading, f"set_{pool}_op_parallelism_threads", asked.append)
+    hvd.pin_device()
+    assert asked == []
+
+
+@ranks(2)
+def test_after_tensorflow_has_started_it_says_so(monkeypatch):
+    hvd.init()
+    tf.ones(1)
+    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("hvdlite")
+    level = logger.level
+    logger.setLevel("INFO")
+    logger.addHandler(handler)
+    try:
+        assert hvd.pin_device().device_type == "CPU"
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert len(messages) == 1
+    assert f"rank {hvd.rank()}: TensorFlow had started before hvd.pin_device()" in messages[0]
+
+
+def pretend_accelerators(monkeypatch, count):
+    """Let TensorFlow see so many GPUs; return the list of what is done to them."""
+    done = []
+    gpus = [SimpleNamespace(name=f"GPU:{number}") for number in range(count)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config, "set_visible_devices", lambda gpu, kind: done.append(gpu.name))
+    monkeypatch.setattr(
+        tf.config.experimental, "set_memory_growth", lambda gpu, on: done.append((gpu.name, on))
+    )
+    return done
+
+
+@ranks(2)
+def test_each_rank_gets_the_accelerator_of_its_local_rank(monkeypatch):
+    hvd.init()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    done = pretend_accelerators(monkeypatch, 2)
+    own = f"GPU:{hvd.local_rank()}"
+    assert hvd.pin_device().name == own
+    assert done == [own, (own, True)]
+
+
+@ranks(2)
+def test_each_rank_may_see_an_accelerator_of_its_own(monkeypatch):
+    hvd.init()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(hvd.rank()))
+    pretend_accelerators(monkeypatch, 1)
+    assert hvd.pin_device().name == "GPU:0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ValueError, match="2 ranks on its node share 1 accelerator"):
+        hvd.pin_device()
+
+
+@ranks(1)
+def test_accelerators_that_are_in_use_already(monkeypatch):
+    hvd.init()
+    pretend_accelerators(monkeypatch, 1)
+
+    def refuse(gpu, kind):
+        raise RuntimeError("Visible devices cannot be modified")
+
+    monkeypatch.setattr(tf.config, "set_visible_devices", refuse)
+    with pytest.raises(RuntimeError, match=r"rank 0: .* before hvd\.pin_device\(\)"):
+        hvd.pin_device()

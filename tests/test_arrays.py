@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.arrays import as_array, as_bytes, check_out, describe, flat
+
+
+def test_as_array_is_the_same_object_where_nothing_is_to_be_done():
+    array = np.arange(6.0).reshape(2, 3).T
+    assert as_array(array) is array
+    narrow = np.zeros(3, ml_dtypes.bfloat16)
+    assert as_array(narrow) is narrow
+
+
+def test_as_array_takes_lists_and_scalars():
+    assert as_array([[1, 2], [3, 4]]).shape == (2, 2)
+    assert as_array(2.5).shape == ()
+    assert as_array(np.float32(2.5)).dtype == np.float32
+
+
+def test_as_array_turns_a_foreign_byte_order_around():
+    foreign = np.array([1.0, 2.0, -3.0]).astype(">f4")
+    array = as_array(foreign)
+    assert array.dtype.isnative
+    np.testing.assert_array_equal(array, [1.0, 2.0, -3.0])
+
+
+@pytest.mark.parametrize(
+    "array", [np.array([None, "text"]), np.zeros(2, [("a", np.int32), ("b", np.int8)])]
+)
+def test_as_array_refuses_objects_and_records(array):
+    with pytest.raises(ValueError, match=r"broadcast_object\(\)"):
+        as_array(array)
+
+
+def test_as_array_refuses_a_ragged_list():
+    with pytest.raises(ValueError):
+        as_array([[1], [2, 3]])
+
+
+def test_check_out_takes_what_fits():
+    array = np.zeros((2, 3), np.float32)
+    check_out(np.ones((2, 3), np.float32), array)
+    check_out(array, array)
+    check_out(np.ones((2, 3), np.float32), np.zeros((3, 2), np.float32).T)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        np.zeros((3, 2), np.float32),
+        np.zeros((2, 3), np.float64),
+        np.zeros((2, 3), ">f4"),
+        np.zeros((3, 2), np.float32).T,
+        np.broadcast_to(np.float32(0), (2, 3)),
+        [[0.0] * 3] * 2,
+    ],
+)
+def test_check_out_refuses_what_would_lose_the_result(out):
+    with pytest.raises(ValueError, match=r"writeable array float32\[2, 3\]"):
+        check_out(out, np.zeros((2, 3), np.float32))
+
+
+def test_flat_is_a_view_where_it_can_be():
+    array = np.arange(6).reshape(2, 3)
+    assert np.shares_memory(flat(array), array)
+    np.testing.assert_array_equal(flat(array.T), [0, 3, 1, 4, 2, 5])
+    np.testing.assert_array_equal(flat(array[::-1]), [3, 4, 5, 0, 1, 2])
+    assert flat(np.float64(3.0)).shape == (1,)
+    assert flat(np.zeros((0, 3))).shape == (0,)
+
+
+def test_as_bytes_covers_every_byte():
+    assert as_bytes(np.zeros(3, ml_dtypes.bfloat16)).size == 6
+    assert as_bytes(np.zeros(0, np.complex128)).size == 0
+
+
+def test_describe():
+    assert describe(np.zeros((2, 3), np.float32)) == "float32[2, 3]"
+    assert describe(np.zeros((), ml_dtypes.bfloat16)) == "bfloat16[]"

@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import hvdlite as hvd
+from hvdlite import runtime
+from hvdlite.exchange import Compression, Parameter, Reduction
+from hvdlite.gradients import GradientExchange
+from hvdlite.settings import Settings
+from tests.harness import ranks
+from tests.references import check_reduction, dtype_of, sample
+from tests.simulation import on_all_ranks
+
+ALL = ranks(1, 2, 3, 4, timeout=30)
+TWO = ranks(2, timeout=20)
+
+SHAPES = [(3, 4), (), (0, 2), (7,), (5, 1), (2, 2, 2)]
+DTYPES = ["float32", "float16", "bfloat16", "float64"]
+
+
+def parameter(name, shape, dtype="float32"):
+    return Parameter(name, shape, dtype_of(dtype))
+
+
+def model(count=12, dtypes=("float32",)):
+    """Parameters of several shapes and dtypes, the same on all ranks."""
+    return [
+        parameter(f"p{n}", SHAPES[n % len(SHAPES)], dtypes[n % len(dtypes)]) for n in range(count)
+    ]
+
+
+def exchange(label, parameters, strategy=Compression.none, reduction=None, threshold=80):
+    """An exchange with buckets small enough to have several."""
+    settings = Settings(fusion_threshold=threshold, first_bucket_size=min(threshold, 20))
+    engine = SimpleNamespace(gradients=runtime.engine().gradients, settings=settings)
+    return GradientExchange(engine, label, parameters, strategy, reduction or Reduction())
+
+
+def gradient(made, number, step, rank):
+    chosen = made.parameters[number]
+    return sample(rank, chosen.dtype.name, chosen.shape, seed=1000 * step + number)
+
+
+def gradients(made, number, step):
+    return [gradient(made, number, step, rank) for rank in range(hvd.size())]
+
+
+def mark_all(made, step, numbers=None):
+    """Bring gradients in an order that differs from rank to rank."""
+    order = list(range(len(made.parameters)) if numbers is None else numbers)
+    random.Random(10 * step + hvd.rank()).shuffle(order)
+    for number in order:
+        made.put(number, gradient(made, number, step, hvd.rank()))
+        made.mark(number)
+
+
+def check(made, step, op=hvd.Average):
+    """Assert that every parameter has the reduction of all ranks' gradients."""
+    for number in range(len(made.parameters)):
+        check_reduction(made.result_slot(number), gradients(made, number, step), op)
+
+
+class TestAverages:
+    @ALL
+    @pytest.mark.parametrize("threshold", [0, 80, 10**6])
+    def test_step_after_step_in_any_order_of_dtypes_and_shapes(self, threshold):
+        hvd.init()
+        made = exchange("model", model(dtypes=DTYPES), threshold=threshold)
+        assert len(made.plan) == {0: 12, 10**6: 5}.get(threshold, len(made.plan))
+        for step in range(4):
+            mark_all(made, step)
+            assert made.in_flight
+            assert made.finish() == [True] * 12
+            assert not made.in_flight
+            check(made, step)
+            # The gradients themselves are as they were.
+            for number in range(12):
+                mine = gradient(made, number, step, hvd.rank())
+                assert made.slot(number).tobytes() == mine.tobytes()
+        results = b"".join(made.result_slot(number).tobytes() for number in range(12))
+        assert len(set(hvd.allgather_object(results))) == 1
+
+    @ALL
+    def test_a_sum(self):
+        hvd.init()
+        made = exchange("model", model(), reduction=Reduction(hvd.Sum))
+        mark_all(made, 0)
+        made.finish()
+        check(made, 0, hvd.Sum)
+
+    @ALL
+    def test_predivision(self):
+        hvd.init()
+        made = exchange("model", model(), reduction=Reduction(hvd.Average, 3.0))
+        mark_all(made, 0)
+        made.finish()
+        check(made, 0)
+
+    @ALL
+    @pytest.mark.parametrize("name", ["fp16", "bf16"])
+    def test_compression(self, name):
+        hvd.init()
+        kind = dtype_of({"fp16": "float16", "bf16": "bfloat16"}[name])
+        made = exchange("model", model(), getattr(Compression, name))
+        for step in range(2):
+            mark_all(made, step)
+            made.finish()
+            for number in range(12):
+                total = np.zeros(made.parameters[number].shape, np.float32)
+                for theirs in gradients(made, number, step):
+                    total += (theirs / np.float32(hvd.size())).astype(kind).astype(np.float32)
+                expected = total.astype(kind).astype(np.float32)
+                np.testing.assert_array_equal(made.result_slot(number), expected)
+
+    @TWO
+    def test_marks_from_several_threads(self):
+        hvd.init()
+        made = exchange("model", model())
+        for step in range(5):
+            on_all_ranks(lambda t, step=step: mark_all(made, step, range(t, 12, 3)), range(3))
+            made.finish()
+            check(made, step)
+
+    @ranks(1, 2, timeout=20)
+    def test_a_model_without_parameters(self):
+        hvd.init()
+        made = exchange("empty", [])
+        assert made.finish() == []
+        assert not made.in_flight
+
+
+class TestOverlap:
+    @TWO
+    def test_a_bucket_starts_when_it_is_complete(self):
+        hvd.init()
+        made = exchange("model", model())
+        for step in range(2):
+            first = made.plan[0]
+            mark_all(made, step, first)
+            # In the first step the ranks agree on their parameters meanwhile, and nobody waits.
+            deadline = time.monotonic() + 10
+            while not (made._steps[0].handle and made._steps[0].handle.done()):
+                assert time.monotonic() < deadline
+                time.sleep(1e-3)
+            for number in first:
+                check_reduction(
+                    made.result_slot(number), gradients(made, number, step), hvd.Average
+                )
+            assert [made.is_marked(number) for number in first] == [True] * len(first)
+            mark_all(made, step, [number for number in range(12) if number not in first])
+            made.finish()
+            check(made, step)
+
+    @TWO
+    def test_two_models_whose_ranks_take_them_in_another_order(self):
+        hvd.init()
+        models = [exchange("one", model(7)), exchange("two", model(9, DTYPES))]
+        order = models[:: 1 if hvd.rank() == 0 else -1]
+        for step in range(3):
+            for made in order:
+                mark_all(made, step)
+            for made in order:
+                assert all(made.finish())
+            for made in models:
+                check(made, step)
+
+    @TWO
+    def test_two_models_of_which_each_rank_uses_another_one(self):
+        hvd.init()
+        models = [exchange("one", model(7)), exchange("two", model(9))]
+        used = models[hvd.rank()]
+        for step in range(2):
+            mark_all(used, step)
+            assert all(models[0].finish())
+            assert all(models[1].finish())
+            for rank, made in enumerate(models):
+                for number in range(len(made.parameters)):
+                    half = gradient(made, number, step, rank) / 2
+                    np.testing.assert_array_equal(made.result_slot(number), half)
+
+
+class TestMissing:
+    @ALL
+    def test_a_gradient_that_is_missing_on_some_ranks_counts_as_zeros_there(self):
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        made = exchange("model", model())
+        for step in range(3):
+            # Rank r lacks the parameters r and r + 6; nobody has parameter 5.
+            lacks = [{other, other + 6, 5} for other in range(size)]
+            mark_all(made, step, [number for number in range(12) if number not in lacks[rank]])
+            found = made.finish()
+            for number in range(12):
+                theirs = gradients(made, number, step)
+                for other in range(size):
+                    if number in lacks[other]:
+                        theirs[other] = np.zeros_like(theirs[other])
+                check_reduction(made.result_slot(number), theirs, hvd.Average)
+                assert found[number] == any(number not in lacks[other] for other in range(size))
+
+    @ALL
+    def test_where_nobody_has_any(self):
+        hvd.init()
+        made = exchange("model", model())
+        assert made.finish() == [False] * 12
+        mark_all(made, 1)
+        assert made.finish() == [True] * 12
+        check(made, 1)
+        assert made.finish() == [False] * 12
+
+    @TWO
+    def test_where_one_rank_has_none(self):
+        hvd.init()
+        made = exchange("model", model())
+        for step in range(2):
+            mark_all(made, step, None if hvd.rank() else [])
+            assert made.finish() == [True] * 12
+            for number in range(12):
+                half = gradient(made, number, step, 1) / 2
+                np.testing.assert_array_equal(made.result_slot(number), half)
+
+    @TWO
+    def test_what_an_earlier_step_left_is_not_sent_again(self):
+        hvd.init()
+        made = exchange("model", model())
+        mark_all(made, 0)
+        made.finish()
+        mark_all(made, 1, range(6) if hvd.rank() else [])
+        assert made.finish() == [True] * 6 + [False] * 6
+        for number in range(12):
+            assert made.slot(number).any() == (hvd.rank() == 1 and number < 6 and number != 2)
+
+
+class TestDisagreement:
+    @ranks(2, 3, timeout=20)
+    def test_it_names_what_differs_on_all_ranks_and_a_new_exchange_works(self):
+        hvd.init()
+        odd = hvd.rank() == hvd.size() - 1
+        last = hvd.size() - 1
+
+        def changed(number, new):
+            parameters = model()
+            if odd:
+                parameters[number] = new
+            return exchange("model", parameters)
+
+        kinds = [
+            (
+                lambda: changed(4, parameter("p4", (5, 2))),
+                f"parameter 4 is 'p4' float32[5, 1] on @, 'p4' float32[5, 2] on rank {last}",
+            ),
+            (
+                lambda: changed(4, parameter("p4", (5, 1), "float64")),
+                f"'p4' float32[5, 1] on @, 'p4' float64[5, 1] on rank {last}",
+            ),
+            (
+                lambda: changed(0, parameter("other", (3, 4))),
+                f"parameter 0 is 'p0' float32[3, 4] on @, 'other' float32[3, 4] on rank {last}",
+            ),
+            (
+                lambda: exchange("model", model(11 if odd else 12)),
+                "parameter 11 'p11' float32[2, 2, 2] on @",
+            ),
+            (lambda: exchange("model", [] if odd else model()), "parameter 0 'p0'"),
+            (
+                lambda: exchange("model", model(), Compression.fp16 if odd else Compression.none),
+                f"compression is none on @, fp16 on rank {last}",
+            ),
+            (
+                lambda: exchange(
+                    "model", model(), reduction=Reduction(hvd.Sum if odd else hvd.Average)
+                ),
+                f"op is Average on @, Sum on rank {last}",
+            ),
+            (
+                lambda: exchange("model", model(), reduction=Reduction(predivide=2 if odd else 1)),
+                f"gradient_predivide_factor is 1 on @, 2 on rank {last}",
+            ),
+            (
+                # The same number of buckets, with other parameters in them.
+                lambda: exchange("model", model(), threshold=90 if odd else 80),
+                f"HVDLITE_FUSION_THRESHOLD is 80 on @, 90 on rank {last}",
+            ),
+        ]
+        for make, says in kinds:
+            made = make()
+            others = "rank 0" if last == 1 else "ranks 0, 1"
+            for step in range(2):
+                mark_all(made, step)
+                with pytest.raises(hvd.MismatchError) as caught:
+                    made.finish()
+                assert str(caught.value).startswith("the ranks disagree on 'model: its parameters'")
+                assert says.replace("@", others) in str(caught.value)
+                assert not made.in_flight
+            good = exchange("model", model())
+            mark_all(good, 0)
+            assert good.finish() == [True] * 12
+            check(good, 0)
+
+
+class TestMistakes:
+    @TWO
+    def test_a_gradient_that_is_marked_twice(self):
+        hvd.init()
+        made = exchange("model", model())
+        mark_all(made, 0, [3])
+        with pytest.raises(ValueError, match="the gradient of 'p3' was marked twice in one step"):
+            made.mark(3)
+        mark_all(made, 0, [number for number in range(12) if number != 3])
+        assert all(made.finish())
+        check(made, 0)
+
+    @ranks(1, timeout=20)
+    def test_a_gradient_of_another_shape(self):
+        hvd.init()
+        made = exchange("model", model())
+        with pytest.raises(
+            ValueError, match=r"gradient of 'p0' is float32\[4, 3\]; expected float32\[3, 4\]"
+        ):
+            made.put(0, np.zeros((4, 3), np.float32))
+
+    @TWO
+    def test_after_shutdown(self):
+        hvd.init()
+        made = exchange("model", model())
+        mark_all(made, 0)
+        made.finish()
+        hvd.shutdown()
+        with pytest.raises(hvd.HorovodInternalError, match="shut down"):
+            made.finish()
+
+
+class TestSingleBuckets:
+    @ALL
+    def test_each_by_itself_in_an_order_of_the_ranks_own(self):
+        hvd.init()
+        rank, size = hvd.rank(), hvd.size()
+        made = exchange("model", model())
+        for step in range(2):
+            order = list(range(len(made.plan)))
+            random.Random(rank + step).shuffle(order)
+
+            # In one thread for each bucket, as a framework that orders them itself would.
+            def one(index, step=step):
+                # Rank r lacks parameter r.
+                mine = {n: gradient(made, n, step, rank) for n in made.plan[index] if n != rank}
+                return made.exchange_bucket(index, mine)
+
+            presence = dict(zip(order, on_all_ranks(one, order), strict=True))
+            for index, members in enumerate(made.plan):
+                expected = [[n != other for n in members] for other in range(size)]
+                assert presence[index].tolist() == expected
+                for n in members:
+                    theirs = gradients(made, n, step)
+                    if n < size:
+                        theirs[n] = np.zeros_like(theirs[n])
+                    check_reduction(made.result_slot(n), theirs, hvd.Average)
+
+    @TWO
+    def test_a_disagreement(self):
+        hvd.init()
+        made = exchange("model", model(11 + hvd.rank()))
+        for index in (0, 1):
+            with pytest.raises(hvd.MismatchError, match="parameter 11 'p11'"):
+                made.exchange_bucket(index, {})

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from hvdlite import settings
+from hvdlite.errors import SettingsError
+from hvdlite.settings import Settings
+
+GOOD = {
+    "fusion_threshold": [("0", 0), ("1048576", 1048576), (" 5 ", 5)],
+    "first_bucket_size": [("0", 0), ("1024", 1024)],
+    "stall_check_disable": [("1", True), ("0", False), ("true", True), ("No", False), ("", False)],
+    "stall_check_time_seconds": [("0.5", 0.5), ("60", 60.0), ("1e3", 1000.0)],
+    "stall_shutdown_time_seconds": [("0", 0.0), ("0.25", 0.25)],
+    "shutdown_timeout_seconds": [("0.5", 0.5), ("5", 5.0)],
+    "local_size": [("0", 0), ("2", 2)],
+    "log_level": [("debug", "debug"), ("WARNING", "warning"), ("Trace", "trace")],
+}
+BAD = {
+    "fusion_threshold": ["", "-1", "64MB", "1.5"],
+    "first_bucket_size": ["-1", "x"],
+    "stall_check_disable": ["2", "maybe"],
+    "stall_check_time_seconds": ["0", "-1", "nan", "inf", "soon"],
+    "stall_shutdown_time_seconds": ["-1", "nan", "inf", ""],
+    "shutdown_timeout_seconds": ["0", "1e300", "never"],
+    "local_size": ["-1", "two"],
+    "log_level": ["loud", ""],
+}
+
+
+def test_every_setting_is_tested_here():
+    names = {entry.name for entry in fields(Settings)}
+    assert set(GOOD) == set(BAD) == names
+
+
+@pytest.mark.parametrize("prefix", ["HVDLITE_", "HOROVOD_"])
+@pytest.mark.parametrize("name", list(GOOD))
+def test_good_values(prefix, name):
+    for text, value in GOOD[name]:
+        assert getattr(settings.read({prefix + name.upper(): text}), name) == value
+
+
+@pytest.mark.parametrize("prefix", ["HVDLITE_", "HOROVOD_"])
+@pytest.mark.parametrize("name", list(BAD))
+def test_bad_values_are_named_with_what_is_allowed(prefix, name):
+    variable = prefix + name.upper()
+    allowed = {entry.name: entry.metadata["allowed"] for entry in fields(Settings)}[name]
+    for text in BAD[name]:
+        with pytest.raises(SettingsError) as caught:
+            settings.read({variable: text})
+        assert str(caught.value) == f"{variable}={text!r} is not {allowed}"
+        assert isinstance(caught.value, ValueError)
+
+
+def test_every_setting_says_what_is_allowed():
+    for entry in fields(Settings):
+        assert len(entry.metadata["allowed"]) > 5
+
+
+def test_an_empty_environment_gives_the_defaults():
+    assert settings.read({}) == Settings()
+
+
+def test_ours_goes_before_horovods():
+    both = {"HVDLITE_FUSION_THRESHOLD": "1", "HOROVOD_FUSION_THRESHOLD": "2"}
+    assert settings.read(both).fusion_threshold == 1
+    # Horovod's is not even looked at.
+    both["HOROVOD_FUSION_THRESHOLD"] = "x"
+    assert settings.read(both).fusion_threshold == 1
+
+
+def test_each_setting_is_looked_up_by_itself():
+    values = settings.read({"HVDLITE_LOCAL_SIZE": "2", "HOROVOD_LOG_LEVEL": "info"})
+    assert (values.local_size, values.log_level) == (2, "info")
+    assert values.fusion_threshold == Settings().fusion_threshold
+
+
+def test_the_process_environment_is_read(monkeypatch):
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "7")
+    assert settings.read().stall_check_time_seconds == 7.0

@@ -1,0 +1,205 @@
+"""What every transport must do; each check is collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdlite.reduction import Adasum, Max, Min, Product, Scaling, Sum
+from hvdlite.transport import Transport
+from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
+
+
+class NoPatience:
+    """For waits that are short because every rank is on its way."""
+
+    def pause(self, elapsed: float) -> None:
+        if elapsed > 20:
+            raise TimeoutError(f"waited {elapsed} s for another rank")
+
+
+def agree(transport: Transport, what: bytes) -> None:
+    """Assert that every rank has the same."""
+    assert len(set(transport.gather(what))) == 1
+
+
+def unanimous(transport: Transport) -> None:
+    word = bytes(range(16))
+    assert transport.unanimous(word, NoPatience())
+    assert transport.unanimous(bytes(16), NoPatience())
+    assert transport.unanimous(b"\xff" * 16, NoPatience())
+    for odd in range(transport.size):
+        for position in (0, 7, 8, 15):
+            other = bytearray(word)
+            other[position] ^= 0x80
+            mine = bytes(other) if odd == transport.rank else word
+            assert transport.unanimous(mine, NoPatience()) == (transport.size == 1)
+
+
+def gather(transport: Transport) -> None:
+    messages = transport.gather(b"x" * transport.rank)
+    assert messages == [b"x" * rank for rank in range(transport.size)]
+    assert transport.gather(b"") == [b""] * transport.size
+
+
+def reductions(transport: Transport, sizes: tuple[int, ...]) -> bytes:
+    """Check every reduction of every dtype; return a digest of the results."""
+    digest = Digest()
+    for dtype, op in cases((Sum, Min, Max, Product, Adasum)):
+        for size in sizes:
+            digest.add(_reduced(transport, dtype, op, size))
+    agree(transport, digest.value())
+    return digest.value()
+
+
+def _reduced(transport: Transport, dtype: str, op: Any, size: int) -> Any:
+    arrays = samples(transport.size, dtype, size, seed=size)
+    send = arrays[transport.rank].copy()
+    send.flags.writeable = False
+    result = np.empty_like(send)
+    with np.errstate(over="ignore"):
+        transport.allreduce(send, result, op, Scaling())
+        check_reduction(result, arrays, op)
+        assert send.tobytes() == arrays[transport.rank].tobytes()
+        in_place = arrays[transport.rank].copy()
+        transport.allreduce(in_place, in_place, op, Scaling())
+    assert in_place.tobytes() == result.tobytes()
+    return result
+
+
+def large_reductions(transport: Transport, size: int = 10**6) -> bytes:
+    digest = Digest()
+    for dtype in ("float32", "uint8", "bfloat16"):
+        arrays = samples(transport.size, dtype, size)
+        result = np.empty_like(arrays[0])
+        transport.allreduce(arrays[transport.rank], result, Sum, Scaling())
+        check_reduction(result, arrays, Sum)
+        digest.add(result)
+    agree(transport, digest.value())
+    return digest.value()
+
+
+def narrow_integers_wrap(transport: Transport) -> None:
+    for dtype, value in (("uint8", 200), ("int8", 100), ("uint16", 65000), ("int16", -32000)):
+        for size in (1, 16, 64, 333):
+            array = np.full(size, value, dtype)
+            result = np.empty_like(array)
+            transport.allreduce(array, result, Sum, Scaling())
+            expected = np.array(value * transport.size).astype(dtype)  # 200 + 200 = 144
+            np.testing.assert_array_equal(result, expected)
+
+
+def scaling(transport: Transport) -> None:
+    """An average divides, in a type that is fit for it, on every path."""
+    size = transport.size
+    for dtype in ("int8", "int64", "float16", "bfloat16", "float32", "float64", "complex64"):
+        array = np.full(5, transport.rank + 1).astype(dtype_of(dtype))
+        result = np.empty_like(array)
+        transport.allreduce(array, result, Sum, Scaling(1.0, size))
+        mean = (size + 1) / 2
+        np.testing.assert_array_equal(result, np.array(mean).astype(dtype_of(dtype)))
+        transport.allreduce(array, result, Sum, Scaling(2.0, size))
+        np.testing.assert_allclose(result.astype(np.complex128), size + 1, rtol=1e-2)
+    # The sum is beyond a float16, the average is not.
+    array = np.full(3, 60000, np.float16)
+    result = np.empty_like(array)
+    transport.allreduce(array, result, Sum, Scaling(1.0, size))
+    np.testing.assert_array_equal(result, array)
+
+
+def nan_passes_through(transport: Transport) -> None:
+    """Whatever rank it comes from, and to every rank."""
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        for op in (Min, Max, Sum, Product):
+            for size in (1, 7, 2000):
+                for source in range(transport.size):
+                    array = np.full(size, 1.0 + transport.rank).astype(dtype_of(dtype))
+                    if source == transport.rank:
+                        array[size // 2] = np.nan
+                    result = np.empty_like(array)
+                    transport.allreduce(array, result, op, Scaling())
+                    where = np.flatnonzero(np.isnan(result.astype(np.float64)))
+                    assert where.tolist() == [size // 2], (dtype, op, size, source)
+
+
+def booleans(transport: Transport) -> None:
+    """Sum and Max tell whether any is true, Min and Product whether all are."""
+    mine = np.array([True, False, transport.rank == 0])
+    expected = {Sum: 1, Max: 1, Min: transport.size == 1, Product: transport.size == 1}
+    for op, last in expected.items():
+        result = np.empty_like(mine)
+        transport.allreduce(mine, result, op, Scaling())
+        assert result.tolist() == [True, False, bool(last)]
+
+
+def adasum_of_known_vectors(transport: Transport) -> None:
+    """Equal vectors give themselves, orthogonal ones their sum, zeros change nothing."""
+    rank, size = transport.rank, transport.size
+    for dtype, rough in (("float16", 1e-3), ("bfloat16", 1e-2), ("float32", 1e-6)):
+        vector = np.linspace(-2, 3, 11).astype(dtype_of(dtype))
+        _check_adasum(transport, vector, vector, rough)
+        own = np.zeros(9, vector.dtype)
+        own[2 * rank : 2 * rank + 2] = rank + 1, -3
+        total = np.zeros(9)
+        for other in range(size):
+            total[2 * other : 2 * other + 2] = other + 1, -3
+        _check_adasum(transport, own, total, rough)
+        only_last = vector if rank == size - 1 else np.zeros_like(vector)
+        _check_adasum(transport, only_last, vector, rough)
+        _check_adasum(transport, np.zeros_like(vector), np.zeros_like(vector), rough)
+
+
+def _check_adasum(transport: Transport, own: Any, expected: Any, rough: float) -> None:
+    result = np.empty_like(own)
+    transport.allreduce(own, result, Adasum, Scaling())
+    wanted = np.asarray(expected).astype(np.float64)
+    np.testing.assert_allclose(result.astype(np.float64), wanted, rtol=rough, atol=rough)
+
+
+def alltoall(transport: Transport) -> None:
+    """Pieces of all lengths, some of them empty."""
+    rank, size = transport.rank, transport.size
+
+    def piece(source: int, target: int, scale: int) -> Any:
+        length = (3 * source + 5 * target) % 7 * scale
+        return sample(source, "uint8", length, seed=target)
+
+    for scale in (0, 1, 1000):
+        pieces = [piece(rank, target, scale) for target in range(size)]
+        expected = [piece(source, rank, scale) for source in range(size)]
+        result = [np.zeros_like(array) for array in expected]
+        transport.alltoall(pieces, result)
+        for found, wanted in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def allgather(transport: Transport) -> None:
+    for scale in (0, 1, 1000):
+        expected = [sample(rank, "uint8", rank * scale) for rank in range(transport.size)]
+        result = [np.zeros_like(array) for array in expected]
+        transport.allgather(expected[transport.rank], result)
+        for found, wanted in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+def broadcast(transport: Transport) -> None:
+    for size in (0, 1, 1023):
+        for root in range(transport.size):
+            array = sample(transport.rank, "uint8", size)
+            transport.broadcast(array, root)
+            np.testing.assert_array_equal(array, sample(root, "uint8", size))
+
+
+EVERYTHING = (
+    unanimous,
+    gather,
+    narrow_integers_wrap,
+    scaling,
+    nan_passes_through,
+    booleans,
+    adasum_of_known_vectors,
+    alltoall,
+    allgather,
+    broadcast,
+)

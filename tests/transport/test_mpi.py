@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from hvdlite import mpi
+from hvdlite.engine import Lane
+from hvdlite.engine.operations import Barrier
+from hvdlite.errors import HorovodInternalError
+from hvdlite.reduction import Scaling, Sum
+from hvdlite.settings import Settings
+from hvdlite.transport import MPITransport, connect
+from hvdlite.transport import mpi as mpi_transport
+from tests.harness import ranks
+from tests.references import check_reduction, samples
+from tests.transport import checks
+
+SIZES = (0, 1, 7, 1023)
+
+
+@contextlib.contextmanager
+def transport():
+    MPI = mpi.load()
+    made = MPITransport(MPI, MPI.COMM_WORLD)
+    yield made
+    made.close()
+
+
+@ranks(1, 2, 3, 4, timeout=30)
+@pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
+def test_it_keeps_every_promise(check):
+    with transport() as made:
+        check(made)
+
+
+@ranks(1, 2, 3, 4, timeout=60)
+def test_every_reduction_of_every_dtype_is_right_and_repeatable():
+    with transport() as made:
+        first = checks.reductions(made, SIZES)
+        assert checks.reductions(made, SIZES) == first
+
+
+@ranks(1, 2, 3, 4, timeout=60)
+def test_large_reductions_are_right_and_repeatable():
+    with transport() as made:
+        assert checks.large_reductions(made) == checks.large_reductions(made)
+
+
+@ranks(1, 2, 3, timeout=60)
+def test_pieces_when_an_array_is_beyond_the_limit(monkeypatch):
+    with transport() as made:
+        whole = checks.reductions(made, (7, 100))
+        # Of 16 bytes, so that there is one complex128 to a piece, and odd rests elsewhere.
+        monkeypatch.setattr(mpi_transport, "_MAX_BYTES", 16)
+        assert checks.reductions(made, (7, 100)) == whole
+        for check in (checks.alltoall, checks.allgather, checks.broadcast):
+            check(made)
+
+
+@ranks(2, timeout=20)
+def test_transports_of_one_world_do_not_mix():
+    with transport() as first, transport() as second:
+        ones, tens = np.ones(5), np.full(5, 10.0)
+        sums = [np.empty(5), np.empty(5)]
+        first.allreduce(ones, sums[0], Sum, Scaling())
+        second.allreduce(tens, sums[1], Sum, Scaling())
+        assert sums[0].tolist() == [2.0] * 5
+        assert sums[1].tolist() == [20.0] * 5
+
+
+@ranks(2, timeout=20)
+def test_a_wait_that_is_given_up_leaves_mpi_its_memory():
+    class NoTime:
+        def pause(self, elapsed):
+            raise InterruptedError
+
+    with transport() as made:
+        before = len(mpi_transport._given_up)
+        other = connect(mpi.load(), mpi.load().COMM_WORLD)
+        if made.rank == 0:
+            with pytest.raises(InterruptedError):
+                made.unanimous(bytes(16), NoTime())
+            request, (offer, least) = mpi_transport._given_up[before]
+            checks.agree(other, b"")
+            checks.agree(other, b"")
+            request.Wait()
+            assert (least[:2] == 0).all()
+            assert offer.tobytes() == bytes(16) + b"\xff" * 16
+        else:
+            checks.agree(other, b"")
+            with pytest.raises(HorovodInternalError, match="rank 0 has ended"):
+                made.unanimous(bytes(16), checks.NoPatience())
+            checks.agree(other, b"")
+        other.close()
+
+
+@ranks(3, timeout=20)
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_stall_report_names_the_rank_that_is_missing(late, monkeypatch):
+    messages = []
+    log = logging.getLogger("hvdlite")
+    monkeypatch.setattr(log, "warning", lambda text, *args: messages.append(text % args))
+    with transport() as made:
+        lane = Lane("test", made, Settings(stall_check_time_seconds=0.3))
+        if made.rank == late:
+            time.sleep(1.5)
+        lane.run(Barrier("loss"))
+        if made.rank == late:
+            assert messages == []
+        else:
+            expected = f"for rank {late} in 'loss'; do all ranks run the same steps?"
+            assert expected in messages[0]
+            assert all(expected in message for message in messages)
+            assert len(messages) <= 4
+        checks.agree(made, b"")
+
+
+@ranks(3, timeout=20)
+def test_who_comes_after_another_has_given_up_is_told(monkeypatch):
+    with transport() as made, transport() as other:
+        settings = Settings(stall_shutdown_time_seconds=0.4 if made.rank == 0 else 0.0)
+        lane = Lane("test", made, settings)
+        if made.rank == 2:
+            time.sleep(1.0)
+        told = {0: "waited 0 s for rank 2 in 'loss'"}.get(made.rank, r"rank [01] has ended while")
+        with pytest.raises(HorovodInternalError, match=told):
+            lane.run(Barrier("loss"))
+        checks.agree(other, b"")
+
+
+@ranks(1, 2, timeout=20)
+def test_connect_chooses_by_the_number_of_ranks(size):
+    MPI = mpi.load()
+    made = connect(MPI, MPI.COMM_WORLD)
+    assert (made.rank, made.size) == (MPI.COMM_WORLD.rank, size)
+    assert isinstance(made, MPITransport) == (size > 1)
+    arrays = samples(size, "float32", 11)
+    result = np.empty_like(arrays[0])
+    made.allreduce(arrays[made.rank], result, Sum, Scaling())
+    check_reduction(result, arrays, Sum)
+    made.close()
