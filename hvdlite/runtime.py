@@ -61,7 +61,7 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     values = settings.read()
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     _set_log_level(values.log_level)
-    split = world.World.split(MPI, world.choose(MPI, comm), values.local_size)
+    split = world.World.split(MPI, world.choose(MPI, comm), values.force_local_size)
     _engine = Engine(MPI, split.comm, values)
     _pid = os.getpid()
     world.enter(split)

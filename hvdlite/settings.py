@@ -74,7 +74,7 @@ class Settings:
         metadata=_seconds(" above 0", lambda value: value > 0),
     )
     #: Ranks that count as one node; 0: as the hardware says. For tests of several nodes.
-    local_size: int = field(
+    force_local_size: int = field(
         default=0, metadata=_number(int, "a number of ranks, or 0", lambda value: value >= 0)
     )
     #: Verbosity of the ``hvdlite`` logger.

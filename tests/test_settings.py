@@ -15,7 +15,7 @@ GOOD = {
     "stall_check_time_seconds": [("0.5", 0.5), ("60", 60.0), ("1e3", 1000.0)],
     "stall_shutdown_time_seconds": [("0", 0.0), ("0.25", 0.25)],
     "shutdown_timeout_seconds": [("0.5", 0.5), ("5", 5.0)],
-    "local_size": [("0", 0), ("2", 2)],
+    "force_local_size": [("0", 0), ("2", 2)],
     "log_level": [("debug", "debug"), ("WARNING", "warning"), ("Trace", "trace")],
 }
 BAD = {
@@ -25,7 +25,7 @@ BAD = {
     "stall_check_time_seconds": ["0", "-1", "nan", "inf", "soon"],
     "stall_shutdown_time_seconds": ["-1", "nan", "inf", ""],
     "shutdown_timeout_seconds": ["0", "1e300", "never"],
-    "local_size": ["-1", "two"],
+    "force_local_size": ["-1", "two"],
     "log_level": ["loud", ""],
 }
 
@@ -72,8 +72,8 @@ def test_ours_goes_before_horovods():
 
 
 def test_each_setting_is_looked_up_by_itself():
-    values = settings.read({"HVDLITE_LOCAL_SIZE": "2", "HOROVOD_LOG_LEVEL": "info"})
-    assert (values.local_size, values.log_level) == (2, "info")
+    values = settings.read({"HVDLITE_FORCE_LOCAL_SIZE": "2", "HOROVOD_LOG_LEVEL": "info"})
+    assert (values.force_local_size, values.log_level) == (2, "info")
     assert values.fusion_threshold == Settings().fusion_threshold
 
 

@@ -35,7 +35,7 @@ def test_one_node(size):
 @ranks(1, 3, 4, timeout=20)
 def test_several_nodes_of_two(size, places, monkeypatch):
     hvd.shutdown()
-    monkeypatch.setenv("HVDLITE_LOCAL_SIZE", "2")
+    monkeypatch.setenv("HVDLITE_FORCE_LOCAL_SIZE", "2")
     hvd.init()
     for name, value in places[size][hvd.rank()].items():
         assert getattr(world, name)() == value, name

@@ -22,15 +22,16 @@ def pin_device() -> tf.config.PhysicalDevice:
     and threads when it runs its first operation.
 
     Raises:
-        ValueError: the node has fewer accelerators than ranks.
+        ValueError: the node has fewer accelerators than ranks, or only some ranks see any.
         RuntimeError: TensorFlow has taken all accelerators already.
     """
     threads = threads_per_rank()
     gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
+    index = local_device_index(_identities(gpus))
+    if index is None:
         _set_threads(threads)
         return tf.config.list_physical_devices("CPU")[0]
-    gpu = gpus[local_device_index(_identities(gpus))]
+    gpu = gpus[index]
     try:
         tf.config.set_visible_devices(gpu, "GPU")
         tf.config.experimental.set_memory_growth(gpu, True)

@@ -30,9 +30,12 @@ class DistributedGradientTape(tf.GradientTape):
 
     A source without a gradient counts as zeros where another rank has one; where no rank
     has one, its gradient is None. Inside ``tf.function`` ranks must agree on which are None
-    (a HorovodInternalError says so), because graphs have a fixed structure. Errors at run
-    time arrive there as ``tf.errors.UnknownError`` with the message in theirs. Functions
-    with ``jit_compile=True`` are refused: XLA cannot compile the exchange.
+    (a HorovodInternalError says so), because graphs have a fixed structure. A gradient that
+    is ``tf.IndexedSlices`` on one rank must be so on all, unless ``sparse_as_dense``.
+
+    Inside ``tf.function`` errors at run time arrive as ``tf.errors.UnknownError`` with the
+    message in theirs. Functions with ``jit_compile=True`` are refused while they are traced:
+    XLA cannot compile the exchange.
 
     ``jacobian`` and ``batch_jacobian`` are those of this rank alone.
 
@@ -114,17 +117,15 @@ class DistributedGradientTape(tf.GradientTape):
         """
         own = self._inner.gradient(target, sources, output_gradients, unconnected_gradients)
         flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
-        shared = [
-            number for number, source in enumerate(flat_sources) if not self._is_local(source)
-        ]
+        shared = []
+        for number, source in enumerate(flat_sources):
+            if not self._is_local(source):
+                shared.append(number)
+            elif self._scale_local_gradients:
+                gradients[number] = _divided(gradients[number])
         reduced = self._reducer.reduce(
             [gradients[number] for number in shared], [flat_sources[number] for number in shared]
         )
-        if self._scale_local_gradients:
-            gradients = [
-                gradient if number in shared else _divided(gradient)
-                for number, gradient in enumerate(gradients)
-            ]
         for number, gradient in zip(shared, reduced, strict=True):
             gradients[number] = gradient
         return tf.nest.pack_sequence_as(sources, gradients)

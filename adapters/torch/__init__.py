@@ -10,30 +10,6 @@ except ImportError as error:
         "`pip install hvdlite[torch]`"
     ) from error
 
-from hvdlite.torch.collectives import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    poll,
-    synchronize,
-)
-from hvdlite.torch.device import pin_device
-from hvdlite.torch.optimizer import DistributedOptimizer
-from hvdlite.torch.sampler import ShardSampler
-from hvdlite.torch.state import (
-    TensorCheckpoint,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    checkpoint,
-)
-
 from hvdlite import (
     Adasum,
     Average,
@@ -67,6 +43,29 @@ from hvdlite import (
     warmup,
 )
 from hvdlite.exchange import Compression
+from hvdlite.torch.collectives import (
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    poll,
+    synchronize,
+)
+from hvdlite.torch.device import pin_device
+from hvdlite.torch.optimizer import DistributedOptimizer
+from hvdlite.torch.sampler import ShardSampler
+from hvdlite.torch.state import (
+    TensorCheckpoint,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    checkpoint,
+)
 
 __all__ = [
     # start and end

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hvdlite.torch.tensors import to_array, to_tensor_like
-
 import torch
-from hvdlite import collectives, reduction, world
+
+from hvdlite import collectives, reduction, runtime, world
 from hvdlite.engine import Handle
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.torch.tensors import to_array, to_tensor_like
 
 
 class TensorHandle:
     """A collective on its way; `synchronize` turns it into its tensor, once."""
 
     def __init__(self, handle: Handle, convert: Callable[[Any], torch.Tensor]) -> None:
+        self.name = handle.name
         self._handle = handle
         self._convert: Callable[[Any], torch.Tensor] | None = convert
 
@@ -34,7 +35,7 @@ class TensorHandle:
         """
         convert, self._convert = self._convert, None
         if convert is None:
-            raise ValueError(f"the handle of {self._handle.name!r} has been synchronized before")
+            raise ValueError(f"the handle of {self.name!r} has been synchronized before")
         return convert(self._handle.wait())
 
 
@@ -68,6 +69,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
 ) -> TensorHandle:
     """Start `allreduce` and return a handle; leave the tensor alone until it is done."""
+    name = _numbered(name, "allreduce")
     handle = collectives.allreduce_async(
         to_array(tensor), average, name, op, prescale_factor, postscale_factor
     )
@@ -83,6 +85,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
 ) -> TensorHandle:
     """Start `allreduce_` and return a handle; leave the tensor alone until it is done."""
+    name = _numbered(name, "allreduce")
     array = to_array(tensor)
     handle = collectives.allreduce_async(
         array, average, name, op, prescale_factor, postscale_factor, out=_out(tensor, array)
@@ -122,6 +125,7 @@ def allreduce(
             dtype, or an operation of this name is still on its way.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
+    name = _numbered(name, "allreduce")
     chosen = reduction.choose(average, op)
     result: torch.Tensor = _Allreduce.apply(
         tensor, name, compression, chosen, prescale_factor, postscale_factor
@@ -138,6 +142,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place; arguments and errors as in `allreduce`."""
+    name = _numbered(name, "allreduce")
     array = to_array(tensor)
     result = collectives.allreduce(
         array,
@@ -153,6 +158,7 @@ def allreduce_(
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None) -> TensorHandle:
     """Start `allgather` and return a handle; leave the tensor alone until it is done."""
+    name = _numbered(name, "allgather")
     handle = collectives.allgather_async(to_array(tensor), name)
     return TensorHandle(handle, lambda result: to_tensor_like(result[0], tensor))
 
@@ -170,18 +176,21 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     Raises:
         HorovodInternalError: the ranks disagree, or communication failed.
     """
+    name = _numbered(name, "allgather")
     result: torch.Tensor = _Allgather.apply(tensor, name)
     return result
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
     """Start `broadcast` and return a handle; leave the tensor alone until it is done."""
+    name = _numbered(name, "broadcast")
     handle = collectives.broadcast_async(to_array(tensor), root_rank, name)
     return TensorHandle(handle, lambda array: to_tensor_like(array, tensor))
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
     """Start `broadcast_` and return a handle; leave the tensor alone until it is done."""
+    name = _numbered(name, "broadcast")
     array = to_array(tensor)
     handle = collectives.broadcast_async(array, root_rank, name, out=_out(tensor, array))
     return TensorHandle(handle, lambda result: _write(tensor, result))
@@ -202,6 +211,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
         ValueError: there is no such rank.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
+    name = _numbered(name, "broadcast")
     result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)
     return result
 
@@ -209,6 +219,11 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Overwrite a tensor with rank ``root_rank``'s; arguments and errors as `broadcast`."""
     return synchronize(broadcast_async_(tensor, root_rank, name))
+
+
+def _numbered(name: str | None, kind: str) -> str:
+    # Before anything can be refused: a refusal must not shift the names of later calls.
+    return name or runtime.engine().unnamed(kind)
 
 
 def _out(tensor: torch.Tensor, array: Any) -> Any:
@@ -236,7 +251,7 @@ class _Allreduce(torch.autograd.Function):
     def forward(
         ctx: Any,
         tensor: torch.Tensor,
-        name: str | None,
+        name: str,
         compression: Strategy,
         op: ReduceOp,
         prescale: float,
@@ -269,7 +284,7 @@ class _Allreduce(torch.autograd.Function):
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
         ctx.name, ctx.shape = name, tensor.shape
         handle = collectives.allgather_async(to_array(tensor), name)
         whole, rows = handle.wait()
@@ -285,7 +300,7 @@ class _Allgather(torch.autograd.Function):
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str) -> torch.Tensor:
         ctx.root_rank, ctx.name = root_rank, name
         return to_tensor_like(collectives.broadcast(to_array(tensor), root_rank, name), tensor)
 
@@ -296,5 +311,5 @@ class _Broadcast(torch.autograd.Function):
         return own, None, None
 
 
-def _gradient_name(name: str | None) -> str | None:
-    return None if name is None else f"{name}.gradient"
+def _gradient_name(name: str) -> str:
+    return f"{name}.gradient"

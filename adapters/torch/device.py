@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
+
 from hvdlite.recipe.device import local_device_index, threads_per_rank
 
 
@@ -15,15 +16,14 @@ def pin_device() -> torch.device:
     the node's other ranks their cores (unless ``OMP_NUM_THREADS`` says how many).
 
     Raises:
-        ValueError: the node has fewer accelerators than ranks.
+        ValueError: the node has fewer accelerators than ranks, or only some ranks see any.
     """
     threads = threads_per_rank()
-    devices = torch.cuda.device_count()
-    if devices == 0:
+    devices = range(torch.cuda.device_count())
+    index = local_device_index([str(torch.cuda.get_device_properties(i).uuid) for i in devices])
+    if index is None:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads)
         return torch.device("cpu")
-    identities = [str(torch.cuda.get_device_properties(index).uuid) for index in range(devices)]
-    index = local_device_index(identities)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from hvdlite.torch.reducer import Reducer
-
 import torch
+
 from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.torch.reducer import Reducer
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

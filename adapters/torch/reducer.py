@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdlite.torch.tensors import dtype_of, to_tensor
-
 import torch
+
 from hvdlite import runtime
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientExchange
+from hvdlite.torch.tensors import dtype_of, to_tensor
 
 
 class Reducer:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 
-from hvdlite.recipe import Sharding
 from torch.utils.data import Sampler
+
+from hvdlite.recipe import Sharding
 
 
 class ShardSampler(Sampler[list[int]]):

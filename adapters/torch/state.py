@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hvdlite.torch.collectives import broadcast_async_, synchronize
-from hvdlite.torch.tensors import to_array, to_tensor
-
 import torch
+
 from hvdlite import collectives, runtime
 from hvdlite.recipe import Checkpoint
+from hvdlite.torch.collectives import broadcast_async_, synchronize
+from hvdlite.torch.tensors import to_array, to_tensor
 
 Parameters = (
     Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor] | torch.nn.Module

@@ -6,7 +6,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-
 import torch
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -29,7 +29,7 @@ def _fair_share(
     return max(1, len(cores) // max(1, rivals))
 
 
-def local_device_index(devices: Sequence[str]) -> int:
+def local_device_index(devices: Sequence[str]) -> int | None:
     """Return the index of the accelerator that this rank takes. Collective.
 
     Ranks of a node that see the same accelerators take one each, by local rank. Where a
@@ -37,19 +37,25 @@ def local_device_index(devices: Sequence[str]) -> int:
 
     Args:
         devices: What identifies each accelerator that this process sees, in their order
-            (their UUIDs, say); at least one.
+            (their UUIDs, say).
+
+    Returns:
+        None where no rank sees an accelerator.
 
     Raises:
-        ValueError: More ranks see these accelerators than there are; raised on all ranks.
+        ValueError: More ranks see some accelerators than there are, or only some ranks see
+            any; raised on all ranks.
     """
     own = (world.node_index(), tuple(devices))
     everyone = collectives.allgather_object(own, name="local_device_index")
-    for rank, seen in enumerate(everyone):
-        rivals, count = everyone.count(seen), len(seen[1])
-        if rivals > count:
+    if not any(seen for _, seen in everyone):
+        return None
+    for rank, (node, seen) in enumerate(everyone):
+        rivals = everyone.count((node, seen))
+        if rivals > len(seen):
             raise ValueError(
-                f"rank {rank}: {rivals} ranks on its node share {count} accelerator(s): start at "
-                f"most {count} of them, make more accelerators visible (CUDA_VISIBLE_DEVICES), "
-                "or hide them all to train on the CPU"
+                f"rank {rank}: {rivals} rank(s) on its node share {len(seen)} accelerator(s): "
+                "start fewer, make more accelerators visible (CUDA_VISIBLE_DEVICES), or hide "
+                "them from all ranks to train on the CPU"
             )
     return everyone[: world.rank()].count(own)

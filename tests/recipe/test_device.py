@@ -57,6 +57,19 @@ def test_ranks_that_were_given_their_own_take_it():
 @ranks(2, 3)
 def test_too_few_accelerators_are_refused_on_all_ranks(size):
     hvd.init()
-    with pytest.raises(ValueError, match=f"rank 0: {size} ranks on its node share 1 acc"):
+    with pytest.raises(ValueError, match=rf"rank 0: {size} rank\(s\) on its node share 1 acc"):
         local_device_index(["a"])
     assert hvd.allreduce(1, op=hvd.Sum) == size
+
+
+@ranks(1, 2)
+def test_no_accelerators_anywhere():
+    hvd.init()
+    assert local_device_index([]) is None
+
+
+@ranks(2, 3)
+def test_accelerators_on_some_ranks_only_are_refused_on_all():
+    hvd.init()
+    with pytest.raises(ValueError, match=r"rank 1: \d rank\(s\) on its node share 0 acc"):
+        local_device_index(["a"] if hvd.rank() == 0 else [])

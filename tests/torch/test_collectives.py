@@ -5,8 +5,9 @@ from tests.harness import ranks
 
 pytest.importorskip("torch")
 
-import hvdlite.torch as hvd
 import torch
+
+import hvdlite.torch as hvd
 
 DTYPES = [
     torch.uint8,
@@ -188,3 +189,26 @@ def test_mismatch_is_raised_on_all_ranks_and_the_next_call_works(size):
     with pytest.raises(hvd.HorovodInternalError, match=r"dtype is float32 on ranks? 0"):
         hvd.allreduce(torch.zeros(3, dtype=dtype), name="x")
     assert hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item() == size
+
+
+@ranks(2)
+def test_a_refusal_on_one_rank_does_not_shift_the_names_of_later_calls():
+    hvd.init()
+    names = None
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match="not both"):
+            hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
+        with pytest.raises(TypeError, match="to_dense"):
+            hvd.allgather_async(torch.eye(3).to_sparse())
+    else:
+        waiting = [hvd.allreduce_async(torch.ones(1)), hvd.allgather_async(torch.ones(1))]
+        names = [handle.name for handle in waiting]
+    assert hvd.allreduce(torch.full((2,), 3.0), op=hvd.Sum).tolist() == [6.0, 6.0]
+    assert hvd.allgather(torch.ones(1)).tolist() == [1.0, 1.0]
+    names = hvd.broadcast_object(names, root_rank=1)
+    if hvd.rank() == 0:
+        waiting = [
+            hvd.allreduce_async(torch.ones(1), name=names[0]),
+            hvd.allgather_async(torch.ones(1), name=names[1]),
+        ]
+    assert [hvd.synchronize(handle).tolist() for handle in waiting] == [[1.0], [1.0, 1.0]]

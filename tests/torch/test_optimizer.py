@@ -8,8 +8,9 @@ from tests.harness import ranks
 
 pytest.importorskip("torch")
 
-import hvdlite.torch as hvd
 import torch
+
+import hvdlite.torch as hvd
 
 SAMPLES = 24  # divisible by 1, 2, 3 and 4 ranks
 
@@ -414,9 +415,10 @@ def test_models_that_differ_by_rank_are_named_in_step_one(size):
     hvd.init()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4 + (hvd.rank() == 1)), torch.nn.Linear(6, 2))
-    hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    (model[0](torch.ones(1, 6)).sum() + model[1](torch.ones(1, 6)).sum()).backward()
     with pytest.raises(hvd.HorovodInternalError, match=r"'0.weight' float32\[4, 6\] on rank"):
-        (model[0](torch.ones(1, 6)).sum() + model[1](torch.ones(1, 6)).sum()).backward()
+        optimizer.step()
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     working = make_model()
     train(working, hvd.DistributedOptimizer(sgd(working), working.named_parameters()), 2)

@@ -4,8 +4,9 @@ from tests.harness import ranks
 
 pytest.importorskip("torch")
 
-import hvdlite.torch as hvd
 import torch
+
+import hvdlite.torch as hvd
 
 
 def same_everywhere(value):

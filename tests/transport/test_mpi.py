@@ -1,18 +1,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 
 import numpy as np
 import pytest
 
 from hvdlite import mpi
-from hvdlite.engine import Lane
-from hvdlite.engine.operations import Barrier
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import Scaling, Sum
-from hvdlite.settings import Settings
 from hvdlite.transport import MPITransport, connect
 from hvdlite.transport import mpi as mpi_transport
 from tests.harness import ranks
@@ -96,40 +91,6 @@ def test_a_wait_that_is_given_up_leaves_mpi_its_memory():
                 made.unanimous(bytes(16), checks.NoPatience())
             checks.agree(other, b"")
         other.close()
-
-
-@ranks(3, timeout=20)
-@pytest.mark.parametrize("late", [0, 2])
-def test_a_stall_report_names_the_rank_that_is_missing(late, monkeypatch):
-    messages = []
-    log = logging.getLogger("hvdlite")
-    monkeypatch.setattr(log, "warning", lambda text, *args: messages.append(text % args))
-    with transport() as made:
-        lane = Lane("test", made, Settings(stall_check_time_seconds=0.3))
-        if made.rank == late:
-            time.sleep(1.5)
-        lane.run(Barrier("loss"))
-        if made.rank == late:
-            assert messages == []
-        else:
-            expected = f"for rank {late} in 'loss'; do all ranks run the same steps?"
-            assert expected in messages[0]
-            assert all(expected in message for message in messages)
-            assert len(messages) <= 4
-        checks.agree(made, b"")
-
-
-@ranks(3, timeout=20)
-def test_who_comes_after_another_has_given_up_is_told(monkeypatch):
-    with transport() as made, transport() as other:
-        settings = Settings(stall_shutdown_time_seconds=0.4 if made.rank == 0 else 0.0)
-        lane = Lane("test", made, settings)
-        if made.rank == 2:
-            time.sleep(1.0)
-        told = {0: "waited 0 s for rank 2 in 'loss'"}.get(made.rank, r"rank [01] has ended while")
-        with pytest.raises(HorovodInternalError, match=told):
-            lane.run(Barrier("loss"))
-        checks.agree(other, b"")
 
 
 @ranks(1, 2, timeout=20)
