@@ -88,13 +88,15 @@ def test_images_per_s(size):
 
 
 @ranks(1, 2)
-def test_hash_of_equal_weights():
+def test_equal_weights_have_one_hash():
     console = _import_console()
     hvdlite.init()
     weights = [np.arange(6.0).reshape(2, 3).T, np.zeros((), np.float32)]
-    sha256 = console.agreed_sha256(hvdlite, weights)
+    sha256, identical = console.compare_weights(hvdlite, weights)
+    assert identical
     assert len(sha256) == 64
-    assert sha256 != console.agreed_sha256(hvdlite, [np.arange(6.0).reshape(2, 3), weights[1]])
+    others = [np.arange(6.0).reshape(2, 3), weights[1]]
+    assert sha256 != console.compare_weights(hvdlite, others)[0]
 
 
 @ranks(2, 3)
@@ -102,7 +104,9 @@ def test_different_weights_end_the_job():
     console = _import_console()
     hvdlite.init()
     rank = hvdlite.rank()
-    code, errors = _exit(lambda: console.agreed_sha256(hvdlite, [np.float32([1, rank])]))
+    _, identical = console.compare_weights(hvdlite, [np.float32([1, rank == 1])])
+    assert identical is False
+    code, errors = _exit(lambda: console.report(hvdlite, False, {"identical": identical}))
     assert code == 1
     assert errors.count("\n") == (rank == 0)
     assert ("the ranks have different weights" in errors) == (rank == 0)
