@@ -30,7 +30,7 @@ def parse_options(description: str) -> argparse.Namespace:
     add("--batch-size", type=_positive, default=32, help="images per process and step")
     add("--lr", type=float, default=0.03, help="learning rate of one process")
     add("--warmup-epochs", type=float, help="until the rate is scaled; default: a sixth of all")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=1)
     add("--compression", choices=("none", "fp16", "bf16"), default="none")
     add("--checkpoint-dir", help="save each epoch there, and resume from there")
     add("--json", action="store_true", help="end with a line of JSON on standard output")

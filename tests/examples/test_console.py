@@ -69,7 +69,7 @@ def test_plan_that_stops_early(console, monkeypatch, steps, expected):
 
 def test_report_is_one_line_of_json(console, capsys):
     rank_0, rank_1 = (SimpleNamespace(rank=lambda rank=rank: rank) for rank in range(2))
-    result = {"framework": "x", "images_per_s": None, "train_loss": 0.5}
+    result = {"framework": "x", "identical": True, "images_per_s": None, "train_loss": 0.5}
     console.report(rank_0, True, result)
     assert json.loads(capsys.readouterr().out) == result
     console.report(rank_0, False, result)
