@@ -80,7 +80,7 @@ def _forward(errors: IO[bytes]) -> None:
 
 def _table(results: dict[str, dict[str, Any] | None]) -> Table:
     table = Table(title="Handwritten digits")
-    table.add_column("framework")
+    table.add_column("framework", no_wrap=True)
     for heading in ("processes", "images/s", "training loss", "test accuracy"):
         table.add_column(heading, justify="right")
     table.add_column("identical weights", no_wrap=True)

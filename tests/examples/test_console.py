@@ -73,7 +73,9 @@ def test_report_is_one_line_of_json(console, capsys):
     console.report(rank_0, True, result)
     assert json.loads(capsys.readouterr().out) == result
     console.report(rank_0, False, result)
-    assert capsys.readouterr().out == "framework: x, images_per_s: None, train_loss: 0.5\n"
+    assert capsys.readouterr().out == (
+        "framework: x, identical: True, images_per_s: None, train_loss: 0.5\n"
+    )
     console.report(rank_1, True, result)
     assert capsys.readouterr().out == ""
 
