@@ -83,9 +83,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     wrapped: Any = optimizer
     wrapped._reducer = reducer
-    wrapped._synchronized = False
     wrapped._skipping = False
-    wrapped._stepping = False
+    wrapped._in_step = False
     reducer.attach(wrapped._trainable())
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
@@ -96,9 +95,8 @@ class _Distributed:
     """What `DistributedOptimizer` adds to an optimizer's class."""
 
     _reducer: Reducer
-    _synchronized: bool
     _skipping: bool
-    _stepping: bool
+    _in_step: bool  # whether it was step() that synchronized last
     param_groups: list[dict[str, Any]]
 
     def synchronize(self) -> None:
@@ -110,7 +108,7 @@ class _Distributed:
         """
         self._reducer.attach(self._trainable())
         self._reducer.finish()
-        self._synchronized = True
+        self._in_step = False
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -122,7 +120,12 @@ class _Distributed:
             self._skipping = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set how many backward passes add up before an exchange, from the next one on."""
+        """Set how many backward passes add up before an exchange.
+
+        Raises:
+            RuntimeError: an exchange has begun that no step or ``synchronize()`` has ended.
+        """
+        self._refuse_in_flight("set_backward_passes_per_step()")
         self._reducer.set_passes_per_step(_positive(passes))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -131,13 +134,16 @@ class _Distributed:
         Raises:
             RuntimeError: their exchange has begun and no step or ``synchronize()`` ended it.
         """
+        self._refuse_in_flight("zero_grad()")
+        self._reducer.begin_step()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def _refuse_in_flight(self, call: str) -> None:
         if self._reducer.in_flight:
             raise RuntimeError(
-                "zero_grad() was called after backward() and before step() or synchronize(), "
+                f"{call} was called after backward() and before step() or synchronize(), "
                 "while gradients are being exchanged; call optimizer.synchronize() first"
             )
-        self._reducer.forget_passes()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
@@ -153,8 +159,8 @@ class _Distributed:
 
     def _prepare_step(self) -> None:
         """Make sure that what is stepped on is what all ranks agreed on."""
-        if self._synchronized and not self._reducer.in_flight:
-            if not self._skipping:
+        if self._reducer.synchronized:
+            if not self._skipping and not self._in_step:
                 _warn_of_second_synchronization()
         elif self._skipping:
             raise RuntimeError(
@@ -163,6 +169,8 @@ class _Distributed:
             )
         else:
             self.synchronize()
+            # A step() that calls its parent's comes here twice.
+            self._in_step = True
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy()
@@ -183,29 +191,22 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     As a hook, it also runs where ``step`` has been replaced on the instance, as learning
     rate schedulers do.
     """
-    if optimizer._stepping:  # a step() that calls its parent's, which has the hook as well
-        return None
-    optimizer._stepping = True
     closure, replace = _find_closure(args, kwargs)
     if closure is None:
-        try:
-            optimizer._prepare_step()
-        except BaseException:
-            optimizer._stepping = False
-            raise
+        optimizer._prepare_step()
         return None
 
     def synchronized_closure() -> Any:
         loss = closure()
-        optimizer.synchronize()
+        optimizer._prepare_step()
         return loss
 
     return replace(synchronized_closure)
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    optimizer._stepping = False
-    optimizer._synchronized = False
+    # Also without a new gradient here, the next step is exchanged: another rank may have one.
+    optimizer._reducer.synchronized = False
 
 
 def _find_closure(

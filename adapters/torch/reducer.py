@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import runtime
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientExchange
 from hvdlite.torch.tensors import dtype_of, to_tensor
+
+# The first steps in which gradients are compared with their copies: a program that changes
+# them unseen does so from the beginning, and later the comparison would cost time.
+_STEPS_COMPARED = 3
+
+_numbers = itertools.count()
+# Of each parameter, the hook of the optimizer that was wrapped last.
+_hooks = WeakTensorKeyDictionary()
 
 
 class Reducer:
@@ -37,6 +47,9 @@ class Reducer:
         self._reduction = reduction
         self._sparse_as_dense = sparse_as_dense
         self.passes_per_step = passes_per_step
+        #: Whether the parameters' gradients are averages: `finish` was the last to touch them.
+        self.synchronized = False
+        self._engine = runtime.engine()
         self._sets: list[_ParameterSet] = []
         self._attached: set[torch.Tensor] = set()
 
@@ -44,7 +57,8 @@ class Reducer:
         """Exchange these parameters' gradients too, where that is not done yet.
 
         Parameters that come later (a new group, a layer that was frozen) get buckets of
-        their own. All ranks add the same ones between the same steps.
+        their own. All ranks add the same ones between the same steps. A parameter that an
+        earlier optimizer was attached to is taken over from it.
         """
         fresh = [parameter for parameter in parameters if parameter not in self._attached]
         if not fresh:
@@ -65,12 +79,20 @@ class Reducer:
         """Exchange what is left, and write the averages into the parameters' ``grad``.
 
         Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
             RuntimeError: a gradient was changed after it had been copied. The exchange is
                 ended all the same, so that no other rank waits for this one.
         """
+        self.reconnect()
         changed = [name for members in self._sets for name in members.collect()]
-        for members in self._sets:
-            members.finish()
+        errors = []
+        for members in self._sets:  # to the last, whatever becomes of one
+            try:
+                members.finish()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         if changed:
             raise RuntimeError(
                 f"the gradient of {changed[0]!r} was changed after backward(), while it was being "
@@ -78,26 +100,34 @@ class Reducer:
                 "you clip, unscale or otherwise change gradients, and step() inside "
                 "optimizer.skip_synchronize()"
             )
+        self.synchronized = True
 
     def set_passes_per_step(self, passes: int) -> None:
         """Set after how many backward passes a gradient is complete."""
         self.passes_per_step = passes
-        self.forget_passes()
+        self.begin_step()
 
-    def forget_passes(self) -> None:
+    def begin_step(self) -> None:
         """Count the backward passes anew."""
+        self.synchronized = False
         for members in self._sets:
-            members.forget_passes()
+            members.begin_step()
 
-    def connect(self, parameters: Sequence[torch.Tensor]) -> GradientExchange:
-        """Make the exchange of some parameters; in the same order on all ranks."""
+    def reconnect(self) -> None:
+        """Follow ``shutdown()`` and ``init()`` into the new world."""
         engine = runtime.engine()
+        if engine is not self._engine:
+            self._engine = engine
+            for members in self._sets:
+                members.connect()
+
+    def make_exchange(self, label: str, parameters: Sequence[torch.Tensor]) -> GradientExchange:
+        """Make the exchange of some parameters."""
         described = [
             Parameter(self.names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
             for parameter in parameters
         ]
-        label = engine.unnamed("DistributedOptimizer")
-        return GradientExchange(engine, label, described, self._strategy, self._reduction)
+        return GradientExchange(self._engine, label, described, self._strategy, self._reduction)
 
     def dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient as it goes into a bucket."""
@@ -115,26 +145,32 @@ class _ParameterSet:
     """Parameters that share an exchange."""
 
     def __init__(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
+        # Ranks make their optimizers in the same order. The number outlives the engine, so
+        # that exchanges keep their names whoever is the first to use a new world.
+        self._label = f"DistributedOptimizer {next(_numbers)}"
         self._reducer = reducer
         self._parameters = list(parameters)
-        self._passes = [0] * len(parameters)
-        # What a gradient was when it was copied: the tensor and its version.
-        self._copied: list[tuple[torch.Tensor, int] | None] = [None] * len(parameters)
-        self._connect()
+        self._steps = 0
+        self.connect()
+        self._begin()
         for number, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(self._hook(number))
+            if parameter in _hooks:
+                _hooks[parameter].remove()
+            _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(number))
 
-    def _connect(self) -> None:
-        self._engine = runtime.engine()
-        self.exchange = self._reducer.connect(self._parameters)
+    def connect(self) -> None:
+        """Make the exchange in the current world."""
+        self.exchange = self._reducer.make_exchange(self._label, self._parameters)
         numbers = range(len(self._parameters))
         self._slots = [to_tensor(self.exchange.slot(number)) for number in numbers]
         self._results = [to_tensor(self.exchange.result_slot(number)) for number in numbers]
 
-    def _hook(self, number: int) -> Any:
+    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
+            self._reducer.synchronized = False
             self._passes[number] += 1
             if self._passes[number] == self._reducer.passes_per_step:
+                self._reducer.reconnect()
                 self._copy(number, parameter)
             elif self._passes[number] > self._reducer.passes_per_step:
                 raise RuntimeError(
@@ -146,8 +182,6 @@ class _ParameterSet:
         return on_gradient
 
     def _copy(self, number: int, parameter: torch.Tensor) -> None:
-        if runtime.engine() is not self._engine:  # shutdown() and init() since the last step
-            self._connect()
         gradient = parameter.grad
         assert gradient is not None
         self._slots[number].copy_(self._reducer.dense(parameter, gradient).detach())
@@ -162,20 +196,30 @@ class _ParameterSet:
         """
         changed = []
         for number, parameter in enumerate(self._parameters):
-            copied = self._copied[number]
-            if copied is None:
-                if parameter.grad is not None:
-                    self._copy(number, parameter)
-            elif parameter.grad is not copied[0] or copied[0]._version != copied[1]:
-                changed.append(self._reducer.names[parameter])
+            if self._copied[number] is not None:
+                if self._has_changed(number, parameter):
+                    changed.append(self._reducer.names[parameter])
+            elif parameter.grad is not None:
+                self._copy(number, parameter)
         return changed
+
+    def _has_changed(self, number: int, parameter: torch.Tensor) -> bool:
+        gradient, version = self._copied[number]
+        if parameter.grad is not gradient or gradient._version != version:
+            return True
+        if self._steps >= _STEPS_COMPARED:
+            return False
+        # Changes through .data or numpy() leave the version as it is.
+        slot, dense = self._slots[number], self._reducer.dense(parameter, gradient).detach().cpu()
+        return not bool(((slot == dense) | ((slot != slot) & (dense != dense))).all())
 
     def finish(self) -> None:
         """Wait for the exchange, and write the averages."""
         try:
             found = self.exchange.finish()
         finally:
-            self.reset()
+            self._begin()
+            self._steps += 1
         with torch.no_grad():
             for parameter, result, anywhere in zip(
                 self._parameters, self._results, found, strict=True
@@ -186,11 +230,11 @@ class _ParameterSet:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(result)
 
-    def reset(self) -> None:
-        """Forget the step."""
-        self.forget_passes()
-        self._copied = [None] * len(self._parameters)
-
-    def forget_passes(self) -> None:
+    def begin_step(self) -> None:
         """Count the backward passes anew."""
         self._passes = [0] * len(self._parameters)
+
+    def _begin(self) -> None:
+        self.begin_step()
+        # What a gradient was when it was copied: the tensor and its version.
+        self._copied: list[Any] = [None] * len(self._parameters)

@@ -114,7 +114,7 @@ def test_damaged_checkpoint(tmp_path):
 
 def test_compression():
     result = _train(_any_framework(), 2, "--epochs", 3, "--compression", "bf16")
-    assert result["train_loss"] < 0.5
+    assert result["train_loss"] < 1
 
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason=f"no MNIST in {MNIST}")

@@ -504,3 +504,130 @@ def test_a_subclass_that_calls_its_parents_step_exchanges_once():
         warnings.simplefilter("error")
         train(model, optimizer, 2)
     assert identical_on_all_ranks(model)
+
+
+def one_weight():
+    """A weight at 0, a loss whose gradient is rank + 1, and the optimizer with rate 1."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    return weight, lambda: (weight * (hvd.rank() + 1)).sum(), torch.optim.SGD([weight], lr=1.0)
+
+
+@ranks(2)
+def test_a_step_after_one_that_failed_is_exchanged():
+    hvd.init()
+    weight, loss, plain = one_weight()
+    optimizer = hvd.DistributedOptimizer(plain)
+
+    def failing():
+        raise KeyError("no data")
+
+    with pytest.raises(KeyError):
+        optimizer.step(failing)
+    loss().backward()
+    optimizer.step()
+    assert weight.item() == -1.5
+
+
+@ranks(2)
+def test_a_skipped_step_leaves_nothing_behind():
+    """As where GradScaler finds an overflow: synchronize(), and no step."""
+    hvd.init()
+    weight, loss, plain = one_weight()
+    optimizer = hvd.DistributedOptimizer(plain, backward_passes_per_step=2)
+    for _ in range(2):
+        loss().backward()
+    optimizer.synchronize()
+    assert weight.grad.item() == 3.0
+    optimizer.zero_grad()
+    loss().backward()  # a short last accumulation
+    optimizer.step()
+    assert weight.item() == -1.5
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    if hvd.rank() == 0:
+        loss().backward()
+    optimizer.step()
+    assert weight.item() == -2.0
+
+
+@ranks(2)
+def test_a_closure_that_synchronizes_is_exchanged_once():
+    hvd.init()
+    weight, loss, plain = one_weight()
+    optimizer = hvd.DistributedOptimizer(plain, op=hvd.Sum)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_([weight], 2.0)
+        return value
+
+    with optimizer.skip_synchronize():
+        optimizer.step(closure)
+    assert weight.item() == pytest.approx(-2.0, rel=1e-5)
+
+
+@ranks(2)
+def test_changes_behind_torchs_back_are_noticed():
+    hvd.init()
+    for change in (
+        lambda gradient: gradient.data.clamp_(-1, 1),
+        lambda gradient: gradient.numpy().fill(0.5),
+    ):
+        weight, loss, plain = one_weight()
+        optimizer = hvd.DistributedOptimizer(plain)
+        (10 * loss()).backward()
+        change(weight.grad)
+        with pytest.raises(RuntimeError, match="was changed after backward"):
+            optimizer.step()
+    weight, loss, plain = one_weight()
+    optimizer = hvd.DistributedOptimizer(plain)
+    (loss() * float("nan")).backward()
+    optimizer.step()
+    assert weight.isnan().all()
+
+
+@ranks(2)
+def test_parameters_wrapped_again_belong_to_the_new_optimizer():
+    hvd.init()
+    weight, loss, plain = one_weight()
+    hvd.DistributedOptimizer(plain)
+    for _ in range(2):
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+    assert weight.item() == -6.0
+
+
+@ranks(2)
+def test_passes_are_not_changed_while_gradients_are_on_their_way():
+    hvd.init()
+    weight, loss, plain = one_weight()
+    optimizer = hvd.DistributedOptimizer(plain)
+    loss().backward()
+    with pytest.raises(RuntimeError, match="set_backward_passes_per_step"):
+        optimizer.set_backward_passes_per_step(2)
+    optimizer.step()
+    assert weight.item() == -1.5
+
+
+@ranks(2)
+def test_a_first_step_without_gradient_after_shutdown_and_init():
+    hvd.init()
+    weight, loss, plain = one_weight()
+    other, other_loss, other_plain = one_weight()
+    both = [hvd.DistributedOptimizer(plain), hvd.DistributedOptimizer(other_plain)]
+    hvd.shutdown()
+    hvd.init()
+    if hvd.rank() == 0:
+        loss().backward()
+    else:
+        other_loss().backward()
+    for optimizer in both:
+        optimizer.step()
+    assert (weight.item(), other.item()) == (-0.5, -1.0)
