@@ -50,7 +50,8 @@ def allreduce(
 
     Raises:
         ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
-            dtype, ``out`` does not fit, or an operation of this name is still on its way.
+            dtype or the compression, ``out`` does not fit, or an allreduce of this name is
+            still on its way.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
     # Numbered before anything can be refused: a refusal must not shift later names.
@@ -93,6 +94,11 @@ def _allreduce(
         check_out(out, array)
     if check_strategy(compression) is Compression.none:
         return Allreduce(name, array, op, float(prescale), float(postscale), out)
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ValueError(
+            f"compression needs op=hvd.Sum or hvd.Average, not {op.name.capitalize()}; "
+            "leave compression out for the others"
+        )
     return CompressedAllreduce(
         name, array, compression, Reduction(op), float(prescale), float(postscale), out
     )
@@ -111,18 +117,22 @@ def allgather(array: Any, name: str | None = None) -> Any:
     Raises:
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    whole, _ = runtime.engine().named.run(_allgather(array, name))
-    return whole
+    return runtime.engine().named.run(_allgather(array, name))
 
 
 def allgather_async(array: Any, name: str | None = None) -> Handle:
-    """Start `allgather` and return a handle; its result is the whole and each rank's rows."""
+    """Start `allgather` and return a handle; leave the array alone until it is done."""
     return runtime.engine().named.submit(_allgather(array, name))
 
 
-def _allgather(array: Any, name: str | None) -> Allgather:
+def allgather_rows_async(array: Any, name: str | None = None) -> Handle:
+    """Start `allgather`; the handle's result is the whole, and each rank's number of rows."""
+    return runtime.engine().named.submit(_allgather(array, name, with_rows=True))
+
+
+def _allgather(array: Any, name: str | None, with_rows: bool = False) -> Allgather:
     name = name or runtime.engine().unnamed("allgather")
-    return Allgather(name, np.atleast_1d(as_array(array)))
+    return Allgather(name, np.atleast_1d(as_array(array)), with_rows=with_rows)
 
 
 def broadcast(array: Any, root_rank: int, name: str | None = None) -> Any:
@@ -193,7 +203,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     name = name or runtime.engine().unnamed("allgather_object")
     content, failure = _pickled(obj)
-    operation = Allgather(name, np.frombuffer(content, np.uint8), "allgather of objects")
+    flat = np.frombuffer(content, np.uint8)
+    operation = Allgather(name, flat, "allgather of objects", with_rows=True)
     operation.failure = failure
     whole, lengths = runtime.engine().named.run(operation)
     ends = np.cumsum(lengths)

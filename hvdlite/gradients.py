@@ -23,9 +23,10 @@ from hvdlite.transport import Transport
 class GradientExchange:
     """Averages the gradients of a fixed list of parameters, step after step.
 
-    In each step the owner copies every gradient that it has into its `slot` and calls
-    `mark`. A bucket whose gradients are all there starts on its way at once. `finish`
-    sends the rest, with zeros for gradients that are missing here, and waits.
+    In each step the owner copies every gradient that it has into its `slot` (by `put`, or
+    in a way of its own, but once) and then calls `mark`. A bucket whose gradients are all
+    there starts on its way at once. `finish` sends the rest, with zeros for gradients that
+    are missing here, and waits.
 
     Ranks compare their parameters before the first exchange, and with every bucket which
     gradients are there.
@@ -87,13 +88,12 @@ class GradientExchange:
         step, position = self._places[number]
         return step.bucket.result_slot(position)
 
-    def is_marked(self, number: int) -> bool:
-        """Whether this step's gradient of a parameter is in its slot."""
-        step, position = self._places[number]
-        return bool(step.present[position])
-
     def mark(self, number: int) -> None:
-        """Tell that a gradient is in its slot; starts every bucket that is complete.
+        """Tell that a gradient has been copied into its slot; start what is complete.
+
+        A marked slot may be on its way already, so a second copy must not even be made:
+        `put` refuses it, other owners have to. Where this raises, `finish` still has to end
+        the step, since earlier buckets are on their way.
 
         In the first step they start as soon as the ranks have compared their parameters.
 
@@ -120,14 +120,13 @@ class GradientExchange:
                 step begins anew.
         """
         try:
-            self._agree()
-            with self._lock:
-                while self._launched < len(self._steps):
-                    self._launch_next()
-            # Whatever becomes of one: only after the last may the slots be written again.
-            for step in self._steps:
-                with contextlib.suppress(HorovodInternalError):
-                    step.wait()
+            try:
+                self._agree()
+                with self._lock:
+                    while self._launched < len(self._steps):
+                        self._launch_next()
+            finally:
+                self._settle()
             for step in self._steps:
                 step.wait()
             return [
@@ -138,12 +137,15 @@ class GradientExchange:
             self._reset()
 
     def put(self, number: int, gradient: Any) -> None:
-        """Copy a gradient into its slot.
+        """Copy a gradient into its slot; `mark` it then.
 
         Raises:
-            ValueError: it has another shape than the parameter.
+            ValueError: it has another shape than the parameter, or has been marked in this
+                step before.
         """
-        slot = self.slot(number)
+        step, position = self._places[number]
+        step.check(position)
+        slot = step.bucket.send_slot(position)
         if gradient.shape != slot.shape:
             raise ValueError(
                 f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
@@ -166,9 +168,12 @@ class GradientExchange:
             Bools of shape (ranks, parameters of the bucket): who had which gradient.
 
         Raises:
+            ValueError: the bucket is on its way already, or a gradient has another shape.
             HorovodInternalError: as `finish`.
         """
         step = self._steps[index]
+        for number in gradients:  # before any slot is written, or the step of another reset
+            step.check(self._places[number][1])
         try:
             for number, gradient in gradients.items():
                 self.put(number, gradient)
@@ -223,11 +228,7 @@ class GradientExchange:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        try:
-            self._launch(self._launched)
-        except BaseException:
-            self._reset()
-            raise
+        self._launch(self._launched)
         self._launched += 1
 
     def _launch(self, index: int) -> None:
@@ -238,6 +239,12 @@ class GradientExchange:
             f"{self.label}: bucket {index}", self._signature, self._digest, self._strategy, step
         )
         step.handle = self._lane.submit(operation)
+
+    def _settle(self) -> None:
+        """Wait, whatever becomes of one, for the last: then slots may be written again."""
+        for step in self._steps:
+            with contextlib.suppress(HorovodInternalError):
+                step.wait()
 
     def _reset(self) -> None:
         self._launched = 0
@@ -256,10 +263,15 @@ class _Step:
         self.absent = len(bucket.parameters)
         self.handle: Handle | None = None
 
-    def mark(self, position: int) -> None:
+    def check(self, position: int) -> None:
         if self.present[position]:
             name = self.bucket.parameters[position].name
-            raise ValueError(f"the gradient of {name!r} was marked twice in one step")
+            raise ValueError(
+                f"the gradient of {name!r} was marked twice in one step; end the step by finish()"
+            )
+
+    def mark(self, position: int) -> None:
+        self.check(position)
         self.present[position] = True
         self.absent -= 1
 

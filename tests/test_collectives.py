@@ -196,7 +196,7 @@ class TestAllreduce:
             hvd.allreduce(np.array([None]))
         with pytest.raises(TypeError, match="is not a strategy"):
             hvd.allreduce(array, compression="fp16")
-        with pytest.raises(ValueError, match="reduced by hvd"):
+        with pytest.raises(ValueError, match="compression needs"):
             hvd.allreduce(array, op=hvd.Max, compression=hvd.Compression.fp16)
         still_works()
 
@@ -258,9 +258,11 @@ class TestAllgather:
         assert hvd.allgather(np.zeros((hvd.rank() + 1, 0, 4))).shape == (3, 0, 4)
 
     @TWO
-    def test_the_handle_has_the_rows_of_each_rank(self):
+    def test_the_handle_gives_the_array_and_where_asked_the_rows_of_each_rank(self):
         hvd.init()
-        whole, rows = hvd.synchronize(hvd.allgather_async(np.arange(2 * hvd.rank() + 1)))
+        array = np.arange(2 * hvd.rank() + 1)
+        assert hvd.synchronize(hvd.allgather_async(array)).tolist() == [0, 0, 1, 2]
+        whole, rows = collectives.allgather_rows_async(array).wait()
         assert rows == [1, 3]
         assert whole.tolist() == [0, 0, 1, 2]
 
@@ -444,7 +446,7 @@ class TestHandles:
                 total = size * number + size * (size - 1) // 2
                 assert result.tolist() == [total] * (number % 5)
             elif number % 3 == 1:
-                assert result[0].tolist() == [other for other in range(size) for _ in range(other)]
+                assert result.tolist() == [other for other in range(size) for _ in range(other)]
             else:
                 assert result.tolist() == [number % size]
 
@@ -463,6 +465,32 @@ def start(number, rank):
     if number % 3 == 1:
         return hvd.allgather_async(np.full(rank, rank), name=name)
     return hvd.broadcast_async(np.array([rank]), number % hvd.size(), name=name)
+
+
+class TestNames:
+    @ranks(1, 2, 3, timeout=20)
+    def test_kinds_may_share_a_name(self):
+        hvd.init()
+        size, ones = hvd.size(), np.ones(2)
+        for _ in range(20):
+            handles = [
+                hvd.allreduce_async(ones, name="loss", op=hvd.Sum),
+                hvd.allgather_async(ones, name="loss"),
+                hvd.broadcast_async(ones * hvd.rank(), 0, name="loss"),
+            ]
+            assert hvd.allgather_object(hvd.rank(), name="loss") == list(range(size))
+            found = [hvd.synchronize(handle).tolist() for handle in handles]
+            assert found == [[size] * 2, [1] * 2 * size, [0] * 2]
+
+    @ranks(2, 3, timeout=20)
+    def test_different_kinds_under_one_name_are_an_error_on_all_ranks_at_once(self):
+        hvd.init()
+        start = time.monotonic()
+        call = hvd.allgather if hvd.rank() == 1 else hvd.allreduce
+        with pytest.raises(hvd.MismatchError, match=r"the ranks disagree on 'x': the operation is"):
+            call(np.ones(2), name="x")
+        assert time.monotonic() - start < 5
+        assert hvd.allreduce(1.0, name="x", op=hvd.Sum) == hvd.size()
 
 
 class TestDisagreement:
@@ -565,6 +593,10 @@ class TestUnnamed:
             (lambda: hvd.allreduce(array, average=True, op=hvd.Sum), hvd.allreduce_async),
             (lambda: hvd.allreduce_async(array, average=True, op=hvd.Sum), hvd.allreduce_async),
             (lambda: hvd.allreduce(array, op=17), hvd.allreduce_async),
+            (
+                lambda: hvd.allreduce(array, op=hvd.Max, compression=hvd.Compression.fp16),
+                hvd.allreduce_async,
+            ),
             (lambda: hvd.allreduce(array + 1j, op=hvd.Max), hvd.allreduce_async),
             (lambda: hvd.allreduce(array, prescale_factor="x"), hvd.allreduce_async),
             (lambda: hvd.allreduce(array, out=np.ones(3)), hvd.allreduce_async),

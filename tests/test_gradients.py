@@ -151,7 +151,11 @@ class TestOverlap:
                 check_reduction(
                     made.result_slot(number), gradients(made, number, step), hvd.Average
                 )
-            assert [made.is_marked(number) for number in first] == [True] * len(first)
+            for number in first:  # it may be read at this moment, or be on its way again
+                before = made.slot(number).copy()
+                with pytest.raises(ValueError, match="was marked twice"):
+                    made.put(number, before + 1)
+                assert made.slot(number).tobytes() == before.tobytes()
             mark_all(made, step, [number for number in range(12) if number not in first])
             made.finish()
             check(made, step)
@@ -333,6 +337,37 @@ class TestMistakes:
         hvd.shutdown()
         with pytest.raises(hvd.HorovodInternalError, match="shut down"):
             made.finish()
+
+    @TWO
+    def test_a_launch_that_fails_waits_for_the_buckets_before_it(self, monkeypatch):
+        """A lane that refuses the second bucket, of which the other rank knows nothing."""
+        hvd.init()
+        made = exchange("model", model())
+        mark_all(made, 0)
+        made.finish()
+        submit, submitted = made._lane.submit, []
+
+        def refuse(operation):
+            if submitted:
+                raise hvd.HorovodInternalError("refused")
+            submitted.append(submit(operation))
+            return submitted[0]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(made._lane, "submit", refuse)
+            for number in made.plan[0]:
+                made.put(number, gradient(made, number, 1, hvd.rank()))
+                made.mark(number)
+            with pytest.raises(hvd.HorovodInternalError, match="refused"):
+                mark_all(made, 1, made.plan[1])
+            assert made.in_flight
+            with pytest.raises(hvd.HorovodInternalError, match="refused"):
+                made.finish()
+            assert submitted[0].done()
+            assert not made.in_flight
+        mark_all(made, 2)
+        assert all(made.finish())
+        check(made, 2)
 
 
 class TestSingleBuckets:

@@ -3,9 +3,12 @@
 import logging
 import time
 
+import numpy as np
 import pytest
 
 import hvdlite as hvd
+from hvdlite import runtime
+from hvdlite.engine.operations import Allreduce, Barrier
 from tests.harness import ranks
 
 
@@ -77,3 +80,46 @@ def test_a_rank_that_left_long_ago_is_noticed():
     time.sleep(2)
     with pytest.raises(hvd.HorovodInternalError, match="rank 0 has ended"):
         hvd.allreduce(1.0, name="loss")
+
+
+@ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
+@pytest.mark.parametrize("late", [False, True], ids=["current", "next"])
+def test_a_rank_that_fails_in_an_operation_is_noticed(monkeypatch, late):
+    """By those that wait for it already, and by those that come to it later."""
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == 0:
+        # The others have to be through with it: who is told earlier fails in it as well.
+        monkeypatch.setattr(Barrier, "execute", lambda *_: time.sleep(0.3) or [][0])
+        with pytest.raises(hvd.HorovodInternalError, match="rank 0: 'a' failed: IndexError"):
+            hvd.barrier("a")
+        time.sleep(1.5)
+        return
+    hvd.barrier("a")
+    if late:
+        time.sleep(1.0)
+    start = time.monotonic()
+    with pytest.raises(hvd.HorovodInternalError, match="'loss' failed: rank 0 has ended"):
+        hvd.allreduce(1.0, name="loss")
+    assert time.monotonic() - start < 5
+    with pytest.raises(hvd.HorovodInternalError, match="rank 0 has ended"):
+        hvd.allreduce(1.0, name="loss")
+
+
+@ranks(2, timeout=20)
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
+def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, op):
+    hvd.init()
+
+    def no_room(*_):
+        raise MemoryError
+
+    operation = Allreduce("loss", np.ones(3, np.float32), op, 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "empty", no_room)
+        patch.setattr(np, "ascontiguousarray", no_room)
+        with pytest.raises(MemoryError):
+            Allreduce("loss", np.ones(3), op)
+        whole = runtime.engine().named
+        operation.execute(whole._transport, [b"", b""])  # which allocates nothing any more
+    assert operation._out.tolist() == [4.0 if op is hvd.Sum else 2.0] * 3

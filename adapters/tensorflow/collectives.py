@@ -133,7 +133,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     """
 
     def gather(array: Any) -> list[Any]:
-        whole, rows = collectives.allgather_async(array, name).wait()
+        whole, rows = collectives.allgather_rows_async(array, name).wait()
         start = sum(rows[: world.rank()])
         return [whole, np.int64(start), np.int64(start + rows[world.rank()])]
 

@@ -14,14 +14,24 @@ from hvdlite.tensorflow.tensors import as_it_is
 
 
 def shard(
-    data: Any, batch_size: int, shuffle: bool = True, seed: int = 0, first_epoch: int = 0
+    data: Any,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    first_epoch: int = 0,
+    *,
+    allow_empty: bool = False,
 ) -> tf.data.Dataset:
     """Deal arrays to the ranks, as a dataset of this rank's batches.
 
     Every rank makes the same number of steps, no batch is empty, and every sample comes
-    exactly once per epoch over all ranks, the remainder included (see `Sharding`). Each
-    iteration over the dataset is one epoch, and the next iteration the next epoch, in an
-    order of its own; so ranks must iterate alike.
+    exactly once per epoch over all ranks, the remainder included (see `Sharding`).
+
+    Each iteration over the dataset is one epoch. When its last batch has been taken, the next
+    iteration is the next epoch, in an order of its own; an iteration that is given up before
+    (a look at the first batch, say, on one rank) changes nothing. Ranks must end their epochs
+    alike. ``prefetch(n)`` takes ``n`` batches ahead, so a look at an epoch with no more batches
+    than that takes all of them: look at the data another way.
 
     Args:
         data: an array or tensor (first axis: samples), or a tuple or dict of some, nested
@@ -29,20 +39,24 @@ def shard(
         batch_size: samples per rank and step.
         shuffle: whether each epoch has an order of its own; False for evaluation.
         seed: of the orders; the same on all ranks.
-        first_epoch: the epoch, from 0, that the first iteration gives; to resume a training.
+        first_epoch: the epoch, from 0, that the first iteration gives; to resume a training, or
+            to go on, with a new dataset, after an epoch that was ended early.
+        allow_empty: whether ranks may have an empty batch where there are fewer samples than
+            ranks; for evaluation.
 
     Returns:
         A dataset of batches in the structure of ``data``, of known types and cardinality.
 
     Raises:
-        ValueError: lengths disagree, or there are fewer samples than ranks.
+        ValueError: lengths disagree, or there are fewer samples than ranks and not
+            ``allow_empty``.
 
     Example::
 
         dataset = hvd.shard((images, labels), batch_size=64).prefetch(2)
     """
     arrays = _arrays(data)
-    batches = recipe.shard(arrays, batch_size, shuffle, seed)
+    batches = recipe.shard(arrays, batch_size, shuffle, seed, allow_empty=allow_empty)
     batches.set_epoch(first_epoch)
     dataset = tf.data.Dataset.from_generator(
         lambda: batches, output_signature=tf.nest.map_structure(_spec, arrays)
@@ -67,7 +81,8 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
 
     Batches are dealt as `shard` does without shuffling. Every rank runs through all
     samples, so put what is expensive behind it; ``dataset.shuffle(n, seed=...)`` before it
-    gives each epoch an order of its own, if all ranks use one seed.
+    gives each epoch an order of its own, if all ranks use one seed there and, where they call
+    it, in ``tf.random.set_seed`` (which ``keras.utils.set_random_seed`` does too).
 
     Args:
         batch_size: samples per rank and step.

@@ -55,7 +55,14 @@ class Layout:
 
     def _connect(self) -> GradientExchange:
         sources = [
-            (f"source {number}", f"{parameter.name!r} {describe(parameter)}{self._kind(number)}")
+            (f"source {number}", f"{parameter.name!r} {describe(parameter)}")
+            for number, parameter in enumerate(self.parameters)
+        ]
+        kinds = [
+            (
+                f"the gradient of {parameter.name!r} (dense everywhere with sparse_as_dense=True)",
+                "IndexedSlices" if number in self.sparse else "dense or None",
+            )
             for number, parameter in enumerate(self.parameters)
         ]
         return GradientExchange(
@@ -64,11 +71,8 @@ class Layout:
             [self.parameters[position] for position in self.dense],
             self.strategy,
             self.reduction,
-            also=(*sources, ("the number of sources", len(sources))),
+            also=(*sources, ("the number of sources", len(sources)), *kinds),
         )
-
-    def _kind(self, number: int) -> str:
-        return " with a sparse gradient" if number in self.sparse else ""
 
     @cached_property
     def _hash(self) -> int:

@@ -200,7 +200,7 @@ def _gather(layout: Layout, position: int, gradient: tf.IndexedSlices) -> tf.Ind
             collectives.allgather_async(values, f"{name} values"),
             collectives.allgather_async(indices, f"{name} indices"),
         ]
-        (all_values, _), (all_indices, _) = [handle.wait() for handle in handles]
+        all_values, all_indices = [handle.wait() for handle in handles]
         return [layout.reduction.whole(world.size()).apply(all_values), all_indices]
 
     specs = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdlite import CheckpointError, collectives, runtime, world
 from hvdlite.arrays import describe
 from hvdlite.recipe import Checkpoint
+from hvdlite.recipe._tree import map_leaves
 from hvdlite.tensorflow.names import name_of
 from hvdlite.tensorflow.tensors import as_it_is, like, run, to_array, to_tensor
 
@@ -88,7 +89,15 @@ class TensorCheckpoint(Checkpoint):
         """
         if tf.inside_function():
             raise RuntimeError("a checkpoint is saved between steps, not inside tf.function")
-        super().save(_map_tensors(to_array, state) if world.rank() == 0 else None)
+        super().save(state)
+
+    def _encode(self, state: Any) -> Any:
+        return map_leaves(_to_host, state)
+
+
+def _to_host(leaf: Any) -> Any:
+    is_tensor = isinstance(leaf, tf.Tensor) or _is_variable(leaf)
+    return to_array(to_tensor(leaf)) if is_tensor else leaf
 
 
 def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
@@ -133,14 +142,3 @@ def assign_variables(variables: Any, values: Any) -> None:
             )
     for variable, array in zip(flat, arrays, strict=True):
         variable.assign(array)
-
-
-def _map_tensors(convert: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, tf.Tensor) or _is_variable(tree):
-        return convert(to_tensor(tree))
-    if isinstance(tree, Mapping):
-        return {key: _map_tensors(convert, value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        kind = tuple if isinstance(tree, tuple) else list
-        return kind(_map_tensors(convert, value) for value in tree)
-    return tree

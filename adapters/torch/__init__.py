@@ -43,6 +43,7 @@ from hvdlite import (
     warmup,
 )
 from hvdlite.exchange import Compression
+from hvdlite.recipe import Sharding
 from hvdlite.torch.collectives import (
     allgather,
     allgather_async,
@@ -113,6 +114,7 @@ __all__ = [
     "pin_device",
     "shard",
     "ShardSampler",
+    "Sharding",
     "scale_lr",
     "warmup",
     "checkpoint",

@@ -160,7 +160,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None) -> TensorHand
     """Start `allgather` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "allgather")
     handle = collectives.allgather_async(to_array(tensor), name)
-    return TensorHandle(handle, lambda result: to_tensor_like(result[0], tensor))
+    return TensorHandle(handle, lambda whole: to_tensor_like(whole, tensor))
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
@@ -286,8 +286,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
         ctx.name, ctx.shape = name, tensor.shape
-        handle = collectives.allgather_async(to_array(tensor), name)
-        whole, rows = handle.wait()
+        whole, rows = collectives.allgather_rows_async(to_array(tensor), name).wait()
         ctx.start = sum(rows[: world.rank()])
         ctx.rows = rows[world.rank()]
         return to_tensor_like(whole, tensor)

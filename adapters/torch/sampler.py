@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
-from hvdlite.recipe import Sharding
+from hvdlite.recipe import Batches, Sharding
 
 
 class ShardSampler(Sampler[list[int]]):
@@ -14,33 +14,50 @@ class ShardSampler(Sampler[list[int]]):
 
     Every rank makes the same number of steps, no batch is empty, and every sample of the
     data set comes exactly once per epoch, the remainder included. Use it as
-    ``DataLoader(dataset, batch_sampler=sampler)``; each new iteration is the next epoch.
+    ``DataLoader(dataset, batch_sampler=sampler)``.
+
+    Each iteration is one epoch. When its last batch has been taken, the next iteration is the
+    next epoch; an iteration that is given up before (a look at the first batch, say, on one
+    rank) changes nothing. Who ends an epoch early calls `set_epoch`, on all ranks, to go on
+    with the next one. The workers of a DataLoader take batches ahead
+    (``num_workers * prefetch_factor`` and one), so a look at an epoch with no more batches
+    than that takes all of them: call `set_epoch` after it, too.
 
     Args:
         dataset: the data set, or its length.
         batch_size: samples per rank and step.
         shuffle: whether each epoch has an order of its own.
         seed: of the orders; the same on all ranks.
+        allow_empty: whether there may be fewer samples than ranks. Ranks without a sample
+            make no step then, so this is for evaluation, where a step has no collective.
 
     Raises:
-        ValueError: there are fewer samples than ranks.
+        ValueError: there are fewer samples than ranks, and not ``allow_empty``.
     """
 
     def __init__(
-        self, dataset: Sized | int, batch_size: int, shuffle: bool = True, seed: int = 0
+        self,
+        dataset: Sized | int,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        *,
+        allow_empty: bool = False,
     ) -> None:
         samples = dataset if isinstance(dataset, int) else len(dataset)
-        self.sharding = Sharding(samples, batch_size, shuffle=shuffle, seed=seed)
-        self._epoch = 0
+        self.sharding = Sharding(
+            samples, batch_size, shuffle=shuffle, seed=seed, allow_empty=allow_empty
+        )
+        self._batches = Batches(range(samples), self.sharding)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from 0, that the next iteration gives."""
-        self._epoch = epoch
+        """Set the epoch, from 0, that the next iteration gives; alike on all ranks."""
+        self._batches.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        for indices in self.sharding.indices(epoch):
-            yield indices.tolist()
+        # A DataLoader cannot make a batch of nothing.
+        return (batch for batch in self._batches if batch)
 
     def __len__(self) -> int:
-        return self.sharding.steps
+        has_samples = self.sharding.rank < self.sharding.samples
+        return self.sharding.steps if has_samples else 0

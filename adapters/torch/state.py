@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from hvdlite import collectives, runtime
+from hvdlite import collectives, runtime, world
 from hvdlite.recipe import Checkpoint
+from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.collectives import broadcast_async_, synchronize
 from hvdlite.torch.tensors import to_array, to_tensor
+
+# The last part of the keys under which torch files what get_extra_state() returns.
+_EXTRA_STATE = "_extra_state"
 
 Parameters = (
     Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor] | torch.nn.Module
@@ -24,15 +29,16 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or any other dict,
             list or generator of names and tensors or of tensors alone, or a module (its
-            state_dict). Entries that are no tensors (None) are left alone.
+            state_dict). Entries that are None are left alone.
         root_rank: the rank whose values count.
 
     Raises:
-        ValueError: there is no such rank, or ``params`` is something else.
+        ValueError: there is no such rank, or ``params`` holds something else, or what a module
+            returns from ``get_extra_state``, which cannot be overwritten in place.
         HorovodInternalError: the ranks disagree on names, shapes or dtypes.
     """
     prefix = runtime.engine().unnamed("broadcast_parameters")
-    tensors = [(name, entry) for name, entry in _named(params) if isinstance(entry, torch.Tensor)]
+    tensors = [(name, _checked(name, entry)) for name, entry in _named(params) if entry is not None]
     layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     collectives.agree_on(f"{prefix}: its tensors", layout)
     handles = [
@@ -61,6 +67,23 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
     )
 
 
+def _checked(name: Any, entry: Any) -> torch.Tensor:
+    """Refuse what would stay as it is on this rank, so that ranks train from different states."""
+    found = f"rank {world.rank()}: params[{name!r}] is a {type(entry).__name__}"
+    if str(name).rpartition(".")[-1] == _EXTRA_STATE:
+        raise ValueError(
+            f"{found} from get_extra_state(), which cannot be overwritten in place; use "
+            "model.load_state_dict(hvd.broadcast_object(model.state_dict(), root_rank))"
+        )
+    if not isinstance(entry, torch.Tensor):
+        raise ValueError(
+            f"{found}, expected a tensor; pass each model.state_dict() by itself, an optimizer "
+            "to hvd.broadcast_optimizer_state, and anything else to hvd.broadcast_object, which "
+            "returns it"
+        )
+    return entry
+
+
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
 ) -> None:
@@ -84,38 +107,28 @@ def broadcast_optimizer_state(
     ]
     name = runtime.engine().unnamed("broadcast_optimizer_state")
     collectives.agree_on(f"{name}: its parameters", [str(group) for group in groups])
-    state = _map_tensors(lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
+    is_root = world.rank() == root_rank
+    state = map_leaves(_to_host, optimizer.state_dict()) if is_root else None
     received = collectives.broadcast_object(state, root_rank, name)
-    if collectives.world.rank() != root_rank:
+    if not is_root:
         optimizer.load_state_dict(received)
 
 
+def _to_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
 class TensorCheckpoint(Checkpoint):
-    """A checkpoint whose trees may hold tensors; they come back as tensors on the host."""
+    """A checkpoint whose trees may hold tensors; they come back as tensors on the host.
 
-    def save(self, state: Any) -> None:
-        """Write the state of rank 0, in place of what the file held before; collective.
+    Save for example ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``.
+    """
 
-        Args:
-            state: as `hvdlite.recipe.Checkpoint.save`, with tensors; e.g.
-                ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``.
+    def _encode(self, state: Any) -> Any:
+        return map_leaves(_mark, state)
 
-        Raises:
-            TypeError: something else is in the tree.
-            CheckpointError: the file cannot be written.
-        """
-        super().save(_map_tensors(lambda tensor: {_TENSOR: to_array(tensor)}, state))
-
-    def load(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the file on rank 0 and return an equal tree on every rank; collective.
-
-        Args:
-            default: what to return if there is no such file; without it that is an error.
-
-        Raises:
-            CheckpointError: the file is missing, damaged, or not a checkpoint.
-        """
-        return _restore(super().load(*args, **kwargs))
+    def _decode(self, tree: Any) -> Any:
+        return map_leaves(_unmark, tree, is_leaf=_is_marked)
 
 
 def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
@@ -123,24 +136,21 @@ def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
     return TensorCheckpoint(path)
 
 
+# In the file a tensor is a dict of this one key, so that it differs from an array.
 _TENSOR = "torch.Tensor"
 
 
-def _map_tensors(convert: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return convert(tree)
-    if isinstance(tree, Mapping):
-        return {key: _map_tensors(convert, value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_map_tensors(convert, value) for value in tree)
-    return tree
+def _mark(leaf: Any) -> Any:
+    return {_TENSOR: to_array(leaf)} if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _restore(tree: Any) -> Any:
-    if isinstance(tree, dict):
-        if tree.keys() == {_TENSOR}:
-            return to_tensor(tree[_TENSOR])
-        return {key: _restore(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_restore(value) for value in tree)
-    return tree
+def _is_marked(node: Any) -> bool:
+    return (
+        isinstance(node, dict)
+        and node.keys() == {_TENSOR}
+        and isinstance(node[_TENSOR], np.ndarray)
+    )
+
+
+def _unmark(leaf: Any) -> Any:
+    return to_tensor(leaf[_TENSOR]) if _is_marked(leaf) else leaf

@@ -18,6 +18,7 @@ class Description:
     payload: bytes
     failure: str | None = None
     waited: float = 0.0  # seconds since it was submitted
+    key: str = ""  # of the operation; empty: its name
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,21 @@ class Report:
 
 @dataclass
 class Decision:
-    """What all ranks do next.
+    """What all ranks do next; operations go by their keys.
 
     Attributes:
-        ready: names that every rank has submitted alike, in the order to run them.
-        differing: names that every rank has submitted, with different signatures.
-        failed: for each name that cannot run, why.
-        missing: for each name that waits, the ranks that have not submitted it.
+        ready: those that every rank has submitted alike, in the order to run them.
+        differing: those that every rank has submitted, with different signatures.
+        clashing: for each name under which every rank waits for an operation, but not all
+            for one kind: the operation of each rank, by rank.
+        failed: for each one that cannot run, why.
+        missing: for each one that waits, by its name, the ranks that have not submitted it.
         closing: the ranks that are shutting down.
     """
 
     ready: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
+    clashing: list[tuple[str, ...]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
     closing: list[int] = field(default_factory=list)
@@ -55,38 +59,76 @@ def decide(reports: Sequence[Report], give_up_after: float = math.inf) -> Decisi
         give_up_after: seconds after which an operation that is still missing somewhere
             fails where it was submitted.
     """
-    tables = [{entry.name: entry for entry in report.descriptions} for report in reports]
+    tables = [
+        {entry.key or entry.name: entry for entry in report.descriptions} for report in reports
+    ]
     decision = Decision(closing=[rank for rank, report in enumerate(reports) if report.closing])
-    # dict.fromkeys: the union of the names, in an order that is the same on all ranks.
-    for name in dict.fromkeys(name for table in tables for name in table):
-        missing = [rank for rank, table in enumerate(tables) if name not in table]
-        failures = [
-            (rank, table[name].failure)
-            for rank, table in enumerate(tables)
-            if name in table and table[name].failure is not None
-        ]
-        gone = [rank for rank in missing if rank in decision.closing]
-        if gone:
-            decision.failed[name] = (
-                f"{ranks_text(gone)} shut down without submitting {name!r}; "
-                "see what ended there, and run the same steps on all ranks"
-            )
+    waiting: dict[str, list[int]] = {}
+    # dict.fromkeys: the union of the keys, in an order that is the same on all ranks.
+    for key in dict.fromkeys(key for table in tables for key in table):
+        entries = {rank: table[key] for rank, table in enumerate(tables) if key in table}
+        missing = [rank for rank in range(len(tables)) if rank not in entries]
+        why = _failure(entries, missing, decision.closing, give_up_after)
+        if why is not None:
+            decision.failed[key] = why
         elif missing:
-            waited = max(table[name].waited for table in tables if name in table)
-            if waited > give_up_after:
-                decision.failed[name] = (
-                    f"{name!r} has waited {waited:.0f} s and is still missing on "
-                    f"{ranks_text(missing)}"
-                )
-            else:
-                decision.missing[name] = missing
-        elif failures:
-            decision.failed[name] = "; ".join(f"rank {rank}: {why}" for rank, why in failures)
-        elif len({table[name].digest for table in tables}) > 1:
-            decision.differing.append(name)
+            waiting[key] = missing
+        elif len({entry.digest for entry in entries.values()}) > 1:
+            decision.differing.append(key)
         else:
-            decision.ready.append(name)
+            decision.ready.append(key)
+    _sort_waiting(decision, tables, waiting)
     return decision
+
+
+def _failure(
+    entries: Mapping[int, Description],
+    missing: Sequence[int],
+    closing: Sequence[int],
+    give_up_after: float,
+) -> str | None:
+    """Why an operation cannot run, now or later; None: it can."""
+    name = next(iter(entries.values())).name
+    gone = [rank for rank in missing if rank in closing]
+    if gone:
+        return (
+            f"{ranks_text(gone)} shut down without submitting {name!r}; "
+            "see what ended there, and run the same steps on all ranks"
+        )
+    if missing:
+        waited = max(entry.waited for entry in entries.values())
+        if waited <= give_up_after:
+            return None
+        return (
+            f"{name!r} has waited {waited:.0f} s and is still missing on {ranks_text(missing)}; "
+            "run the same steps on all ranks, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
+        )
+    failures = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
+    return "; ".join(f"rank {rank}: {why}" for rank, why in failures.items()) or None
+
+
+def _sort_waiting(
+    decision: Decision,
+    tables: Sequence[Mapping[str, Description]],
+    waiting: Mapping[str, list[int]],
+) -> None:
+    """Tell operations that wait for each other under one name from those that just wait.
+
+    Ranks that submit the kinds of a name in the same order never clash: the first of two
+    kinds is on its way, or done, on all ranks before any rank can wait for the second alone.
+    """
+    by_name: dict[str, dict[int, str]] = {}
+    for rank, table in enumerate(tables):
+        for key, entry in table.items():
+            if key in waiting:
+                by_name.setdefault(entry.name, {}).setdefault(rank, key)
+    for name, keys in by_name.items():
+        if len(keys) == len(tables):
+            decision.clashing.append(tuple(keys[rank] for rank in range(len(tables))))
+        else:
+            for key in dict.fromkeys(keys.values()):
+                label = key if name in decision.missing else name
+                decision.missing[label] = waiting[key]
 
 
 def explain(name: str, signatures: Mapping[int, Signature]) -> str:

@@ -113,7 +113,7 @@ class Lane:
         with self._changed:
             self._closing = True
             self._changes += 1
-            self._refusal = "hvdlite has been shut down on this rank"
+            self._refusal = "hvdlite has been shut down on this rank; call hvd.init() first"
             self._changed.notify_all()
 
     def close(self, timeout: float) -> bool:
@@ -137,13 +137,13 @@ class Lane:
     def _enqueue(self, operation: Operation) -> None:
         if self._refusal is not None:
             raise HorovodInternalError(f"{operation.name!r} cannot be submitted: {self._refusal}")
-        if operation.name in self._pending:
+        if operation.key in self._pending:
             raise ValueError(
                 f"rank {self._transport.rank}: an operation named {operation.name!r} is still on "
                 "its way; wait for it, or give this one another name"
             )
-        self._pending[operation.name] = operation
-        self._submitted[operation.name] = time.monotonic()
+        self._pending[operation.key] = operation
+        self._submitted[operation.key] = time.monotonic()
         self._changes += 1
 
     def _serve(self) -> None:
@@ -177,10 +177,16 @@ class Lane:
                     self._changed.notify_all()
 
     def _break(self, error: BaseException) -> None:
+        # Before anybody here can react; where even this fails there is no way to tell.
+        with contextlib.suppress(Exception):
+            self._transport.leave()
         with self._changed:
             self._broken = True
             reason = _describe_error(error)
-            self._refusal = self._refusal or f"an earlier failure ended communication: {reason}"
+            self._refusal = self._refusal or (
+                f"an earlier failure ended communication: {reason}; end the job, or call "
+                "hvd.shutdown() and hvd.init() on all ranks"
+            )
             pending = list(self._pending.values())
             self._pending.clear()
             self._submitted.clear()
@@ -208,16 +214,18 @@ class Lane:
         reports = self._exchange_reports()
         limit = self._settings.stall_shutdown_time_seconds or math.inf
         decision = decide(reports, give_up_after=limit)
-        for name in decision.differing:
-            self._fail_differing(name)
-        for name, why in decision.failed.items():
-            self._fail_if_pending(name, HorovodInternalError(why))
-        for name in decision.ready:
-            payloads = [_payload(report, name) for report in reports]
-            self._execute(self._pending[name], payloads)
+        for key in decision.differing:
+            self._fail_differing(key)
+        for keys in decision.clashing:
+            self._fail_differing(keys[self._transport.rank])
+        for key, why in decision.failed.items():
+            self._fail_if_pending(key, HorovodInternalError(why))
+        for key in decision.ready:
+            payloads = [_payload(report, key) for report in reports]
+            self._execute(self._pending[key], payloads)
         if decision.closing:
             self._refuse_after(decision.closing)
-        if not (decision.ready or decision.differing or decision.failed):
+        if not (decision.ready or decision.differing or decision.clashing or decision.failed):
             self._report_stall(decision)
             self._pause_between_rounds()
 
@@ -230,7 +238,8 @@ class Lane:
                     operation.digest(),
                     operation.payload,
                     operation.failure,
-                    now - self._submitted[operation.name],
+                    now - self._submitted[operation.key],
+                    operation.key,
                 )
                 for operation in self._pending.values()
             )
@@ -239,15 +248,15 @@ class Lane:
         messages = self._transport.gather(pickle.dumps(report))
         return [pickle.loads(message) for message in messages]
 
-    def _fail_differing(self, name: str) -> None:
+    def _fail_differing(self, key: str) -> None:
         """Exchange the full signatures, which the digests only stand for, and explain."""
-        operation = self._pending[name]
+        operation = self._pending[key]
         messages = self._transport.gather(pickle.dumps(operation.signature))
         signatures = {rank: pickle.loads(message) for rank, message in enumerate(messages)}
-        self._fail(operation, MismatchError(explain(name, signatures)))
+        self._fail(operation, MismatchError(explain(operation.name, signatures)))
 
-    def _fail_if_pending(self, name: str, error: HorovodInternalError) -> None:
-        operation = self._pending.get(name)
+    def _fail_if_pending(self, key: str, error: HorovodInternalError) -> None:
+        operation = self._pending.get(key)
         if operation is not None:
             self._fail(operation, error)
 
@@ -265,12 +274,15 @@ class Lane:
     def _remove(self, operation: Operation) -> None:
         self._next_pause = _FIRST_PAUSE
         with self._changed:
-            del self._pending[operation.name], self._submitted[operation.name]
+            del self._pending[operation.key], self._submitted[operation.key]
 
     def _refuse_after(self, closing: Sequence[int]) -> None:
         with self._changed:
             if self._refusal is None:
-                self._refusal = f"{ranks_text(closing)} shut down already"
+                self._refusal = (
+                    f"{ranks_text(closing)} shut down already; run the same steps on all "
+                    "ranks, and call hvd.shutdown() after the last"
+                )
 
     def _pause_between_rounds(self) -> None:
         with self._changed:
@@ -294,7 +306,7 @@ class Lane:
 
     def _describe_pending(self) -> str:
         with self._changed:
-            names = list(self._pending)
+            names = [operation.name for operation in self._pending.values()]
         shown = ", ".join(map(repr, names[:4])) or "shutdown()"
         return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
@@ -303,5 +315,5 @@ def _describe_error(error: BaseException) -> str:
     return str(error) if isinstance(error, HorovodInternalError) else repr(error)
 
 
-def _payload(report: Report, name: str) -> bytes:
-    return next(entry.payload for entry in report.descriptions if entry.name == name)
+def _payload(report: Report, key: str) -> bytes:
+    return next(entry.payload for entry in report.descriptions if entry.key == key)

@@ -24,12 +24,17 @@ class Operation(ABC):
     """One collective, submitted under a name by every rank of a lane.
 
     Args:
-        name: the same on all ranks; it says which submissions belong together.
+        name: the same on all ranks; together with the kind, which the signature begins with,
+            it says which submissions belong together.
         signature: what must be equal on all ranks.
         payload: what may differ, and every rank needs to know of every other: the
             number of rows to gather, which gradients are there.
         failure: why this rank cannot take part after all. The operation then fails on
             all ranks, instead of leaving the others waiting.
+
+    Attributes:
+        key: what the operation is called in its lane: ``allreduce.loss``. As in Horovod,
+            operations of different kinds may be on their way under one name.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class Operation(ABC):
         self.payload = payload
         self.failure = failure
         self.handle = Handle(name)
+        label, kind = signature[0] if signature else ("", "")
+        self.key = f"{kind}.{name}" if label == "the operation" else name
 
     def digest(self) -> bytes:
         """A digest of the signature, 16 bytes."""

@@ -14,6 +14,21 @@ from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
 
 
+def allreduce_signature(
+    array: Any, op: ReduceOp, prescale: float, postscale: float, compression: str
+) -> Signature:
+    """What every allreduce, however it travels, has alike on all ranks."""
+    return (
+        ("the operation", "allreduce"),
+        ("dtype", array.dtype.name),
+        ("shape", tuple(array.shape)),
+        ("op", op.name.capitalize()),
+        ("prescale_factor", prescale),
+        ("postscale_factor", postscale),
+        ("compression", compression),
+    )
+
+
 class Allreduce(Operation):
     """Reduce an array over all ranks.
 
@@ -36,36 +51,25 @@ class Allreduce(Operation):
         postscale: float = 1.0,
         out: Any = None,
     ) -> None:
-        super().__init__(
-            name,
-            (
-                ("the operation", "allreduce"),
-                ("dtype", array.dtype.name),
-                ("shape", tuple(array.shape)),
-                ("op", op.name.capitalize()),
-                ("prescale_factor", prescale),
-                ("postscale_factor", postscale),
-                ("compression", "none"),
-            ),
-        )
+        super().__init__(name, allreduce_signature(array, op, prescale, postscale, "none"))
         self._array = array
         self._op = op
         self._prescale = Scaling(prescale)
         self._postscale = postscale
-        self._out = out
+        self._out = _allocated(out, array)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the reduced array, of the input's shape and dtype."""
-        out = np.empty(self._array.shape, self._array.dtype) if self._out is None else self._out
-        send, result = flat(self._array), out.reshape(-1)
-        if not self._prescale.is_identity:
-            send = self._prescale.apply(send.copy())
-        elif self._array is self._out:
-            send = result
+        result = self._out.reshape(-1)
+        if self._prescale.is_identity and self._array.flags.c_contiguous:
+            send = result if self._array is self._out else self._array.reshape(-1)
+        else:  # the result's place is free until the reduction: no copy of its own
+            self._out[...] = self._array
+            send = self._prescale.apply(result)
         average = self._op is ReduceOp.AVERAGE
         scaling = Scaling(self._postscale, transport.size if average else 1)
         transport.allreduce(send, result, ReduceOp.SUM if average else self._op, scaling)
-        return out
+        return self._out
 
 
 class Allgather(Operation):
@@ -75,9 +79,12 @@ class Allgather(Operation):
         name: the operation's name.
         array: at least one axis; all but the first are alike on all ranks.
         label: what the operation is called in messages.
+        with_rows: whether the result has, beside the whole, the number of rows of each rank.
     """
 
-    def __init__(self, name: str, array: Any, label: str = "allgather") -> None:
+    def __init__(
+        self, name: str, array: Any, label: str = "allgather", with_rows: bool = False
+    ) -> None:
         super().__init__(
             name,
             (
@@ -88,15 +95,16 @@ class Allgather(Operation):
             payload=struct.pack("<q", len(array)),
         )
         self._array = array
+        self._with_rows = with_rows
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return the whole, and the number of rows of each rank."""
+        """Return the whole, or the whole and the number of rows of each rank."""
         rows = [struct.unpack("<q", payload)[0] for payload in payloads]
         shape = self._array.shape[1:]
         whole = np.empty((sum(rows), *shape), self._array.dtype)
         pieces = [as_bytes(flat(part)) for part in np.split(whole, np.cumsum(rows)[:-1])]
         transport.allgather(as_bytes(flat(self._array)), pieces)
-        return whole, rows
+        return (whole, rows) if self._with_rows else whole
 
 
 class Broadcast(Operation):
@@ -122,15 +130,14 @@ class Broadcast(Operation):
         )
         self._array = array
         self._root = root
-        self._out = out
+        self._out = _allocated(out, array)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the root's array."""
-        out = np.empty(self._array.shape, self._array.dtype) if self._out is None else self._out
-        if out is not self._array and transport.rank == self._root:
-            out[...] = self._array
-        transport.broadcast(as_bytes(out.reshape(-1)), self._root)
-        return out
+        if self._out is not self._array and transport.rank == self._root:
+            self._out[...] = self._array
+        transport.broadcast(as_bytes(self._out.reshape(-1)), self._root)
+        return self._out
 
 
 class BroadcastBytes(Operation):
@@ -176,3 +183,8 @@ class Barrier(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         """Do nothing more."""
+
+
+def _allocated(out: Any, array: Any) -> Any:
+    """A place for the result, made before the ranks meet: see `MPITransport`."""
+    return np.empty(array.shape, array.dtype) if out is None else out

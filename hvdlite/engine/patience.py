@@ -50,14 +50,16 @@ class WaitingPolicy:
         Raises:
             HorovodInternalError: the wait has been abandoned or has lasted too long.
         """
-        if elapsed < _SPIN_SECONDS:
+        if elapsed < self._reported:  # another wait than the one reported
             self._reported = 0.0
+        if elapsed < _SPIN_SECONDS:
             time.sleep(0)
             return
         time.sleep(min(elapsed / 8, _LONGEST_SLEEP))
         if self._abandoned.is_set():
             raise HorovodInternalError(
-                f"shut down while waiting for other ranks in {self._describe()}"
+                f"shut down while waiting for other ranks in {self._describe()}; run the "
+                "same steps on all ranks before hvd.shutdown()"
             )
         self._check(elapsed)
 

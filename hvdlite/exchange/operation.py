@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.engine.operation import Operation
+from hvdlite.engine.operations import allreduce_signature
 from hvdlite.exchange.bucket import Bucket, Parameter, Reduction
 from hvdlite.exchange.strategy import Strategy
 from hvdlite.reduction import Scaling
@@ -36,28 +37,18 @@ class CompressedAllreduce(Operation):
         out: Any = None,
     ) -> None:
         super().__init__(
-            name,
-            (
-                ("the operation", "allreduce"),
-                ("dtype", array.dtype.name),
-                ("shape", tuple(array.shape)),
-                ("op", reduction.op.name.capitalize()),
-                ("prescale_factor", prescale),
-                ("postscale_factor", postscale),
-                ("compression", strategy.name),
-            ),
+            name, allreduce_signature(array, reduction.op, prescale, postscale, strategy.name)
         )
         self._array = array
         self._strategy = strategy
-        self._reduction = reduction
+        self._bucket = Bucket([Parameter(name, array.shape, array.dtype)], reduction)
         self._prescale = Scaling(prescale)
         self._postscale = Scaling(postscale)
         self._out = out
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the reduced array, of the input's shape and dtype."""
-        whole = Parameter(self.name, self._array.shape, self._array.dtype)
-        bucket = Bucket([whole], self._reduction)
+        bucket = self._bucket
         bucket.send_slot(0)[...] = self._array
         bucket.send[...] = self._prescale.apply(bucket.send)
         self._strategy.exchange(bucket, transport)

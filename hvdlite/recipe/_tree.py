@@ -7,7 +7,7 @@ for themselves. Everything else is an object of one entry, ``{kind: content}``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +20,8 @@ _ALLOWED = (
     "dict, list, tuple, None, bool, int, float, str, bytes, numpy scalars and numpy arrays "
     "(of any dtype but object)"
 )
+
+_ENDLESS = "the state contains itself, or is nested too deeply"
 
 # numpy knows these types but its file format does not: they are carried as the
 # unsigned integers of their width.
@@ -48,7 +50,7 @@ def flatten(state: Any) -> tuple[Any, _Arrays]:
     try:
         return _encode(state, "state", arrays), arrays
     except RecursionError:
-        raise ValueError("the state contains itself, or is nested too deeply") from None
+        raise ValueError(_ENDLESS) from None
 
 
 def unflatten(node: Any, arrays: _Arrays) -> Any:
@@ -59,6 +61,39 @@ def unflatten(node: Any, arrays: _Arrays) -> Any:
         ((kind, content),) = node.items()
         return _DECODERS[kind](content, arrays)
     return node
+
+
+def map_leaves(
+    convert: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Any:
+    """Return the tree with every leaf converted.
+
+    Args:
+        convert: Takes a leaf and returns what comes in its place.
+        tree: Of mappings, lists and tuples, which come back as dicts, lists and tuples.
+        is_leaf: Which mappings, lists and tuples are leaves too.
+
+    Raises:
+        TypeError: From ``convert``; the message says where in the tree.
+        ValueError: The tree contains itself, or is nested too deeply.
+    """
+
+    def visit(node: Any, path: str) -> Any:
+        if not is_leaf(node):
+            if isinstance(node, Mapping):
+                return {key: visit(item, f"{path}[{key!r}]") for key, item in node.items()}
+            if isinstance(node, (list, tuple)):
+                items = (visit(item, f"{path}[{index}]") for index, item in enumerate(node))
+                return list(items) if isinstance(node, list) else tuple(items)
+        try:
+            return convert(node)
+        except TypeError as error:
+            raise TypeError(f"{path}: {error}") from error
+
+    try:
+        return visit(tree, "state")
+    except RecursionError:
+        raise ValueError(_ENDLESS) from None
 
 
 def _encode(value: Any, path: str, arrays: _Arrays) -> Any:

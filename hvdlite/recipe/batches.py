@@ -14,8 +14,11 @@ from hvdlite.recipe.sharding import Sharding
 class Batches:
     """One rank's batches of a data set; made by `shard`.
 
-    ``len()`` is the number of steps per epoch. Each iteration is one epoch, and the next
-    iteration is the next epoch.
+    ``len()`` is the number of steps per epoch. Each iteration is one epoch. When its last
+    batch has been taken, the next iteration is the next epoch; an iteration that is given up
+    before (a look at the first batch, say, on one rank) changes nothing. Who ends an epoch
+    early calls `set_epoch`, on all ranks, to go on with the next one. What reads ahead takes
+    batches too.
 
     Args:
         data: As for `shard`.
@@ -32,15 +35,19 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._next_epoch
-        self._next_epoch += 1
-        return self.epoch(epoch)
+        for step, batch in enumerate(self.epoch(epoch), start=1):
+            # Before the last is yielded: who counts the steps never asks for one more. And not
+            # if another iteration, or `set_epoch`, has moved it meanwhile.
+            if step == len(self) and self._next_epoch == epoch:
+                self._next_epoch += 1
+            yield batch
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Return this rank's batches of the given epoch (from 0)."""
         return (_take(self._data, indices) for indices in self.sharding.indices(epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one that the next iteration yields, to resume a training."""
+        """Make ``epoch`` (from 0) the one that the next iteration yields; alike on all ranks."""
         self._next_epoch = epoch
 
 
@@ -68,7 +75,7 @@ def shard(
             ranks (for evaluation).
 
     Returns:
-        The rank's batches, which can be iterated once per epoch.
+        The rank's batches, to be iterated once per epoch; see `Batches`.
 
     Raises:
         ValueError: Lengths disagree, or `Sharding` refuses the numbers.

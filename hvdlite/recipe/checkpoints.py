@@ -26,6 +26,8 @@ class Checkpoint:
     """One checkpoint file, read and written by rank 0 alone; made by `checkpoint`.
 
     Every method is collective: all ranks call it, and an error on rank 0 is raised on all.
+    A subclass that takes further types turns them into these in `_encode`, and back in
+    `_decode`.
 
     Args:
         path: The file, on the host of rank 0.
@@ -72,7 +74,15 @@ class Checkpoint:
             arrays = [np.empty(shape, dtype) for dtype, shape in layouts]
         for number, array in enumerate(arrays):
             _fill(array, f"checkpoint.load.{number}")
-        return unflatten(structure, arrays)
+        return self._decode(unflatten(structure, arrays))
+
+    def _encode(self, state: Any) -> Any:
+        """Return the tree that the file is to hold; called on rank 0, where it may raise."""
+        return state
+
+    def _decode(self, tree: Any) -> Any:
+        """Return what `load` is to return for the tree in the file; called on every rank."""
+        return tree
 
     def _exists(self) -> bool:
         with _explained(self.path, "found"):
@@ -80,7 +90,7 @@ class Checkpoint:
 
     def _write(self, state: Any) -> None:
         with _explained(self.path, "written"):
-            _archive.write(self.path, *flatten(state))
+            _archive.write(self.path, *flatten(self._encode(state)))
 
     def _read_into(
         self, arrays: _Arrays

@@ -57,6 +57,14 @@ class Transport(ABC):
         return None
 
     @abstractmethod
+    def leave(self) -> None:
+        """Tell the other ranks that this one takes part in no collective any more.
+
+        Not collective. Who waits for this rank in `unanimous`, or comes to it later, gets a
+        HorovodInternalError there.
+        """
+
+    @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
         """Return every rank's (short) message, by rank."""
 

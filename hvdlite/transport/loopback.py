@@ -19,6 +19,9 @@ class Loopback(Transport):
         """Agree with oneself."""
         return True
 
+    def leave(self) -> None:
+        """Have nobody to tell."""
+
     def gather(self, message: bytes) -> list[bytes]:
         """Return the one message."""
         return [message]

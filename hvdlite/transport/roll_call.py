@@ -36,6 +36,7 @@ class RollCall:
         self._status = MPI.Status
         self._meeting = 0
         self._announced = False
+        self._left = False
         self._here: set[int] = set()
         self._sent: list[tuple[Any, Any]] = []
 
@@ -57,6 +58,7 @@ class RollCall:
             source = status.Get_source()
             self._comm.Recv(received, source)
             if received[0] == _GONE:
+                self._left = True  # that rank has told everybody already
                 raise RankGoneError(
                     f"rank {source} has ended while this rank waits for it; see what ended it"
                 )
@@ -79,8 +81,10 @@ class RollCall:
         return [rank for rank in range(self._comm.size) if rank not in self._here]
 
     def leave(self) -> None:
-        """Tell the others that this rank comes to no meeting any more."""
-        self._send(_GONE)
+        """Tell the others, once, that this rank comes to no meeting any more."""
+        if not self._left:
+            self._left = True
+            self._send(_GONE)
 
     def close(self) -> None:
         """Free the communicator; collective."""

@@ -38,6 +38,7 @@ class Simulation:
         self._timeout = timeout
         self._meetings: dict[int, dict[int, tuple[str, Any]]] = {}
         self._held: set[int] = set()
+        self._gone: set[int] = set()
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -72,6 +73,11 @@ class Simulation:
             raise HorovodInternalError(f"the ranks entered different collectives: {calls}")
         return [meeting[rank][1] for rank in range(self.size)]
 
+    def leave(self, rank: int) -> None:
+        """Let those who wait for a rank with patience, now or later, know that it has ended."""
+        with self._changed:
+            self._gone.add(rank)
+
     def missing(self, rank: int) -> list[int]:
         """The ranks that have not come to the collective that a rank has entered last."""
         with self._changed:
@@ -81,6 +87,10 @@ class Simulation:
     def _wait(self, meeting: dict[int, Any], call: str, patience: Patience | None) -> None:
         start = time.monotonic()
         while patience is not None and len(meeting) < self.size:
+            for rank in self._gone - set(meeting):
+                raise HorovodInternalError(
+                    f"rank {rank} has ended while this rank waits for it; see what ended it"
+                )
             patience.pause(time.monotonic() - start)
         with self._changed:
             if not self._changed.wait_for(lambda: len(meeting) == self.size, self._timeout):
@@ -105,6 +115,10 @@ class SimulatedTransport(Transport):
     def absent(self) -> list[int]:
         """Look who is missing."""
         return self._simulation.missing(self.rank)
+
+    def leave(self) -> None:
+        """Never come again."""
+        self._simulation.leave(self.rank)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages."""

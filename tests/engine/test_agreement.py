@@ -109,7 +109,8 @@ def test_patience_ends_with_the_longest_wait():
     for first, second in ((early, late), (late, early)):
         reports = [Report((first,)), Report((second,)), report("b")]
         assert decide(reports, give_up_after=10.0).failed == {
-            "a": "'a' has waited 11 s and is still missing on rank 2"
+            "a": "'a' has waited 11 s and is still missing on rank 2; run the same steps on all "
+            "ranks, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
         }
         assert decide(reports, give_up_after=12.0).missing["a"] == [2]
         assert decide(reports).missing["a"] == [2]
@@ -118,6 +119,34 @@ def test_patience_ends_with_the_longest_wait():
 def test_what_has_waited_long_still_runs_when_it_is_complete():
     old = Description("a", b"same", b"", waited=100.0)
     assert decide([Report((old,)), report("a")], give_up_after=10.0).ready == ["a"]
+
+
+def of_kinds(*kinds):
+    return Report(tuple(Description("x", b"same", b"", key=f"{kind}.x") for kind in kinds))
+
+
+def test_kinds_of_one_name_do_not_meet():
+    decision = decide([of_kinds("reduce", "gather"), of_kinds("gather", "reduce")])
+    assert decision.ready == ["reduce.x", "gather.x"]
+    assert decision.clashing == decision.differing == []
+
+
+def test_a_second_kind_waits():
+    decision = decide([of_kinds("reduce", "gather"), of_kinds("reduce")])
+    assert decision.ready == ["reduce.x"]
+    assert (decision.clashing, decision.missing) == ([], {"x": [1]})
+
+
+def test_ranks_that_wait_under_one_name_for_different_kinds_clash():
+    decision = decide([of_kinds("reduce"), of_kinds("reduce"), of_kinds("gather", "root")])
+    assert decision.clashing == [("reduce.x", "reduce.x", "gather.x")]
+    assert (decision.ready, decision.missing) == ([], {})
+
+
+def test_they_clash_only_when_all_are_there():
+    decision = decide([of_kinds("reduce"), of_kinds("gather"), report()])
+    assert decision.clashing == []
+    assert decision.missing == {"x": [1, 2], "gather.x": [0, 2]}
 
 
 SIGNATURE = (("the operation", "allreduce"), ("dtype", "float32"), ("shape", (3, 4)))

@@ -99,9 +99,9 @@ class TestOrder:
     def test_what_may_differ_may_be_submitted_in_any_order(self, two):
         with two.all_held():
             handles = [
-                two[0].submit(Allgather("rows", np.zeros((2, 3)))),
+                two[0].submit(Allgather("rows", np.zeros((2, 3)), with_rows=True)),
                 two[1].submit(total("a", 1)),
-                two[1].submit(Allgather("rows", np.ones((0, 3)))),
+                two[1].submit(Allgather("rows", np.ones((0, 3)), with_rows=True)),
                 two[0].submit(total("a", 1)),
             ]
         for handle in (handles[0], handles[2]):
@@ -213,6 +213,16 @@ class TestDisagreement:
         found = on_all_ranks(lambda lane: lane.run(total("a", 1)), two.lanes)
         assert [array.tolist() for array in found] == [[2.0] * 3] * 2
 
+    def test_kinds_may_share_a_name_in_any_order(self, two):
+        with two.all_held():
+            sums = [two[0].submit(total("loss", 1))]
+            gathered = [lane.submit(Allgather("loss", np.arange(2))) for lane in two.lanes]
+            sums.append(two[1].submit(total("loss", 2)))
+            with pytest.raises(ValueError, match="rank 0: an operation named 'loss' is still on"):
+                two[0].submit(total("loss", 1))
+        assert [handle.wait().tolist() for handle in sums] == [[3.0] * 3] * 2
+        assert [handle.wait().tolist() for handle in gathered] == [[0, 1, 0, 1]] * 2
+
     def test_it_leaves_other_operations_alone(self, two):
         with two.all_held():
             good = [two[0].submit(total("good", 1)), two[1].submit(total("good", 2))]
@@ -288,6 +298,27 @@ class TestFailure:
         lane = Lane("test", Loopback(), Settings())
         with pytest.raises(HorovodInternalError, match="rank 0: 'a' failed: ZeroDivisionError"):
             lane.run(Probe("a", lambda: 1 / 0))
+
+    def test_the_other_ranks_are_told_that_a_rank_has_failed(self):
+        lanes = Lanes(3)
+        started = threading.Event()
+
+        def fail():
+            assert started.wait(5)
+            raise MemoryError("no room")
+
+        # On the others the operation is over; they wait for the next one, or come to it later.
+        handle = lanes[0].submit(Probe("a", fail))
+        waiting = [lanes[rank].submit(Probe("a", lambda: None)) for rank in (1, 2)]
+        waiting.append(lanes[1].submit(total("b", 1)))
+        started.set()
+        with pytest.raises(HorovodInternalError, match="rank 0: 'a' failed: MemoryError"):
+            handle.wait()
+        assert waiting[0].wait() is waiting[1].wait() is None
+        with pytest.raises(HorovodInternalError, match="'b' failed: rank 0 has ended"):
+            waiting[2].wait()
+        with pytest.raises(HorovodInternalError, match=r"'c' failed: rank [01] has ended"):
+            lanes[2].run(total("c", 1))
 
     def test_an_interrupt_is_the_callers(self):
         lane = Lane("test", Loopback(), Settings())
@@ -489,8 +520,9 @@ class TestStall:
         assert 0.2 <= time.monotonic() - start < 2.0
 
     def test_the_wait_for_a_rank_that_waits_for_something_else_ends(self):
-        lanes = Lanes(2, stall_shutdown_time_seconds=0.2)
-        handles = [lanes[0].submit(total("a", 1)), lanes[1].submit(total("b", 1))]
+        lanes = Lanes(2, stall_shutdown_time_seconds=0.5)
+        with lanes.all_held():  # on a busy machine, too, no rank waits for one without any
+            handles = [lanes[0].submit(total("a", 1)), lanes[1].submit(total("b", 1))]
         for handle, other in zip(handles, (1, 0), strict=True):
             with pytest.raises(HorovodInternalError, match=f"still missing on rank {other}"):
                 handle.wait()

@@ -59,6 +59,14 @@ def test_every_wait_begins_anew(naps, caplog):
     assert len(caplog.messages) == 3
 
 
+def test_a_wait_whose_first_look_comes_late_begins_anew_too(naps, caplog):
+    waiting = policy(stall_check_time_seconds=1.0)
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        for elapsed in (0.5, 1.5, 0.3, 1.1):
+            waiting.pause(elapsed)
+    assert [message[:11] for message in caplog.messages] == ["waited 2 s ", "waited 1 s "]
+
+
 def test_reports_can_be_switched_off(naps, caplog):
     with caplog.at_level(logging.WARNING, "hvdlite"):
         wait(policy(stall_check_time_seconds=1.0, stall_check_disable=True), 5.0)

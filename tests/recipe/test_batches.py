@@ -82,6 +82,47 @@ def test_each_iteration_is_the_next_epoch():
     assert epoch(batches) == second
 
 
+@ranks(1, 2, 3)
+def test_a_look_at_the_first_batch_on_one_rank_leaves_the_epochs_alone():
+    hvd.init()
+    batches = shard(np.arange(23), 2)
+    if hvd.rank() == 0:
+        next(iter(batches))
+    for epoch in range(2):
+        if hvd.rank() == epoch:
+            for _ in batches:
+                break
+        mine = np.concatenate(list(batches))
+        np.testing.assert_array_equal(np.sort(hvd.allgather(mine)), np.arange(23))
+        np.testing.assert_array_equal(mine, np.concatenate(list(batches.epoch(epoch))))
+
+
+def test_who_counts_the_steps_goes_on_to_the_next_epoch_too():
+    batches = shard(np.arange(20), 4, rank=0, size=1)
+    for epoch in range(3):
+        iterator = iter(batches)
+        found = [next(iterator) for _ in range(len(batches))]
+        np.testing.assert_array_equal(found, list(batches.epoch(epoch)))
+
+
+def test_two_iterations_at_once_are_of_one_epoch():
+    batches = shard(np.arange(20), 4, rank=0, size=1)
+    for epoch in range(2):
+        expected = np.array(list(batches.epoch(epoch)))
+        for (first, second), own in zip(zip(batches, batches, strict=True), expected, strict=True):
+            np.testing.assert_array_equal(first, own)
+            np.testing.assert_array_equal(second, own)
+
+
+def test_the_epoch_that_is_set_while_iterating_comes_next():
+    batches = shard(np.arange(20), 4, rank=0, size=1)
+    for step, _ in enumerate(batches):
+        if step == 2:
+            batches.set_epoch(7)
+    np.testing.assert_array_equal(list(batches), list(batches.epoch(7)))
+    np.testing.assert_array_equal(list(batches), list(batches.epoch(8)))
+
+
 def test_lengths_that_disagree():
     with pytest.raises(ValueError, match=r"len\(data\[0\]\) = 3, len\(data\[1\]\['y'\]\) = 4"):
         shard((np.arange(3), {"y": np.arange(4)}), 1, rank=0, size=1)

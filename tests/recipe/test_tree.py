@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.recipe._tree import flatten, unflatten
+from hvdlite.recipe._tree import flatten, map_leaves, unflatten
 from tests.recipe.trees import assert_same, everything
 
 
@@ -81,3 +81,18 @@ def test_a_tree_that_contains_itself():
     state.append(state)
     with pytest.raises(ValueError, match="contains itself"):
         flatten(state)
+
+
+def test_map_leaves():
+    tree = collections.OrderedDict(a=[1, (2, 3)], b={"c": 4}, d=())
+    assert_same(map_leaves(str, tree), {"a": ["1", ("2", "3")], "b": {"c": "4"}, "d": ()})
+    assert map_leaves(len, [[1, 2], (3,)], is_leaf=lambda node: node in ([1, 2], (3,))) == [2, 1]
+
+
+def test_map_leaves_says_where_it_failed():
+    with pytest.raises(TypeError, match=r"state\['a'\]\[1\]: .*NoneType"):
+        map_leaves(float, {"a": [1, None]})
+    endless = {}
+    endless["a"] = endless
+    with pytest.raises(ValueError, match="contains itself"):
+        map_leaves(float, endless)

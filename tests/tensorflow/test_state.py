@@ -124,6 +124,20 @@ def test_checkpoint_of_variables_and_tensors(tmp_path):
         save_in_graph()
 
 
+@ranks(1, 3)
+def test_a_tensor_that_no_checkpoint_holds_is_an_error_on_all_ranks(tmp_path):
+    hvd.init()
+    saved = hvd.checkpoint(tmp_path / "state.npz")
+    bad = tf.constant("text") if hvd.rank() == 0 else tf.constant(1.0)
+    with pytest.raises(TypeError, match=r"state\['w'\]\[1\]: a tensor of dtype string"):
+        saved.save({"w": [tf.zeros(1), bad]})
+    sparse = tf.sparse.eye(2) if hvd.rank() == 0 else None
+    with pytest.raises(TypeError, match=r"state\['w'\] is a .*SparseTensor"):
+        saved.save({"w": sparse})
+    saved.save({"w": tf.ones(2)})
+    assert saved.load()["w"].tolist() == [1.0, 1.0]
+
+
 @ranks(1)
 def test_values_that_do_not_fit_are_refused_before_any_is_assigned():
     hvd.init()

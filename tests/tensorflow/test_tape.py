@@ -414,17 +414,21 @@ def test_slices_that_only_some_ranks_have(size, mode):
     table, bias = (tf.Variable(tf.ones((4, 2)), name=name) for name in ("table", "bias"))
     kind = hvd.MismatchError if mode == "eager" else tf.errors.UnknownError
 
-    def gradient(sources, options):
+    def gradient(sources, options, unconnected="zero"):
         with hvd.DistributedGradientTape(tf.GradientTape(), **options) as tape:
             loss = tf.reduce_sum(bias)
             if hvd.rank() == 0:
                 loss += tf.reduce_sum(tf.gather(table, [1]))
-        return tape.gradient(loss, sources, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return tape.gradient(loss, sources, unconnected_gradients=unconnected)
 
-    said = r"(?s)'table' float32\[4, 2\] with a sparse gradient on rank 0"
+    said = (
+        r"(?s)the gradient of 'table' \(dense everywhere with sparse_as_dense=True\) is "
+        "IndexedSlices on rank 0, dense or None on rank"
+    )
     for sources in ([bias, table], [table]):
-        with pytest.raises(kind, match=said):
-            in_mode(mode, lambda s=sources: gradient(s, {}))()
+        for unconnected in ("zero", "none"):
+            with pytest.raises(kind, match=said):
+                in_mode(mode, lambda s=sources, u=unconnected: gradient(s, {}, u))()
     dense = {"sparse_as_dense": True}
     of_bias, of_table = in_mode(mode, lambda: gradient([bias, table], dense))()
     assert equal(of_bias, np.ones((4, 2)))

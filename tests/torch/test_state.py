@@ -53,6 +53,51 @@ def test_broadcast_parameters_refuses_other_things():
         hvd.broadcast_parameters(torch.zeros(3), root_rank=0)
 
 
+class Counted(torch.nn.Linear):
+    """A module with a state that is neither a parameter nor a buffer."""
+
+    def __init__(self, state):
+        super().__init__(2, 2)
+        self.extra = state
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@ranks(2)
+def test_broadcast_parameters_refuses_what_it_would_leave_as_it_is(size):
+    hvd.init()
+    model = make_model(hvd.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for params, said in (
+        ({"model": model.state_dict()}, r"params\['model'\] is a \w*[dD]ict, expected a tensor"),
+        (optimizer.state_dict(), r"'param_groups'\] is a list.*hvd.broadcast_optimizer_state"),
+        ({"weight": torch.zeros(1), "epoch": 3}, r"'epoch'\] is a int.*hvd.broadcast_object"),
+        ([("lr", 0.1)], r"'lr'\] is a float"),
+    ):
+        with pytest.raises(ValueError, match=f"rank {hvd.rank()}: .*{said}"):
+            hvd.broadcast_parameters(params, root_rank=0)
+    value = torch.full((2,), float(hvd.rank()))
+    hvd.broadcast_parameters({"value": value, "nothing": None}, root_rank=1)
+    assert value.tolist() == [1.0, 1.0]
+
+
+@ranks(2)
+def test_broadcast_parameters_refuses_extra_state_and_says_what_to_do():
+    hvd.init()
+    for state in (hvd.rank() + 1, torch.tensor(hvd.rank() + 1)):
+        model = torch.nn.Sequential(Counted(state))
+        for params in (model, model.state_dict()):
+            with pytest.raises(ValueError, match=r"'0._extra_state'.*model.load_state_dict\("):
+                hvd.broadcast_parameters(params, root_rank=0)
+        model.load_state_dict(hvd.broadcast_object(model.state_dict(), 0))
+        assert int(model[0].extra) == 1
+    hvd.broadcast_parameters(torch.nn.Sequential(Counted(None)), root_rank=0)
+
+
 @ranks(2, 3)
 def test_broadcast_parameters_of_different_models(size):
     hvd.init()
@@ -141,6 +186,33 @@ def test_checkpoint_holds_tensors(tmp_path):
     assert same_everywhere(weights_of_bfloat16(fresh))
 
 
+@ranks(1, 3)
+def test_a_tensor_that_no_checkpoint_holds_is_an_error_on_all_ranks(tmp_path):
+    hvd.init()
+    saved = hvd.checkpoint(tmp_path / "state")
+    bad = torch.eye(2).to_sparse() if hvd.rank() == 0 else torch.eye(2)
+    with pytest.raises(TypeError, match=r"state\['model'\]\[1\]: .*torch.sparse_coo.*to_dense"):
+        saved.save({"model": [torch.zeros(1), bad]})
+    endless = []
+    endless.append(endless)
+    with pytest.raises(hvd.CheckpointError, match="contains itself"):
+        saved.save(endless)
+    assert saved.load(default=None) is None
+    saved.save({"model": torch.ones(2), "torch.Tensor": 5, "also": {"torch.Tensor": 5}})
+    state = saved.load()
+    assert torch.equal(state["model"], torch.ones(2))
+    assert state["also"] == {"torch.Tensor": 5}
+
+
+@ranks(2)
+def test_only_rank_0_converts_what_is_saved(tmp_path):
+    hvd.init()
+    saved = hvd.checkpoint(tmp_path / "state")
+    # A tensor without data cannot be converted, so this shows who tries.
+    saved.save(torch.zeros(2) if hvd.rank() == 0 else torch.zeros(2, device="meta"))
+    assert torch.equal(saved.load(), torch.zeros(2))
+
+
 def weights_of_bfloat16(model):
     return [parameter.detach().float().numpy().tobytes() for parameter in model.parameters()]
 
@@ -165,3 +237,34 @@ def test_shard_sampler_deals_every_sample_once(size):
             assert epochs[0] != epochs[1]
         sampler.set_epoch(0)
         assert [batch.tolist() for batch in loader] == epochs[0][hvd.rank()]
+
+
+@ranks(1, 2, 3)
+def test_a_look_at_the_first_batch_on_one_rank_leaves_the_epochs_alone(size):
+    hvd.init()
+    for num_workers in (0, 1):
+        sampler = hvd.ShardSampler(24 * size, batch_size=4)
+        loader = torch.utils.data.DataLoader(
+            range(24 * size), batch_sampler=sampler, num_workers=num_workers
+        )
+        if hvd.rank() == size - 1:
+            next(iter(loader))
+        for epoch in range(2):
+            mine = [batch.tolist() for batch in loader]
+            assert mine == [indices.tolist() for indices in sampler.sharding.indices(epoch)]
+            everyone = hvd.allgather(torch.tensor(mine).flatten())
+            assert sorted(everyone.tolist()) == list(range(24 * size))
+
+
+@ranks(2, 3)
+def test_evaluation_with_fewer_samples_than_ranks(size):
+    hvd.init()
+    with pytest.raises(ValueError, match="allow_empty=True"):
+        hvd.ShardSampler(1, batch_size=4)
+    sampler = hvd.ShardSampler(1, batch_size=4, shuffle=False, allow_empty=True)
+    loader = torch.utils.data.DataLoader([5], batch_sampler=sampler)
+    for _ in range(2):
+        assert len(loader) == (hvd.rank() == 0)
+        found = [batch.tolist() for batch in loader]
+        assert found == ([[5]] if hvd.rank() == 0 else [])
+    assert sampler.sharding == hvd.Sharding(1, 4, shuffle=False, allow_empty=True)

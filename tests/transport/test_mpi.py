@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 
 import numpy as np
 import pytest
@@ -43,6 +45,20 @@ def test_every_reduction_of_every_dtype_is_right_and_repeatable():
 def test_large_reductions_are_right_and_repeatable():
     with transport() as made:
         assert checks.large_reductions(made) == checks.large_reductions(made)
+
+
+@ranks(3, 4, timeout=60)
+@pytest.mark.parametrize("length", [1, 7, 1000, 1023, 100_003, 1_000_000])
+def test_sums_of_floats_have_the_same_bits_on_all_ranks(length):
+    """What MPI only recommends, on values whose sum depends on the order."""
+    with transport() as made:
+        for dtype, seed in itertools.product(("float32", "float64"), range(3)):
+            generator = np.random.default_rng([seed, made.rank])
+            array = generator.standard_normal(length) * 10.0 ** generator.integers(-6, 6, length)
+            array = array.astype(dtype)
+            total = np.empty_like(array)
+            made.allreduce(array, total, Sum, Scaling())
+            checks.agree(made, hashlib.sha256(total.tobytes()).digest())
 
 
 @ranks(1, 2, 3, timeout=60)
