@@ -26,9 +26,12 @@ def to_array(tensor: torch.Tensor) -> Any:
     Raises:
         TypeError: it is not a dense tensor, or of a dtype that numpy cannot hold.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        kind = getattr(tensor, "layout", type(tensor).__name__)
-        raise TypeError(f"expected a dense torch.Tensor, found {kind}; call .to_dense() first")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(
+            f"expected a torch.Tensor, found {type(tensor).__name__}; use torch.as_tensor(...)"
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"expected a dense tensor, found {tensor.layout}; call .to_dense() first")
     host = tensor.detach().cpu().resolve_conj().resolve_neg()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(_BFLOAT16)

@@ -174,8 +174,10 @@ def test_compression_rounds_as_its_type(size):
 
 
 @ranks(2)
-def test_sparse_tensors_are_refused_with_the_remedy():
+def test_what_is_no_dense_tensor_is_refused_with_the_remedy():
     hvd.init()
+    with pytest.raises(TypeError, match=r"found float; use torch\.as_tensor"):
+        hvd.allreduce(1.0)
     with pytest.raises(TypeError, match="to_dense"):
         hvd.allreduce(torch.eye(3).to_sparse())
 
