@@ -14,8 +14,8 @@ from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientExchange
 from hvdlite.torch.tensors import dtype_of, to_tensor
 
-# The first steps in which gradients are compared with their copies: a program that changes
-# them unseen does so from the beginning, and later the comparison would cost time.
+# The first steps in which all gradients are compared with their copies: a program that changes
+# them unseen mostly does so from the beginning. Later that would cost time, and they take turns.
 _STEPS_COMPARED = 3
 
 _numbers = itertools.count()
@@ -207,9 +207,10 @@ class _ParameterSet:
         gradient, version = self._copied[number]
         if parameter.grad is not gradient or gradient._version != version:
             return True
-        if self._steps >= _STEPS_COMPARED:
+        # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
+        turn = self._steps % len(self._parameters) == number
+        if self._steps >= _STEPS_COMPARED and not turn:
             return False
-        # Changes through .data or numpy() leave the version as it is.
         slot, dense = self._slots[number], self._reducer.dense(parameter, gradient).detach().cpu()
         return not bool(((slot == dense) | ((slot != slot) & (dense != dense))).all())
 

@@ -631,3 +631,52 @@ def test_a_first_step_without_gradient_after_shutdown_and_init():
     for optimizer in both:
         optimizer.step()
     assert (weight.item(), other.item()) == (-0.5, -1.0)
+
+
+def scaled_model():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    return model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
+@ranks(2)
+def test_grad_scaler_after_synchronize():
+    """As Horovod documents it; in one step one rank overflows, and all skip it."""
+    hvd.init()
+    reference = make_model()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    model, optimizer, scaler = scaled_model()
+    for step in range(4):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = loss_of(model, own(x), own(y))
+        if step == 2 and hvd.rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        if step != 2:
+            plain.zero_grad()
+            loss_of(reference, x, y).backward()
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            plain.step()
+    assert scaler.get_scale() == 512.0
+    assert relative_error(flat(model), flat(reference)) < 1e-5
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_grad_scaler_without_synchronize_is_noticed_at_any_time():
+    hvd.init()
+    model, optimizer, scaler = scaled_model()
+    train(model, optimizer, 5)
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, *batch(0))).backward()
+    with pytest.raises(RuntimeError, match="before you clip, unscale"):
+        scaler.step(optimizer)
