@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.exchange import Compression, Reduction, Strategy, check_groups, check_strategy
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.collectives import size_op
 from hvdlite.tensorflow.reducer import Gradient, Reducer
@@ -76,7 +76,7 @@ class DistributedGradientTape(tf.GradientTape):
             raise TypeError(f"expected a tf.GradientTape, found {type(gradtape).__name__}")
         if isinstance(gradtape, DistributedGradientTape):
             raise ValueError("this tape is a DistributedGradientTape already; wrap it once")
-        _check_groups(num_groups, groups)
+        check_groups(num_groups, groups)
         self._inner = gradtape
         self._reducer = Reducer(
             check_strategy(compression),
@@ -181,10 +181,3 @@ def _divided(gradient: Gradient) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_divided(gradient.values), gradient.indices, gradient.dense_shape)
     return gradient / tf.cast(size_op(), gradient.dtype)
-
-
-def _check_groups(num_groups: int, groups: int | list[Any] | None) -> None:
-    if num_groups < 0 or (isinstance(groups, int) and groups < 0):
-        raise ValueError("num_groups and groups must not be negative")
-    if groups is not None and not isinstance(groups, (int, list)):
-        raise ValueError("groups must be a number or a list of lists of variables")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.exchange import Compression, Reduction, Strategy, check_groups, check_strategy
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch.reducer import Reducer
 
@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         passes_per_step=_positive(backward_passes_per_step),
         sparse_as_dense=sparse_as_dense,
     )
-    _check_groups(num_groups, groups)
+    check_groups(num_groups, groups)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     wrapped: Any = optimizer
@@ -252,13 +252,6 @@ def _positive(passes: int) -> int:
     if passes < 1:
         raise ValueError(f"backward_passes_per_step={passes} is not a whole number above 0")
     return int(passes)
-
-
-def _check_groups(num_groups: int, groups: int | list[list[torch.Tensor]] | None) -> None:
-    if num_groups < 0 or (isinstance(groups, int) and groups < 0):
-        raise ValueError("num_groups and groups must not be negative")
-    if groups is not None and not isinstance(groups, (int, list)):
-        raise ValueError("groups must be a number or a list of lists of parameters")
 
 
 def _warn_of_second_synchronization() -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "Parameter",
     "Reduction",
     "Strategy",
+    "check_groups",
     "check_strategy",
 ]
 
@@ -42,3 +43,17 @@ def check_strategy(compression: Any) -> Strategy:
             ".fp16 or .bf16"
         )
     return compression
+
+
+def check_groups(num_groups: int, groups: int | list[Any] | None) -> None:
+    """Check Horovod's two ways to group gradients, which buckets have no need of.
+
+    Raises:
+        ValueError: a number is negative, or ``groups`` is neither a number nor a list.
+    """
+    if num_groups < 0 or (isinstance(groups, int) and groups < 0):
+        raise ValueError(
+            f"num_groups={num_groups} and groups={groups} must not be negative; leave them out"
+        )
+    if groups is not None and not isinstance(groups, (int, list)):
+        raise ValueError(f"groups={groups!r} is neither a number nor a list of lists of parameters")
