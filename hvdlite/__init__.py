@@ -40,7 +40,7 @@ from hvdlite.recipe import (
     warmup,
 )
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from hvdlite.runtime import init, shutdown
+from hvdlite.runtime import init, shutdown, start_timeline, stop_timeline
 from hvdlite.world import (
     cross_rank,
     cross_size,
@@ -102,6 +102,9 @@ __all__ = [
     "average_metrics",
     # training
     "Compression",
+    # what happens when
+    "start_timeline",
+    "stop_timeline",
     # errors
     "HorovodInternalError",
     "MismatchError",

@@ -17,6 +17,8 @@ def as_array(values: Any) -> Any:
         ValueError: its elements are Python objects or records.
     """
     array = np.asarray(values)
+    if array.dtype.kind in "fiubc" and array.dtype.isnative:
+        return array
     if array.dtype.hasobject or array.dtype.names is not None:
         raise ValueError(
             f"arrays of dtype {array.dtype} cannot be sent; use broadcast_object() or "
@@ -33,7 +35,9 @@ def check_out(out: Any, array: Any) -> None:
     Raises:
         ValueError: another shape or dtype, not contiguous, read-only.
     """
-    fits = isinstance(out, np.ndarray) and (out.dtype, out.shape) == (array.dtype, array.shape)
+    fits = out is array or (
+        isinstance(out, np.ndarray) and (out.dtype, out.shape) == (array.dtype, array.shape)
+    )
     if not (fits and out.flags.c_contiguous and out.flags.writeable):
         found = describe(out) if isinstance(out, np.ndarray) else type(out).__name__
         raise ValueError(

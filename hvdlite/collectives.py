@@ -12,8 +12,11 @@ import numpy as np
 from hvdlite import reduction, runtime, world
 from hvdlite.arrays import as_array, check_out
 from hvdlite.engine import Handle, Operation
+from hvdlite.engine.device import DeviceArray
+from hvdlite.engine.device_operations import DeviceAllgather, DeviceAllreduce, DeviceBroadcast
 from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, BroadcastBytes
 from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.exchange.device import CompressedDeviceAllreduce
 from hvdlite.exchange.operation import CompressedAllreduce
 from hvdlite.reduction import ReduceOp
 
@@ -73,10 +76,11 @@ def allreduce_async(
     out: Any = None,
 ) -> Handle:
     """Start `allreduce` and return a handle; leave the array alone until it is done."""
-    name = name or runtime.engine().unnamed("allreduce")
+    engine = runtime.engine()
+    name = name or engine.unnamed("allreduce")
     chosen = reduction.choose(average, op)
     operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, compression, out)
-    return runtime.engine().named.submit(operation)
+    return engine.named.submit(operation)
 
 
 def _allreduce(
@@ -88,18 +92,23 @@ def _allreduce(
     compression: Strategy,
     out: Any,
 ) -> Operation:
-    array = as_array(array)
+    on_device = isinstance(array, DeviceArray)
+    if not on_device:
+        array = as_array(array)
+        if out is not None:
+            check_out(out, array)
     reduction.check(op, array.dtype)
-    if out is not None:
-        check_out(out, array)
-    if check_strategy(compression) is Compression.none:
-        return Allreduce(name, array, op, float(prescale), float(postscale), out)
+    if compression is Compression.none:
+        kind = DeviceAllreduce if on_device else Allreduce
+        return kind(name, array, op, float(prescale), float(postscale), out)
+    check_strategy(compression)
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise ValueError(
             f"compression needs op=hvd.Sum or hvd.Average, not {op.name.capitalize()}; "
             "leave compression out for the others"
         )
-    return CompressedAllreduce(
+    compressed = CompressedDeviceAllreduce if on_device else CompressedAllreduce
+    return compressed(
         name, array, compression, Reduction(op), float(prescale), float(postscale), out
     )
 
@@ -130,8 +139,10 @@ def allgather_rows_async(array: Any, name: str | None = None) -> Handle:
     return runtime.engine().named.submit(_allgather(array, name, with_rows=True))
 
 
-def _allgather(array: Any, name: str | None, with_rows: bool = False) -> Allgather:
+def _allgather(array: Any, name: str | None, with_rows: bool = False) -> Operation:
     name = name or runtime.engine().unnamed("allgather")
+    if isinstance(array, DeviceArray):
+        return DeviceAllgather(name, array, with_rows)
     return Allgather(name, np.atleast_1d(as_array(array)), with_rows=with_rows)
 
 
@@ -155,8 +166,10 @@ def broadcast_async(array: Any, root_rank: int, name: str | None = None, out: An
     return runtime.engine().named.submit(_broadcast(array, root_rank, name, out))
 
 
-def _broadcast(array: Any, root_rank: int, name: str | None, out: Any = None) -> Broadcast:
+def _broadcast(array: Any, root_rank: int, name: str | None, out: Any = None) -> Operation:
     name = name or runtime.engine().unnamed("broadcast")
+    if isinstance(array, DeviceArray):
+        return DeviceBroadcast(name, array, _checked_root(root_rank), out)
     array = as_array(array)
     if out is not None:
         check_out(out, array)

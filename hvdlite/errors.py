@@ -4,6 +4,7 @@
 
     RuntimeError
     ├── HorovodInternalError       a collective failed, or the ranks disagree
+    │   ├── RankGoneError          another rank has ended or has given up
     │   └── MismatchError          two ranks submitted different things under one name
     └── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
     ValueError
@@ -20,6 +21,10 @@ from __future__ import annotations
 
 class HorovodInternalError(RuntimeError):
     """A collective failed, a rank is gone, or the ranks disagree."""
+
+
+class RankGoneError(HorovodInternalError):
+    """Another rank has ended, or has said that it takes part in nothing any more."""
 
 
 class MismatchError(HorovodInternalError):

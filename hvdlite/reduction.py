@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+from hvdlite import halves
 
 
 class ReduceOp(IntEnum):
@@ -54,6 +57,8 @@ def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
     if op is None:
         return ReduceOp.AVERAGE
+    if type(op) is ReduceOp:
+        return op
     try:
         return ReduceOp(op)
     except ValueError:
@@ -77,6 +82,7 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
+@lru_cache  # asked for every tensor that is reduced
 def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     """Refuse a reduction that has no meaning for ``dtype``.
 
@@ -121,12 +127,23 @@ class Scaling:
         dtype = values.dtype
         if dtype.kind in "iub":
             return self._scale_integers(values).astype(dtype)
-        wide = values.astype(accumulator(dtype), copy=False)
-        if self.factor == 1.0:
-            wide /= wide.dtype.type(self.divisor)
+        if accumulator(dtype) != dtype:
+            return self._scale_halves(values)
+        if self.factor != 1.0:
+            values *= dtype.type(self.factor / self.divisor)
+        elif dtype.kind == "f" and self.divisor & (self.divisor - 1) == 0:
+            # The same bits as from the division, in less than half of its time.
+            values *= dtype.type(1.0 / self.divisor)
         else:
-            wide *= wide.dtype.type(self.factor / self.divisor)
-        return wide.astype(dtype, copy=False)
+            values /= dtype.type(self.divisor)
+        return values
+
+    def _scale_halves(self, values: Any) -> Any:
+        flat, result = values.reshape(-1), np.empty(values.size, values.dtype)
+        for piece in halves.pieces(flat.size):
+            wide = halves.widen(flat[piece], halves.scratch(piece.stop - piece.start))
+            halves.narrow(self.apply(wide), result[piece])
+        return result.reshape(values.shape)
 
     def _scale_integers(self, values: Any) -> Any:
         if self.factor == 1.0:

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hvdlite import mpi, settings, world
+from hvdlite import mpi, settings, timeline, world
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
+from hvdlite.trace_file import Run
 
 _log = logging.getLogger("hvdlite")
 
 _engine: Engine | None = None
 _pid: int | None = None
 _hooked = False
+_run = Run("", 0)
 
 
 def engine() -> Engine:
@@ -53,19 +55,29 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     Raises:
         ImportError: mpi4py or an MPI library is missing.
         SettingsError: an environment variable cannot be read.
+        OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` is none of the above.
     """
-    global _engine, _pid
+    global _engine, _pid, _run
     if _engine is not None:
         return
     values = settings.read()
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     _set_log_level(values.log_level)
-    split = world.World.split(MPI, world.choose(MPI, comm), values.force_local_size)
-    _engine = Engine(MPI, split.comm, values)
+    chosen = world.choose(MPI, comm)
+    settings.compare(values, chosen)
+    split = world.World.split(MPI, chosen, values.force_local_size)
+    _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
+    _engine = Engine(MPI, split, values)
     _pid = os.getpid()
     world.enter(split)
     _hook()
+    if values.timeline:
+        try:
+            start_timeline(values.timeline, values.timeline_mark_cycles)
+        except OSError:
+            shutdown()
+            raise
 
 
 def shutdown() -> None:
@@ -92,6 +104,35 @@ def shutdown() -> None:
             limit,
         )
     # Else communication has failed before, and whoever waited for it knows.
+    timeline.stop()
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Begin to record what the ranks do and when, for Perfetto or chrome://tracing.
+
+    All ranks call it. Those that share a file system write one file together, and replace
+    what it held; `hvdlite.timeline` explains the events. The same as the environment
+    variable ``HVDLITE_TIMELINE`` from `init` on.
+
+    Args:
+        file_path: of the file, ``trace.json`` for example; its folder exists.
+        mark_cycles: whether to mark where each round of communication begins.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ValueError: a timeline is being recorded already.
+        OSError: the file cannot be written.
+    """
+    global _run
+    engine()  # raises where there is none
+    # Counted before anything can be refused, so that the ranks stay in step.
+    _run = _run._replace(start=_run.start + 1)
+    timeline.start(file_path, world.rank(), _run, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write what has been recorded and record no more; done by ``shutdown()``, too."""
+    timeline.stop()
 
 
 def _set_log_level(level: str) -> None:
@@ -122,6 +163,7 @@ def _abort_on_exceptions() -> None:
             sys.stderr.write(f"hvdlite: rank {rank} of {size} ends the job:\n{text}")
             sys.stderr.flush()
             sys.stdout.flush()
+            timeline.stop()
         finally:
             _end_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
 

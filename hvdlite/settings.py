@@ -36,6 +36,13 @@ def _flag(text: str) -> bool:
     return lowered in _TRUE
 
 
+def _timeline(text: str) -> str:
+    if text.endswith(os.sep):
+        raise ValueError
+    # Horovod's way to say that start_timeline() may be called later, which is always so here.
+    return "" if text == "DYNAMIC" else text
+
+
 def _log_level(text: str) -> str:
     if text.lower() not in _LOG_LEVELS:
         raise ValueError
@@ -56,6 +63,9 @@ class Settings:
         default=2**20,
         metadata=_number(int, "a number of bytes, 0 or more", lambda value: value >= 0),
     )
+    #: Measure at the start which sizes of buckets and chunks suit this machine, once for each.
+    #: Horovod's is off by default: it tries its values during training, and goes on for long.
+    autotune: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
     #: No report of ranks that wait for each other.
     stall_check_disable: bool = field(default=False, metadata={"parse": _flag, "allowed": "0 or 1"})
     #: Seconds of waiting after which a report is made, and again after as many.
@@ -73,14 +83,54 @@ class Settings:
         default=30.0,
         metadata=_seconds(" above 0", lambda value: value > 0),
     )
+    #: Let the ranks of a node exchange through memory that they share.
+    shared_memory: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
     #: Ranks that count as one node; 0: as the hardware says. For tests of several nodes.
     force_local_size: int = field(
         default=0, metadata=_number(int, "a number of ranks, or 0", lambda value: value >= 0)
+    )
+    #: The file that a timeline is written to from ``init()`` on; empty: none.
+    timeline: str = field(
+        default="", metadata={"parse": _timeline, "allowed": "the path of a file, or empty"}
+    )
+    #: Whether that timeline marks each round of communication.
+    timeline_mark_cycles: bool = field(
+        default=False, metadata={"parse": _flag, "allowed": "0 or 1"}
     )
     #: Verbosity of the ``hvdlite`` logger.
     log_level: str = field(
         default="warning", metadata={"parse": _log_level, "allowed": ", ".join(_LOG_LEVELS)}
     )
+    #: The names of those above that the environment has set; not a setting itself.
+    given: frozenset[str] = frozenset()
+
+    def is_given(self, name: str) -> bool:
+        """Whether somebody has chosen a setting, even if to be what it is by default."""
+        return name in self.given or getattr(self, name) != getattr(Settings, name)
+
+
+# What would have ranks that differ in it run different collectives.
+_SAME_EVERYWHERE = ("shared_memory", "force_local_size", "fusion_threshold", "autotune")
+
+
+def compare(settings: Settings, comm: Any) -> None:
+    """Refuse settings that would have the ranks do different things; collective.
+
+    Args:
+        settings: this rank's.
+        comm: over all ranks.
+
+    Raises:
+        SettingsError: a setting that has to be the same on all ranks is not.
+    """
+    everywhere = comm.allgather([getattr(settings, name) for name in _SAME_EVERYWHERE])
+    for name, values in zip(_SAME_EVERYWHERE, zip(*everywhere, strict=True), strict=True):
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise SettingsError(
+                    f"HVDLITE_{name.upper()} is {values[0]} on rank 0 and {value} on rank {rank}; "
+                    "set it to the same on all ranks"
+                )
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -92,6 +142,8 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     """
     values = {}
     for entry in fields(Settings):
+        if not entry.metadata:
+            continue
         for prefix in ("HVDLITE_", "HOROVOD_"):
             variable = prefix + entry.name.upper()
             text = environment.get(variable)
@@ -103,4 +155,4 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
                 allowed = entry.metadata["allowed"]
                 raise SettingsError(f"{variable}={text!r} is not {allowed}") from None
             break
-    return Settings(**values)
+    return Settings(**values, given=frozenset(values))

@@ -44,6 +44,11 @@ class World:
         return cls(comm, node, cross, tuple(index[leader] for leader in leaders))
 
     @property
+    def node_index(self) -> int:
+        """The index of this rank's node, in the order of the nodes' lowest ranks."""
+        return self.nodes[int(self.comm.rank)]
+
+    @property
     def is_homogeneous(self) -> bool:
         """Whether every node has the same number of ranks."""
         return len({self.nodes.count(node) for node in set(self.nodes)}) == 1
@@ -111,7 +116,7 @@ def cross_size() -> int:
 
 def node_index() -> int:
     """The index of this rank's node, in the order of the nodes' lowest ranks."""
-    return current().nodes[rank()]
+    return current().node_index
 
 
 def is_homogeneous() -> bool:

@@ -347,10 +347,10 @@ class TestMistakes:
         made.finish()
         submit, submitted = made._lane.submit, []
 
-        def refuse(operation):
+        def refuse(operation, *begin):
             if submitted:
                 raise hvd.HorovodInternalError("refused")
-            submitted.append(submit(operation))
+            submitted.append(submit(operation, *begin))
             return submitted[0]
 
         with monkeypatch.context() as patch:
@@ -384,7 +384,8 @@ class TestSingleBuckets:
             def one(index, step=step):
                 # Rank r lacks parameter r.
                 mine = {n: gradient(made, n, step, rank) for n in made.plan[index] if n != rank}
-                return made.exchange_bucket(index, mine)
+                made.start_bucket(index, mine)
+                return made.finish_bucket(index)
 
             presence = dict(zip(order, on_all_ranks(one, order), strict=True))
             for index, members in enumerate(made.plan):
@@ -401,5 +402,40 @@ class TestSingleBuckets:
         hvd.init()
         made = exchange("model", model(11 + hvd.rank()))
         for index in (0, 1):
+            made.start_bucket(index, {})
             with pytest.raises(hvd.MismatchError, match="parameter 11 'p11'"):
-                made.exchange_bucket(index, {})
+                made.finish_bucket(index)
+
+    @TWO
+    def test_several_on_their_way_and_a_step_that_is_given_up(self):
+        hvd.init()
+        made = exchange("model", model())
+        everything = [
+            {n: gradient(made, n, 0, hvd.rank()) for n in members} for members in made.plan
+        ]
+        for index, mine in enumerate(everything):
+            made.start_bucket(index, mine)
+        made.finish_bucket(0)
+        hvd.barrier()
+        made.finish_bucket(len(everything) - 1)  # the last: all have ended
+        for index, mine in enumerate(everything):
+            made.start_bucket(index, mine)
+        for index, members in enumerate(made.plan):
+            made.finish_bucket(index)
+            for n in members:
+                check_reduction(made.result_slot(n), gradients(made, n, 0), hvd.Average)
+
+    @TWO
+    def test_out_of_order(self):
+        hvd.init()
+        made = exchange("model", model())
+        with pytest.raises(ValueError, match="bucket 1 of 'model' has not been started"):
+            made.finish_bucket(1)
+        if hvd.rank() == 0:
+            made.start_bucket(0, {})
+            with pytest.raises(ValueError, match="bucket 0 of 'model' is on its way"):
+                made.start_bucket(0, {})
+        hvd.barrier()
+        if hvd.rank() == 1:
+            made.start_bucket(0, {})
+        made.finish_bucket(0)

@@ -11,28 +11,38 @@ from hvdlite.settings import Settings
 GOOD = {
     "fusion_threshold": [("0", 0), ("1048576", 1048576), (" 5 ", 5)],
     "first_bucket_size": [("0", 0), ("1024", 1024)],
+    "autotune": [("1", True), ("0", False)],
     "stall_check_disable": [("1", True), ("0", False), ("true", True), ("No", False), ("", False)],
     "stall_check_time_seconds": [("0.5", 0.5), ("60", 60.0), ("1e3", 1000.0)],
     "stall_shutdown_time_seconds": [("0", 0.0), ("0.25", 0.25)],
+    "shared_memory": [("1", True), ("0", False)],
     "shutdown_timeout_seconds": [("0.5", 0.5), ("5", 5.0)],
     "force_local_size": [("0", 0), ("2", 2)],
+    "timeline": [("/tmp/trace.json", "/tmp/trace.json"), ("", ""), ("DYNAMIC", "")],
+    "timeline_mark_cycles": [("1", True), ("0", False)],
     "log_level": [("debug", "debug"), ("WARNING", "warning"), ("Trace", "trace")],
 }
 BAD = {
     "fusion_threshold": ["", "-1", "64MB", "1.5"],
     "first_bucket_size": ["-1", "x"],
+    "autotune": ["2", "maybe"],
     "stall_check_disable": ["2", "maybe"],
     "stall_check_time_seconds": ["0", "-1", "nan", "inf", "soon"],
     "stall_shutdown_time_seconds": ["-1", "nan", "inf", ""],
+    "shared_memory": ["2", "maybe"],
     "shutdown_timeout_seconds": ["0", "1e300", "never"],
     "force_local_size": ["-1", "two"],
+    "timeline": ["traces/"],
+    "timeline_mark_cycles": ["2", "maybe"],
     "log_level": ["loud", ""],
+}
+ALLOWED = {
+    entry.name: entry.metadata["allowed"] for entry in fields(Settings) if entry.name != "given"
 }
 
 
 def test_every_setting_is_tested_here():
-    names = {entry.name for entry in fields(Settings)}
-    assert set(GOOD) == set(BAD) == names
+    assert set(GOOD) == set(BAD) == set(ALLOWED)
 
 
 @pytest.mark.parametrize("prefix", ["HVDLITE_", "HOROVOD_"])
@@ -46,17 +56,15 @@ def test_good_values(prefix, name):
 @pytest.mark.parametrize("name", list(BAD))
 def test_bad_values_are_named_with_what_is_allowed(prefix, name):
     variable = prefix + name.upper()
-    allowed = {entry.name: entry.metadata["allowed"] for entry in fields(Settings)}[name]
     for text in BAD[name]:
         with pytest.raises(SettingsError) as caught:
             settings.read({variable: text})
-        assert str(caught.value) == f"{variable}={text!r} is not {allowed}"
+        assert str(caught.value) == f"{variable}={text!r} is not {ALLOWED[name]}"
         assert isinstance(caught.value, ValueError)
 
 
 def test_every_setting_says_what_is_allowed():
-    for entry in fields(Settings):
-        assert len(entry.metadata["allowed"]) > 5
+    assert min(map(len, ALLOWED.values())) > 5
 
 
 def test_an_empty_environment_gives_the_defaults():
@@ -80,3 +88,20 @@ def test_each_setting_is_looked_up_by_itself():
 def test_the_process_environment_is_read(monkeypatch):
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "7")
     assert settings.read().stall_check_time_seconds == 7.0
+
+
+def test_what_is_set_to_its_default_is_given_all_the_same():
+    default = str(Settings().fusion_threshold)
+    for prefix in ("HVDLITE_", "HOROVOD_"):
+        found = settings.read({prefix + "FUSION_THRESHOLD": default})
+        assert found.is_given("fusion_threshold")
+        assert not found.is_given("first_bucket_size")
+        assert found.fusion_threshold == Settings().fusion_threshold
+    assert not settings.read({}).is_given("fusion_threshold")
+    # The field that remembers is no setting.
+    assert settings.read({"HVDLITE_GIVEN": "fusion_threshold"}) == Settings()
+
+
+def test_what_a_program_sets_is_given():
+    assert Settings(fusion_threshold=5).is_given("fusion_threshold")
+    assert not Settings(fusion_threshold=5).is_given("autotune")

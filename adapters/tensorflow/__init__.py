@@ -40,6 +40,8 @@ from hvdlite import (
     scale_lr,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
     warmup,
 )
 from hvdlite.tensorflow.collectives import (
@@ -109,6 +111,9 @@ __all__ = [
     "TensorCheckpoint",
     "assign_variables",
     "average_metrics",
+    # what happens when
+    "start_timeline",
+    "stop_timeline",
     # errors
     "HorovodInternalError",
     "MismatchError",

@@ -16,7 +16,7 @@ from hvdlite.gradients import GradientExchange
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.layout import LABEL, Layout
 from hvdlite.tensorflow.names import unique_names
-from hvdlite.tensorflow.tensors import dtype_of, engine, fresh_copy, run
+from hvdlite.tensorflow.tensors import dtype_of, engine, run
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
@@ -102,44 +102,61 @@ def _exchange(layout: Layout, gradients: Mapping[int, tf.Tensor]) -> dict[int, t
     plan = plan_buckets(parameters, settings.fusion_threshold, settings.first_bucket_size)
     if not plan:
         run(lambda: _compare(layout), [], [])
-    reduced: dict[int, tf.Tensor] = {}
-    for index in range(len(plan)):
-        reduced.update(_exchange_bucket(layout, plan, index, gradients))
-    return reduced
-
-
-def _exchange_bucket(
-    layout: Layout, plan: list[list[int]], index: int, gradients: Mapping[int, tf.Tensor]
-) -> dict[int, tf.Tensor]:
-    """Exchange one bucket: at once, or by one operation of the graph."""
-    eager = tf.executing_eagerly()
-    parameters = {number: layout.parameters[layout.dense[number]] for number in plan[index]}
-    here = [number for number in plan[index] if number in gradients]
+    here = [number for members in plan for number in members if number in gradients]
     foreign: list[int] = []  # those that only other ranks have; in eager mode
 
-    def exchange_arrays(*arrays: Any) -> list[Any]:
-        exchange = layout.connect()  # in the world that there is when the graph runs
-        _check_plan(exchange, plan)
-        own = dict(zip(here, map(np.asarray, arrays), strict=True))
-        presence = exchange.exchange_bucket(index, own)
-        if eager:
-            anywhere = zip(plan[index], presence.any(axis=0), strict=True)
-            foreign.extend(number for number, has in anywhere if has and number not in own)
-            return [exchange.result(index)]  # which TensorFlow copies
-        _check_presence(exchange, plan[index], presence)
-        return [fresh_copy(exchange.result(index))]
-
-    def exchange_tensors(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        sizes = {number: parameter.size for number, parameter in parameters.items()}
-        dtype = tf.as_dtype(parameters[plan[index][0]].dtype)
-        spec = tf.TensorSpec((sum(sizes.values()),), dtype)
-        (flat,) = run(exchange_arrays, tensors, [spec])
-        parts = dict(zip(sizes, tf.split(flat, list(sizes.values())), strict=True))
-        return [tf.reshape(parts[number], parameters[number].shape) for number in (*here, *foreign)]
+    def exchange(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        own = dict(zip(here, tensors, strict=True))
+        for index in range(len(plan)):
+            _start(layout, plan, index, own)
+        # All are on their way before the first is waited for.
+        found: dict[int, tf.Tensor] = {}
+        for index in range(len(plan)):
+            found.update(_finish(layout, plan, index, own))
+        foreign.extend(number for number in found if number not in own)
+        return [found[number] for number in (*here, *foreign)]
 
     own = [gradients[number] for number in here]
-    results = _differentiable(exchange_tensors, own, layout.reduction)
+    results = _differentiable(exchange, own, layout.reduction)
     return dict(zip((*here, *foreign), results, strict=True))
+
+
+def _start(layout: Layout, plan: list[list[int]], index: int, own: Mapping[int, tf.Tensor]) -> None:
+    """Start the exchange of a bucket: at once, or by one operation of the graph."""
+    here = [number for number in plan[index] if number in own]
+
+    def start(*arrays: Any) -> list[Any]:
+        exchange = layout.connect()  # in the world that there is when the graph runs
+        _check_plan(exchange, plan)
+        exchange.start_bucket(index, dict(zip(here, map(np.asarray, arrays), strict=True)))
+        return []
+
+    run(start, [own[number] for number in here], [])
+
+
+def _finish(
+    layout: Layout, plan: list[list[int]], index: int, own: Mapping[int, tf.Tensor]
+) -> dict[int, tf.Tensor]:
+    """Wait for a bucket; return the averages of the gradients that are here, or anywhere."""
+    eager = tf.executing_eagerly()
+    parameters = {number: layout.parameters[layout.dense[number]] for number in plan[index]}
+    wanted = [number for number in plan[index] if number in own]
+
+    def finish() -> list[Any]:
+        exchange = layout.connect()
+        presence = exchange.finish_bucket(index)
+        if eager:
+            anywhere = zip(plan[index], presence.any(axis=0), strict=True)
+            wanted[:] = [number for number, has in anywhere if has]
+        else:
+            _check_presence(exchange, plan[index], presence)
+        return [exchange.result(index)]
+
+    sizes = {number: parameter.size for number, parameter in parameters.items()}
+    dtype = tf.as_dtype(parameters[plan[index][0]].dtype)
+    (flat,) = run(finish, [], [tf.TensorSpec((sum(sizes.values()),), dtype)])
+    parts = dict(zip(sizes, tf.split(flat, list(sizes.values())), strict=True))
+    return {number: tf.reshape(parts[number], parameters[number].shape) for number in wanted}
 
 
 def _compare(layout: Layout) -> list[Any]:

@@ -105,15 +105,3 @@ def _refuse_xla() -> None:
             "jit_compile=True (in Keras: model.compile(..., jit_compile=False)) around them, and "
             "compile the parts in between"
         )
-
-
-_ALIGNMENT = 64
-
-
-def fresh_copy(array: Any) -> Any:
-    """Copy a flat array to new memory, aligned so that TensorFlow uses it as it is."""
-    block = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -block.ctypes.data % _ALIGNMENT
-    copy = block[start : start + array.nbytes].view(array.dtype)
-    copy[...] = array
-    return copy

@@ -40,6 +40,8 @@ from hvdlite import (
     shard,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
     warmup,
 )
 from hvdlite.exchange import Compression
@@ -120,6 +122,9 @@ __all__ = [
     "checkpoint",
     "TensorCheckpoint",
     "average_metrics",
+    # what happens when
+    "start_timeline",
+    "stop_timeline",
     # errors
     "HorovodInternalError",
     "MismatchError",

@@ -11,7 +11,8 @@ from hvdlite import collectives, reduction, runtime, world
 from hvdlite.engine import Handle
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.torch.tensors import to_array, to_tensor_like
+from hvdlite.torch.device_memory import lend
+from hvdlite.torch.tensors import taken, to_array, to_tensor_like
 
 
 class TensorHandle:
@@ -71,7 +72,7 @@ def allreduce_async(
     """Start `allreduce` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "allreduce")
     handle = collectives.allreduce_async(
-        to_array(tensor), average, name, op, prescale_factor, postscale_factor
+        to_array(tensor, lend), average, name, op, prescale_factor, postscale_factor
     )
     return TensorHandle(handle, lambda array: to_tensor_like(array, tensor))
 
@@ -86,11 +87,12 @@ def allreduce_async_(
 ) -> TensorHandle:
     """Start `allreduce_` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "allreduce")
-    array = to_array(tensor)
+    array = to_array(tensor, lend)
+    out = _out(tensor, array)
     handle = collectives.allreduce_async(
-        array, average, name, op, prescale_factor, postscale_factor, out=_out(tensor, array)
+        array, average, name, op, prescale_factor, postscale_factor, out=out
     )
-    return TensorHandle(handle, lambda result: _write(tensor, result))
+    return TensorHandle(handle, lambda result: _write(tensor, result, out))
 
 
 def allreduce(
@@ -143,23 +145,18 @@ def allreduce_(
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place; arguments and errors as in `allreduce`."""
     name = _numbered(name, "allreduce")
-    array = to_array(tensor)
+    array = to_array(tensor, lend)
+    out = _out(tensor, array)
     result = collectives.allreduce(
-        array,
-        average,
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        out=_out(tensor, array),
+        array, average, name, op, prescale_factor, postscale_factor, out=out
     )
-    return _write(tensor, result)
+    return _write(tensor, result, out)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None) -> TensorHandle:
     """Start `allgather` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "allgather")
-    handle = collectives.allgather_async(to_array(tensor), name)
+    handle = collectives.allgather_async(to_array(tensor, lend), name)
     return TensorHandle(handle, lambda whole: to_tensor_like(whole, tensor))
 
 
@@ -184,16 +181,17 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
     """Start `broadcast` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "broadcast")
-    handle = collectives.broadcast_async(to_array(tensor), root_rank, name)
+    handle = collectives.broadcast_async(to_array(tensor, lend), root_rank, name)
     return TensorHandle(handle, lambda array: to_tensor_like(array, tensor))
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
     """Start `broadcast_` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "broadcast")
-    array = to_array(tensor)
-    handle = collectives.broadcast_async(array, root_rank, name, out=_out(tensor, array))
-    return TensorHandle(handle, lambda result: _write(tensor, result))
+    array = to_array(tensor, lend)
+    out = _out(tensor, array)
+    handle = collectives.broadcast_async(array, root_rank, name, out=out)
+    return TensorHandle(handle, lambda result: _write(tensor, result, out))
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -228,22 +226,22 @@ def _numbered(name: str | None, kind: str) -> str:
 
 def _out(tensor: torch.Tensor, array: Any) -> Any:
     """The array itself where a result can be written straight into the tensor's memory."""
-    in_place = tensor.device.type == "cpu" and array.flags.c_contiguous
-    return array if in_place else None
+    if tensor.is_cpu:
+        return array if array.flags.c_contiguous else None
+    lent = getattr(array, "tensor", None)
+    return array if lent is not None and lent.data_ptr() == tensor.data_ptr() else None
 
 
-def _write(tensor: torch.Tensor, result: Any) -> torch.Tensor:
-    with torch.no_grad():
-        if _shares_memory(tensor, result):
-            # torch did not see the write: views and saved tensors must know of it.
-            torch.autograd.graph.increment_version(tensor)
-        else:
+def _write(tensor: torch.Tensor, result: Any, out: Any) -> torch.Tensor:
+    if out is None:
+        with torch.no_grad():
             tensor.copy_(to_tensor_like(result, tensor))
+    else:
+        if not tensor.is_cpu:
+            taken(result)
+        # torch did not see the write: views and saved tensors must know of it.
+        torch.autograd.graph.increment_version(tensor)
     return tensor
-
-
-def _shares_memory(tensor: torch.Tensor, array: Any) -> bool:
-    return tensor.device.type == "cpu" and tensor.data_ptr() == array.ctypes.data
 
 
 class _Allreduce(torch.autograd.Function):
@@ -258,8 +256,9 @@ class _Allreduce(torch.autograd.Function):
         postscale: float,
     ) -> torch.Tensor:
         ctx.arguments = name, compression, op, prescale, postscale
+        on_device = getattr(compression, "on_device", False)
         result = collectives.allreduce(
-            to_array(tensor),
+            to_array(tensor, lend if on_device else None),
             name=name,
             op=op,
             prescale_factor=prescale,
@@ -286,7 +285,8 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
         ctx.name, ctx.shape = name, tensor.shape
-        whole, rows = collectives.allgather_rows_async(to_array(tensor), name).wait()
+        handle = collectives.allgather_rows_async(to_array(tensor, lend), name)
+        whole, rows = taken(handle.wait())
         ctx.start = sum(rows[: world.rank()])
         ctx.rows = rows[world.rank()]
         return to_tensor_like(whole, tensor)
@@ -301,7 +301,9 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str) -> torch.Tensor:
         ctx.root_rank, ctx.name = root_rank, name
-        return to_tensor_like(collectives.broadcast(to_array(tensor), root_rank, name), tensor)
+        return to_tensor_like(
+            collectives.broadcast(to_array(tensor, lend), root_rank, name), tensor
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

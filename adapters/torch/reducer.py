@@ -1,26 +1,18 @@
-"""Hooks that bring gradients into their buckets as the backward pass makes them."""
+"""The averaging of gradients that an optimizer is given."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import runtime
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientExchange
-from hvdlite.torch.tensors import dtype_of, to_tensor
-
-# The first steps in which all gradients are compared with their copies: a program that changes
-# them unseen mostly does so from the beginning. Later that would cost time, and they take turns.
-_STEPS_COMPARED = 3
-
-_numbers = itertools.count()
-# Of each parameter, the hook of the optimizer that was wrapped last.
-_hooks = WeakTensorKeyDictionary()
+from hvdlite.torch import device_memory
+from hvdlite.torch.device_memory import CudaMemory
+from hvdlite.torch.parameter_set import ParameterSet
+from hvdlite.torch.tensors import dtype_of
 
 
 class Reducer:
@@ -50,7 +42,7 @@ class Reducer:
         #: Whether the parameters' gradients are averages: `finish` was the last to touch them.
         self.synchronized = False
         self._engine = runtime.engine()
-        self._sets: list[_ParameterSet] = []
+        self._sets: list[ParameterSet] = []
         self._attached: set[torch.Tensor] = set()
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -67,7 +59,8 @@ class Reducer:
         for parameter in fresh:
             self.names.setdefault(parameter, f"parameter.{len(self.names)}")
         fresh.sort(key=lambda parameter: order.get(parameter, len(order)))
-        self._sets.append(_ParameterSet(self, fresh))
+        for memory, members in self._by_memory(fresh):
+            self._sets.append(ParameterSet(self, members, memory))
         self._attached.update(fresh)
 
     @property
@@ -121,13 +114,28 @@ class Reducer:
             for members in self._sets:
                 members.connect()
 
-    def make_exchange(self, label: str, parameters: Sequence[torch.Tensor]) -> GradientExchange:
-        """Make the exchange of some parameters."""
+    def _by_memory(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> list[tuple[CudaMemory | None, list[torch.Tensor]]]:
+        """Group parameters, of which a bucket's are exchanged in one memory; the host's first."""
+        groups: dict[int, tuple[CudaMemory | None, list[torch.Tensor]]] = {}
+        for parameter in parameters:
+            memory = device_memory.find(parameter) if self._strategy.on_device else None
+            index = -1 if memory is None else memory.index
+            groups.setdefault(index, (memory, []))[1].append(parameter)
+        return [groups[index] for index in sorted(groups)]
+
+    def make_exchange(
+        self, label: str, parameters: Sequence[torch.Tensor], memory: CudaMemory | None
+    ) -> GradientExchange:
+        """Make the exchange of some parameters, in a memory (None: the host's)."""
         described = [
             Parameter(self.names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
             for parameter in parameters
         ]
-        return GradientExchange(self._engine, label, described, self._strategy, self._reduction)
+        return GradientExchange(
+            self._engine, label, described, self._strategy, self._reduction, memory=memory
+        )
 
     def dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient as it goes into a bucket."""
@@ -139,103 +147,3 @@ class Reducer:
                 "sparse_as_dense=True, or make the layer with sparse=False"
             )
         return gradient.to_dense()
-
-
-class _ParameterSet:
-    """Parameters that share an exchange."""
-
-    def __init__(self, reducer: Reducer, parameters: Sequence[torch.Tensor]) -> None:
-        # Ranks make their optimizers in the same order. The number outlives the engine, so
-        # that exchanges keep their names whoever is the first to use a new world.
-        self._label = f"DistributedOptimizer {next(_numbers)}"
-        self._reducer = reducer
-        self._parameters = list(parameters)
-        self._steps = 0
-        self.connect()
-        self._begin()
-        for number, parameter in enumerate(parameters):
-            if parameter in _hooks:
-                _hooks[parameter].remove()
-            _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(number))
-
-    def connect(self) -> None:
-        """Make the exchange in the current world."""
-        self.exchange = self._reducer.make_exchange(self._label, self._parameters)
-        numbers = range(len(self._parameters))
-        self._slots = [to_tensor(self.exchange.slot(number)) for number in numbers]
-        self._results = [to_tensor(self.exchange.result_slot(number)) for number in numbers]
-
-    def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(parameter: torch.Tensor) -> None:
-            self._reducer.synchronized = False
-            self._passes[number] += 1
-            if self._passes[number] == self._reducer.passes_per_step:
-                self._reducer.reconnect()
-                self._copy(number, parameter)
-            elif self._passes[number] > self._reducer.passes_per_step:
-                raise RuntimeError(
-                    f"the gradient of {self._reducer.names[parameter]!r} was computed more than "
-                    f"{self._reducer.passes_per_step} times before step() or synchronize(); "
-                    "raise backward_passes_per_step to add up gradients"
-                )
-
-        return on_gradient
-
-    def _copy(self, number: int, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        self._slots[number].copy_(self._reducer.dense(parameter, gradient).detach())
-        self._copied[number] = gradient, gradient._version
-        self.exchange.mark(number)
-
-    def collect(self) -> list[str]:
-        """Copy the gradients that no hook has brought: accumulation was cut short.
-
-        Returns:
-            The names of those that were changed since their hook copied them.
-        """
-        changed = []
-        for number, parameter in enumerate(self._parameters):
-            if self._copied[number] is not None:
-                if self._has_changed(number, parameter):
-                    changed.append(self._reducer.names[parameter])
-            elif parameter.grad is not None:
-                self._copy(number, parameter)
-        return changed
-
-    def _has_changed(self, number: int, parameter: torch.Tensor) -> bool:
-        gradient, version = self._copied[number]
-        if parameter.grad is not gradient or gradient._version != version:
-            return True
-        # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
-        turn = self._steps % len(self._parameters) == number
-        if self._steps >= _STEPS_COMPARED and not turn:
-            return False
-        slot, dense = self._slots[number], self._reducer.dense(parameter, gradient).detach().cpu()
-        return not bool(((slot == dense) | ((slot != slot) & (dense != dense))).all())
-
-    def finish(self) -> None:
-        """Wait for the exchange, and write the averages."""
-        try:
-            found = self.exchange.finish()
-        finally:
-            self._begin()
-            self._steps += 1
-        with torch.no_grad():
-            for parameter, result, anywhere in zip(
-                self._parameters, self._results, found, strict=True
-            ):
-                if not anywhere:
-                    continue
-                if parameter.grad is None or parameter.grad.layout is not torch.strided:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(result)
-
-    def begin_step(self) -> None:
-        """Count the backward passes anew."""
-        self._passes = [0] * len(self._parameters)
-
-    def _begin(self) -> None:
-        self.begin_step()
-        # What a gradient was when it was copied: the tensor and its version.
-        self._copied: list[Any] = [None] * len(self._parameters)

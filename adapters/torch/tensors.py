@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
+
+from hvdlite.engine.device import DeviceArray, DeviceResult
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -18,10 +21,21 @@ def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
-def to_array(tensor: torch.Tensor) -> Any:
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """The torch dtype of a numpy dtype."""
+    return to_tensor(np.empty(0, dtype)).dtype
+
+
+def to_array(
+    tensor: torch.Tensor, lend: Callable[[torch.Tensor], DeviceArray | None] | None = None
+) -> Any:
     """View a dense tensor as a numpy array of the same shape and strides.
 
-    A tensor on an accelerator is copied to the host first.
+    A tensor on an accelerator is copied to the host first, unless it can be lent.
+
+    Args:
+        tensor: what to view.
+        lend: what makes a device array of a tensor on an accelerator, or None.
 
     Raises:
         TypeError: it is not a dense tensor, or of a dtype that numpy cannot hold.
@@ -32,7 +46,16 @@ def to_array(tensor: torch.Tensor) -> Any:
         )
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, found {tensor.layout}; call .to_dense() first")
-    host = tensor.detach().cpu().resolve_conj().resolve_neg()
+    # Calls that are not needed are not made: some give up the GIL, for which another thread may
+    # be waiting.
+    host = tensor.detach() if tensor.requires_grad else tensor
+    if not host.is_cpu:
+        lent = None if lend is None else lend(host)
+        if lent is not None:
+            return lent
+        host = host.cpu()
+    if host.is_conj() or host.is_neg():
+        host = host.resolve_conj().resolve_neg()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(_BFLOAT16)
     return host.numpy()
@@ -46,5 +69,13 @@ def to_tensor(array: Any) -> torch.Tensor:
 
 
 def to_tensor_like(array: Any, like: torch.Tensor) -> torch.Tensor:
-    """As `to_tensor`, on the device of ``like``."""
-    return to_tensor(array).to(like.device)
+    """As `to_tensor`, on the device of ``like``; results of devices stay where they are."""
+    if like.is_cpu:
+        return to_tensor(array)
+    array = taken(array)
+    return array if isinstance(array, torch.Tensor) else to_tensor(array).to(like.device)
+
+
+def taken(result: Any) -> Any:
+    """What a collective results in, for the current stream to use if it is on a device."""
+    return result.take() if isinstance(result, DeviceResult) else result

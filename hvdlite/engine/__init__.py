@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -14,6 +16,8 @@ from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Operation
 from hvdlite.settings import Settings
 from hvdlite.transport import connect
+from hvdlite.tuning import tune
+from hvdlite.world import World
 
 __all__ = ["Engine", "Handle", "Lane", "Operation"]
 
@@ -24,17 +28,26 @@ class Engine:
     Attributes:
         gradients: the lane of gradient buckets.
         named: the lane of everything that users submit by name.
+        tuning: the sizes that the start has settled.
+        settings: as given, with what has been tuned.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
-        comm: the world's communicator; each lane gets one of its own.
+        world: the ranks; each lane gets a transport of its own.
         settings: read at ``init()``.
     """
 
-    def __init__(self, MPI: Any, comm: Any, settings: Settings) -> None:  # noqa: N803
-        self.settings = settings
-        self.gradients = Lane("gradients", connect(MPI, comm), settings)
-        self.named = Lane("named", connect(MPI, comm), settings)
+    def __init__(self, MPI: Any, world: World, settings: Settings) -> None:  # noqa: N803
+        new = functools.partial(connect, MPI, world, settings.shared_memory)
+        transports = [new(), new()]
+        self.tuning = tune(transports[0], new, settings)
+        for transport in transports:
+            transport.chunk = self.tuning.chunk
+        self.settings = dataclasses.replace(settings, fusion_threshold=self.tuning.bucket_cap)
+        self.gradients, self.named = (
+            Lane(name, transport, self.settings)
+            for name, transport in zip(("gradients", "named"), transports, strict=True)
+        )
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counting = threading.Lock()
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
+from hvdlite import timeline
 from hvdlite.engine.handle import Handle
 from hvdlite.transport import Transport
 
-#: Pairs of what must be equal on all ranks: ("dtype", "float32"), ("shape", (3, 4)), ...
-Signature = tuple[tuple[str, Any], ...]
 
+class Signature(tuple[tuple[str, Any], ...]):
+    """What must be equal on all ranks: ("dtype", "float32"), ("shape", (3, 4)), ..."""
 
-def digest(signature: Signature) -> bytes:
-    """16 bytes that stand for a signature."""
-    return hashlib.blake2b(repr(signature).encode(), digest_size=16).digest()
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that stand for it."""
+        return hashlib.blake2b(repr(tuple(self)).encode(), digest_size=16).digest()
 
 
 class Operation(ABC):
@@ -35,7 +38,12 @@ class Operation(ABC):
     Attributes:
         key: what the operation is called in its lane: ``allreduce.loss``. As in Horovod,
             operations of different kinds may be on their way under one name.
+        nbytes: what it moves, as far as that is known.
+        lane: the name of the lane it was submitted to.
+        memory: where its arrays lie, if that is on a device.
     """
+
+    memory: Any = None
 
     def __init__(
         self,
@@ -51,17 +59,28 @@ class Operation(ABC):
         self.handle = Handle(name)
         label, kind = signature[0] if signature else ("", "")
         self.key = f"{kind}.{name}" if label == "the operation" else name
+        self.nbytes = 0
+        self.lane = ""
 
-    def digest(self) -> bytes:
-        """A digest of the signature, 16 bytes."""
-        return digest(self.signature)
+    @property
+    def activity(self) -> str:
+        """What the timeline calls it."""
+        label, kind = self.signature[0] if self.signature else ("", "")
+        return kind.split()[0].upper() if label == "the operation" else timeline.ALLREDUCE
 
     def word(self) -> bytes:
         """What ranks compare to see that they are about to do the same."""
-        name = self.name.encode()
-        failed = b"" if self.failure is None else b"failed"
-        content = struct.pack("<QQ", len(name), len(self.payload)) + name + self.payload
-        return hashlib.blake2b(content + self.digest() + failed, digest_size=16).digest()
+        return _word(self.name, self.payload, self.signature.digest, self.failure is not None)
+
+    @property
+    def fusion(self) -> Hashable | None:
+        """Operations of equal fusion may run together by `execute_together`; None: alone."""
+        return None
+
+    @property
+    def cargo(self) -> Any:
+        """What may be brought along when ranks meet for it: a flat array; None: nothing."""
+        return None
 
     @abstractmethod
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
@@ -71,3 +90,18 @@ class Operation(ABC):
             transport: the lane's; every rank is in the same call.
             payloads: every rank's payload, by rank.
         """
+
+    def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:
+        """Run this and other operations of the same, not empty, fusion as one.
+
+        Returns:
+            The handles' results, this one's first.
+        """
+        raise NotImplementedError(f"{type(self).__name__} runs alone")
+
+
+@lru_cache(4096)  # a program submits the same names step after step
+def _word(name: str, payload: bytes, digest: bytes, failed: bool) -> bytes:
+    encoded = name.encode()
+    content = struct.pack("<QQ?", len(encoded), len(payload), failed) + encoded + payload + digest
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -3,29 +3,71 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from hvdlite import timeline
 from hvdlite.arrays import as_bytes, flat
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
+from hvdlite.transport.base import LARGEST_FUSED
 
 
+@lru_cache(4096)
 def allreduce_signature(
-    array: Any, op: ReduceOp, prescale: float, postscale: float, compression: str
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    compression: str,
+    device: str = "cpu",
 ) -> Signature:
     """What every allreduce, however it travels, has alike on all ranks."""
-    return (
-        ("the operation", "allreduce"),
-        ("dtype", array.dtype.name),
-        ("shape", tuple(array.shape)),
-        ("op", op.name.capitalize()),
-        ("prescale_factor", prescale),
-        ("postscale_factor", postscale),
-        ("compression", compression),
+    return Signature(
+        (
+            ("the operation", "allreduce"),
+            ("dtype", dtype.name),
+            ("shape", shape),
+            ("op", op.name.capitalize()),
+            ("prescale_factor", prescale),
+            ("postscale_factor", postscale),
+            ("compression", compression),
+            ("device", device),
+        )
+    )
+
+
+def allgather_signature(
+    label: str, dtype: np.dtype[Any], shape: tuple[int, ...], device: str = "cpu"
+) -> Signature:
+    """What every allgather has alike on all ranks."""
+    return Signature(
+        (
+            ("the operation", label),
+            ("dtype", dtype.name),
+            ("the shape after its first axis", tuple(shape[1:])),
+            ("device", device),
+        )
+    )
+
+
+def broadcast_signature(
+    dtype: np.dtype[Any], shape: tuple[int, ...], root: int, device: str = "cpu"
+) -> Signature:
+    """What every broadcast of an array has alike on all ranks."""
+    return Signature(
+        (
+            ("the operation", "broadcast"),
+            ("dtype", dtype.name),
+            ("shape", tuple(shape)),
+            ("root_rank", root),
+            ("device", device),
+        )
     )
 
 
@@ -51,25 +93,52 @@ class Allreduce(Operation):
         postscale: float = 1.0,
         out: Any = None,
     ) -> None:
-        super().__init__(name, allreduce_signature(array, op, prescale, postscale, "none"))
+        signature = allreduce_signature(array.dtype, array.shape, op, prescale, postscale, "none")
+        super().__init__(name, signature)
         self._array = array
         self._op = op
-        self._prescale = Scaling(prescale)
-        self._postscale = postscale
+        self._factors = prescale, postscale
         self._out = _allocated(out, array)
+        self.nbytes = array.nbytes
+
+    @property
+    def fusion(self) -> Hashable | None:
+        """Small arrays of one dtype that are reduced and scaled alike."""
+        if self.nbytes > LARGEST_FUSED or self._op is ReduceOp.ADASUM:
+            return None
+        return self._array.dtype, self._op, self._factors
+
+    @property
+    def cargo(self) -> Any:
+        """The array, flat, unless it is scaled first or reduced in another way than others."""
+        if self._factors[0] != 1.0 or self._op is ReduceOp.ADASUM:
+            return None
+        return self._array.reshape(-1)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the reduced array, of the input's shape and dtype."""
-        result = self._out.reshape(-1)
-        if self._prescale.is_identity and self._array.flags.c_contiguous:
-            send = result if self._array is self._out else self._array.reshape(-1)
-        else:  # the result's place is free until the reduction: no copy of its own
-            self._out[...] = self._array
-            send = self._prescale.apply(result)
+        return self.execute_together((), transport)[0]
+
+    def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:
+        """Reduce all arrays of a group, of which this is the first, at once."""
+        group: list[Allreduce] = [self, *others]
+        sends = [operation._prepare() for operation in group]
+        outs = [operation._out for operation in group]
+        results = [out.reshape(-1) for out in outs]
         average = self._op is ReduceOp.AVERAGE
-        scaling = Scaling(self._postscale, transport.size if average else 1)
-        transport.allreduce(send, result, ReduceOp.SUM if average else self._op, scaling)
-        return self._out
+        scaling = Scaling(self._factors[1], transport.size if average else 1)
+        op = ReduceOp.SUM if average else self._op
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            transport.allreduce_all(sends, results, op, scaling)
+        return outs
+
+    def _prepare(self) -> Any:
+        """What is to be reduced, flat and scaled."""
+        if self._factors[0] == 1.0 and self._array.flags.c_contiguous:
+            return self._array.reshape(-1)
+        # The result's place is free until the reduction: no copy of its own.
+        self._out[...] = self._array
+        return Scaling(self._factors[0]).apply(self._out.reshape(-1))
 
 
 class Allgather(Operation):
@@ -87,11 +156,7 @@ class Allgather(Operation):
     ) -> None:
         super().__init__(
             name,
-            (
-                ("the operation", label),
-                ("dtype", array.dtype.name),
-                ("the shape after its first axis", tuple(array.shape[1:])),
-            ),
+            allgather_signature(label, array.dtype, array.shape),
             payload=struct.pack("<q", len(array)),
         )
         self._array = array
@@ -119,15 +184,7 @@ class Broadcast(Operation):
     """
 
     def __init__(self, name: str, array: Any, root: int, out: Any = None) -> None:
-        super().__init__(
-            name,
-            (
-                ("the operation", "broadcast"),
-                ("dtype", array.dtype.name),
-                ("shape", tuple(array.shape)),
-                ("root_rank", root),
-            ),
-        )
+        super().__init__(name, broadcast_signature(array.dtype, array.shape, root))
         self._array = array
         self._root = root
         self._out = _allocated(out, array)
@@ -153,7 +210,7 @@ class BroadcastBytes(Operation):
     def __init__(self, name: str, content: bytes, root: int, failure: str | None = None) -> None:
         super().__init__(
             name,
-            (("the operation", "broadcast of an object"), ("root_rank", root)),
+            Signature((("the operation", "broadcast of an object"), ("root_rank", root))),
             payload=struct.pack("<q", len(content)),
             failure=failure,
         )
@@ -175,11 +232,11 @@ class Barrier(Operation):
 
     Args:
         name: the operation's name.
-        signature: what the ranks are to agree on besides.
+        entries: what the ranks are to agree on besides.
     """
 
-    def __init__(self, name: str, signature: Signature = ()) -> None:
-        super().__init__(name, (("the operation", "barrier"), *signature))
+    def __init__(self, name: str, entries: Iterable[tuple[str, Any]] = ()) -> None:
+        super().__init__(name, Signature((("the operation", "barrier"), *entries)))
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         """Do nothing more."""

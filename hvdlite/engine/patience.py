@@ -1,10 +1,9 @@
-"""Waiting for other ranks: politely, with a report, and with an end."""
+"""Waiting for other ranks: with a report, and with an end."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from hvdlite.engine.agreement import ranks_text
@@ -13,14 +12,9 @@ from hvdlite.settings import Settings
 
 _log = logging.getLogger("hvdlite")
 
-# Ranks that arrive together meet within this time; whoever waits longer sleeps, because
-# ranks often fill the cores and a spinning rank would take one from those it waits for.
-_SPIN_SECONDS = 100e-6
-_LONGEST_SLEEP = 1e-3
-
 
 class WaitingPolicy:
-    """How long a lane sleeps between two looks, when it reports, and when it gives up.
+    """When a lane that waits for other ranks reports, and when it gives up.
 
     Args:
         settings: the times of the stall report.
@@ -44,26 +38,22 @@ class WaitingPolicy:
         """End every wait, now and later."""
         self._abandoned.set()
 
-    def pause(self, elapsed: float) -> None:
-        """Sleep in proportion to the time waited, so that a wait ends at most 1/8 late.
+    def check(self, elapsed: float) -> None:
+        """Report the wait, or end it, where it is time for that.
+
+        Args:
+            elapsed: seconds of this wait; less than before: it is another one.
 
         Raises:
             HorovodInternalError: the wait has been abandoned or has lasted too long.
         """
-        if elapsed < self._reported:  # another wait than the one reported
+        if elapsed < self._reported:
             self._reported = 0.0
-        if elapsed < _SPIN_SECONDS:
-            time.sleep(0)
-            return
-        time.sleep(min(elapsed / 8, _LONGEST_SLEEP))
         if self._abandoned.is_set():
             raise HorovodInternalError(
                 f"shut down while waiting for other ranks in {self._describe()}; run the "
                 "same steps on all ranks before hvd.shutdown()"
             )
-        self._check(elapsed)
-
-    def _check(self, elapsed: float) -> None:
         limit = self._settings.stall_shutdown_time_seconds
         if limit and elapsed > limit:
             raise HorovodInternalError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -83,15 +83,27 @@ class Bucket:
     Args:
         parameters: in their order within the arrays.
         reduction: what the exchange computes.
+        empty: makes a flat array of so many elements of a dtype.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], reduction: Reduction) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        reduction: Reduction,
+        empty: Callable[[int, np.dtype[Any]], Any] = np.empty,
+    ) -> None:
         self.parameters = tuple(parameters)
         self.reduction = reduction
+        self._empty = empty
         bounds = np.cumsum([0, *(parameter.size for parameter in parameters)])
         self._bounds = [int(bound) for bound in bounds]
-        self.send = np.empty(self._bounds[-1], parameters[0].dtype)
-        self.result = np.empty_like(self.send)
+        self.send = empty(self._bounds[-1], parameters[0].dtype)
+        self.renew()
+
+    def renew(self) -> None:
+        """Get another array for the result: the one before is its users' as long as they like."""
+        self.result: Any = None  # its memory may be what comes back
+        self.result = self._empty(self._bounds[-1], self.parameters[0].dtype)
 
     def send_slot(self, position: int) -> Any:
         """The part of ``send`` that belongs to a parameter, in the parameter's shape."""

@@ -37,7 +37,10 @@ class CompressedAllreduce(Operation):
         out: Any = None,
     ) -> None:
         super().__init__(
-            name, allreduce_signature(array, reduction.op, prescale, postscale, strategy.name)
+            name,
+            allreduce_signature(
+                array.dtype, array.shape, reduction.op, prescale, postscale, strategy.name
+            ),
         )
         self._array = array
         self._strategy = strategy

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.exchange.bucket import Bucket
+from hvdlite import halves
+from hvdlite.exchange.bucket import Bucket, Reduction
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
+from hvdlite.transport.device import DeviceTransport
 
 
 class Strategy(ABC):
@@ -17,6 +19,8 @@ class Strategy(ABC):
 
     #: What the strategy is called; compared across ranks.
     name: str
+    #: Whether it works on device arrays, too; else these are exchanged by way of the host.
+    on_device = False
 
     @abstractmethod
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
@@ -24,6 +28,25 @@ class Strategy(ABC):
 
         It is collective, and leaves ``bucket.send`` as it is.
         """
+
+    def exchange_on_device(
+        self,
+        send: Any,
+        result: Any,
+        dtype: np.dtype[Any],
+        reduction: Reduction,
+        transport: DeviceTransport,
+    ) -> None:
+        """Do what `exchange` does on device arrays, if the strategy is ``on_device``.
+
+        Args:
+            send: flat, of all the elements; bfloat16 as uint16. It is left as it is.
+            result: where the reduction goes, likewise.
+            dtype: what the elements are.
+            reduction: sum or average.
+            transport: runs the collectives; this is called inside its ``enqueue``.
+        """
+        raise NotImplementedError(f"{self!r} does not work on device arrays")
 
     def __repr__(self) -> str:
         return f"Compression.{self.name}"
@@ -33,6 +56,7 @@ class Dense(Strategy):
     """Every gradient in its own type."""
 
     name = "none"
+    on_device = True
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Reduce in place in ``result`` where gradients are divided before the sum."""
@@ -42,6 +66,20 @@ class Dense(Strategy):
             bucket.result[...] = reduction.before.apply(bucket.result)
             send = bucket.result
         transport.allreduce(send, bucket.result, ReduceOp.SUM, reduction.after(transport.size))
+
+    def exchange_on_device(
+        self,
+        send: Any,
+        result: Any,
+        dtype: np.dtype[Any],
+        reduction: Reduction,
+        transport: DeviceTransport,
+    ) -> None:
+        """Do the same on the device."""
+        if not reduction.before.is_identity:
+            transport.scale(send, result, reduction.before, dtype)
+            send = result
+        transport.allreduce(send, result, ReduceOp.SUM, reduction.after(transport.size), dtype)
 
 
 class Cast(Strategy):
@@ -55,6 +93,8 @@ class Cast(Strategy):
         dtype: the 16-bit type.
     """
 
+    on_device = True
+
     def __init__(self, name: str, dtype: Any) -> None:
         self.name = name
         self._dtype = np.dtype(dtype)
@@ -62,12 +102,37 @@ class Cast(Strategy):
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Round, sum, widen."""
-        dtype = bucket.send.dtype
-        if not is_floating(dtype) or dtype.itemsize <= self._dtype.itemsize:
+        send, result = bucket.send, bucket.result
+        if not self._narrows(send.dtype):
             self._dense.exchange(bucket, transport)
             return
-        scaled = bucket.reduction.whole(transport.size).apply(bucket.send.copy())
-        with np.errstate(over="ignore"):  # inf is what an overflow has to become
-            rounded = scaled.astype(self._dtype)
+        rounded = transport.empty(send.size, self._dtype)
+        scaling = bucket.reduction.whole(transport.size)
+        copy = np.empty(min(send.size, halves.PIECE), send.dtype)
+        for piece in halves.pieces(send.size):
+            gradients = copy[: piece.stop - piece.start]
+            gradients[...] = send[piece]
+            with np.errstate(over="ignore"):  # inf is what an overflow has to become
+                halves.narrow(scaling.apply(gradients), rounded[piece])
         transport.allreduce(rounded, rounded, ReduceOp.SUM, Scaling())
-        bucket.result[...] = rounded
+        halves.widen(rounded, result)
+
+    def exchange_on_device(
+        self,
+        send: Any,
+        result: Any,
+        dtype: np.dtype[Any],
+        reduction: Reduction,
+        transport: DeviceTransport,
+    ) -> None:
+        """Do the same on the device."""
+        if not self._narrows(dtype):
+            self._dense.exchange_on_device(send, result, dtype, reduction, transport)
+            return
+        rounded = transport.empty(send.size, self._dtype)
+        transport.convert(send, rounded, reduction.whole(transport.size), dtype, self._dtype)
+        transport.allreduce(rounded, rounded, ReduceOp.SUM, Scaling(), self._dtype)
+        transport.convert(rounded, result, Scaling(), self._dtype, dtype)
+
+    def _narrows(self, dtype: np.dtype[Any]) -> bool:
+        return is_floating(dtype) and dtype.itemsize > self._dtype.itemsize

@@ -93,17 +93,33 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         settings["HVDLITE_LOG_LEVEL"] = options.log_level
     if options.fusion_threshold_mb is not None:
         settings["HVDLITE_FUSION_THRESHOLD"] = str(options.fusion_threshold_mb * 2**20)
+    if options.timeline_filename is not None:
+        settings["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
+    if options.timeline_mark_cycles:
+        settings["HVDLITE_TIMELINE_MARK_CYCLES"] = "1"
     return settings
+
+
+def _timeline(name: str) -> str:
+    path = os.path.abspath(name)
+    if not os.path.basename(name) or os.path.isdir(path):
+        raise LaunchError(f"--timeline-filename {name}: found a folder, expected a file")
+    _make_folder("--timeline-filename", os.path.dirname(path))
+    return path
 
 
 def _output_folder(name: str | None) -> str:
     if name is None:
         return ""
+    _make_folder("--output-filename", name)
+    return os.path.abspath(name)
+
+
+def _make_folder(option: str, name: str) -> None:
     try:
         os.makedirs(name, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"--output-filename {name}: {error.strerror}") from None
-    return os.path.abspath(name)
+        raise LaunchError(f"{option} {name}: {error.strerror}") from None
 
 
 def _show(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
@@ -164,6 +180,16 @@ def _parser() -> argparse.ArgumentParser:
         type=partial(_at_least, 0),
         metavar="N",
         help="sets HVDLITE_FUSION_THRESHOLD (there in bytes)",
+    )
+    add(
+        "--timeline-filename",
+        metavar="F",
+        help="write what the ranks do when to F, for Perfetto (sets HVDLITE_TIMELINE)",
+    )
+    add(
+        "--timeline-mark-cycles",
+        action="store_true",
+        help="mark each round in it (sets HVDLITE_TIMELINE_MARK_CYCLES)",
     )
     add("--log-level", type=str.lower, choices=_LOG_LEVELS, help="sets HVDLITE_LOG_LEVEL")
     add("--check-build", action="store_true", help="print what is installed, and exit")

@@ -95,7 +95,7 @@ class OpenMPI(Mpirun):
 
     def _placement(self) -> dict[str, str]:
         return {
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
         }
 

@@ -45,7 +45,6 @@ def main(arguments: Sequence[str]) -> None:
         _run(command, output, mask)
     code, signs = _wait(child, manager)
     if code and not signs & _ENDING:
-        _drain()
         _tell(report, code, under_way=bool(signs))
     _end(code)
 
@@ -170,7 +169,10 @@ def _tell(report: str, code: int, under_way: bool) -> None:
     """
     rank, host = _first(_RANK, "?"), os.uname().nodename
     text = describe(f"rank {rank} on host {host}", code)
-    if _send(report, f"{shell_code(code)} {text}"):
+    # At once: the end of this rank makes others fail, which must not be named before it.
+    told = _send(report, f"{shell_code(code)} {text}")
+    _drain()
+    if told:
         # Ending before the job does would have mpirun print its own account of it.
         if not under_way and not signal.sigtimedwait(_FIRST_SIGNS, _PASS_ON):
             _abort(code)

@@ -6,43 +6,61 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
+from hvdlite import timeline
 from hvdlite.reduction import ReduceOp, Scaling
 
+#: Bytes of the largest array that is reduced together with others, see `allreduce_all`.
+LARGEST_FUSED = 2**19
 #: Bytes in the word that ranks compare before they run a collective.
 WORD_SIZE = 16
 
 
 class Patience(Protocol):
-    """How to wait for ranks that have not come yet."""
+    """How long to wait for ranks that have not come yet."""
 
-    def pause(self, elapsed: float) -> None:
-        """Sleep a little, ``elapsed`` seconds into a wait; raise to give the wait up."""
+    def check(self, elapsed: float) -> None:
+        """Take note of ``elapsed`` seconds of waiting; raise to give the wait up."""
 
 
 class Transport(ABC):
     """How bytes meet: the collectives of one communicator, on flat contiguous arrays.
 
-    Every method is collective: all ranks call it, in the same order. Only `unanimous`
-    waits for ranks that may come late; by the others every rank is already on its way.
+    Every method is collective unless it says otherwise: all ranks call it, in the same
+    order. Only `meet` waits for ranks that may come late; by the others every rank is
+    already on its way.
 
     Attributes:
         rank: this process's rank in the communicator.
         size: the number of ranks.
+        most_words: how many words ranks can bring to a meeting.
+        chunk: bytes of an array of the user's own that travel at a time, which may be set to
+            suit the machine, alike on all ranks; None: there is nothing to choose.
+        lane: whose transport it is, for the timeline.
     """
 
     rank: int
     size: int
+    most_words: int = 1
+    chunk: int | None = None
+    lane: str = ""
 
     @abstractmethod
-    def unanimous(self, word: bytes, patience: Patience) -> bool:
-        """Wait for all ranks, and tell whether all came with the same word.
+    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
+        """Wait for all ranks, and tell how many of the first words all have brought alike.
 
         Args:
-            word: `WORD_SIZE` bytes.
-            patience: asked between looks whether the other ranks have come.
+            words: one at least, of `WORD_SIZE` bytes each. What exceeds ``most_words`` is
+                not looked at.
+            patience: told, while this rank waits, for how long.
+            cargo: what the first words stand for, if those are reductions that may run
+                together: flat arrays of one dtype. A transport that can bring them along
+                saves a meeting. If any word is common, the next collective is an
+                `allreduce_all` of the first of them.
 
         Returns:
-            The same answer on every rank.
+            The length of the common prefix, the same on every rank.
 
         Raises:
             HorovodInternalError: another rank has given up waiting; and what ``patience``
@@ -50,9 +68,9 @@ class Transport(ABC):
         """
 
     def absent(self) -> list[int] | None:
-        """While `unanimous` waits: the ranks that have not come; None: that is not known.
+        """While `meet` waits: the ranks that have not come; None: that is not known.
 
-        Not collective. It may take a second, and raises as `unanimous` does.
+        Not collective. It may take a second, and raises as `meet` does.
         """
         return None
 
@@ -60,9 +78,17 @@ class Transport(ABC):
     def leave(self) -> None:
         """Tell the other ranks that this one takes part in no collective any more.
 
-        Not collective. Who waits for this rank in `unanimous`, or comes to it later, gets a
+        Not collective. Who waits for this rank in `meet`, or comes to it later, gets a
         HorovodInternalError there.
         """
+
+    def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
+        """Return an uninitialised flat array that lies where this transport exchanges it best.
+
+        Not collective. Only arrays that every rank has got in this way, for the same purpose,
+        may be passed to a collective together.
+        """
+        return np.empty(size, dtype)
 
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
@@ -75,6 +101,22 @@ class Transport(ABC):
         Every rank gets the same bits. ``send`` is left as it is unless it is ``result``.
         ``op`` is SUM, MIN, MAX, PRODUCT or ADASUM.
         """
+
+    def allreduce_all(
+        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
+    ) -> None:
+        """Do `allreduce` for each pair of arrays, of one dtype; several of them as if one."""
+        if len(sends) == 1:
+            self.allreduce(sends[0], results[0], op, scaling)
+            return
+        bounds = np.cumsum([0, *(array.size for array in sends)]).tolist()
+        together = np.empty(bounds[-1], sends[0].dtype)
+        with timeline.span(self.lane, timeline.MEMCPY_IN_FUSION_BUFFER):
+            np.concatenate(sends, out=together)
+        self.allreduce(together, together, op, scaling)
+        with timeline.span(self.lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
+            for result, start, stop in zip(results, bounds, bounds[1:], strict=False):
+                result[...] = together[start:stop]
 
     @abstractmethod
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
@@ -94,3 +136,13 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the transport holds; no rank calls anything after it."""
+
+
+def common_prefix(brought: Sequence[Sequence[bytes]]) -> int:
+    """How many of their first words all ranks have brought alike."""
+    count = 0
+    for words in zip(*brought, strict=False):
+        if any(word != words[0] for word in words):
+            break
+        count += 1
+    return count

@@ -14,10 +14,11 @@ class Loopback(Transport):
 
     rank = 0
     size = 1
+    most_words = 1024
 
-    def unanimous(self, word: bytes, patience: Patience) -> bool:
+    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
         """Agree with oneself."""
-        return True
+        return min(len(words), self.most_words)
 
     def leave(self) -> None:
         """Have nobody to tell."""

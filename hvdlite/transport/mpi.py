@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import slices
-from hvdlite.transport.base import Patience, Transport
+from hvdlite.transport.base import LARGEST_FUSED, WORD_SIZE, Patience, Transport
 from hvdlite.transport.roll_call import RollCall
 
 # Counts are 32-bit in MPI 3: larger arrays travel in pieces of at most this many bytes.
@@ -27,6 +27,10 @@ _NATIVE = {
     ReduceOp.MIN: _INTEGERS,
     ReduceOp.MAX: _INTEGERS,
 }
+# Ranks that arrive together meet within this time; whoever waits longer sleeps, because
+# ranks often fill the cores and a spinning rank would take one from those it waits for.
+_SPIN_SECONDS = 100e-6
+_LONGEST_SLEEP = 1e-3
 # Seconds of waiting from which on a rank looks for what others tell it.
 _LISTEN_AFTER = 0.2
 # What MPI may still write to after a wait that was given up.
@@ -48,6 +52,8 @@ class MPITransport(Transport):
         comm: the communicator to duplicate; collective.
     """
 
+    most_words = 32
+
     def __init__(self, MPI: Any, comm: Any) -> None:  # noqa: N803
         self._comm = comm.Dup()
         self._roll_call = RollCall(MPI, comm.Dup())
@@ -64,27 +70,35 @@ class MPITransport(Transport):
             ReduceOp.PRODUCT: MPI.PROD,
         }
 
-    def unanimous(self, word: bytes, patience: Patience) -> bool:
-        """Compare the smallest word with the largest, which is the smallest complement."""
-        mine = np.frombuffer(word, np.uint64)
+    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
+        """Compare the smallest words with the largest, which are the smallest complements.
+
+        Where a rank brings fewer words than another, its rest are zeros, and the other's no
+        words of a hash: they differ.
+        """
+        mine = np.zeros(self.most_words * WORD_SIZE // 8, np.uint64)
+        brought = np.frombuffer(b"".join(words[: self.most_words]), np.uint64)
+        mine[: brought.size] = brought
         offer = np.concatenate([mine, ~mine])
         least = np.empty_like(offer)
         self._roll_call.begin()
         request = self._comm.Iallreduce(offer, least, self._min)
-        self._complete(request, (offer, least), patience.pause)
+        self._complete(request, (offer, least), patience)
         # A rank that gave up waiting has left its word behind, and will not come along.
         self._roll_call.listen()
         half = mine.size
-        return bool((least[:half] == ~least[half:]).all())
+        alike = (least[:half] == ~least[half:]).reshape(-1, WORD_SIZE // 8).all(axis=1)
+        alike = alike[: min(len(words), self.most_words)]
+        return int(alike.size if alike.all() else alike.argmin())
 
     def gather(self, message: bytes) -> list[bytes]:
         """Gather the lengths, and then the messages."""
         length = np.array([len(message)], np.int64)
         lengths = np.empty(self.size, np.int64)
-        self._complete(self._comm.Iallgather(length, lengths), (length, lengths), _nap)
+        self._complete(self._comm.Iallgather(length, lengths), (length, lengths))
         whole = np.empty(lengths.sum(), np.uint8)
         request = self._comm.Iallgatherv(message, [whole, lengths, self._byte])
-        self._complete(request, (message, whole), _nap)
+        self._complete(request, (message, whole))
         parts = np.split(whole, np.cumsum(lengths)[:-1])
         return [part.tobytes() for part in parts]
 
@@ -92,7 +106,7 @@ class MPITransport(Transport):
         """Call the roll."""
         return self._roll_call.absent()
 
-    def _complete(self, request: Any, buffers: Any, pause: Callable[[float], None]) -> None:
+    def _complete(self, request: Any, buffers: Any, patience: Patience | None = None) -> None:
         """Wait for an operation that ranks may come late to, or that one may never come to."""
         start = time.monotonic()
         try:
@@ -100,7 +114,9 @@ class MPITransport(Transport):
                 elapsed = time.monotonic() - start
                 if elapsed > _LISTEN_AFTER:
                     self._roll_call.listen()
-                pause(elapsed)
+                if patience is not None:
+                    patience.check(elapsed)
+                _pause(elapsed)
         except BaseException:
             _given_up.append((request, buffers))
             self.leave()
@@ -111,8 +127,8 @@ class MPITransport(Transport):
         self._roll_call.leave()
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Use ``MPI_Allreduce`` where it is exact, slices elsewhere."""
-        if send.dtype.name not in _NATIVE.get(op, ()):
+        """Use ``MPI_Allreduce`` where it is exact and repeatable, slices elsewhere."""
+        if not self._is_native(op, send.dtype) or self._may_be_fused(op, send):
             slices.allreduce(self, send, result, op, scaling)
             return
         if result is not send:
@@ -120,6 +136,33 @@ class MPITransport(Transport):
         for part in _parts(result):
             self._comm.Allreduce(self._in_place, part, self._ops[op])
         result[...] = scaling.apply(result)
+
+    def allreduce_all(
+        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
+    ) -> None:
+        """Reduce several arrays together, each as if it were alone."""
+        if len(sends) > 1 and self._depends_on_order(op, sends[0].dtype):
+            together = np.concatenate(sends)
+            slices.allreduce(self, together, together, op, scaling)
+            bounds = np.cumsum([array.size for array in sends])[:-1]
+            for result, part in zip(results, np.split(together, bounds), strict=True):
+                result[...] = part
+        else:
+            super().allreduce_all(sends, results, op, scaling)
+
+    def _is_native(self, op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+        return dtype.name in _NATIVE.get(op, ())
+
+    def _may_be_fused(self, op: ReduceOp, array: Any) -> bool:
+        """Whether bits could depend on what an array travels with, which timing decides.
+
+        The order in which MPI adds up an element depends on its place in the message.
+        """
+        return self._depends_on_order(op, array.dtype) and array.nbytes <= LARGEST_FUSED
+
+    def _depends_on_order(self, op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+        exact = dtype.name in _INTEGERS or op in (ReduceOp.MIN, ReduceOp.MAX)
+        return self.size > 2 and not exact
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Exchange the pieces that are not empty, all at once."""
@@ -144,9 +187,12 @@ class MPITransport(Transport):
         self._comm.Free()
 
 
-def _nap(elapsed: float) -> None:
-    """Pause in a wait for ranks that are on their way."""
-    time.sleep(0 if elapsed < 1e-3 else 1e-3)
+def _pause(elapsed: float) -> None:
+    """Sleep in proportion to the time waited, so that a wait ends at most an eighth late."""
+    if elapsed < _SPIN_SECONDS:
+        time.sleep(0)
+    else:
+        time.sleep(min(elapsed / 8, _LONGEST_SLEEP))
 
 
 def _parts(array: Any) -> Iterator[Any]:

@@ -7,15 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import RankGoneError
 
 _GONE = -1
 # How long to wait for the other ranks' answers; who waits answers within milliseconds.
 _ANSWER_SECONDS = 0.5
-
-
-class RankGoneError(HorovodInternalError):
-    """A rank has said that it comes to no meeting any more."""
 
 
 class RollCall:

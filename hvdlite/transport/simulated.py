@@ -11,7 +11,9 @@ from typing import Any
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import slices
-from hvdlite.transport.base import Patience, Transport
+from hvdlite.transport.base import Patience, Transport, common_prefix
+
+_LOOK_SECONDS = 1e-4
 
 
 class Simulation:
@@ -24,7 +26,7 @@ class Simulation:
     Args:
         size: the number of ranks.
         timeout: seconds to wait for ranks that are late to a collective, other than
-            `Transport.unanimous`, whose patience decides.
+            `Transport.meet`, whose patience decides.
 
     Attributes:
         transports: one for each rank.
@@ -91,7 +93,8 @@ class Simulation:
                 raise HorovodInternalError(
                     f"rank {rank} has ended while this rank waits for it; see what ended it"
                 )
-            patience.pause(time.monotonic() - start)
+            patience.check(time.monotonic() - start)
+            time.sleep(_LOOK_SECONDS)
         with self._changed:
             if not self._changed.wait_for(lambda: len(meeting) == self.size, self._timeout):
                 missing = sorted(set(range(self.size)) - set(meeting))
@@ -103,14 +106,17 @@ class Simulation:
 class SimulatedTransport(Transport):
     """One rank of a `Simulation`."""
 
+    most_words = 4  # few, so that tests reach the limit
+
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.rank = rank
         self.size = simulation.size
         self._simulation = simulation
 
-    def unanimous(self, word: bytes, patience: Patience) -> bool:
-        """Compare everybody's word."""
-        return len(set(self._meet("unanimous", word, patience))) == 1
+    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
+        """Compare everybody's words."""
+        brought = self._meet("meet", tuple(words[: self.most_words]), patience)
+        return common_prefix(brought)
 
     def absent(self) -> list[int]:
         """Look who is missing."""

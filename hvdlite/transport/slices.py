@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.reduction import UFUNCS, ReduceOp, Scaling, accumulator
+from hvdlite import halves
+from hvdlite.reduction import ReduceOp, Scaling, accumulator
 from hvdlite.transport.base import Transport
+from hvdlite.transport.reduce import reduce_into
 
 
 def allreduce(transport: Transport, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
@@ -25,12 +27,12 @@ def allreduce(transport: Transport, send: Any, result: Any, op: ReduceOp, scalin
     mine = bounds[transport.rank + 1] - bounds[transport.rank]
     rows = np.empty((transport.size, mine), send.dtype)
     transport.alltoall(_pieces(send, bounds), [_bytes(row) for row in rows])
+    reduced = rows[0]
     if op is ReduceOp.ADASUM:
-        reduced = _adasum(transport, rows)
+        halves.narrow(scaling.apply(_adasum(transport, rows)), reduced)
     else:
-        reduced = _reduce(rows, op)
-    scaled = np.ascontiguousarray(scaling.apply(reduced).astype(send.dtype, copy=False))
-    transport.allgather(_bytes(scaled), _pieces(result, bounds))
+        reduce_into(reduced, list(rows), op, scaling)
+    transport.allgather(_bytes(reduced), _pieces(result, bounds))
 
 
 def slice_bounds(length: int, parts: int) -> list[int]:
@@ -45,16 +47,6 @@ def _bytes(array: Any) -> Any:
 
 def _pieces(array: Any, bounds: list[int]) -> list[Any]:
     return [_bytes(array[start:stop]) for start, stop in itertools.pairwise(bounds)]
-
-
-def _reduce(rows: Any, op: ReduceOp) -> Any:
-    ufunc = UFUNCS[op]
-    if rows.dtype.kind == "b":
-        ufunc = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
-    total = rows[0].astype(accumulator(rows.dtype))
-    for row in rows[1:]:
-        ufunc(total, row.astype(total.dtype, copy=False), out=total)
-    return total
 
 
 def _adasum(transport: Transport, rows: Any) -> Any:

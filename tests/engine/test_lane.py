@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvdlite.engine import Lane, Operation
+from hvdlite.engine.operation import Signature
 from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Max, Sum
@@ -60,7 +61,7 @@ class Probe(Operation):
     """Does in ``execute`` what it is told to."""
 
     def __init__(self, name, action):
-        super().__init__(name, ())
+        super().__init__(name, Signature())
         self.action = action
 
     def execute(self, transport, payloads):
@@ -77,7 +78,7 @@ class TestOrder:
 
     def test_the_usual_case_costs_one_meeting(self, two):
         on_all_ranks(lambda lane: [lane.run(Barrier(name)) for name in "abc"], two.lanes)
-        assert two.simulation.calls == [["unanimous"] * 3] * 2
+        assert two.simulation.calls == [["meet"] * 3] * 2
 
     def test_what_is_ready_everywhere_does_not_wait_for_what_is_not(self, two):
         with two.all_held():
@@ -340,7 +341,7 @@ class TestFailure:
             if len(lanes[0]._pending) == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(lanes[0]._patience, "pause", interrupt)
+        monkeypatch.setattr(lanes[0]._patience, "check", interrupt)
         handles = []
 
         def submit():

@@ -34,13 +34,13 @@ def test_what_is_the_same_has_the_same_word():
 def test_what_is_not_the_same_has_another_word(different):
     assert allreduce(**different).word() != allreduce().word()
     if "name" not in different:
-        assert allreduce(**different).digest() != allreduce().digest()
+        assert allreduce(**different).signature.digest != allreduce().signature.digest
 
 
 def test_a_payload_changes_the_word_but_not_the_digest():
     short, long = (Allgather("a", np.zeros(rows)) for rows in (1, 2))
     assert short.word() != long.word()
-    assert short.digest() == long.digest()
+    assert short.signature.digest == long.signature.digest
 
 
 def test_a_failure_changes_the_word():

@@ -18,11 +18,13 @@ _ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_btl": "^ofi",  # Looking for such a network takes MPI a second at every start.
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMP_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "PYTHONUNBUFFERED": "1",
+    # Buckets as in every other run, and nothing in the user's cache folder.
+    "HVDLITE_AUTOTUNE": "0",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -123,6 +124,17 @@ def test_environment_and_options():
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == ["a 'b' $c;d|debug|2097152|None"] * 2
+
+
+def test_timeline(python, tmp_path):
+    path = tmp_path / "new" / "trace.json"
+    mark = "os.environ['HVDLITE_TIMELINE_MARK_CYCLES']"
+    code = f"import os, hvdlite as hvd\nhvd.init()\nprint({mark}, hvd.size())"
+    options = ["--timeline-filename", path, "--timeline-mark-cycles"]
+    result = hvdliterun("-np", 2, *options, python, "-c", code)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split() == ["1", "2"] * 2
+    assert {event["pid"] for event in json.loads(path.read_text())} == {0, 1}
 
 
 def test_what_the_user_has_set_is_left_alone():

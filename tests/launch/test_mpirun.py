@@ -82,7 +82,7 @@ def test_settings_of_open_mpi(root):
         assert ("OMPI_ALLOW_RUN_AS_ROOT" in settings) == root
         assert settings["OMPI_MCA_btl"] == "^ofi"
         assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in settings) == root
-    assert new["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
+    assert new["PRTE_MCA_rmaps_default_mapping_policy"] == "slot:oversubscribe"
     assert new["PRTE_MCA_hwloc_default_binding_policy"] == "none"
     assert old["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
     assert old["OMPI_MCA_hwloc_base_binding_policy"] == "none"

@@ -14,7 +14,7 @@ from tests.references import Digest, cases, check_reduction, dtype_of, sample, s
 class NoPatience:
     """For waits that are short because every rank is on its way."""
 
-    def pause(self, elapsed: float) -> None:
+    def check(self, elapsed: float) -> None:
         if elapsed > 20:
             raise TimeoutError(f"waited {elapsed} s for another rank")
 
@@ -24,17 +24,33 @@ def agree(transport: Transport, what: bytes) -> None:
     assert len(set(transport.gather(what))) == 1
 
 
-def unanimous(transport: Transport) -> None:
+def meet(transport: Transport) -> None:
+    """One word, alike or not, wherever they differ."""
     word = bytes(range(16))
-    assert transport.unanimous(word, NoPatience())
-    assert transport.unanimous(bytes(16), NoPatience())
-    assert transport.unanimous(b"\xff" * 16, NoPatience())
+    assert transport.meet([word], NoPatience()) == 1
+    assert transport.meet([bytes(16)], NoPatience()) == 1
+    assert transport.meet([b"\xff" * 16], NoPatience()) == 1
     for odd in range(transport.size):
         for position in (0, 7, 8, 15):
             other = bytearray(word)
             other[position] ^= 0x80
             mine = bytes(other) if odd == transport.rank else word
-            assert transport.unanimous(mine, NoPatience()) == (transport.size == 1)
+            assert transport.meet([mine], NoPatience()) == (transport.size == 1)
+
+
+def meet_with_several_words(transport: Transport) -> None:
+    """The common prefix counts, up to as many words as a meeting takes."""
+    many = [bytes([number % 251]) * 15 + b"!" for number in range(transport.most_words + 3)]
+    assert transport.meet(many, NoPatience()) == transport.most_words
+    for alike in range(min(transport.most_words, 5)):
+        mine = list(many)
+        if transport.rank == transport.size - 1 and transport.size > 1:
+            mine[alike] = b"another one, yes"
+        expected = alike if transport.size > 1 else transport.most_words
+        assert transport.meet(mine, NoPatience()) == expected
+        fewer = many[: alike + 1] if transport.rank == 0 else many
+        found = transport.meet(fewer, NoPatience())
+        assert found == (alike + 1 if transport.size > 1 else len(fewer))
 
 
 def gather(transport: Transport) -> None:
@@ -191,8 +207,51 @@ def broadcast(transport: Transport) -> None:
             np.testing.assert_array_equal(array, sample(root, "uint8", size))
 
 
+def arrays_of_its_own(transport: Transport) -> None:
+    """What `empty` gives can be written, exchanged, viewed, and outlives its name."""
+    for dtype in ("float32", "bfloat16", "int8", "bool"):
+        for size in (0, 1, 7, 100_003):
+            arrays = samples(transport.size, dtype, size)
+            send = transport.empty(size, arrays[0].dtype)
+            result = transport.empty(size, arrays[0].dtype)
+            assert send.shape == (size,)
+            assert send.dtype == arrays[0].dtype
+            send[...] = arrays[transport.rank]
+            transport.allreduce(send, result, Sum, Scaling())
+            check_reduction(result, arrays, Sum)
+            assert send.tobytes() == arrays[transport.rank].tobytes()
+            kept, tail = result.tobytes(), result[size // 2 :]
+            transport.allreduce(send, send, Sum, Scaling())
+            assert send.tobytes() == kept
+            del result
+            others = transport.empty(size, arrays[0].dtype)
+            others[...] = 0
+            assert tail.tobytes() == kept[len(kept) - tail.nbytes :]
+
+
+def several_at_once(transport: Transport) -> None:
+    """Arrays that are reduced together, in place or not, whatever their sizes."""
+    sizes = (3, 0, 1, 1000, 0, 7, 2048, 1)
+    for dtype in ("float32", "bfloat16", "int8", "bool", "complex128"):
+        arrays = [samples(transport.size, dtype, size, seed=size) for size in sizes]
+        for count in range(1, len(sizes) + 1):
+            sends = [ranks[transport.rank].copy() for ranks in arrays[:count]]
+            results = [np.empty_like(send) for send in sends]
+            transport.allreduce_all(sends, results, Sum, Scaling())
+            for send, result, ranks in zip(sends, results, arrays, strict=False):
+                check_reduction(result, ranks, Sum)
+                assert send.tobytes() == ranks[transport.rank].tobytes()
+            transport.allreduce_all(sends, sends, Sum, Scaling())
+            assert [send.tobytes() for send in sends] == [result.tobytes() for result in results]
+            agree(transport, b"".join(result.tobytes() for result in results))
+    halves = [np.full(size, 60000, np.float16) for size in sizes]
+    transport.allreduce_all(halves, halves, Sum, Scaling(1.0, transport.size))
+    assert all((array == 60000).all() for array in halves)
+
+
 EVERYTHING = (
-    unanimous,
+    meet,
+    meet_with_several_words,
     gather,
     narrow_integers_wrap,
     scaling,
@@ -202,4 +261,6 @@ EVERYTHING = (
     alltoall,
     allgather,
     broadcast,
+    arrays_of_its_own,
+    several_at_once,
 )

@@ -24,8 +24,8 @@ def test_reductions(size):
 
 def test_it_tells_what_was_called():
     simulation = Simulation(2)
-    on_all_ranks(checks.unanimous, simulation.transports)
-    assert set(simulation.calls[0]) == {"unanimous"}
+    on_all_ranks(checks.meet, simulation.transports)
+    assert set(simulation.calls[0]) == {"meet"}
     assert simulation.calls[0] == simulation.calls[1]
 
 
@@ -63,13 +63,13 @@ def test_who_waits_can_look_who_is_missing():
     seen = []
 
     class Look:
-        def pause(self, elapsed):
+        def check(self, elapsed):
             seen.append(transports[0].absent())
             raise InterruptedError
 
     assert transports[0].absent() == []
     with pytest.raises(InterruptedError):
-        transports[0].unanimous(bytes(16), Look())
+        transports[0].meet([bytes(16)], Look())
     assert seen == [[1, 2]]
 
 
@@ -80,8 +80,8 @@ def test_a_rank_that_does_not_come_is_named():
 
 def test_patience_ends_a_wait():
     class NoTime:
-        def pause(self, elapsed):
+        def check(self, elapsed):
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        Simulation(2).transports[0].unanimous(bytes(16), NoTime())
+        Simulation(2).transports[0].meet([bytes(16)], NoTime())

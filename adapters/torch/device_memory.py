@@ -1,0 +1,111 @@
+"""The memory of a CUDA device as torch has it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdlite.cuda import Cuda, stored_as
+from hvdlite.engine.device import DeviceArray
+from hvdlite.torch.tensors import dtype_of, torch_dtype
+
+_log = logging.getLogger("hvdlite")
+
+
+class CudaMemory:
+    """One device's.
+
+    Args:
+        cuda: the devices of this process.
+        index: the number of the device.
+    """
+
+    def __init__(self, cuda: Cuda, index: int) -> None:
+        self.cuda = cuda
+        self.index = index
+
+    def empty(self, size: int, dtype: np.dtype[Any]) -> torch.Tensor:
+        """Return a flat uninitialised tensor, made on the thread's current stream."""
+        device = torch.device("cuda", self.index)
+        return torch.empty(size, dtype=torch_dtype(dtype), device=device)
+
+    def array(self, tensor: torch.Tensor) -> Any:
+        """View a contiguous tensor as a flat device array, bfloat16 as uint16."""
+        stored = stored_as(dtype_of(tensor.dtype))
+        return self.cuda.view(self.index, tensor.data_ptr(), tensor.numel(), stored, tensor)
+
+    def stream(self) -> int:
+        """The address of the stream that the calling thread's work goes to."""
+        return int(torch.cuda.current_stream(self.index).cuda_stream)
+
+    def on(self, stream: int) -> AbstractContextManager[Any]:
+        """Send the calling thread's work to a stream while this lasts."""
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.index))
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Once it is free, use a tensor's memory again only after the current stream."""
+        tensor.record_stream(torch.cuda.current_stream(self.index))
+
+    def join(self, streams: Iterable[int]) -> None:
+        """Let the current stream's later work wait for what other streams have been given."""
+        current = self.stream()
+        for stream in streams:
+            if stream != current:
+                event = self.cuda.record(self.index, stream)
+                self.cuda.wait_event(self.index, current, event)
+
+    def compare(self, first: torch.Tensor, second: torch.Tensor) -> Callable[[], bool | None]:
+        """Begin to compare two tensors, in which NaN equals NaN.
+
+        Returns:
+            What tells whether they are equal; None as long as the device has not found out.
+        """
+        equal = ((first == second) | ((first != first) & (second != second))).all()
+        on_host = equal.to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.index))
+        return lambda: bool(on_host) if event.query() else None
+
+
+def find(tensor: torch.Tensor) -> CudaMemory | None:
+    """The memory that a tensor lies in; None: the host's, or it has to go by way of the host."""
+    if not tensor.is_cuda:
+        return None
+    cuda = _load()
+    return None if cuda is None else _memory(cuda, tensor.get_device())
+
+
+def lend(tensor: torch.Tensor) -> DeviceArray | None:
+    """A tensor for the collectives of its device; None: its device has none.
+
+    It shares the tensor's memory, unless that is not contiguous.
+    """
+    memory = find(tensor)
+    if memory is None:
+        return None
+    whole = tensor.resolve_conj().resolve_neg().contiguous()
+    return DeviceArray(whole, tuple(whole.shape), dtype_of(whole.dtype), memory)
+
+
+@functools.cache
+def _memory(cuda: Cuda, index: int) -> CudaMemory:
+    return CudaMemory(cuda, index)
+
+
+@functools.cache
+def _load() -> Cuda | None:
+    try:
+        return Cuda()
+    except ImportError as error:
+        _log.warning(
+            "CUDA tensors are copied to the host and back one by one, which is slow: %s; install "
+            "cupy on all ranks (pip install 'hvdlite[cuda13]', or [cuda12])",
+            error,
+        )
+        return None

@@ -1,0 +1,29 @@
+"""Which operations run together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from hvdlite.engine.operation import Operation
+
+
+def fuse(operations: Iterable[Operation], limit: int) -> list[list[Operation]]:
+    """Group operations that may run together, up to ``limit`` bytes a group.
+
+    Groups come in the order of their first members, so ranks that have the same operations
+    make the same groups. What has failed, or may not run with others, is alone in its group.
+    """
+    groups: list[list[Operation]] = []
+    growing: dict[Hashable, tuple[list[Operation], int]] = {}
+    for operation in operations:
+        kind = operation.fusion if operation.failure is None else None
+        if kind is None or limit == 0:
+            groups.append([operation])
+            continue
+        group, filled = growing.get(kind, ([], limit + 1))
+        if filled + operation.nbytes > limit:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(operation)
+        growing[kind] = group, filled + operation.nbytes
+    return groups

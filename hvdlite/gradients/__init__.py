@@ -1,0 +1,7 @@
+"""The gradients of a model on their way to the other ranks."""
+
+from __future__ import annotations
+
+from hvdlite.gradients.exchange import GradientExchange
+
+__all__ = ["GradientExchange"]

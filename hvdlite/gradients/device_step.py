@@ -1,0 +1,104 @@
+"""One bucket in device memory in the current step, and the operation that exchanges it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdlite import timeline
+from hvdlite.engine import Lane, Operation
+from hvdlite.engine.device import DeviceMemory, DeviceOperation
+from hvdlite.engine.operation import Signature
+from hvdlite.exchange import Bucket, Strategy
+from hvdlite.gradients.step import BucketStep
+from hvdlite.transport.device import DeviceTransport
+
+
+class DeviceStep(BucketStep):
+    """A bucket of tensors on a device.
+
+    A gradient is copied into it on the stream that is current where it is marked, and the
+    exchange follows all these streams. `wait` makes the current stream follow the exchange.
+
+    Args:
+        bucket: whose arrays are tensors in ``memory``.
+        memory: of the device.
+
+    Attributes:
+        memory: of the device.
+        ready: what the exchange has to wait for.
+    """
+
+    def __init__(self, bucket: Bucket, memory: DeviceMemory) -> None:
+        self.memory = memory
+        # Who else has used this memory did so before this point.
+        self._allocated = memory.cuda.record(memory.index, memory.stream())
+        super().__init__(bucket)
+        self.renews = False
+
+    def reset(self) -> None:
+        """Begin the next step."""
+        super().reset()
+        self._streams: set[int] = set()
+        self.ready = [self._allocated]
+
+    def mark(self, position: int) -> None:
+        """Take note of a gradient that the current stream brings."""
+        super().mark(position)
+        self._streams.add(self.memory.stream())
+        if not self.absent:
+            self._seal()
+
+    def fill(self) -> None:
+        """Write zeros for the gradients that have not come."""
+        if self.absent:
+            super().fill()
+            self._streams.add(self.memory.stream())
+            self._seal()
+
+    def operation(self, name: str, signature: Signature, strategy: Strategy) -> Operation:
+        """Make the operation that exchanges the bucket as it is now."""
+        return DeviceBucketExchange(name, signature, strategy, self)
+
+    def wait(self, lane: Lane) -> None:
+        """Wait until the exchange is under way, and let the current stream wait for it."""
+        if self.handle is not None:
+            lane.wait(self.handle).take()
+
+    def _seal(self) -> None:
+        # Here and not where it is launched: that may be in another thread, and much later.
+        cuda, index = self.memory.cuda, self.memory.index
+        self.ready += [cuda.record(index, stream) for stream in self._streams]
+
+
+class DeviceBucketExchange(DeviceOperation):
+    """The exchange of one bucket on a device; its payload says which gradients are there.
+
+    Args:
+        name: of the operation.
+        signature: of the whole plan.
+        strategy: how the bucket travels.
+        step: the bucket; what has not come counts as zeros.
+    """
+
+    def __init__(
+        self, name: str, signature: Signature, strategy: Strategy, step: DeviceStep
+    ) -> None:
+        super().__init__(name, signature, step.memory, payload=bytes(step.present))
+        self._strategy = strategy
+        self._step = step
+        self.ready = step.ready
+        self.tensors = (step.bucket.send, step.bucket.result)
+        self.nbytes = step.bucket.send.nbytes
+
+    def prepare(self, payloads: Sequence[bytes]) -> None:
+        """Take note of which gradients are there."""
+        self._step.learn(payloads)
+
+    def exchange(self, transport: DeviceTransport) -> None:
+        """Exchange the bucket, unless no rank has any of its gradients."""
+        bucket, memory = self._step.bucket, self.memory
+        if self._step.presence.any():
+            send, result = memory.array(bucket.send), memory.array(bucket.result)
+            dtype = bucket.parameters[0].dtype
+            with timeline.span(self.lane, timeline.EXCHANGE):
+                self._strategy.exchange_on_device(send, result, dtype, bucket.reduction, transport)

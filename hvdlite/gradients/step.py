@@ -1,0 +1,112 @@
+"""One bucket in the current step, and the operation that exchanges it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite import timeline
+from hvdlite.engine import Handle, Lane, Operation
+from hvdlite.engine.operation import Signature
+from hvdlite.exchange import Bucket, Strategy
+from hvdlite.transport import Transport
+
+
+class BucketStep:
+    """A bucket, and how far it has come in the current step.
+
+    Attributes:
+        bucket: the arrays.
+        absent: how many gradients are not here yet.
+        presence: after the exchange, bools of shape (ranks, parameters): who had which.
+        handle: of the exchange, once it is on its way.
+        renews: whether each exchange writes to a result array of its own.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._size = len(bucket.parameters)
+        self.presence: Any = None
+        self.renews = True
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the next step."""
+        self.present = bytearray(self._size)
+        self.absent = self._size
+        self.handle: Handle | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient has come."""
+        return self.absent < self._size
+
+    def check(self, position: int) -> None:
+        """Refuse a second gradient of a parameter in one step.
+
+        Raises:
+            ValueError: there has been one.
+        """
+        if self.present[position]:
+            name = self.bucket.parameters[position].name
+            raise ValueError(
+                f"the gradient of {name!r} was marked twice in one step; end the step by finish()"
+            )
+
+    def mark(self, position: int) -> None:
+        """Take note of a gradient."""
+        self.check(position)
+        self.present[position] = 1
+        self.absent -= 1
+
+    def learn(self, payloads: Sequence[bytes]) -> None:
+        """Take note of which gradients the ranks have, by rank."""
+        presence = np.frombuffer(b"".join(payloads), bool)
+        self.presence = presence.reshape(len(payloads), self._size)
+
+    def fill(self) -> None:
+        """Write zeros for the gradients that have not come."""
+        if self.absent:
+            for position, present in enumerate(self.present):
+                if not present:
+                    self.bucket.send_slot(position)[...] = 0
+
+    def operation(self, name: str, signature: Signature, strategy: Strategy) -> Operation:
+        """Make the operation that exchanges the bucket as it is now."""
+        return BucketExchange(name, signature, strategy, self)
+
+    def wait(self, lane: Lane) -> None:
+        """Wait for the exchange, if it is on its way."""
+        if self.handle is not None:
+            lane.wait(self.handle)
+
+
+class BucketExchange(Operation):
+    """The exchange of one bucket; its payload says which gradients are there.
+
+    Args:
+        name: of the operation.
+        signature: of the whole plan.
+        strategy: how the bucket travels.
+        step: the bucket; what has not come counts as zeros.
+    """
+
+    def __init__(
+        self, name: str, signature: Signature, strategy: Strategy, step: BucketStep
+    ) -> None:
+        super().__init__(name, signature, payload=bytes(step.present))
+        self._strategy = strategy
+        self._step = step
+        self.nbytes = step.bucket.send.nbytes
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
+        """Exchange the bucket, unless no rank has any of its gradients."""
+        self._step.learn(payloads)
+        if self._step.presence.any():
+            bucket = self._step.bucket
+            if self._step.renews:
+                bucket.renew()
+            with timeline.span(self.lane, timeline.EXCHANGE):
+                self._strategy.exchange(bucket, transport)

@@ -1,0 +1,112 @@
+"""The arithmetic that device transports do themselves, as the body of a CUDA C loop.
+
+One loop serves for reducing the ranks' rows and for scaling a sum: with a single row it
+only scales. Every element is read once and written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdlite.reduction import ReduceOp, Scaling
+
+#: What the loop's body may call.
+PREAMBLE = """
+__device__ inline float from_bfloat16(unsigned short bits) {
+    return __uint_as_float((unsigned int)bits << 16);
+}
+__device__ inline unsigned short to_bfloat16(float value) {
+    const unsigned int bits = __float_as_uint(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (unsigned short)(bits >> 16 | 0x40u);
+    return (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+"""
+
+_FLOATS = {"float16": "float", "bfloat16": "float", "float32": "float", "float64": "double"}
+_COMBINE = {
+    ReduceOp.SUM: "total + next",
+    ReduceOp.PRODUCT: "total * next",
+    # A comparison with NaN is false, so that a NaN stays once it is in the total.
+    ReduceOp.MIN: "(next < total || next != next) ? next : total",
+    ReduceOp.MAX: "(next > total || next != next) ? next : total",
+}
+_COMBINE_BOOLS = {
+    ReduceOp.SUM: "total | next",
+    ReduceOp.MAX: "total | next",
+    ReduceOp.MIN: "total & next",
+    ReduceOp.PRODUCT: "total & next",
+}
+
+
+class _Conversion(NamedTuple):
+    """How an element becomes a number of type ``wide``, and how such a number is stored."""
+
+    wide: str
+    load: str
+    store: str
+
+
+def body(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> str:
+    """Return the code for element ``i`` of ``out``.
+
+    It uses ``T`` (the stored type), ``rows`` (``count`` rows of ``T``, ``stride`` elements
+    from one to the next), ``factor`` (float64) and ``divisor`` (int64).
+    """
+    conversion = _conversion(dtype, op)
+    combine = (_COMBINE_BOOLS if dtype.kind == "b" else _COMBINE)[op]
+    return f"""
+        {conversion.wide} total = {conversion.load.format("rows[i]")};
+        for (long long row = 1; row < count; ++row) {{
+            const {conversion.wide} next = {conversion.load.format("rows[i + row * stride]")};
+            total = {combine};
+        }}
+        {_scale(dtype, scaling, conversion.wide)}
+        out = {conversion.store.format("value")};
+    """
+
+
+def conversion(dtype: np.dtype[Any], target: np.dtype[Any], scaling: Scaling) -> str:
+    """Return the code that scales the float ``source`` and rounds it to ``out``.
+
+    It uses ``T`` (the type that ``out`` is stored in), ``factor`` and ``divisor`` as `body`.
+    """
+    read, write = _conversion(dtype, ReduceOp.SUM), _conversion(target, ReduceOp.SUM)
+    return f"""
+        const {read.wide} total = {read.load.format("source")};
+        {_scale(dtype, scaling, read.wide)}
+        const {write.wide} converted = ({write.wide})value;
+        out = {write.store.format("converted")};
+    """
+
+
+def _conversion(dtype: np.dtype[Any], op: ReduceOp) -> _Conversion:
+    if dtype.name == "bfloat16":
+        return _Conversion("float", "from_bfloat16({})", "to_bfloat16({})")
+    if dtype.name in _FLOATS:
+        wide = _FLOATS[dtype.name]
+        return _Conversion(wide, f"({wide})({{}})", "T({})")
+    if dtype.kind == "b":
+        return _Conversion("int", "({}) != 0", "T({} != 0)")
+    # Sums and products wrap, which only unsigned arithmetic of 32 bits and more does in C.
+    wraps = op in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.kind == "u"
+    wide = "unsigned long long" if wraps else "long long"
+    return _Conversion(wide, f"({wide})({{}})", "{}")
+
+
+def _scale(dtype: np.dtype[Any], scaling: Scaling, wide: str) -> str:
+    """Do what `Scaling.apply` does."""
+    if dtype.name in _FLOATS:
+        if scaling.is_identity:
+            return f"const {wide} value = total;"
+        if scaling.factor == 1.0:
+            return f"const {wide} value = total / ({wide})divisor;"
+        return f"const {wide} value = total * ({wide})(factor / (double)divisor);"
+    narrowed = "const T sum = T(total);" if dtype.kind != "b" else "const int sum = total;"
+    if scaling.is_identity:
+        return f"{narrowed} const T value = T(sum);"
+    if scaling.factor == 1.0:
+        whole = "unsigned long long" if dtype.kind == "u" else "long long"
+        return f"{narrowed} const T value = T(({whole})sum / ({whole})divisor);"
+    return f"{narrowed} const T value = T(trunc((double)sum * factor / (double)divisor));"

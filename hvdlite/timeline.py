@@ -1,0 +1,289 @@
+"""The timeline: what each rank did when, in a file that Perfetto and chrome://tracing open.
+
+The file is a JSON array of Chrome trace events. A process is a rank, its rows are the
+``gradients`` lane, the ``named`` lane, and ``step``, which is the thread that trains.
+
+======================================  =========  ============================================
+event                                   row        meaning; * is what Horovod has no name for
+======================================  =========  ============================================
+NEGOTIATE_ALLREDUCE, ..._ALLGATHER,     a lane     waiting for the other ranks, and agreeing
+..._BROADCAST, ..._BARRIER                         with them on what is next
+ALLREDUCE, ALLGATHER, BROADCAST,        a lane     the operation after that; around the next
+BARRIER                                            four
+WAIT_FOR_DATA                           a lane     waiting for the device to compute the input
+MEMCPY_IN_FUSION_BUFFER                 a lane     packing
+EXCHANGE *                              a lane     bytes travel and are reduced
+MEMCPY_OUT_FUSION_BUFFER                a lane     unpacking
+CYCLE_START                             a lane     a round begins; only with ``mark_cycles``
+QUEUE                                   a lane     from submission until the lane turns to it
+STEP *                                  step       from the first gradient to the last average
+HOOK *                                  step       one gradient goes to its bucket
+SYNCHRONIZE *                           step       waiting for what has been submitted
+======================================  =========  ============================================
+
+On one row events lie apart or inside each other, which is what viewers can draw; those of
+QUEUE overlap, so they have tracks of their own.
+
+Times are microseconds since 1970. They come from the clock that never steps, which a node's
+processes share; the distance to the wall clock is measured once, at the start. So the ranks of
+a node agree to a microsecond, and those of several nodes as well as the nodes' clocks did when
+the timeline began: a millisecond or so with NTP, and what the clocks drift apart afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from hvdlite.trace_file import Event, Run, TraceFile
+
+QUEUE = "QUEUE"
+NEGOTIATE = "NEGOTIATE_"  # and one of the next four
+ALLREDUCE = "ALLREDUCE"
+ALLGATHER = "ALLGATHER"
+BROADCAST = "BROADCAST"
+BARRIER = "BARRIER"
+WAIT_FOR_DATA = "WAIT_FOR_DATA"
+MEMCPY_IN_FUSION_BUFFER = "MEMCPY_IN_FUSION_BUFFER"
+EXCHANGE = "EXCHANGE"
+MEMCPY_OUT_FUSION_BUFFER = "MEMCPY_OUT_FUSION_BUFFER"
+CYCLE_START = "CYCLE_START"
+STEP = "STEP"
+HOOK = "HOOK"
+SYNCHRONIZE = "SYNCHRONIZE"
+
+_log = logging.getLogger("hvdlite")
+# Between two writes: the most that a process loses when it is killed.
+_PAUSE = 0.01
+_EVENTS_PER_WRITE = 512
+_ROWS_PER_RANK = 1000
+_SECONDS_TO_FLUSH = 10.0
+
+# phase, row, event, start and end in monotonic ns, arguments
+_Record = tuple[str, str, str, int, int, dict[str, Any]]
+
+
+class Timeline:
+    """Events of this process, written by a thread of its own.
+
+    Args:
+        path: of the file, which all ranks that can reach it share.
+        rank: this process's.
+        run: the same on all ranks; a file of another run is replaced.
+        mark_cycles: whether lanes should add CYCLE_START.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    #: The time, in nanoseconds, as `complete` and `overlapping` take it.
+    now = staticmethod(time.monotonic_ns)
+
+    def __init__(self, path: str, rank: int, run: Run, mark_cycles: bool = False) -> None:
+        self.path = path
+        self.mark_cycles = mark_cycles
+        self._rank = rank
+        self._rows: dict[str, int] = {}
+        self._overlapping = 0
+        self._to_wall = _distance_to_wall_clock()
+        process = f"rank {rank} on {socket.gethostname()}"
+        self._file = TraceFile(path, run, self._metadata("process_name", name=process))
+        self._file.append([self._metadata("process_sort_index", sort_index=rank)])
+        self._queue: queue.SimpleQueue[_Record | threading.Event | None] = queue.SimpleQueue()
+        self._put = self._queue.put
+        self._thread = threading.Thread(target=self._serve, name="hvdlite-timeline", daemon=True)
+        self._thread.start()
+
+    def complete(self, row: str, event: str, start: int, end: int, /, **args: Any) -> None:
+        """Record an event that is over.
+
+        Args:
+            row: ``"gradients"``, ``"named"`` or ``"step"``.
+            event: one of this module's names.
+            start: when it began, by `now`.
+            end: when it ended, by `now`.
+            **args: what a viewer shows of it: ``tensor="loss"``, ``bytes=4096``.
+        """
+        self._put(("X", row, event, start, end, args))
+
+    def overlapping(self, row: str, event: str, start: int, end: int, /, **args: Any) -> None:
+        """Record an event like `complete`, in a track that is not shared with others."""
+        self._put(("b", row, event, start, end, args))
+
+    def instant(self, row: str, event: str, /, **args: Any) -> None:
+        """Record that something happens now."""
+        now = self.now()
+        self._put(("i", row, event, now, now, args))
+
+    def flush(self) -> bool:
+        """Return when all events until now are in the file; False: they cannot be written."""
+        written = threading.Event()
+        self._put(written)
+        deadline = time.monotonic() + _SECONDS_TO_FLUSH
+        while not written.wait(0.1):
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                break
+        return written.is_set()
+
+    def close(self) -> None:
+        """Write what there is, and close the file."""
+        self._put(None)
+        self._thread.join(_SECONDS_TO_FLUSH)
+        if self._thread.is_alive():
+            _log.warning("rank %d: the last events are not in %s yet", self._rank, self.path)
+
+    def abandon(self) -> None:
+        """Let go of the file in a forked child, where nothing is written."""
+        self._file.abandon()
+
+    def _serve(self) -> None:
+        try:
+            while self._write_batch():
+                pass
+        except Exception as error:  # The training goes on without a timeline.
+            _forget(self)
+            _log.warning("rank %d: the timeline %s ends here: %s", self._rank, self.path, error)
+        finally:
+            self._file.close()
+
+    def _write_batch(self) -> bool:
+        """Write what has come together; False: that was all."""
+        batch = [self._queue.get()]
+        time.sleep(_PAUSE)
+        batch += [self._queue.get() for _ in range(self._queue.qsize())]
+        records = [record for record in batch if isinstance(record, tuple)]
+        for begin in range(0, len(records), _EVENTS_PER_WRITE):
+            part = records[begin : begin + _EVENTS_PER_WRITE]
+            self._file.append([event for record in part for event in self._events(record)])
+        for mark in batch:
+            if isinstance(mark, threading.Event):
+                mark.set()
+        return None not in batch
+
+    def _events(self, record: _Record) -> Iterator[Event]:
+        phase, row, name, start, end, args = record
+        thread = self._rows.get(row)
+        if thread is None:
+            thread = self._rows[row] = self._thread_id(len(self._rows))
+            yield self._metadata("thread_name", tid=thread, name=row)
+        # Whole microseconds, rounded down: then what was nested stays nested, in any viewer.
+        began, ended = (start + self._to_wall) // 1000, (end + self._to_wall) // 1000
+        event: Event = {"name": name, "ph": phase, "pid": self._rank, "tid": thread, "ts": began}
+        if phase == "X":
+            event["dur"] = ended - began
+        elif phase == "i":
+            event["s"] = "t"
+        else:
+            self._overlapping += 1
+            event |= {"cat": row, "id": f"{self._rank}.{self._overlapping}"}
+        event["args"] = args
+        yield event
+        if phase == "b":
+            yield {**event, "ph": "e", "ts": ended}
+
+    def _thread_id(self, row: int) -> int:
+        # Perfetto names threads by this number alone, so that ranks must not share any.
+        return (self._rank + 1) * _ROWS_PER_RANK + row + 1
+
+    def _metadata(self, kind: str, tid: int | None = None, **args: Any) -> Event:
+        thread = {} if tid is None else {"tid": tid}
+        return {"name": kind, "ph": "M", "pid": self._rank, **thread, "args": args}
+
+
+#: Where this process records what it does; None: nowhere.
+current: Timeline | None = None
+
+
+def start(
+    file_path: str | os.PathLike[str], rank: int, run: Run, mark_cycles: bool = False
+) -> None:
+    """Begin to record what this process does.
+
+    Args:
+        file_path: of the file; its folder exists.
+        rank: this process's.
+        run: the same on all ranks; a file of an earlier one is replaced.
+        mark_cycles: whether each round of a lane gets a mark.
+
+    Raises:
+        ValueError: a timeline is being recorded already.
+        OSError: the file cannot be written.
+    """
+    global current
+    if current is not None:
+        raise ValueError(
+            f"rank {rank}: a timeline is being written to {current.path}; "
+            "call hvd.stop_timeline() before the next one"
+        )
+    path = os.path.abspath(os.fspath(file_path))
+    try:
+        current = Timeline(path, rank, run, mark_cycles)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"rank {rank} on {socket.gethostname()}: the timeline {path} cannot be written: "
+            f"{error.strerror}; name a file in a folder that exists there and is yours to write",
+        ) from None
+
+
+def stop() -> None:
+    """Write what has been recorded, and record no more; without a timeline, do nothing."""
+    ending = current
+    if ending is not None:
+        _forget(ending)
+        ending.close()
+
+
+class _Span:
+    """The time that a block takes, as an event."""
+
+    def __init__(self, trace: Timeline, row: str, event: str, args: dict[str, Any]) -> None:
+        self._trace, self._row, self._event, self._args = trace, row, event, args
+
+    def __enter__(self) -> None:
+        self._start = self._trace.now()
+
+    def __exit__(self, *_: object) -> None:
+        trace = self._trace
+        trace.complete(self._row, self._event, self._start, trace.now(), **self._args)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def span(row: str, event: str, **args: Any) -> contextlib.AbstractContextManager[None]:
+    """Record how long a block takes; arguments are those of `Timeline.complete`."""
+    return _NOTHING if current is None else _Span(current, row, event, args)
+
+
+def _forget(timeline: Timeline) -> None:
+    global current
+    if current is timeline:
+        current = None
+
+
+def _leave_to_parent() -> None:
+    # The parent's lock would outlive the parent if its child kept the file open.
+    if current is not None:
+        with contextlib.suppress(OSError):
+            current.abandon()
+        _forget(current)
+
+
+def _distance_to_wall_clock() -> int:
+    """Nanoseconds from the monotonic clock to the wall clock, by the tightest of some readings."""
+    readings = []
+    for _ in range(16):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, wall - (before + after) // 2))
+    return min(readings)[1]
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,271 @@
+"""What every transport of device arrays can do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.arrays import as_bytes
+from hvdlite.cuda import Cuda, Event, stored_as
+from hvdlite.errors import HorovodInternalError
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.base import Transport
+
+_SPIN_SECONDS = 100e-6
+_LONGEST_SLEEP = 1e-3
+
+
+class Work:
+    """What `DeviceTransport.enqueue` has sent to the device."""
+
+    def __init__(self, transport: DeviceTransport, event: Event) -> None:
+        self._transport = transport
+        self._event = event
+
+    def wait_on(self, stream: int) -> None:
+        """Let a stream's later work wait for it; the host does not wait.
+
+        Args:
+            stream: the address of the stream that will use the results.
+        """
+        self._transport.hold(stream, self._event)
+
+    def done(self) -> bool:
+        """Whether the device has finished it.
+
+        Raises:
+            HorovodInternalError: the communication has failed.
+        """
+        finished = self._event.done
+        # Afterwards: an abort ends the work, too, and leaves anything in its results.
+        self._transport.check()
+        return finished
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait on the host until the device has finished it.
+
+        Args:
+            timeout: seconds; None: as the transport was told.
+
+        Raises:
+            HorovodInternalError: the communication has failed, or it took too long. The
+                transport is aborted then.
+        """
+        limit = self._transport.timeout if timeout is None else timeout
+        start = time.monotonic()
+        while not self.done():
+            elapsed = time.monotonic() - start
+            if limit is not None and elapsed > limit:
+                self._transport.abort(
+                    f"nothing came for {elapsed:.1f} s; a rank has ended, hangs, or runs "
+                    "different steps"
+                )
+            time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _LONGEST_SLEEP))
+
+
+class DeviceTransport(ABC):
+    """The collectives of one communicator on flat contiguous arrays of one device.
+
+    It stands beside the lane's host transport, by which the ranks have met, and which stays
+    the lane's to use. All data methods are collective, and mean what they mean in
+    `Transport`. They send work to the transport's own stream and may be called only in the
+    function that `enqueue` runs. In there that stream is cupy's current one, so arithmetic
+    on cupy arrays takes its place between the collectives.
+
+    The order of work is a matter of events alone::
+
+        ready = transport.record(stream)  # where the data are made, by the thread that does it
+        work = transport.enqueue(lambda: transport.allreduce(...), [ready])  # the lane's thread
+        work.wait_on(stream)  # where the results are used
+
+    None of the three waits on the host for the device. The arrays must live, and be left
+    alone by other streams, until the work is done.
+
+    bfloat16 may come as cupy's own type, or as uint16 with ``dtype`` telling what it is.
+
+    When it has failed, every call raises. What the device then still does gives garbage:
+    whoever has used results without `Work.wait` has to restore what was made of them.
+
+    Args:
+        cuda: the devices.
+        control: the lane's host transport.
+        device: the number of the device.
+        timeout: seconds after which work that the host waits for has failed; None: never.
+        stream: what to work on; None: a stream of its own.
+
+    Attributes:
+        rank: this process's rank.
+        size: the number of ranks.
+        stream: what it works on; it has a ``ptr``, its address.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        control: Transport,
+        device: int,
+        timeout: float | None = None,
+        stream: Any = None,
+    ) -> None:
+        self.rank, self.size = control.rank, control.size
+        self.timeout = timeout
+        self._cuda = cuda
+        self._device = device
+        self.stream = cuda.stream(device) if stream is None else stream
+        self._failure: str | None = None
+        self._entered: int | None = None
+
+    def record(self, stream: int) -> Event:
+        """Mark what a stream has been given to do by now; not collective.
+
+        Args:
+            stream: the address of the stream on which the data are made.
+        """
+        return self._cuda.record(self._device, stream)
+
+    def hold(self, stream: int, event: Event) -> None:
+        """Let a stream's later work wait for an event; not collective."""
+        self._cuda.wait_event(self._device, stream, event)
+
+    def enqueue(self, exchange: Callable[[], None], after: Iterable[Event] = ()) -> Work:
+        """Run a function that calls data methods, and return its work on the device.
+
+        Args:
+            exchange: what to do, on the transport's stream.
+            after: what the device has to finish first.
+
+        Raises:
+            HorovodInternalError: the communication has failed.
+        """
+        self.check()
+        with self._cuda.on(self._device, self.stream):
+            for event in after:
+                self.hold(self.stream.ptr, event)
+            self._entered = threading.get_ident()
+            try:
+                exchange()
+            finally:
+                self._entered = None
+            return Work(self, self.record(self.stream.ptr))
+
+    def check(self) -> None:
+        """Raise if the communication has failed; any thread may ask.
+
+        Raises:
+            HorovodInternalError: it has; the message says how, on which rank and device.
+        """
+        if self._failure is not None:
+            raise HorovodInternalError(self._failure)
+
+    def abort(self, reason: str) -> None:
+        """End the communication, also that which the device waits in; any thread may.
+
+        The caller's lane has to `Transport.leave` its host transport, by which the other
+        ranks learn of it.
+
+        Raises:
+            HorovodInternalError: always, with the reason; the first one if there are more.
+        """
+        if self._failure is None:
+            self._failure = (
+                f"rank {self.rank}: the exchange on device {self._device} failed: {reason}; end "
+                "the job, or restore the last state that all ranks have and start anew"
+            )
+            self._disconnect()
+        self.check()
+
+    def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
+        """Return memory for the exchange that asks for it; bfloat16 as uint16."""
+        self._check_entered()
+        return self._cuda.empty(size, stored_as(dtype))
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy one array to another of as many bytes."""
+        self._check_entered()
+        self._cuda.copy(target, source)
+
+    def scale(self, source: Any, target: Any, scaling: Scaling, dtype: np.dtype[Any]) -> None:
+        """Write ``source``, scaled, into ``target``, which may be the same."""
+        self._check_entered()
+        self._cuda.reduce(source, target, ReduceOp.SUM, scaling, dtype)
+
+    def convert(
+        self,
+        source: Any,
+        target: Any,
+        scaling: Scaling,
+        dtype: np.dtype[Any],
+        target_dtype: np.dtype[Any],
+    ) -> None:
+        """Write ``source``, scaled and then rounded to another float, into ``target``."""
+        self._check_entered()
+        self._cuda.convert(source, target, scaling, dtype, target_dtype)
+
+    @abstractmethod
+    def allreduce(
+        self,
+        send: Any,
+        result: Any,
+        op: ReduceOp,
+        scaling: Scaling,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        """Write ``scaling.apply(op over all ranks' send)`` into ``result``, the same bits."""
+
+    def reducescatter(
+        self,
+        pieces: Sequence[Any],
+        result: Any,
+        op: ReduceOp,
+        scaling: Scaling,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        """Reduce what all ranks have as ``pieces[r]`` on rank r, in the order of the ranks.
+
+        Raises:
+            ValueError: ``op`` is ADASUM, which looks at whole arrays.
+        """
+        if op is ReduceOp.ADASUM:
+            raise ValueError("Adasum is not defined for pieces of arrays; use allreduce")
+        self._check_entered()
+        rows = self._cuda.empty(self.size * result.size, result.dtype)
+        self.alltoall([as_bytes(piece) for piece in pieces], _cut(as_bytes(rows), self.size))
+        self._cuda.reduce(rows, result, op, scaling, dtype or result.dtype)
+
+    @abstractmethod
+    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
+        """Send ``pieces[r]`` (bytes) to every rank r, and receive ``result[r]`` from it."""
+
+    @abstractmethod
+    def allgather(self, piece: Any, result: Sequence[Any]) -> None:
+        """Receive every rank r's piece (bytes) in ``result[r]``."""
+
+    @abstractmethod
+    def broadcast(self, array: Any, root: int) -> None:
+        """Overwrite the byte array with rank ``root``'s."""
+
+    def _check_entered(self) -> None:
+        """Notice a call whose work would not be in order with the rest."""
+        if self._entered != threading.get_ident():
+            raise RuntimeError(
+                "a collective on device arrays was called outside of enqueue(); pass a function "
+                "that calls it to enqueue()"
+            )
+
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """Make the device's work end that waits for other ranks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the transport holds, unless it has been aborted; collective."""
+
+
+def _cut(array: Any, parts: int) -> list[Any]:
+    step = array.size // parts
+    return [array[part * step : (part + 1) * step] for part in range(parts)]

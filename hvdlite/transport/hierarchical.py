@@ -1,0 +1,96 @@
+"""Several nodes: shared memory within each, MPI between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport import slices
+from hvdlite.transport.base import Patience, Transport
+from hvdlite.transport.mpi import MPITransport
+from hvdlite.transport.shared import SharedMemoryTransport
+
+
+class HierarchicalTransport(Transport):
+    """An allreduce in three steps, of which only the second uses the network.
+
+    The ranks of a node reduce a slice each, all of them at once reduce their slices over the
+    nodes, and every rank gets the slices of its node's others. So each byte crosses the
+    network once for a node, not once for a rank. Where nodes have different numbers of ranks
+    there are as many slices as the smallest node has ranks.
+
+    16-bit floats travel as float32 between the nodes, since partial sums need not fit them.
+    Everything but allreduce goes through MPI.
+
+    Args:
+        whole: over all ranks.
+        node: over this node's, with the transport across nodes.
+        nodes: how many there are.
+    """
+
+    most_words = MPITransport.most_words
+
+    def __init__(self, whole: MPITransport, node: SharedMemoryTransport, nodes: int) -> None:
+        self.rank = whole.rank
+        self.size = whole.size
+        self._whole = whole
+        self._node = node
+        self._nodes = nodes
+
+    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
+        """Meet over MPI."""
+        return self._whole.meet(words, patience)
+
+    def absent(self) -> list[int] | None:
+        """Call the roll."""
+        return self._whole.absent()
+
+    def leave(self) -> None:
+        """Tell it within the node and beyond."""
+        self._node.leave()
+        self._whole.leave()
+
+    def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
+        """Return an array that the node's ranks share."""
+        return self._node.empty(size, dtype)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Gather over MPI."""
+        return self._whole.gather(message)
+
+    def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
+        """Reduce within the node and across nodes, slice by slice."""
+        if op is ReduceOp.ADASUM:
+            slices.allreduce(self, send, result, op, scaling)
+        else:
+            self._node.allreduce(send, result, op, scaling)
+
+    def allreduce_all(
+        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
+    ) -> None:
+        """Reduce several arrays together, unless sums would depend on what they travel with."""
+        if self._nodes > 2:
+            for send, result in zip(sends, results, strict=True):
+                self.allreduce(send, result, op, scaling)
+        else:
+            super().allreduce_all(sends, results, op, scaling)
+
+    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
+        """Exchange over MPI."""
+        self._whole.alltoall(pieces, result)
+
+    def allgather(self, piece: Any, result: Sequence[Any]) -> None:
+        """Exchange over MPI."""
+        self._whole.allgather(piece, result)
+
+    def broadcast(self, array: Any, root: int) -> None:
+        """Broadcast over MPI."""
+        self._whole.broadcast(array, root)
+
+    def close(self) -> None:
+        """Close all of them."""
+        self._node.close()
+        self._whole.close()

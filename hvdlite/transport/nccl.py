@@ -1,0 +1,236 @@
+"""NCCL: device arrays that never leave the devices."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.arrays import as_bytes
+from hvdlite.cuda import Cuda
+from hvdlite.errors import HorovodInternalError
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.base import Transport
+from hvdlite.transport.device import DeviceTransport, Work
+from hvdlite.transport.staged import HostStaged
+
+# NCCL's numbers, of which cupy names only some.
+_BYTE = 1
+_TYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float32": 7,
+    "float64": 8,
+}
+_OPS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+_AVERAGE = 4
+_INTEGERS = {"int8", "uint8", "int32", "uint32", "int64", "uint64"}
+_NATIVE = {
+    ReduceOp.SUM: {*_INTEGERS, "float32", "float64"},
+    ReduceOp.PRODUCT: {*_INTEGERS, "float32", "float64"},
+    # NCCL drops a NaN where another rank has a number; numpy lets it through.
+    ReduceOp.MIN: _INTEGERS,
+    ReduceOp.MAX: _INTEGERS,
+}
+# Seconds that close() waits for the device where nobody has said how long.
+_CLOSE_SECONDS = 30.0
+
+
+class NCCLTransport(DeviceTransport):
+    """Collectives by NCCL, on a stream of their own.
+
+    NCCL reduces what it reduces as numpy would: integers of 8, 32 and 64 bits, float32,
+    float64, and sums of complex numbers. It would round 16-bit floats after every addition.
+    So these, and all that NCCL lacks (16-bit integers, booleans) or does differently (NaN
+    in Min and Max), are exchanged in slices: rank r gets slice r of everybody's array,
+    reduces it on the device, 16-bit floats in float32, and sends it to everybody. That is
+    as many bytes as a ring moves, without the roundings; but every rank sends to every
+    other, so among many nodes a ring would have the better latency. Adasum goes through
+    the host.
+
+    Every rank gets the same bits. From run to run, those of NCCL's own reductions depend on
+    the algorithm that it chooses for the machine; slices are summed in the order of ranks.
+
+    A rank that dies may leave the others in work that never ends, of which NCCL knows only
+    where a network tells it. So a lane has to `Work.wait` with a time limit for what it
+    enqueued some operations ago, or ask `check` while it waits otherwise; and when that
+    raises (the communicator is aborted then), call `Transport.leave` on its host transport,
+    by which the other ranks learn of it, and abort their own communicators.
+
+    Args:
+        cuda, control, device, timeout: as in `DeviceTransport`.
+        communicator: cupy's ``NcclCommunicator`` of the same ranks on this device; the
+            transport owns it.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        control: Transport,
+        device: int,
+        communicator: Any,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(cuda, control, device, timeout)
+        self._communicator = communicator
+        self._lock = threading.Lock()
+        self._staged = HostStaged(cuda, control, device, timeout, owner=self)
+
+    def check(self) -> None:
+        """Ask NCCL for errors that came up after a call had returned."""
+        super().check()
+        try:
+            with self._lock:  # an abort frees what is looked at
+                if self._failure is None:
+                    self._communicator.check_async_error()
+        except Exception as error:  # cupy raises a KeyError for codes that it does not know
+            self.abort(_describe(error))
+        super().check()
+
+    def allreduce(
+        self,
+        send: Any,
+        result: Any,
+        op: ReduceOp,
+        scaling: Scaling,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        """Use ``ncclAllReduce`` where it is exact, slices elsewhere."""
+        kind = dtype or send.dtype
+        if kind.kind == "c":
+            kind = np.dtype(f"float{4 * kind.itemsize}")
+            send, result = send.view(kind), result.view(kind)
+        self._check_entered()
+        if not send.size:
+            return
+        if op is ReduceOp.ADASUM:
+            self._staged.allreduce(send, result, op, scaling, kind)
+        elif kind.name in _NATIVE[op]:
+            self._allreduce_natively(send, result, op, scaling, kind)
+        else:
+            self._allreduce_slices(send, result, op, scaling, kind)
+
+    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
+        """Send and receive the pieces that are not empty, as one group."""
+        self._check_entered()
+        self._cuda.copy(result[self.rank], pieces[self.rank])
+        with self._reporting(), self._group():
+            for shift in range(1, self.size):
+                to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
+                if pieces[to].nbytes:
+                    self._communicator.send(*self._place(pieces[to]), _BYTE, to, self.stream.ptr)
+                if result[source].nbytes:
+                    target = self._place(result[source])
+                    self._communicator.recv(*target, _BYTE, source, self.stream.ptr)
+
+    def allgather(self, piece: Any, result: Sequence[Any]) -> None:
+        """Use ``ncclAllGather`` where the pieces are of one length."""
+        self._check_entered()
+        pointer, nbytes = self._place(piece)
+        if any(part.nbytes != nbytes for part in result):
+            self.alltoall([piece] * self.size, result)
+            return
+        start = self._cuda.pointer(result[0])
+        places = [start + rank * nbytes for rank in range(self.size)]
+        scattered = [self._cuda.pointer(part) for part in result] != places
+        whole = self._cuda.empty(self.size * nbytes, np.dtype(np.uint8)) if scattered else result[0]
+        if nbytes:
+            with self._reporting():
+                self._communicator.allGather(
+                    pointer, self._cuda.pointer(whole), nbytes, _BYTE, self.stream.ptr
+                )
+        if scattered:
+            for part, source in zip(result, _slices(whole, nbytes, self.size), strict=True):
+                self._cuda.copy(part, source)
+
+    def broadcast(self, array: Any, root: int) -> None:
+        """Use ``ncclBroadcast``."""
+        self._check_entered()
+        pointer, nbytes = self._place(array)
+        if nbytes:
+            with self._reporting():
+                self._communicator.broadcast(pointer, pointer, nbytes, _BYTE, root, self.stream.ptr)
+
+    def close(self) -> None:
+        """Let the device finish, or abort if it does not; then end the communicator."""
+        if self._failure is None:
+            last = Work(self, self.record(self.stream.ptr))
+            # What has failed has been reported, and is as closed as it can be.
+            with contextlib.suppress(HorovodInternalError):
+                last.wait(_CLOSE_SECONDS if self.timeout is None else self.timeout)
+        if self._failure is None:
+            self._staged.close()
+            self._failure = f"rank {self.rank}: the NCCL transport has been closed"
+            self._communicator.destroy()
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            self._communicator.abort()
+
+    def _allreduce_natively(
+        self, send: Any, result: Any, op: ReduceOp, scaling: Scaling, kind: np.dtype[Any]
+    ) -> None:
+        number = _OPS[op]
+        # NCCL averages by multiplying with 1/size: as exact as the division for powers of 2.
+        is_average = op is ReduceOp.SUM and scaling == Scaling(1.0, self.size)
+        if is_average and kind.kind == "f" and self.size & (self.size - 1) == 0:
+            number, scaling = _AVERAGE, Scaling()
+        source, target = self._cuda.pointer(send), self._cuda.pointer(result)
+        with self._reporting():
+            self._communicator.allReduce(
+                source, target, send.size, _TYPES[kind.name], number, self.stream.ptr
+            )
+        if not scaling.is_identity:
+            self._cuda.reduce(result, result, ReduceOp.SUM, scaling, kind)
+
+    def _allreduce_slices(
+        self, send: Any, result: Any, op: ReduceOp, scaling: Scaling, kind: np.dtype[Any]
+    ) -> None:
+        """Reduce equal slices, one on each rank; what is left over, on all ranks."""
+        step, left = divmod(send.size, self.size)
+        if step:
+            mine = result[self.rank * step : (self.rank + 1) * step]
+            self.reducescatter(_slices(send, step, self.size), mine, op, scaling, kind)
+            gathered = [as_bytes(part) for part in _slices(result, step, self.size)]
+            self.allgather(as_bytes(mine), gathered)
+        if left:
+            rows = self._cuda.empty(self.size * left, send.dtype)
+            gathered = [as_bytes(row) for row in _slices(rows, left, self.size)]
+            self.allgather(as_bytes(send[-left:]), gathered)
+            self._cuda.reduce(rows, result[-left:], op, scaling, kind)
+
+    def _place(self, array: Any) -> tuple[int, int]:
+        return self._cuda.pointer(array), int(array.nbytes)
+
+    @contextlib.contextmanager
+    def _group(self) -> Iterator[None]:
+        self._cuda.nccl.groupStart()
+        try:
+            yield
+        finally:
+            # Before any abort: the group holds on to the communicator.
+            self._cuda.nccl.groupEnd()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Turn an error of NCCL into ours."""
+        super().check()
+        try:
+            yield
+        except Exception as error:
+            self.abort(_describe(error))
+
+
+def _slices(array: Any, step: int, count: int) -> list[Any]:
+    return [array[number * step : (number + 1) * step] for number in range(count)]
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

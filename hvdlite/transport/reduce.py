@@ -1,0 +1,64 @@
+"""Reduction of several arrays into one, in the order given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite import halves
+from hvdlite.reduction import UFUNCS, ReduceOp, Scaling, accumulator
+
+
+def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
+    """Write ``scaling.apply(op over the parts)`` into ``result``.
+
+    16-bit floats are accumulated and scaled in float32. The parts are combined one after the
+    other, so whoever reduces the same parts gets the same bits.
+
+    Args:
+        result: flat; none of the parts, unless it is the first.
+        parts: arrays of the result's size and dtype.
+        op: SUM, MIN, MAX or PRODUCT.
+        scaling: applied once, at the end.
+    """
+    if accumulator(result.dtype) != result.dtype:
+        for piece in halves.pieces(result.size):
+            _reduce_halves(result[piece], [part[piece] for part in parts], op, scaling)
+        return
+    scaled = scaling.apply(combine(parts, op, result))
+    if scaled is not result:
+        result[...] = scaled
+
+
+def combine(parts: Sequence[Any], op: ReduceOp, result: Any = None) -> Any:
+    """Reduce parts in their accumulator's type, in ``result``, of that type, if it is given.
+
+    A part alone is copied, and not to ``result`` if it is of that type itself.
+    """
+    dtype = parts[0].dtype
+    ufunc = _logical(op) if dtype.kind == "b" else UFUNCS[op]
+    if accumulator(dtype) != dtype:
+        total = halves.widen(parts[0], result)
+        for part in parts[1:]:
+            halves.accumulate(ufunc, total, part)
+        return total
+    if len(parts) == 1:
+        return parts[0].copy()
+    total = ufunc(parts[0], parts[1], out=result)
+    for part in parts[2:]:
+        ufunc(total, part, out=total)
+    return total
+
+
+def _reduce_halves(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
+    is_sum = result.dtype == np.float16 and op is ReduceOp.SUM and scaling.factor == 1.0
+    if is_sum and halves.add_float16(parts, scaling.divisor, result):
+        return
+    total = combine(parts, op, halves.scratch(result.size))
+    halves.narrow(scaling.apply(total), result)
+
+
+def _logical(op: ReduceOp) -> np.ufunc:
+    return np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and

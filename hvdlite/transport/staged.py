@@ -1,0 +1,208 @@
+"""Device arrays by way of the host: for ranks without NCCL, or that share a device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.arrays import as_bytes
+from hvdlite.cuda import Cuda, Event
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.base import Transport
+from hvdlite.transport.device import DeviceTransport, Work
+
+
+class HostStaged(DeviceTransport):
+    """Copies to pinned memory, uses the lane's host transport, copies back.
+
+    Large arrays go in chunks, two of them under way: while the host exchanges one, the
+    device brings the next and fetches the one before. The calling thread, which is the
+    lane's, waits for the device before every exchange; no other thread does. What the host
+    transport promises holds here: 16-bit floats are accumulated in float32, NaN passes
+    through Min and Max.
+
+    Args:
+        cuda, control, device, timeout: as in `DeviceTransport`.
+        chunk_bytes: the size of a chunk, a multiple of 16.
+        owner: the transport whose stream and fate this one shares; None: it has its own.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        control: Transport,
+        device: int,
+        timeout: float | None = None,
+        chunk_bytes: int = 4 * 2**20,
+        owner: DeviceTransport | None = None,
+    ) -> None:
+        stream = None if owner is None else owner.stream
+        super().__init__(cuda, control, device, timeout, stream)
+        self._control = control
+        self._chunk_bytes = chunk_bytes
+        self._owner = owner
+        self._buffers = [_PinnedBuffer(cuda.pinned, self._wait) for _ in range(2)]
+
+    def check(self) -> None:
+        """Ask the owner, too."""
+        super().check()
+        if self._owner is not None:
+            self._owner.check()
+
+    def abort(self, reason: str) -> None:
+        """Leave it to the owner, if there is one."""
+        if self._owner is not None:
+            self._owner.abort(reason)
+        super().abort(reason)
+
+    def allreduce(
+        self,
+        send: Any,
+        result: Any,
+        op: ReduceOp,
+        scaling: Scaling,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        """Reduce chunk by chunk, but for Adasum, which looks at the whole array."""
+        kind = dtype or send.dtype
+
+        def exchange(chunk: Any) -> None:
+            values = chunk.view(kind)
+            self._control.allreduce(values, values, op, scaling)
+
+        step = max(1, send.nbytes) if op is ReduceOp.ADASUM else self._chunk_bytes
+        self._through_host(as_bytes(send), as_bytes(result), exchange, step)
+
+    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
+        """Exchange all pieces at once: only pairs of ranks know how long theirs are."""
+        outgoing = self._bring(pieces)
+        incoming = self._buffers[1].take(sum(piece.nbytes for piece in result))
+        parts = _split(incoming, result)
+        self._buffers[0].wait()
+        self._control.alltoall(outgoing, parts)
+        self._fetch(result, parts)
+
+    def allgather(self, piece: Any, result: Sequence[Any]) -> None:
+        """Exchange all pieces at once."""
+        (outgoing,) = self._bring([piece])
+        incoming = self._buffers[1].take(sum(part.nbytes for part in result))
+        parts = _split(incoming, result)
+        self._buffers[0].wait()
+        self._control.allgather(outgoing, parts)
+        self._fetch(result, parts)
+
+    def broadcast(self, array: Any, root: int) -> None:
+        """Send chunk by chunk."""
+        is_root = self.rank == root
+        self._through_host(
+            array if is_root else None,
+            None if is_root else array,
+            lambda chunk: self._control.broadcast(chunk, root),
+            self._chunk_bytes,
+            array.nbytes,
+        )
+
+    def close(self) -> None:
+        """Let the device finish, and give the pinned memory back."""
+        if self._failure is None:
+            for buffer in self._buffers:
+                buffer.wait()
+        self._buffers = []
+
+    def _disconnect(self) -> None:
+        """Hold nothing that waits for other ranks: they meet on the host."""
+
+    def _check_entered(self) -> None:
+        if self._owner is None:
+            super()._check_entered()
+        else:
+            self._owner._check_entered()
+
+    def _mark(self) -> Event:
+        return self.record(self.stream.ptr)
+
+    def _wait(self, event: Event) -> None:
+        Work(self, event).wait()
+
+    def _through_host(
+        self,
+        source: Any,
+        target: Any,
+        exchange: Callable[[Any], None],
+        step: int,
+        nbytes: int | None = None,
+    ) -> None:
+        """Call ``exchange`` with each chunk of ``source``, and bring what it left to ``target``.
+
+        Either may be None: nothing to bring to the host, or nothing to bring back.
+        """
+        self._check_entered()
+        total = source.nbytes if nbytes is None else nbytes
+        bounds = [(start, min(start + step, total)) for start in range(0, total, step)]
+        places = [self._buffers[number % 2] for number in range(len(bounds))]
+
+        def bring(number: int) -> None:
+            if source is not None and number < len(bounds):
+                start, stop = bounds[number]
+                # The stream itself keeps this behind the copy out of the same buffer.
+                self._cuda.copy(places[number].room(stop - start), source[start:stop])
+                places[number].event = self._mark()
+
+        for buffer in self._buffers:
+            buffer.take(min(step, total))
+        bring(0)
+        for number, (start, stop) in enumerate(bounds):
+            bring(number + 1)
+            chunk = places[number].take(stop - start)
+            exchange(chunk)
+            if target is not None:
+                self._cuda.copy(target[start:stop], chunk)
+                places[number].event = self._mark()
+
+    def _bring(self, pieces: Sequence[Any]) -> list[Any]:
+        self._check_entered()
+        parts = _split(self._buffers[0].take(sum(piece.nbytes for piece in pieces)), pieces)
+        for part, piece in zip(parts, pieces, strict=True):
+            self._cuda.copy(part, piece)
+        self._buffers[0].event = self._mark()
+        return parts
+
+    def _fetch(self, result: Sequence[Any], parts: Sequence[Any]) -> None:
+        for target, part in zip(result, parts, strict=True):
+            self._cuda.copy(target, part)
+        self._buffers[1].event = self._mark()
+
+
+class _PinnedBuffer:
+    """Host memory that the device copies to and from, and the last copy that it makes."""
+
+    def __init__(self, allocate: Callable[[int], Any], wait: Callable[[Event], None]) -> None:
+        self._allocate = allocate
+        self._wait = wait
+        self._memory = np.empty(0, np.uint8)
+        self.event: Event | None = None
+
+    def wait(self) -> None:
+        """Wait until the device is done with it."""
+        if self.event is not None:
+            self._wait(self.event)
+            self.event = None
+
+    def take(self, nbytes: int) -> Any:
+        """Return its beginning for the host to use; wait for the device first."""
+        self.wait()
+        if nbytes > self._memory.size:
+            self._memory = self._allocate(nbytes)
+        return self._memory[:nbytes]
+
+    def room(self, nbytes: int) -> Any:
+        """Return its beginning for the device to use."""
+        return self._memory[:nbytes]
+
+
+def _split(memory: Any, like: Sequence[Any]) -> list[Any]:
+    bounds = itertools.accumulate((piece.nbytes for piece in like), initial=0)
+    return [memory[start:stop] for start, stop in itertools.pairwise(bounds)]

@@ -1,0 +1,205 @@
+"""Where the ranks of a node meet: a place for each in shared memory."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.errors import RankGoneError
+from hvdlite.transport.base import WORD_SIZE, Patience
+from hvdlite.transport.futex import Futex
+from hvdlite.transport.segment import Key, Peer, Segment
+
+#: Words that a rank can bring to a meeting.
+MOST_WORDS = 1024
+#: Bytes that a rank can bring along at most, beside its note.
+LARGEST_CHUNK = 4 * 2**20
+
+# What a rank has written for a meeting may be read until the next but one, see `Table`. So
+# there have to be four of everything.
+_COPIES = 4
+# Two words that are waited for, on cache lines of their own, then notes, then chunks.
+_ARRIVED, _GONE = 0, 64
+_HEADER = struct.Struct("<9q")
+_NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
+_CHUNKS = 32 * 4096
+_PLACE_BYTES = _CHUNKS + _COPIES * LARGEST_CHUNK
+
+# Who waits in the kernel comes up as often to see whether those waited for are still alive.
+_LOOK_SECONDS = 0.05
+
+
+class Place:
+    """What one rank shows to the others of its node.
+
+    Args:
+        memory: its control segment, mapped.
+        rank: whose place it is, among all ranks.
+        peer: its process.
+    """
+
+    def __init__(self, memory: Any, rank: int, peer: Peer) -> None:
+        self.rank = rank
+        self.peer = peer
+        self.arrived = Futex(memory, _ARRIVED)
+        self.gone = Futex(memory, _GONE)
+        self._notes = [
+            memoryview(memory)[start : start + _NOTE_BYTES]
+            for start in range(_NOTES, _NOTES + _COPIES * _NOTE_BYTES, _NOTE_BYTES)
+        ]
+        self._chunks = [
+            np.ndarray(LARGEST_CHUNK, np.uint8, memory, _CHUNKS + copy * LARGEST_CHUNK)
+            for copy in range(_COPIES)
+        ]
+
+    def write(self, meeting: int, numbers: Sequence[int], words: bytes = b"") -> None:
+        """Write the note for a meeting: up to 8 integers, and words."""
+        note = self._notes[meeting % _COPIES]
+        _HEADER.pack_into(note, 0, len(words), *numbers, *[0] * (8 - len(numbers)))
+        note[_HEADER.size : _HEADER.size + len(words)] = words
+
+    def numbers(self, meeting: int) -> tuple[int, ...]:
+        """The integers of the note."""
+        return _HEADER.unpack_from(self._notes[meeting % _COPIES])[1:]
+
+    def words(self, meeting: int) -> bytes:
+        """The words of the note, one after the other."""
+        note = self._notes[meeting % _COPIES]
+        (length,) = struct.unpack_from("<q", note)
+        return bytes(note[_HEADER.size : _HEADER.size + length])
+
+    def chunk(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
+        """The first ``size`` elements of what is brought along to a meeting."""
+        return self._chunks[meeting % _COPIES][: size * dtype.itemsize].view(dtype)
+
+
+class Table:
+    """The places of a node's ranks, and the meetings that they hold there.
+
+    Meetings are numbered, alike on all ranks. A rank writes what it brings to the next one,
+    arrives, waits for the others, and reads what they have brought. It may arrive at the next
+    before it waits, but not at the one after that: so who arrives at meeting m reads no more
+    of m - 2, and who has waited for m may overwrite what it had brought to m - 2.
+
+    Every word that is waited for has one writer, so no atomic operations are needed, which
+    Python does not have. Waiting happens in the kernel: a rank that spins takes its core from
+    those it waits for, where ranks fill the cores.
+
+    Args:
+        index: this rank's position on the node.
+        ranks: of all that meet here, in the world.
+        segment: this rank's, of `Table.segment`.
+        processes: every rank's process and segment, by position.
+
+    Raises:
+        OSError: a segment cannot be opened.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        ranks: Sequence[int],
+        segment: Segment,
+        processes: Sequence[tuple[int, Key]],
+    ) -> None:
+        self._segment = segment
+        self.places = []
+        for position, (pid, key) in enumerate(processes):
+            peer = Peer(pid)
+            memory = segment.memory if position == index else peer.map(key)
+            self.places.append(Place(memory, ranks[position], peer))
+        self.own = self.places[index]
+        self.others = [place for place in self.places if place is not self.own]
+        self._last = 0
+        self._patience: Patience | None = None
+
+    @staticmethod
+    def segment() -> Segment:
+        """Make the segment for a rank's place."""
+        return Segment(_PLACE_BYTES)
+
+    @property
+    def next(self) -> int:
+        """The number of the meeting that this rank arrives at next."""
+        return self._last + 1
+
+    def arrive(self) -> int:
+        """Arrive at the next meeting, and return its number."""
+        self._last += 1
+        self.own.arrived.set(self._last)
+        return self._last
+
+    def wait(self, meeting: int, patience: Patience | None = None) -> None:
+        """Wait until all ranks have arrived at a meeting.
+
+        Args:
+            meeting: its number.
+            patience: asked while this rank waits, here and in later meetings.
+
+        Raises:
+            RankGoneError: a rank that has not arrived has left or ended.
+        """
+        self._patience = patience or self._patience
+        start = 0.0
+        for place in self.others:
+            seen = place.arrived.value
+            if not _reached(seen, meeting):
+                start = start or time.monotonic()
+                self._wait_for(place, seen, meeting, start)
+
+    def meet(self) -> int:
+        """Arrive at the next meeting, wait for the others, and return its number."""
+        meeting = self.arrive()
+        self.wait(meeting)
+        return meeting
+
+    def leave(self) -> None:
+        """Let the others know that this rank arrives at no meeting any more."""
+        self.own.gone.set(1)
+        self.own.arrived.set(self._last)  # wakes those who wait
+
+    def absent(self) -> list[int]:
+        """The ranks that have not arrived where this one waits."""
+        return [
+            place.rank for place in self.others if not _reached(place.arrived.value, self._last)
+        ]
+
+    def _wait_for(self, place: Place, seen: int, meeting: int, start: float) -> None:
+        while True:
+            place.arrived.wait(seen, _LOOK_SECONDS)
+            seen = place.arrived.value
+            if _reached(seen, meeting):
+                return
+            elapsed = time.monotonic() - start
+            self._look_at_others(meeting, elapsed)
+            if self._patience is not None:
+                self._patience.check(elapsed)
+
+    def _look_at_others(self, meeting: int, elapsed: float) -> None:
+        """Raise if any rank, not only the one that is waited for first, will not come."""
+        for place in self.others:
+            if not _reached(place.arrived.value, meeting):
+                failure = self._failure(place, elapsed)
+                # It may have arrived before it ended.
+                if failure is not None and not _reached(place.arrived.value, meeting):
+                    raise RankGoneError(failure)
+
+    def _failure(self, place: Place, elapsed: float) -> str | None:
+        """Why a rank will not come; None: as far as is known, it will."""
+        if place.gone.value:
+            return f"rank {place.rank} has ended while this rank waits for it; see what ended it"
+        if elapsed >= _LOOK_SECONDS and not place.peer.is_running():
+            return (
+                f"rank {place.rank} (process {place.peer.pid}) has died while this rank waits for "
+                "it; see its output and the system's log for what killed it"
+            )
+        return None
+
+
+def _reached(seen: int, meeting: int) -> bool:
+    """Whether a rank has come as far as a meeting; its count has 32 bits and wraps around."""
+    return (seen - meeting) & 0xFFFFFFFF < 0x80000000

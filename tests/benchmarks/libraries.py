@@ -1,0 +1,42 @@
+"""What hvdlite is compared with, made ready to use."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+
+@contextlib.contextmanager
+def gloo(comm: MPI.Comm) -> Iterator[Any]:
+    """torch.distributed on gloo over the ranks of a communicator, as long as the context lasts."""
+    import torch.distributed as dist
+
+    own = (
+        tempfile.TemporaryDirectory(prefix="gloo-") if comm.rank == 0 else contextlib.nullcontext()
+    )
+    with own as folder:
+        store = Path(comm.bcast(folder), "store")
+        dist.init_process_group("gloo", f"file://{store}", rank=comm.rank, world_size=comm.size)
+        yield dist
+        comm.Barrier()
+        dist.destroy_process_group()
+
+
+def horovod(framework: str) -> Any | None:
+    """Horovod for ``torch`` or ``tensorflow``, started; None where it cannot be imported.
+
+    Its background thread then looks for work in each of its cycles (``HOROVOD_CYCLE_TIME``),
+    also while others are timed.
+    """
+    try:
+        module = importlib.import_module(f"horovod.{framework}")
+    except (ImportError, OSError):
+        return None
+    module.init()
+    return module

@@ -1,0 +1,114 @@
+"""What the ranks of the scaling benchmark do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+import hvdlite.torch as hvd
+from tests.benchmarks import statistics, torch_replicas
+from tests.benchmarks.job import say
+from tests.benchmarks.measurement import Limit, Rounds, meet, order, timed
+from tests.benchmarks.torch_replicas import Replica
+
+WORKLOAD = "resnet"
+
+
+def measure(
+    comm: MPI.Comm, processes: Sequence[int], batch: int, steps: int, limit: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Time training steps on several numbers of processes; collective.
+
+    In each round, each number has its turn: that many ranks start hvdlite among themselves and
+    train, with the exchange and without, while the other ranks sleep.
+
+    Args:
+        comm: as many ranks as the largest of the numbers.
+        processes: the numbers, 1 among them.
+        batch: images per process and step.
+        steps: in a row within a turn.
+        limit: arguments of `Limit`.
+
+    Returns:
+        A record for each number of processes.
+    """
+    torch.set_num_threads(1)
+    replicas = _replicas(comm, batch)
+    teams = {number: _team(comm, number) for number in processes}
+    rows = []
+    for turn in Rounds(comm, Limit(**limit)):
+        say(comm, f"round {turn + 1}")
+        row = np.zeros((len(processes), len(replicas)))
+        for index in order(len(processes), turn):
+            number = processes[index]
+            if comm.rank < number:
+                row[index] = _train(teams[number], replicas, steps, turn)
+            meet(comm)
+        rows.append(row)
+    seconds = np.array(rows)
+    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+    images = steps * batch * np.array(processes)[:, None] / seconds
+    return _records(
+        processes,
+        batch,
+        steps,
+        {replica.name: images[..., index] for index, replica in enumerate(replicas)},
+    )
+
+
+def _replicas(comm: MPI.Comm, batch: int) -> list[Replica]:
+    """Make the contenders on all ranks at once, and train them a first time."""
+    hvd.init(comm)
+    ways = {"alone": torch_replicas.alone, "hvdlite": torch_replicas.hvdlite}
+    replicas = [Replica(name, WORKLOAD, batch, comm.rank, wrap) for name, wrap in ways.items()]
+    for replica in replicas:
+        replica.step()
+    hvd.shutdown()
+    return replicas
+
+
+def _team(comm: MPI.Comm, number: int) -> Any:
+    return comm.Split(color=0 if comm.rank < number else MPI.UNDEFINED, key=comm.rank)
+
+
+def _train(team: MPI.Comm, replicas: Sequence[Replica], steps: int, turn: int) -> list[float]:
+    """Seconds of this rank for the steps of each contender."""
+    hvd.init(team)
+    by_name = {replica.name: replica for replica in replicas}
+    by_name["hvdlite"].step()  # The first exchange after a start compares the parameters.
+    seconds = [0.0] * len(replicas)
+    for index in order(len(replicas), turn):
+        meet(team)
+        seconds[index] = steps * timed(replicas[index].step, steps)
+    hvd.shutdown()
+    return seconds
+
+
+def _records(
+    processes: Sequence[int], batch: int, steps: int, images: dict[str, np.ndarray[Any, Any]]
+) -> list[dict[str, Any]]:
+    """Speed-ups are over one process that trains without hvdlite."""
+    hvdlite, alone = images["hvdlite"], images["alone"]
+    single = alone[:, list(processes).index(1)]
+    records = []
+    for index, number in enumerate(processes):
+        records.append(
+            {
+                "processes": number,
+                "batch_per_process": batch,
+                "steps_in_a_row": steps,
+                "rounds": len(single),
+                "images_per_second": {
+                    name: statistics.summary(values[:, index]) for name, values in images.items()
+                },
+                "speedup": statistics.ratio(hvdlite[:, index], single),
+                "efficiency": statistics.ratio(hvdlite[:, index], number * single),
+                "of_limit": statistics.ratio(hvdlite[:, index], alone[:, index]),
+                "speedup_of_limit": statistics.ratio(alone[:, index], single),
+            }
+        )
+    return records

@@ -1,0 +1,35 @@
+"""numpy arrays on their way to a device and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.transport.device_checks import Rank
+
+
+def on_device(transport, control, device):
+    """Make a `Rank` of a transport on a real device."""
+    return Rank(transport, control, _uploader(device), _downloader(device))
+
+
+def _uploader(device):
+    def upload(array):
+        import cupy
+
+        stored = array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+        with cupy.cuda.Device(device):
+            uploaded = cupy.asarray(stored)
+            cupy.cuda.get_current_stream().synchronize()
+        return uploaded
+
+    return upload
+
+
+def _downloader(device):
+    def download(array, dtype):
+        import cupy
+
+        with cupy.cuda.Device(device):
+            return cupy.asnumpy(array).view(dtype)
+
+    return download

@@ -1,0 +1,150 @@
+"""What each rank of a job over several hosts checks: ``python -m tests.host_checks NAME ...``.
+
+A rank that finds something wrong ends with a traceback, and one that waits too long with its
+stacks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hvdlite as hvd
+from hvdlite import world
+from tests.references import Digest, check_reduction, sample, samples
+
+SECONDS = 25
+"""When a rank that still waits shows its stacks and gives up."""
+
+
+def received() -> int:
+    """The bytes that have come to this host from others."""
+    return int(Path("/proc/net/dev").read_text().partition("eth0:")[2].split()[0])
+
+
+def same_on_all_ranks(digest: Digest) -> bool:
+    return len(set(hvd.allgather_object(digest.value()))) == 1
+
+
+def check(result: Any, arrays: list[Any], op: hvd.ReduceOp) -> None:
+    try:
+        check_reduction(result, arrays, op)
+    except AssertionError as error:
+        case = f"{op.name} of {len(arrays)} arrays of {arrays[0].size} {arrays[0].dtype}"
+        raise AssertionError(f"{case} is not {result}") from error
+
+
+def layout(*counts: str) -> None:
+    """The ranks are where the slots were: so many on host0, so many on host1, ..."""
+    from mpi4py import MPI
+
+    slots = [int(count) for count in counts]
+    nodes = [node for node, count in enumerate(slots) for _ in range(count)]
+    node, first = nodes[hvd.rank()], nodes.index(nodes[hvd.rank()])
+    assert hvd.size() == len(nodes)
+    assert MPI.Get_processor_name() == os.uname().nodename == f"host{node}"
+    shared = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    assert (shared.rank, shared.size) == (hvd.rank() - first, slots[node])
+    assert (hvd.local_rank(), hvd.local_size()) == (shared.rank, shared.size)
+    peers = [other for other, count in enumerate(slots) if count > shared.rank]
+    assert (hvd.cross_rank(), hvd.cross_size()) == (peers.index(node), len(peers))
+    assert world.node_index() == node
+    assert hvd.is_homogeneous() == (len(set(slots)) == 1)
+
+
+def allreduce() -> None:
+    """Every reduction of awkward sizes, against float64; the same bits on all ranks."""
+    digest = Digest()
+    for dtype in ("float32", "float16", "bfloat16", "int8"):
+        for size in (0, 1, 17, 1_000_003):
+            arrays = samples(hvd.size(), dtype, (size,))
+            for op in (hvd.Sum, hvd.Average, hvd.Min, hvd.Max):
+                result = hvd.allreduce(arrays[hvd.rank()], op=op)
+                digest.add(result)
+                # The digest says that the other ranks have the same.
+                if size < 1000 or hvd.rank() == 0:
+                    check(result, arrays, op)
+    assert same_on_all_ranks(digest)
+
+
+def gather_and_broadcast() -> None:
+    """An allgather of unequal parts, and a broadcast from every rank."""
+    digest = Digest()
+    for dtype in ("float32", "bfloat16", "int8"):
+        for rows in (0, 1, 100_003):
+            shapes = [(rows + rank, 3) for rank in range(hvd.size())]
+            parts = [sample(rank, dtype, shape) for rank, shape in enumerate(shapes)]
+            gathered = hvd.allgather(parts[hvd.rank()])
+            np.testing.assert_array_equal(gathered, np.concatenate(parts))
+            digest.add(gathered)
+            for root in range(hvd.size()):
+                given = sample(hvd.rank(), dtype, (rows, 3))
+                copied = hvd.broadcast(given, root_rank=root)
+                np.testing.assert_array_equal(copied, sample(root, dtype, (rows, 3)))
+                digest.add(copied)
+    assert same_on_all_ranks(digest)
+
+
+def torch_training() -> None:
+    """A few steps on shares of a batch end where one process ends that has the whole batch."""
+    import torch
+
+    import hvdlite.torch as thvd
+
+    def train(share: slice, wrap: bool) -> np.ndarray:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
+        ).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if wrap:
+            optimizer = thvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for step in range(5):
+            data = np.random.default_rng(step).standard_normal((12, 8))
+            inputs, targets = torch.from_numpy(data[share]).split([6, 2], dim=1)
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+        return np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
+
+    each = 12 // hvd.size()
+    trained = train(slice(hvd.rank() * each, (hvd.rank() + 1) * each), wrap=True)
+    np.testing.assert_allclose(trained, train(slice(None), wrap=False), rtol=1e-10, atol=1e-12)
+    digest = Digest()
+    digest.add(trained)
+    assert same_on_all_ranks(digest)
+
+
+def traffic(megabytes: str) -> None:
+    """Print the bytes that an allreduce brings to a host, and the seconds that it takes."""
+    array = np.ones(int(float(megabytes) * 1e6) // 4, np.float32)
+    hvd.allreduce(array, op=hvd.Sum)  # Connections are made in the first one.
+    hvd.barrier()
+    before, started = received(), time.perf_counter()
+    hvd.allreduce(array, op=hvd.Sum)
+    seconds = time.perf_counter() - started
+    hvd.barrier()  # So that the counter has what the others sent.
+    print(hvd.rank(), received() - before, seconds, flush=True)
+
+
+def fail_on(rank: str) -> None:
+    """One rank fails while the others wait for it."""
+    if hvd.rank() == int(rank):
+        raise AssertionError("the reason")
+    hvd.barrier()
+
+
+CHECKS = (layout, allreduce, gather_and_broadcast, torch_training, traffic, fail_on)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    name, *arguments = sys.argv[1:]
+    hvd.init()
+    {check.__name__: check for check in CHECKS}[name](*arguments)

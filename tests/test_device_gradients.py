@@ -1,0 +1,207 @@
+"""The exchange of gradients in the memory of fake devices; ranks are threads."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from hvdlite.engine import lane as lanes
+from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.exchange import Compression, Parameter, Reduction
+from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.device_step import DeviceStep
+from hvdlite.reduction import Average, Sum
+from tests.references import check_reduction, dtype_of, sample
+from tests.simulation import on_all_ranks
+from tests.transport.fake_memory import DeviceRanks
+
+SHAPES = [(3, 4), (), (0, 2), (7,), (5, 1), (2, 2, 2)]
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+@pytest.fixture
+def connect():
+    made = []
+
+    def connect(size, **settings):
+        ranks = DeviceRanks(size, fusion_threshold=80, first_bucket_size=20, **settings)
+        made.append(ranks)
+        return ranks
+
+    yield connect
+    for ranks in made:
+        on_all_ranks(ranks.close, ranks.ranks)
+
+
+def exchange(rank, strategy=Compression.none, reduction=None, dtypes=("float32",), memory=True):
+    parameters = [
+        Parameter(f"p{n}", SHAPES[n % len(SHAPES)], dtype_of(dtypes[n % len(dtypes)]))
+        for n in range(12)
+    ]
+    return GradientExchange(
+        rank,
+        "model",
+        parameters,
+        strategy,
+        reduction or Reduction(),
+        memory=rank.memory if memory else None,
+    )
+
+
+def gradient(made, number, step, rank):
+    chosen = made.parameters[number]
+    return sample(rank, chosen.dtype.name, chosen.shape, seed=1000 * step + number)
+
+
+def mark_all(rank, made, step, numbers=None):
+    """Let pending kernels write gradients, in an order that differs from rank to rank."""
+    order = list(range(len(made.parameters)) if numbers is None else numbers)
+    random.Random(10 * step + rank.rank).shuffle(order)
+    for number in order:
+        made.slot(number)[...] = gradient(made, number, step, rank.rank)
+        made.mark(number)
+
+
+def check(rank, made, step, size, op=Average):
+    for number in range(len(made.parameters)):
+        found = rank.memory.read(made.result_slot(number))
+        check_reduction(found, [gradient(made, number, step, r) for r in range(size)], op)
+
+
+@SIZES
+@pytest.mark.parametrize("predivide", [1.0, 3.0])
+def test_averages_step_after_step(connect, size, predivide):
+    def train(rank):
+        reduction = Reduction(Average, predivide)
+        dtypes = ["float32", "bfloat16", "float64"] if predivide == 1.0 else ["float32"]
+        made = exchange(rank, reduction=reduction, dtypes=dtypes)
+        assert len(made.plan) > 3
+        for step in range(4):
+            made.begin()
+            mark_all(rank, made, step)
+            assert made.finish() == [True] * 12
+            check(rank, made, step, size)
+            for number in range(12):
+                mine = gradient(made, number, step, rank.rank)
+                assert rank.memory.read(made.slot(number)).tobytes() == mine.tobytes()
+
+    on_all_ranks(train, connect(size).ranks)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_compression(connect, name):
+    def train(rank):
+        kind = dtype_of({"fp16": "float16", "bf16": "bfloat16"}[name])
+        made = exchange(rank, getattr(Compression, name))
+        for step in range(2):
+            mark_all(rank, made, step)
+            made.finish()
+            for number in range(12):
+                total = np.zeros(made.parameters[number].shape, np.float32)
+                for r in range(3):
+                    part = gradient(made, number, step, r) / np.float32(3)
+                    total += part.astype(kind).astype(np.float32)
+                expected = total.astype(kind).astype(np.float32)
+                found = rank.memory.read(made.result_slot(number))
+                np.testing.assert_array_equal(found, expected)
+
+    on_all_ranks(train, connect(3).ranks)
+
+
+def test_gradients_that_some_or_all_ranks_lack(connect):
+    def train(rank):
+        made = exchange(rank, reduction=Reduction(Sum))
+        for step in range(3):
+            made.begin()
+            mark_all(rank, made, step, [n for n in range(11) if n % 2 == rank.rank or n < 4])
+            assert made.finish() == [True] * 11 + [False]
+            for number in range(11):
+                found = rank.memory.read(made.result_slot(number))
+                have = (0, 1) if number < 4 else (number % 2,)
+                check_reduction(found, [gradient(made, number, step, r) for r in have], Sum)
+
+    on_all_ranks(train, connect(2).ranks)
+
+
+def test_gradients_from_several_streams(connect):
+    """The last one to come to a bucket must not speak for the streams of the others."""
+
+    def train(rank):
+        made = exchange(rank)
+        streams = [rank.memory.node.new_stream().ptr for _ in range(3)]
+        for step in range(3):
+            made.begin()
+            for number in range(12):
+                with rank.memory.on(streams[number % 3]):
+                    mark_all(rank, made, step, [number])
+            made.finish()
+            check(rank, made, step, 2)
+
+    on_all_ranks(train, connect(2).ranks)
+
+
+def test_without_the_event_of_a_bucket_old_data_travel(connect, monkeypatch):
+    monkeypatch.setattr(DeviceStep, "_seal", lambda step: None)
+
+    def train(rank):
+        made = exchange(rank)
+        mark_all(rank, made, 0)
+        made.finish()
+        for _, result in list(rank.gradients._devices.under_way):
+            while not result.done():
+                pass
+        with pytest.raises(AssertionError):
+            check(rank, made, 0, 2)
+
+    on_all_ranks(train, connect(2).ranks)
+
+
+def test_the_host_does_not_wait_for_the_device(connect, monkeypatch):
+    monkeypatch.setattr(lanes, "_WATCH_SECONDS", 100.0)
+    ranks = connect(2)
+    for rank in (0, 1):
+        ranks.block(rank)
+
+    def train(rank):
+        made = exchange(rank)
+        mark_all(rank, made, 0)
+        return made.finish()
+
+    assert on_all_ranks(train, ranks.ranks) == [[True] * 12] * 2
+    assert "allReduce" not in ranks.node.executed
+    for rank in ranks.ranks:
+        rank.gradients._devices.abort("the test is over")
+
+
+def test_an_asynchronous_error_on_one_rank_ends_all(connect):
+    ranks = connect(3)
+    communicators = ranks.node.communicators
+
+    def train(rank):
+        made = exchange(rank)
+        mark_all(rank, made, 0)
+        made.finish()
+        check(rank, made, 0, 3)
+        made.begin()
+        mark_all(rank, made, 1)
+        if rank.rank == 1:
+            communicators[1].async_error = "the network is down"
+        # Those who have met before are told of it in the step that follows.
+        with pytest.raises(HorovodInternalError, match=r"network is down|has ended|earlier fail"):  # noqa: PT012
+            made.finish()
+            mark_all(rank, made, 2)
+            made.finish()
+
+    on_all_ranks(train, ranks.ranks)
+    assert [communicators[rank].aborts for rank in range(3)] == [1, 1, 1]
+
+
+def test_ranks_that_disagree_on_the_device(connect):
+    def train(rank):
+        made = exchange(rank, memory=rank.rank == 0)
+        with pytest.raises(MismatchError, match="device is cuda on rank 0, cpu on rank 1"):
+            made.finish()
+
+    on_all_ranks(train, connect(2).ranks)

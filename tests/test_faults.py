@@ -1,0 +1,330 @@
+"""Ranks that stop, die or fail while others need them; and what waiting for them costs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hvdlite as hvd
+from hvdlite import runtime
+from hvdlite.engine.operations import Allreduce
+from hvdlite.exchange import Compression, Parameter, Reduction
+from hvdlite.gradients import GradientExchange
+from hvdlite.transport import futex
+from tests.harness import mpirun, ranks, run_script
+
+linux = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
+
+
+@functools.cache
+def outlives_a_rank():
+    """Whether this mpirun can let the other ranks live when one has died."""
+    program = mpirun.command(1)[0]
+    asked = subprocess.run([program, "--version"], capture_output=True, text=True)
+    return "Open MPI) 5" in asked.stdout
+
+
+PROLOGUE = """
+import json, os, pathlib, signal, sys, time
+import numpy as np
+import hvdlite as hvd
+from hvdlite import runtime
+from hvdlite.exchange import Compression, Parameter, Reduction
+from hvdlite.gradients import GradientExchange
+from hvdlite.transport.table import Table
+
+folder, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+hvd.init()
+
+def die():
+    (folder / "victim").write_text(json.dumps({"when": time.time(), "pid": os.getpid()}))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def die_at_meeting(number):
+    "In the midst of what the ranks do together, from now on."
+    arrive = Table.arrive
+    left = [number]
+    def patched(table):
+        left[0] -= 1
+        if not left[0]:
+            die()
+        return arrive(table)
+    if hvd.rank() == victim:
+        Table.arrive = patched
+
+def exchange():
+    engine = runtime.engine()
+    parameters = [Parameter(f"p{n}", (100_000,), np.dtype("float32")) for n in range(8)]
+    made = GradientExchange(engine, "model", parameters, Compression.none, Reduction())
+    def step():
+        for number in reversed(range(8)):
+            made.put(number, np.full(100_000, 1.0 + hvd.rank(), np.float32))
+            made.mark(number)
+        made.finish()
+        assert (made.result_slot(3) == (hvd.size() + 1) / 2).all()
+    return step
+
+def survive(action):
+    hvd.barrier()
+    try:
+        while True:
+            action()
+    except hvd.HorovodInternalError as error:
+        found = {"when": time.time(), "message": str(error)}
+        (folder / str(hvd.rank())).write_text(json.dumps(found))
+        time.sleep(1)  # An end that came before the others were told would tell them.
+        os._exit(0)
+"""
+
+
+def survivors(body, size, victim):
+    """Run a job in which a rank kills itself; say what the others noticed, and how fast."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        folder = Path(name)
+        (folder / "script.py").write_text(PROLOGUE + body)
+        program, *rest = mpirun.command(size, folder / "script.py", folder, str(victim))
+        with open(folder / "log", "w+b") as log:
+            process = subprocess.Popen(
+                [program, "--with-ft", "ulfm", *rest],
+                env=mpirun.environment({"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "2"}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            others = [folder / str(rank) for rank in range(size) if rank != victim]
+            try:
+                deadline = time.monotonic() + 20
+                while not all(path.exists() for path in others) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                time.sleep(0.1)  # for what is being written
+            finally:
+                mpirun.end(process)
+        written = (folder / "log").read_bytes().decode(errors="replace")
+        missing = [path.name for path in others if not path.exists()]
+        assert not missing, f"ranks {missing} noticed nothing\n{written}"
+        death = json.loads((folder / "victim").read_text())
+        found = [json.loads(path.read_text()) for path in others]
+        return [(one["when"] - death["when"], one["message"]) for one in found]
+
+
+STREAMS = {
+    "allreduce": """
+array = np.ones(10**6)
+action = lambda: hvd.allreduce(array, op=hvd.Max, out=array)
+""",
+    "small allreduce": "action = lambda: hvd.allreduce(np.ones(3))",
+    "fused allreduces": """
+arrays = [np.ones(1000) for _ in range(100)]
+def action():
+    handles = [hvd.allreduce_async(array, name=f"t{n}") for n, array in enumerate(arrays)]
+    for handle in handles:
+        hvd.synchronize(handle)
+""",
+    "bucket": "action = exchange()",
+    "broadcast": "array = np.ones(10**6)\naction = lambda: hvd.broadcast(array, 0)",
+    "allgather": "action = lambda: hvd.allgather(np.ones((hvd.rank() + 1, 10**5)))",
+    "16-bit allreduce": "array = np.ones(10**6, np.float16)\naction = lambda: hvd.allreduce(array)",
+}
+
+
+@linux
+@pytest.mark.skipif(not outlives_a_rank(), reason="needs Open MPI 5, which can outlive a rank")
+class TestKilled:
+    @pytest.mark.parametrize(
+        ("stream", "size", "victim", "meeting"),
+        [
+            *((stream, 3, 1, 7) for stream in STREAMS),
+            ("allreduce", 4, 3, 12),
+            ("bucket", 4, 0, 13),
+        ],
+    )
+    def test_in_an_exchange(self, stream, size, victim, meeting):
+        """At one of the meetings that an operation consists of."""
+        body = f"{STREAMS[stream]}\naction()\ndie_at_meeting({meeting})\nsurvive(action)"
+        for seconds, message in survivors(body, size, victim):
+            assert seconds < 2, message
+            assert f"rank {victim} " in message
+            assert "has died" in message
+
+    @pytest.mark.parametrize(("size", "victim"), [(3, 0), (4, 2)])
+    def test_while_the_others_wait_in_a_barrier(self, size, victim):
+        body = """
+def action():
+    if hvd.rank() == victim:
+        time.sleep(1)
+        die()
+    hvd.barrier()
+survive(action)
+"""
+        for seconds, message in survivors(body, size, victim):
+            assert seconds < 2, message
+            assert f"rank {victim} " in message
+
+    @pytest.mark.parametrize("busy", ["computing", "stopped"])
+    def test_while_a_third_rank_keeps_the_others_waiting(self, busy):
+        """It dies where rank 0 waits for rank 1 first, which comes late or not at all."""
+        body = f"""
+def action():
+    if hvd.rank() == 2:
+        time.sleep(0.5)
+        die()
+    if hvd.rank() == 1:
+        (folder / "1").write_text(json.dumps({{"when": 0, "message": ""}}))
+        time.sleep(8) if {busy!r} == "computing" else os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    hvd.barrier()
+survive(action)
+"""
+        seconds, message = survivors(body, 3, 2)[0]
+        assert seconds < 2, message
+        assert "rank 2 " in message
+
+
+@linux
+class TestStopped:
+    @ranks(2, 3, timeout=60)
+    @pytest.mark.parametrize("stream", ["allreduce", "buckets"])
+    def test_a_rank_that_stops_for_five_seconds_only_delays(self, stream, size):
+        hvd.init()
+        rank = hvd.rank()
+        step = _exchange_step(size) if stream == "buckets" else _allreduce_step(size)
+        step(0)
+        if rank == 1:
+            here = os.getpid()
+            script = f"sleep 0.5; kill -STOP {here}; sleep 5; kill -CONT {here}"
+            subprocess.Popen(["sh", "-c", script], start_new_session=True)
+        start, longest, number = time.monotonic(), 0.0, 0
+        going_on = True
+        while going_on:
+            number += 1
+            began = time.monotonic()
+            step(number)
+            longest = max(longest, time.monotonic() - began)
+            left = np.array([time.monotonic() - start < 6.5], np.int32)
+            going_on = bool(hvd.allreduce(left, op=hvd.Max, name="going on")[0])
+            longest = max(longest, time.monotonic() - began)
+        assert number > 10
+        assert 4.5 < longest < 6.5
+
+
+def _allreduce_step(size):
+    array = np.arange(300_000, dtype=np.float32)
+
+    def step(number):
+        total = hvd.allreduce(array + number, op=hvd.Sum, name="array")
+        np.testing.assert_array_equal(total, size * (array + number))
+
+    return step
+
+
+def _exchange_step(size):
+    parameters = [Parameter(f"p{n}", (50_000,), np.dtype("float32")) for n in range(4)]
+    label = f"stopped {runtime.engine().unnamed('test')}"
+    engine = runtime.engine()
+    made = GradientExchange(engine, label, parameters, Compression.none, Reduction())
+
+    def step(number):
+        for parameter in reversed(range(4)):
+            made.put(parameter, np.full(50_000, number + hvd.rank(), np.float32))
+            made.mark(parameter)
+        made.finish()
+        for parameter in range(4):
+            assert (made.result_slot(parameter) == np.float32(number + (size - 1) / 2)).all()
+
+    return step
+
+
+class TestFailed:
+    @ranks(3, 4, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
+    @pytest.mark.parametrize("elements", [1, 10**6])
+    def test_a_rank_that_raises_between_meeting_and_data(self, monkeypatch, elements, size):
+        hvd.init()
+        array = np.ones(elements)
+        hvd.allreduce(array, name="a")
+
+        def fail(*_):
+            raise MemoryError("no room")
+
+        if hvd.rank() == 1:
+            monkeypatch.setattr(Allreduce, "execute", fail)
+            with pytest.raises(hvd.HorovodInternalError, match="rank 1: 'a' failed: MemoryError"):
+                hvd.allreduce(array, name="a")
+            time.sleep(3)  # it lives on
+        else:
+            start = time.monotonic()
+            with pytest.raises(hvd.HorovodInternalError, match="rank 1 has ended"):
+                hvd.allreduce(array, name="a")
+            assert time.monotonic() - start < 2
+
+    @ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
+    def test_it_is_heard_of_by_who_waits_for_a_third_rank(self, monkeypatch):
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == 1:
+            time.sleep(4)  # computes
+        elif hvd.rank() == 2:
+            monkeypatch.setattr(Allreduce, "word", lambda self: 1 / 0)
+            with pytest.raises(hvd.HorovodInternalError, match="ZeroDivisionError"):
+                hvd.allreduce(1.0, name="a")
+            time.sleep(4)
+        else:
+            start = time.monotonic()
+            with pytest.raises(hvd.HorovodInternalError, match="rank 2 has ended"):
+                hvd.allreduce(1.0, name="a")
+            assert time.monotonic() - start < 2
+
+    def test_a_rank_that_raises_ends_the_job_whatever_the_others_do(self):
+        script = PROLOGUE.replace("folder, victim", "victim, _") + (
+            "if hvd.rank() == 1: raise KeyError('first')\n"
+            "while True: hvd.allreduce(np.ones(10**6))\n"
+        )
+        start = time.monotonic()
+        done = run_script(script, np=3, args=["unused", "0"], timeout=30)
+        assert done.returncode != 0
+        assert "KeyError: 'first'" in done.stderr
+        assert time.monotonic() - start < 20
+
+
+class TestProcessorTime:
+    @ranks(2, timeout=40)
+    def test_an_idle_job_uses_less_than_a_hundredth_of_a_core(self):
+        hvd.init()
+        step, reduce = _exchange_step(2), _allreduce_step(2)
+        for number in range(20):
+            step(number)
+            reduce(number)
+        handles = [hvd.allreduce_async(np.ones(1000), name=f"t{n}") for n in range(100)]
+        for handle in handles:
+            hvd.synchronize(handle)
+        hvd.barrier()
+        time.sleep(0.2)
+        before = time.process_time()
+        time.sleep(4)
+        assert time.process_time() - before < 0.04
+
+    @ranks(2, 3, timeout=40)
+    @pytest.mark.parametrize("how", ["run", "submit", "bucket"])
+    def test_a_rank_that_waits_two_seconds_uses_less_than_a_twentieth_of_a_core(self, how, size):
+        hvd.init()
+        step = _exchange_step(size)
+        step(0)
+        wait = {
+            "run": lambda: hvd.allreduce(np.ones(3), name="late"),
+            "submit": lambda: hvd.allreduce_async(np.ones(3), name="late").wait(),
+            "bucket": lambda: step(1),
+        }[how]
+        hvd.barrier()
+        if hvd.rank() == 1:
+            time.sleep(2)
+        before = time.process_time()
+        wait()
+        assert time.process_time() - before < 0.1

@@ -1,0 +1,182 @@
+"""Jobs over separate network hosts, started by hvdliterun as a user would."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.hosts import BURST, ROOT, network_hosts, why_unavailable
+from tests.launch.launcher import command, environment, survivors
+
+pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+
+
+@pytest.fixture(scope="module")
+def network():
+    with network_hosts(2) as made:
+        yield made
+
+
+def job(network, counts, check, *arguments, settings=None, python=sys.executable):
+    """Run a check of tests.host_checks on so many ranks of each host."""
+    ranks = python, "-m", "tests.host_checks", check, *arguments
+    hosts = network.slots(*counts)
+    return network.run(
+        command("-np", sum(counts), "-H", hosts, *ranks), environment(settings), timeout=28
+    )
+
+
+def passes(network, counts, check, *arguments, **options):
+    done = job(network, counts, check, *arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1), (1, 2)])
+def test_ranks_know_their_node(network, counts):
+    passes(network, counts, "layout", *map(str, counts))
+
+
+def test_with_mpich_too(network):
+    mpich = os.environ.get("HVDLITE_TEST_MPICH")
+    if not mpich:
+        pytest.skip("HVDLITE_TEST_MPICH does not name MPICH's mpiexec")
+    own = Path(mpich).with_name("python")
+    python = str(own) if own.exists() else sys.executable
+    settings = {"HVDLITE_MPIRUN": mpich}
+    passes(network, (2, 1), "layout", "2", "1", settings=settings, python=python)
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("check", ["allreduce", "gather_and_broadcast", "torch_training"])
+def test_results(network, counts, check):
+    if check == "torch_training" and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    passes(network, counts, check)
+
+
+def test_a_failing_rank_on_the_other_host_ends_the_job(network):
+    done = job(network, (2, 2), "fail_on", "3")
+    # Which rank is named is a race: Open MPI ends the peers of one whose connections close.
+    assert done.returncode != 0
+    assert "hvdlite: rank 3 of 4 ends the job:" in done.stderr
+    assert "AssertionError: the reason" in done.stderr
+
+
+def test_an_allreduce_goes_through_the_network_once(network):
+    before = [(host.received(), host.sent()) for host in network.hosts]
+    output = passes(network, (1, 1), "traffic", "4")
+    for line in output.splitlines():
+        _, through, _ = map(float, line.split())
+        assert 4e6 < through < 1.5 * 4e6
+    for host, (received, sent) in zip(network.hosts, before, strict=True):
+        assert host.received() - received > 2 * 4e6
+        assert host.sent() - sent > 2 * 4e6
+
+
+def test_an_exchange_takes_the_time_that_its_bytes_need():
+    rate, size = 100e6, 4e6
+    with network_hosts(2, rate) as network:
+        output = passes(network, (1, 1), "traffic", str(size / 1e6))
+    numbers = [list(map(float, line.split())) for line in output.splitlines()]
+    _, through, seconds = zip(*numbers, strict=True)
+    assert min(through) > size
+    # The rank that was first at the start has seen all of it.
+    assert max(seconds) > (size - BURST) * 8 / rate
+    assert max(seconds) < 5 * max(through) * 8 / rate
+
+
+def test_hosts_have_their_own_interfaces_names_and_addresses(network):
+    for host in network.hosts:
+        show = "hostname; ls /proc/sys/net/ipv4/conf; ip -brief address show up scope global"
+        done = subprocess.run(
+            host.enter("sh", "-c", show), check=True, capture_output=True, text=True
+        )
+        lines = done.stdout.split()
+        assert lines[0] == host.name
+        assert set(lines[1:5]) == {"all", "default", "eth0", "lo"}
+        assert f"{host.address}/24" in lines
+    found = network.run(["getent", "hosts", "host1"]).stdout.split()
+    assert found == [network.hosts[1].address, "host1"]
+
+
+def test_ssh_runs_a_command_on_the_other_host_and_takes_no_environment_along(network):
+    ssh = str(network.folder / "ssh")
+    done = network.run([ssh, "-x", "host1", "hostname;", "exit", "${MINE:-3}"], {"MINE": "4"})
+    assert (done.stdout, done.returncode) == ("host1\n", 3)
+    assert network.run([ssh, "nowhere", "hostname"]).returncode == 255
+
+
+def test_networks_do_not_meet(network):
+    with network_hosts(1) as other:
+        hosts = network.hosts[0], other.hosts[0]
+        assert hosts[0].address == hosts[1].address
+        assert len({os.readlink(f"/proc/{host.keeper}/ns/net") for host in hosts}) == 2
+        assert other.run(["sh", "-c", "sleep 60 & echo $!"]).stdout
+        assert [host.processes() for host in hosts] == [[], []]
+
+
+def test_a_command_that_hangs_is_ended(network):
+    hanging = "echo began; setsid sleep 60 & sleep 60"
+    with pytest.raises(TimeoutError, match=r"ran longer than 0.5 s\nbegan"):
+        network.run(["sh", "-c", hanging], timeout=0.5)
+    assert network.hosts[0].processes() == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_nothing_is_left_after_an_error(error):
+    def fail():
+        with network_hosts(2) as made:
+            host = made.hosts[1]
+            left = subprocess.Popen(host.enter("sleep", "60"))
+            while left.pid not in host.processes():
+                pass
+            seen.extend([made.folder, left, *(host.keeper for host in made.hosts)])
+            raise error
+
+    seen = []
+    with pytest.raises(error):
+        fail()
+    folder, left, *keepers = seen
+    assert left.wait(5) == -signal.SIGKILL
+    assert survivors(keepers, 0) == []
+    assert not folder.exists()
+
+
+_KILLED = """
+import os, subprocess, sys
+from tests.harness.hosts import network_hosts
+
+with network_hosts(2) as made:
+    left = subprocess.Popen(made.hosts[1].enter("sleep", "60"))
+    while left.pid not in made.hosts[1].processes():
+        pass
+    children = open(f"/proc/self/task/{os.getpid()}/children").read()
+    print(made.folder, children, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_a_process_that_is_killed(how):
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        folder, *pids = process.stdout.readline().split()
+        assert len(pids) == 4  # The bridge has a keeper too.
+        os.killpg(process.pid, how)
+        assert survivors(list(map(int, pids))) == []
+        assert process.wait(10) == -how
+    assert not Path(folder).exists()

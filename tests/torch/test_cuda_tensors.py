@@ -1,0 +1,421 @@
+"""CUDA tensors through the torch adapter; the device is a fake, and ranks are threads."""
+
+import contextlib
+import itertools
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+import hvdlite.torch as hvd
+from hvdlite import runtime, world
+from hvdlite.exchange import Compression, Strategy
+from hvdlite.torch import device_memory, parameter_set, tensors
+from tests.simulation import on_all_ranks
+from tests.transport.fake_memory import DeviceRanks
+
+here = threading.local()  # the rank that a thread is
+_WRITES = {
+    torch.Tensor.copy_,
+    torch.Tensor.fill_,
+    torch.Tensor.__setitem__,
+    torch._foreach_copy_,
+}
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that is written when the stream of its rank comes to it."""
+
+    is_cpu = False
+    is_cuda = True
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function not in _WRITES:
+            return super().__torch_function__(function, types, args, kwargs)
+        plain = torch.utils._pytree.tree_map_only(cls, on_host, args)
+        here.rank.memory.launch(lambda: function(*plain))
+        return args[0]
+
+
+def on_host(tensor):
+    return tensor.as_subclass(torch.Tensor)
+
+
+class Memory(device_memory.CudaMemory):
+    def __init__(self, cuda):
+        super().__init__(cuda, 0)
+        self.node = cuda.node
+        self.main = self.node.new_stream()
+        self.kept = []
+
+    def empty(self, size, dtype):
+        rubbish = torch.full((size * dtype.itemsize,), 0xCD, dtype=torch.uint8)
+        return rubbish.view(tensors.torch_dtype(dtype)).as_subclass(OnDevice)
+
+    def array(self, tensor):
+        flat = on_host(tensor.detach()).reshape(-1)
+        if flat.dtype == torch.bfloat16:
+            return flat.view(torch.int16).numpy().view(np.uint16)
+        return flat.numpy()
+
+    def stream(self):
+        return self.main.ptr
+
+    def on(self, stream):
+        assert stream == self.main.ptr
+        return contextlib.nullcontext()
+
+    def keep(self, tensor):
+        self.kept.append(tensor)
+
+    def compare(self, first, second):
+        found = []
+        first, second = on_host(first), on_host(second)
+        self.launch(lambda: found.append(torch.equal(first, second)))
+        return lambda: found[0] if found else None
+
+    def launch(self, function):
+        self.node.launch(self.main, function)
+
+    def produce(self, values):
+        """A tensor that a pending kernel writes; it is rubbish before."""
+        tensor = torch.full_like(values, 77).as_subclass(OnDevice)
+        tensor.copy_(values)
+        return tensor
+
+    def finish(self):
+        self.node.synchronize(self.main)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Call a function on every rank of a job, whose tensors all are on devices."""
+
+    class Numbers:
+        def __next__(self):
+            return next(here.numbers)
+
+    monkeypatch.setattr(runtime, "engine", lambda: here.rank)
+    monkeypatch.setattr(world, "rank", lambda: here.rank.rank)
+    monkeypatch.setattr(world, "size", lambda: here.size)
+    monkeypatch.setattr(parameter_set, "_numbers", Numbers())
+    monkeypatch.setattr(device_memory, "find", lambda tensor: here.rank.memory)
+    made = []
+
+    def run(size, function, **settings):
+        ranks = DeviceRanks(size, Memory, fusion_threshold=400, first_bucket_size=40, **settings)
+        made.append(ranks)
+
+        def enter(rank):
+            names = itertools.count()
+            rank.unnamed = lambda kind: f"{kind} {next(names)}"
+            here.rank, here.size = rank, size
+            here.numbers = itertools.count()
+            return function(SimpleNamespace(rank=rank.rank, size=size, memory=rank.memory))
+
+        return on_all_ranks(enter, ranks.ranks)
+
+    yield run
+    for ranks in made:
+        on_all_ranks(ranks.close, ranks.ranks)
+
+
+SIZES = pytest.mark.parametrize("size", [1, 2, 3])
+
+
+def read(rank, tensor):
+    rank.memory.finish()
+    return on_host(tensor)
+
+
+# Named collectives
+
+
+@SIZES
+def test_collectives(run, size):
+    def use(rank):
+        mine = rank.memory.produce(torch.full((3, 2), rank.rank + 1.0))
+        total = hvd.allreduce(mine, op=hvd.Sum)
+        assert isinstance(total, OnDevice)
+        assert total.shape == (3, 2)
+        assert (read(rank, total) == size * (size + 1) / 2).all()
+        assert (read(rank, mine) == rank.rank + 1).all()
+        handles = [
+            hvd.allreduce_async(mine, name=f"{n}", op=hvd.Sum, prescale_factor=n) for n in range(9)
+        ]
+        for number, handle in enumerate(handles):
+            assert (read(rank, hvd.synchronize(handle)) == number * size * (size + 1) / 2).all()
+        assert hvd.allreduce_(mine) is mine
+        assert (read(rank, mine) == (size + 1) / 2).all()
+
+        rows = rank.memory.produce(torch.full((rank.rank, 2), rank.rank, dtype=torch.bfloat16))
+        whole = read(rank, hvd.allgather(rows))
+        assert whole.dtype == torch.bfloat16
+        assert whole[:, 0].tolist() == [r for r in range(size) for _ in range(r)]
+        handle = hvd.allgather_async(rank.memory.produce(torch.tensor(rank.rank)))
+        assert read(rank, hvd.synchronize(handle)).tolist() == list(range(size))
+        for root in range(size):
+            source = rank.memory.produce(torch.full((4,), rank.rank))
+            assert (read(rank, hvd.broadcast(source, root)) == root).all()
+            assert (read(rank, source) == rank.rank).all()
+            assert hvd.broadcast_(source, root) is source
+            assert (read(rank, source) == root).all()
+
+    run(size, use)
+
+
+def test_tensors_that_are_not_contiguous(run):
+    def use(rank):
+        base = rank.memory.produce(torch.arange(12.0).reshape(3, 4))
+        rank.memory.finish()
+        assert torch.equal(
+            read(rank, hvd.allreduce(base.t(), op=hvd.Sum)),
+            2 * torch.arange(12.0).reshape(3, 4).t(),
+        )
+        hvd.allreduce_(base[:, ::2], op=hvd.Sum)
+        expected = torch.arange(12.0).reshape(3, 4)
+        expected[:, ::2] *= 2
+        assert torch.equal(read(rank, base), expected)
+
+    run(2, use)
+
+
+def test_compression(run):
+    def use(rank):
+        values = torch.linspace(-3, 3, 101) * (rank.rank + 1)
+        for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            compression = getattr(hvd.Compression, name)
+            found = read(rank, hvd.allreduce(rank.memory.produce(values), compression=compression))
+            parts = [(torch.linspace(-3, 3, 101) * (r + 1) / 2).to(dtype).float() for r in (0, 1)]
+            assert torch.equal(found, (parts[0] + parts[1]).to(dtype).float())
+
+    run(2, use)
+
+
+class Exotic(Strategy):
+    """Knows nothing of devices."""
+
+    name = "exotic"
+
+    def exchange(self, bucket, transport):
+        Compression.none.exchange(bucket, transport)
+
+
+def test_what_a_strategy_cannot_do_on_the_device_goes_through_the_host(run, monkeypatch):
+    copied = []
+
+    def cpu(tensor):
+        copied.append(tensor)
+        return read(here.rank, tensor)
+
+    monkeypatch.setattr(OnDevice, "cpu", cpu)
+
+    def use(rank):
+        found = hvd.allreduce(
+            rank.memory.produce(torch.full((3,), rank.rank + 1.0)), compression=Exotic()
+        )
+        assert on_host(found).tolist() == [1.5] * 3
+
+    run(2, use)
+    assert len(copied) == 2
+
+
+def test_gradients_flow_through_collectives(run):
+    def use(rank):
+        x = rank.memory.produce(torch.ones(3))
+        rank.memory.finish()
+        x.requires_grad_()
+        result = hvd.allreduce(x, op=hvd.Sum)
+        rank.memory.finish()
+        (gradient,) = torch.autograd.grad(result, x, rank.memory.produce(torch.ones(3)))
+        assert (read(rank, gradient) == 2).all()
+
+    run(2, use)
+
+
+# The optimizer
+
+
+def make_optimizer(rank, **options):
+    torch.manual_seed(0)
+    model = torch.nn.ParameterDict(
+        {
+            f"p{n}": torch.randn(n % 5 + 1, 7, dtype=(torch.float32, torch.float64)[n % 2])
+            for n in range(12)
+        }
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def backward(model, rank, step, without=()):
+    """Make the gradient of a parameter ``(rank + 1) * (step + 1) * (its number + 1)``."""
+    loss = sum(
+        (parameter * (rank + 1) * (step + 1) * (number + 1)).sum()
+        for number, parameter in enumerate(model.parameters())
+        if number not in without
+    )
+    loss.backward()
+
+
+@SIZES
+def test_steps_on_the_average(run, size):
+    def train(rank):
+        model, optimizer = make_optimizer(rank)
+        expected = [parameter.detach().clone() for parameter in model.parameters()]
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            backward(model, rank.rank, step)
+            optimizer.synchronize()
+            own = [(rank.rank + 1.0) * (step + 1) * (n + 1) for n in range(12)]
+            # The host has not waited for the device.
+            found = [parameter.grad.max().item() for parameter in model.parameters()]
+            assert found == pytest.approx(own)
+            rank.memory.finish()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            for number, parameter in enumerate(model.parameters()):
+                mean = (size + 1) / 2 * (step + 1) * (number + 1)
+                assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
+                expected[number] -= 0.5 * mean
+                torch.testing.assert_close(parameter.detach(), expected[number])
+        (members,) = optimizer._reducer._sets
+        assert len(members.exchange.plan) > 2
+
+    run(size, train)
+
+
+def test_accumulation_and_gradients_that_are_missing(run):
+    def train(rank):
+        model, optimizer = make_optimizer(rank, backward_passes_per_step=2, op=hvd.Sum)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, rank.rank, step, without=(0, rank.rank + 1))
+            if step != 1:  # a short last accumulation
+                backward(model, rank.rank, step, without=(0, rank.rank + 1))
+            optimizer.synchronize()
+            rank.memory.finish()
+            passes = 1 if step == 1 else 2
+            for number, parameter in enumerate(model.parameters()):
+                if number == 0:
+                    assert parameter.grad is None
+                    continue
+                have = [r + 1 for r in range(2) if number != r + 1]
+                total = passes * sum(have) * (step + 1) * (number + 1)
+                assert torch.equal(parameter.grad, torch.full_like(parameter, total))
+            optimizer._reducer.begin_step()
+
+    run(2, train)
+
+
+def test_unseen_changes_are_reported_once_the_device_has_found_them(run):
+    def train(rank):
+        model, optimizer = make_optimizer(rank)
+        backward(model, rank.rank, 0)
+        rank.memory.finish()
+        model["p3"].grad.data.mul_(2)  # leaves the version as it is
+        optimizer.synchronize()
+        rank.memory.finish()
+        optimizer.zero_grad()
+        backward(model, rank.rank, 1)
+        with pytest.raises(RuntimeError, match="gradient of 'p3' was changed after backward"):
+            optimizer.synchronize()
+        rank.memory.finish()
+        optimizer.zero_grad()
+        backward(model, rank.rank, 2)
+        optimizer.synchronize()
+
+    run(2, train)
+
+
+def test_parameters_of_several_devices_do_not_share_buckets(run, monkeypatch):
+    def on_one_only(tensor):
+        return here.rank.memory if tensor.dtype == torch.float64 else None
+
+    monkeypatch.setattr(device_memory, "find", on_one_only)
+
+    def train(rank):
+        model, optimizer = make_optimizer(rank)
+        sets = optimizer._reducer._sets
+        assert [members._memory for members in sets] == [None, rank.memory]
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, rank.rank, step)
+            optimizer.synchronize()
+            rank.memory.finish()
+            for number, parameter in enumerate(model.parameters()):
+                mean = 1.5 * (step + 1) * (number + 1)
+                assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
+
+    run(2, train)
+
+
+def test_ranks_that_disagree_on_the_device(run, monkeypatch):
+    monkeypatch.setattr(
+        device_memory, "find", lambda tensor: here.rank.memory if here.rank.rank == 0 else None
+    )
+
+    def train(rank):
+        model, optimizer = make_optimizer(rank)
+        backward(model, rank.rank, 0)
+        with pytest.raises(
+            hvd.HorovodInternalError, match="device is cuda on rank 0, cpu on rank 1"
+        ):
+            optimizer.step()
+
+    run(2, train)
+
+
+def test_an_asynchronous_error_ends_the_training_on_all_ranks(run):
+    def train(rank):
+        model, optimizer = make_optimizer(rank)
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, rank.rank, step)
+            optimizer.synchronize()
+            rank.memory.finish()
+        if rank.rank == 0:
+            rank.memory.node.communicators[0].async_error = "the network is down"
+        with pytest.raises(hvd.HorovodInternalError):  # noqa: PT012
+            for step in range(2):
+                optimizer._reducer.begin_step()
+                backward(model, rank.rank, step)
+                optimizer.synchronize()
+        return rank.memory.node.communicators[rank.rank].aborts
+
+    assert run(2, train) == [1, 1]
+
+
+# Without a device
+
+
+def test_a_tensor_on_the_host_is_in_no_device_s_memory():
+    assert device_memory.find(torch.ones(3)) is None
+    assert device_memory.lend(torch.ones(3)) is None
+
+
+def test_without_cupy_cuda_tensors_go_through_the_host_with_a_word(monkeypatch, caplog):
+    def missing():
+        raise ImportError("No module named 'cupy'")
+
+    monkeypatch.setattr(device_memory, "Cuda", missing)
+    device_memory._load.cache_clear()
+    try:
+        for _ in range(2):
+            assert device_memory.find(SimpleNamespace(is_cuda=True)) is None
+    finally:
+        device_memory._load.cache_clear()
+    (record,) = caplog.records
+    assert "copied to the host and back one by one" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "bool", "complex64", "int16"])
+def test_dtypes_there_and_back(name):
+    dtype = getattr(torch, name)
+    assert tensors.torch_dtype(tensors.dtype_of(dtype)) == dtype

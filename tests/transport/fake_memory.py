@@ -1,0 +1,124 @@
+"""A framework on fake devices: tensors that are written when their stream comes to it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+
+from hvdlite.engine import Lane
+from hvdlite.engine.device import DeviceArray
+from hvdlite.settings import Settings
+from hvdlite.transport.simulated import Simulation
+from tests.transport.fake_cuda import FakeCuda, FakeNode
+
+
+class FakeMemory:
+    """What `hvdlite.engine.device.DeviceMemory` asks for, with one stream to begin with."""
+
+    def __init__(self, cuda, index=0):
+        self.cuda = cuda
+        self.index = index
+        self.node = cuda.node
+        self.kept = []
+        self.main = self.node.new_stream()
+        self._current = threading.local()
+
+    def empty(self, size, dtype):
+        return FakeTensor(self, self.cuda.empty(size, dtype))
+
+    def array(self, tensor):
+        flat = tensor.values.reshape(-1)
+        return flat.view(np.uint16) if flat.dtype.name == "bfloat16" else flat
+
+    def stream(self):
+        return getattr(self._current, "stream", self.main.ptr)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self._current.stream = self.stream(), stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def keep(self, tensor):
+        self.kept.append(tensor)
+
+    def launch(self, function):
+        self.node.launch(self.node.streams[self.stream()], function)
+
+    def produce(self, values):
+        """A tensor that a pending kernel writes; it is rubbish before."""
+        tensor = self.empty(values.size, values.dtype).reshape(values.shape)
+        tensor[...] = values
+        return tensor
+
+    def lend(self, values):
+        return DeviceArray(self.produce(values), values.shape, values.dtype, self)
+
+    def read(self, tensor):
+        """What a kernel that is launched now sees in a tensor, once the stream has run it."""
+        seen = np.empty_like(tensor.values)
+        self.launch(lambda: np.copyto(seen, tensor.values))
+        self.node.synchronize(self.node.streams[self.stream()])
+        return seen
+
+
+class FakeTensor:
+    def __init__(self, memory, values):
+        self.memory = memory
+        self.values = values
+        self.nbytes = values.nbytes
+        self.shape = values.shape
+
+    def __getitem__(self, key):
+        return FakeTensor(self.memory, self.values[key])
+
+    def __setitem__(self, key, value):
+        self.memory.launch(lambda: self.values.__setitem__(key, value))
+
+    def reshape(self, shape):
+        return FakeTensor(self.memory, self.values.reshape(shape))
+
+
+class Blocked:
+    """Work that a device never ends."""
+
+    name = "blocked"
+    complete = False
+
+    def run(self, node, visiting):
+        return False
+
+
+class DeviceRanks:
+    """Ranks in threads, each with an engine of two lanes and a device of its own."""
+
+    def __init__(self, size, make_memory=FakeMemory, **settings):
+        self.node = FakeNode()
+        self.simulations = [Simulation(size) for _ in range(2)]
+        self.settings = Settings(**settings)
+        self.ranks = [self._rank(rank, make_memory) for rank in range(size)]
+
+    def _rank(self, rank, make_memory):
+        gradients, named = (
+            Lane(name, simulation.transports[rank], self.settings)
+            for name, simulation in zip(("gradients", "named"), self.simulations, strict=True)
+        )
+        return SimpleNamespace(
+            rank=rank,
+            gradients=gradients,
+            named=named,
+            settings=self.settings,
+            memory=make_memory(FakeCuda(self.node, str(rank))),
+        )
+
+    def block(self, rank):
+        """Keep what the rank submits from now on from being executed."""
+        self.node.push(self.ranks[rank].memory.stream(), Blocked())
+
+    def close(self, rank):
+        return [lane.close(5.0) for lane in (rank.gradients, rank.named)]

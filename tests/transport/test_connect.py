@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import logging
+import os
+
+import numpy as np
+import pytest
+
+from hvdlite import mpi
+from hvdlite.reduction import Scaling, Sum
+from hvdlite.transport import Loopback, MPITransport, connect, futex
+from hvdlite.transport.hierarchical import HierarchicalTransport
+from hvdlite.transport.segment import Peer
+from hvdlite.transport.shared import SharedMemoryTransport
+from hvdlite.world import World
+from tests.harness import ranks, run_script
+from tests.transport import checks
+from tests.transport.worlds import connected
+
+linux = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
+
+
+@contextlib.contextmanager
+def warnings_of(monkeypatch):
+    messages = []
+    log = logging.getLogger("hvdlite")
+    with monkeypatch.context() as patch:
+        patch.setattr(log, "warning", lambda text, *args: messages.append(text % args))
+        yield messages
+
+
+def refuse(*_, **__):
+    raise OSError(errno.EPERM, "not permitted here")
+
+
+def works(made):
+    for check in (checks.meet, checks.gather, checks.broadcast, checks.arrays_of_its_own):
+        check(made)
+
+
+class TestChoice:
+    @ranks(1, timeout=20)
+    def test_a_rank_alone(self):
+        with connected() as made:
+            assert isinstance(made, Loopback)
+
+    @linux
+    @ranks(2, 3, 4, timeout=20)
+    def test_one_node(self):
+        with connected() as made:
+            assert isinstance(made, SharedMemoryTransport)
+            comm = mpi.load().COMM_WORLD
+            assert (made.rank, made.size) == (comm.rank, comm.size)
+
+    @linux
+    @ranks(3, 4, timeout=20)
+    def test_several_nodes(self):
+        with connected(local_size=2) as made:
+            assert isinstance(made, HierarchicalTransport)
+            comm = mpi.load().COMM_WORLD
+            assert (made.rank, made.size) == (comm.rank, comm.size)
+
+    @ranks(2, 3, timeout=20)
+    def test_one_rank_on_each_node(self):
+        with connected(local_size=1) as made:
+            assert isinstance(made, MPITransport)
+
+    @ranks(2, 3, timeout=20)
+    @pytest.mark.parametrize("local_size", [0, 2])
+    def test_it_can_be_switched_off(self, local_size, monkeypatch):
+        off = connected(local_size, shared_memory=False)
+        with warnings_of(monkeypatch) as messages, off as made:
+            assert isinstance(made, MPITransport)
+        assert messages == []
+
+    @linux
+    @ranks(3, timeout=20)
+    def test_ranks_in_another_order(self):
+        MPI = mpi.load()
+        turned = MPI.COMM_WORLD.Split(0, key=-MPI.COMM_WORLD.rank)
+        world = World.split(MPI, turned)
+        made = connect(MPI, world)
+        assert isinstance(made, SharedMemoryTransport)
+        assert made.rank == 2 - MPI.COMM_WORLD.rank
+        works(made)
+        made.close()
+        world.free()
+
+
+@linux
+class TestFallback:
+    @ranks(2, 3, timeout=30)
+    @pytest.mark.parametrize("what", ["no segment", "no access", "no support"])
+    @pytest.mark.parametrize("last", [False, True], ids=["rank 0", "last rank"])
+    def test_what_one_rank_cannot_do_no_rank_does(self, monkeypatch, what, last):
+        comm = mpi.load().COMM_WORLD
+        guilty = comm.size - 1 if last else 0
+        if comm.rank == guilty:
+            if what == "no segment":
+                monkeypatch.setattr(os, "memfd_create", refuse)
+            elif what == "no access":
+                monkeypatch.setattr(Peer, "_open", refuse)
+            else:
+                monkeypatch.setattr(futex, "is_supported", lambda: False)
+        with warnings_of(monkeypatch) as messages, connected() as made:
+            assert isinstance(made, MPITransport)
+            works(made)
+        assert len(messages) == (comm.rank == 0)
+        for message in messages:
+            assert "cannot share memory" in message
+            assert "HVDLITE_SHARED_MEMORY=0" in message
+
+    @ranks(3, timeout=30)
+    @pytest.mark.parametrize(
+        "guilty",
+        [0, 2],
+    )
+    def test_the_warning_names_the_rank_that_cannot_and_the_reason(self, monkeypatch, guilty):
+        """Not a rank that could, were it not for that one."""
+        if mpi.load().COMM_WORLD.rank == guilty:
+            monkeypatch.setattr(os, "memfd_create", refuse)
+        with warnings_of(monkeypatch) as messages, connected():
+            pass
+        for message in messages:
+            assert f"rank {guilty} cannot share memory" in message
+            assert "not permitted here" in message
+
+    @ranks(4, timeout=30)
+    def test_one_rank_of_one_node_of_several(self, monkeypatch):
+        if mpi.load().COMM_WORLD.rank == 3:
+            monkeypatch.setattr(Peer, "_open", refuse)
+        with warnings_of(monkeypatch) as messages, connected(local_size=2) as made:
+            assert isinstance(made, MPITransport)
+            works(made)
+        assert len(messages) == (made.rank == 0)
+
+    @ranks(2, timeout=30)
+    def test_a_user_who_may_not_look_at_the_other_process(self, monkeypatch):
+        """As between containers that share a host name but not their processes."""
+        monkeypatch.setattr(Peer, "_path", lambda self, number: f"/proc/0/fd/{number}")
+        with warnings_of(monkeypatch) as messages, connected() as made:
+            assert isinstance(made, MPITransport)
+            works(made)
+        assert len(messages) == (made.rank == 0)
+
+
+@linux
+def test_ranks_that_are_told_differently_raise_or_agree():
+    script = """
+import os
+rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+os.environ["HVDLITE_SHARED_MEMORY"] = rank
+import numpy as np, hvdlite as hvd
+try:
+    hvd.init()
+    assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
+except ValueError as error:
+    assert "HVDLITE_SHARED_MEMORY" in str(error), error
+print("fine", flush=True)
+"""
+    done = run_script(script, np=2, timeout=8)
+    assert done.stdout.count("fine") == 2, done.stderr
+
+
+class TestEnd:
+    @ranks(4, timeout=60)
+    @pytest.mark.parametrize(
+        "local_size",
+        [
+            0,
+            1,
+            3,
+        ],
+    )
+    def test_communicators_are_given_back(self, local_size, monkeypatch):
+        """An MPI library has room for some thousands at most."""
+        made, closed = [], []
+        init, close = MPITransport.__init__, MPITransport.close
+        monkeypatch.setattr(
+            MPITransport, "__init__", lambda self, *args: made.append(self) or init(self, *args)
+        )
+        monkeypatch.setattr(MPITransport, "close", lambda self: closed.append(self) or close(self))
+        with connected(local_size):
+            pass
+        assert set(map(id, made)) == set(map(id, closed))
+        assert len(made) == len(closed)
+
+    @ranks(2, 4, timeout=60)
+    @pytest.mark.parametrize("local_size", [0, 3])
+    def test_files_and_memory_are_given_back(self, local_size):
+        def use():
+            with connected(local_size) as made:
+                array = made.empty(1000, np.dtype(np.float32))
+                array[...] = 1
+                made.allreduce(array, array, Sum, Scaling())
+                assert array.sum() == 1000 * made.size
+
+        def files():
+            gc.collect()
+            return len(os.listdir("/proc/self/fd"))
+
+        for _ in range(3):
+            use()
+        before = files()
+        for _ in range(10):
+            use()
+        assert files() <= before + 4

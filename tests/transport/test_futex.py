@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import mmap
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hvdlite.transport import futex
+from hvdlite.transport.futex import Futex
+from hvdlite.transport.segment import Segment
+from tests.harness.mpirun import environment
+
+pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
+
+
+@pytest.fixture
+def word():
+    return Futex(mmap.mmap(-1, 4096), 64)
+
+
+def wait_for(word, seen, seconds):
+    """Wait as its users do, who know that it may wake for no reason."""
+    deadline = time.monotonic() + seconds
+    while word.value == seen and (left := deadline - time.monotonic()) > 0:
+        word.wait(seen, left)
+    return word.value
+
+
+def test_two_views_of_one_word():
+    memory = mmap.mmap(-1, 4096)
+    mine, theirs, next_to_it = Futex(memory, 64), Futex(memory, 64), Futex(memory, 68)
+    mine.set(7)
+    assert (mine.value, theirs.value, next_to_it.value) == (7, 7, 0)
+
+
+def test_it_has_32_bits(word):
+    word.set(2**32 + 5)
+    assert word.value == 5
+    word.set(2**32 - 1)
+    assert word.value == 2**32 - 1
+    start = time.monotonic()
+    word.wait(2**32 - 1, 0.05)
+    assert time.monotonic() - start > 0.03
+
+
+def test_a_word_that_has_changed_is_not_waited_for(word):
+    word.set(3)
+    start = time.monotonic()
+    word.wait(2, 10.0)
+    assert time.monotonic() - start < 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.2, 1.1])
+def test_a_wait_ends_in_time_without_an_error(word, seconds):
+    start = time.monotonic()
+    assert wait_for(word, 0, seconds) == 0
+    assert seconds <= time.monotonic() - start < seconds + 0.5
+
+
+@pytest.mark.parametrize("waiting", [1, 3])
+def test_everybody_is_woken(word, waiting):
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(wait_for(word, 0, 10.0)), daemon=True)
+        for _ in range(waiting)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)  # a wait that begins later finds the word changed
+    assert found == []
+    start = time.monotonic()
+    word.set(9)
+    for thread in threads:
+        thread.join(5)
+    assert time.monotonic() - start < 1.0
+    assert found == [9] * waiting
+
+
+def test_other_threads_run_while_one_waits(word):
+    thread = threading.Thread(target=word.wait, args=(0, 10.0), daemon=True)
+    thread.start()
+    count = sum(1 for _ in range(100_000))  # would take ten seconds
+    assert thread.is_alive()
+    assert count == 100_000
+    word.set(1)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_wait_uses_no_processor(word):
+    before = time.thread_time()
+    wait_for(word, 0, 0.5)
+    assert time.thread_time() - before < 0.05
+
+
+def test_a_signal_is_served_while_its_thread_waits(word):
+    def stop(*_):
+        raise InterruptedError("stop")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        start = time.monotonic()
+        with pytest.raises(InterruptedError, match="stop"):
+            wait_for(word, 0, 10.0)
+        assert time.monotonic() - start < 2.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_another_process_wakes_a_wait():
+    segment = Segment(4096)
+    word = Futex(segment.memory, 128)
+    code = (
+        "import os, time; from hvdlite.transport.futex import Futex;"
+        "from hvdlite.transport.segment import Peer;"
+        f"word = Futex(Peer(os.getppid()).map({segment.key}), 128);"
+        "time.sleep(0.1); word.set(77)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment())
+    try:
+        assert wait_for(word, 0, 20.0) == 77
+    finally:
+        child.wait(20)
+
+
+def test_what_the_system_refuses_is_an_error(word):
+    word._address = 64  # nothing is mapped there
+    with pytest.raises(OSError, match="futex"):
+        word.wait(0, 0.01)

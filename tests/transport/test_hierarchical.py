@@ -1,0 +1,153 @@
+"""Several nodes on one machine: the ranks of each share memory, all are joined by MPI."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import numpy as np
+import pytest
+
+from hvdlite.reduction import Max, Min, Product, Scaling, Sum
+from hvdlite.transport import futex
+from hvdlite.transport.hierarchical import HierarchicalTransport
+from tests.harness import ranks
+from tests.references import Digest, cases, check_reduction, dtype_of, samples
+from tests.transport import checks
+from tests.transport.worlds import connected
+
+pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
+
+PLACES = list(itertools.product(("private", "segment"), repeat=2))
+OPS = (Sum, Min, Max, Product)
+
+
+@contextlib.contextmanager
+def transport(local_size, chunk=None):
+    with connected(local_size) as made:
+        assert isinstance(made, HierarchicalTransport)
+        made._node.chunk = chunk or made._node.chunk
+        yield made
+
+
+def placed(made, array, place):
+    copy = made.empty(array.size, array.dtype) if place == "segment" else np.empty_like(array)
+    copy[...] = array
+    return copy
+
+
+def reduced(made, arrays, op, places=("private", "private"), scaling=None):
+    send = placed(made, arrays[made.rank], places[0])
+    result = placed(made, np.zeros_like(send), places[1])
+    with np.errstate(all="ignore"):
+        made.allreduce(send, result, op, scaling or Scaling())
+    assert send.tobytes() == arrays[made.rank].tobytes()
+    return result
+
+
+CHECKS = [pytest.param(check, id=check.__name__) for check in checks.EVERYTHING]
+
+
+class Promises:
+    """What holds for any nodes."""
+
+    local_size: int
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_all(self, check):
+        with transport(self.local_size) as made:
+            check(made)
+
+    @pytest.mark.parametrize("check", CHECKS)
+    def test_all_with_small_chunks(self, check):
+        with transport(self.local_size, chunk=1001) as made:
+            check(made)
+
+    def test_every_reduction_of_every_dtype_is_right_and_repeatable(self):
+        with transport(self.local_size) as made:
+            first = checks.reductions(made, (0, 1, 7, 1023))
+            assert checks.reductions(made, (0, 1, 7, 1023)) == first
+
+    def test_large_reductions_are_right_and_repeatable(self):
+        with transport(self.local_size) as made:
+            assert checks.large_reductions(made) == checks.large_reductions(made)
+
+    def test_the_bits_depend_neither_on_chunks_nor_on_places(self):
+        """Of two nodes: the order of two terms does not matter."""
+        with transport(self.local_size) as made:
+            digests = {case: Digest() for case in itertools.product((100, 2**20), PLACES)}
+            for (dtype, op), size in itertools.product(cases(OPS), (0, 1, 7, 100)):
+                arrays = samples(made.size, dtype, size, seed=size)
+                for (chunk, places), digest in digests.items():
+                    made._node.chunk = chunk
+                    digest.add(reduced(made, arrays, op, places))
+            values = {digest.value() for digest in digests.values()}
+            assert len(values) == 1
+            checks.agree(made, values.pop())
+
+    def test_integers_wherever_they_lie(self):
+        with transport(self.local_size, chunk=100) as made:
+            for (dtype, op), places in itertools.product(cases(OPS), PLACES):
+                if dtype_of(dtype).kind in "iub":
+                    for size in (0, 1, 7, 100):
+                        arrays = samples(made.size, dtype, size)
+                        check_reduction(reduced(made, arrays, op, places), arrays, op)
+
+    def test_sums_of_16_bit_floats_are_rounded_once(self):
+        """What the nodes' sums have too much of, they lose in the end: 2048 + 1 - 2048."""
+        with transport(self.local_size) as made:
+            large = {"float16": 2048.0, "bfloat16": 256.0}
+            for dtype, places in itertools.product(large, PLACES):
+                value = {0: large[dtype], 1: 1.0, made.size - 1: -large[dtype]}.get(made.rank, 0.0)
+                array = placed(made, np.full(9, value).astype(dtype_of(dtype)), places[0])
+                result = placed(made, np.zeros_like(array), places[1])
+                made.allreduce(array, result, Sum, Scaling())
+                assert result.astype(np.float32).tolist() == [1.0] * 9, (dtype, places)
+
+    def test_a_sum_of_float16_that_a_node_cannot_hold(self):
+        with transport(self.local_size) as made:
+            value = -60000 if made.rank == made.size - 1 else 60000 / (made.size - 1) * 1.5
+            array = np.full(5, value, np.float16)
+            result = np.empty_like(array)
+            with np.errstate(all="ignore"):
+                made.allreduce(array, result, Sum, Scaling())
+            np.testing.assert_allclose(result, np.full(5, 30000.0), rtol=1e-2)
+
+    def test_in_place(self):
+        with transport(self.local_size) as made:
+            for (dtype, op), place in itertools.product(cases(OPS), ("private", "segment")):
+                arrays = samples(made.size, dtype, 100)
+                array = placed(made, arrays[made.rank], place)
+                with np.errstate(all="ignore"):
+                    made.allreduce(array, array, op, Scaling())
+                assert array.tobytes() == reduced(made, arrays, op, (place, place)).tobytes()
+
+
+@ranks(3, timeout=60)
+class TestTwoAndOne(Promises):
+    local_size = 2
+
+
+@ranks(4, timeout=60)
+class TestTwoAndTwo(Promises):
+    local_size = 2
+
+
+@ranks(4, timeout=60)
+class TestThreeAndOne(Promises):
+    local_size = 3
+
+
+@ranks(4, timeout=60)
+@pytest.mark.parametrize("local_size", [2, 3])
+def test_sums_of_floats_have_the_same_bits_on_all_ranks(local_size):
+    with transport(local_size) as made:
+        for size, dtype in itertools.product((1, 7, 1000, 300_003), ("float32", "float64")):
+            generator = np.random.default_rng([size, made.rank])
+            array = generator.standard_normal(size) * 10.0 ** generator.integers(-6, 7, size)
+            array = array.astype(dtype)
+            result = np.empty_like(array)
+            made.allreduce(array, result, Sum, Scaling())
+            digest = Digest()
+            digest.add(result)
+            checks.agree(made, digest.value())

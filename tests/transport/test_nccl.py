@@ -1,0 +1,407 @@
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from hvdlite.errors import HorovodInternalError
+from hvdlite.reduction import Max, Scaling, Sum
+from hvdlite.transport.connect_device import connect_device
+from hvdlite.transport.device import Work
+from hvdlite.transport.loopback import Loopback
+from hvdlite.transport.nccl import NCCLTransport
+from hvdlite.transport.simulated import Simulation
+from hvdlite.transport.staged import HostStaged
+from tests.simulation import on_all_ranks
+from tests.transport import device_checks
+from tests.transport.fake_cuda import FakeCuda, FakeNode
+from tests.transport.fake_ranks import connect, node_of
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("check", device_checks.EVERYTHING, ids=lambda check: check.__name__)
+def test_it_keeps_every_promise(check, size):
+    ranks = connect(size)
+    assert all(isinstance(rank.transport, NCCLTransport) for rank in ranks)
+    on_all_ranks(check, ranks)
+    on_all_ranks(lambda rank: rank.transport.close(), ranks)
+
+
+# The connection
+
+
+def test_every_rank_gets_the_id_of_rank_0():
+    """The fake asserts that it is rank 0's."""
+    communicators = node_of(connect(3)[0]).communicators
+    assert sorted(communicators) == [0, 1, 2]
+    assert all(made.stream is None for made in communicators.values())
+
+
+@pytest.mark.parametrize(
+    ("cudas", "reason"),
+    [
+        (lambda node: [FakeCuda(node), FakeCuda(node)], "ranks 0 and 1 share device 0"),
+        (
+            lambda node: [FakeCuda(node, "0"), FakeCuda(node, "1", version=0)],
+            "rank 1 has no NCCL",
+        ),
+        (
+            lambda node: [FakeCuda(node, "0"), FakeCuda(node, "1", version=22803)],
+            "rank 1 has NCCL 22803, rank 0 has 22707",
+        ),
+        (
+            lambda node: [FakeCuda(node, "0", refuses="id"), FakeCuda(node, "1")],
+            "rank 0: NCCL made no id: no socket interface",
+        ),
+        (
+            lambda node: [
+                FakeCuda(node, "0", refuses="connect"),
+                FakeCuda(node, "1", refuses="connect"),
+            ],
+            "rank 0: NCCL could not connect: unhandled system error",
+        ),
+    ],
+    ids=["shared device", "missing on one", "other version", "no id", "no connection"],
+)
+def test_where_nccl_cannot_work_all_ranks_go_through_the_host(cudas, reason, caplog):
+    ranks = connect(2, cudas)
+    assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    on_all_ranks(device_checks.broadcast, ranks)
+
+
+def test_a_rank_that_fails_to_connect_makes_the_others_abort(monkeypatch):
+    monkeypatch.setattr("tests.transport.fake_nccl.SECONDS", 0.05)
+    node = FakeNode()
+    cudas = [FakeCuda(node, "0"), FakeCuda(node, "1", refuses="connect")]
+    ranks = connect(2, lambda _: cudas)
+    assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
+
+
+def test_a_communicator_that_not_all_ranks_have_is_aborted(monkeypatch):
+    """Rank 1 connects, and then something fails on it."""
+    node = FakeNode()
+    cudas = [FakeCuda(node, "0"), FakeCuda(node, "1")]
+    connected = cudas[1].communicator
+
+    def fail(*arguments):
+        connected(*arguments)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(cudas[1], "communicator", fail)
+    ranks = connect(2, lambda _: cudas)
+    assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
+    assert node.communicators[0].aborts == 1
+
+
+def test_ranks_may_share_a_device_where_nccl_is_told_so(monkeypatch):
+    def shared(version):
+        return lambda node: [FakeCuda(node, version=version) for _ in range(2)]
+
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert isinstance(connect(2, shared(23001))[0].transport, NCCLTransport)
+    assert isinstance(connect(2, shared(22907))[0].transport, HostStaged)
+
+
+def test_nobody_is_warned_of_what_was_asked_for(caplog):
+    assert isinstance(connect(2, prefer_nccl=False)[0].transport, HostStaged)
+    assert not caplog.records
+
+
+# The order of work
+
+
+def _producing(rank, value, size=1000):
+    """A framework's stream whose pending kernel writes ``value``; the data are 0 before."""
+    node = node_of(rank)
+    stream = node.new_stream()
+    array = np.zeros(size, np.float32)
+    node.launch(stream, lambda: array.fill(value))
+    return stream, array
+
+
+def _sum(rank, array, result):
+    return lambda: rank.transport.allreduce(array, result, Sum, Scaling())
+
+
+def test_work_waits_for_the_data_and_readers_wait_for_the_work():
+    def exchange(rank):
+        stream, array = _producing(rank, rank.rank + 1.0)
+        result, seen = np.zeros_like(array), np.zeros_like(array)
+        ready = rank.transport.record(stream.ptr)
+        work = rank.transport.enqueue(_sum(rank, array, result), [ready])
+        work.wait_on(stream.ptr)
+        node_of(rank).launch(stream, lambda: np.copyto(seen, result))
+        node_of(rank).synchronize(stream)
+        return seen
+
+    for seen in on_all_ranks(exchange, connect(3)):
+        assert (seen == 6).all()
+
+
+def test_without_the_event_the_work_sees_old_data():
+    """The fake can tell: this is what a forgotten event looks like."""
+
+    def exchange(rank):
+        stream, array = _producing(rank, rank.rank + 1.0)
+        result = np.zeros_like(array)
+        rank.transport.enqueue(_sum(rank, array, result)).wait(10)
+        node_of(rank).synchronize(stream)
+        return result
+
+    for result in on_all_ranks(exchange, connect(2)):
+        assert (result == 0).all()
+
+
+def test_without_waiting_a_reader_sees_the_old_result():
+    def exchange(rank):
+        stream, array = _producing(rank, rank.rank + 1.0)
+        result, seen = np.zeros_like(array), np.zeros_like(array)
+        ready = rank.transport.record(stream.ptr)
+        work = rank.transport.enqueue(_sum(rank, array, result), [ready])
+        node_of(rank).launch(stream, lambda: np.copyto(seen, result))
+        node_of(rank).synchronize(stream)
+        work.wait(10)
+        return seen, result
+
+    for seen, result in on_all_ranks(exchange, connect(2)):
+        assert (seen == 0).all()
+        assert (result == 3).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bool"])
+def test_the_host_never_waits_for_the_device(dtype):
+    """Everything is enqueued, and nothing of it has happened."""
+    ranks = connect(2)
+    stream, _ = _producing(ranks[0], 1.0)
+    array = np.ones(9, dtype)
+    op = Max if dtype == "bool" else Sum
+
+    def exchange(rank):
+        ready = rank.transport.record(stream.ptr)
+        work = rank.transport.enqueue(
+            lambda: rank.transport.allreduce(array, np.empty_like(array), op, Scaling(0.5)),
+            [ready],
+        )
+        work.wait_on(stream.ptr)
+
+    for rank in ranks:  # one after the other: a rank that waited would wait for ever
+        exchange(rank)
+    assert node_of(ranks[0]).executed == []
+
+
+def test_arithmetic_takes_its_place_between_collectives():
+    def exchange(rank):
+        array = np.full(8, rank.rank + 1.0, np.float32)
+
+        def twice():
+            rank.transport.allreduce(array, array, Sum, Scaling())
+            rank.transport._cuda.reduce(array, array, Sum, Scaling(10.0), array.dtype)
+            rank.transport.allreduce(array, array, Sum, Scaling())
+
+        rank.transport.enqueue(twice).wait(10)
+        return array
+
+    for array in on_all_ranks(exchange, connect(2)):
+        assert (array == 60).all()
+
+
+def test_a_collective_outside_of_enqueue_is_refused():
+    (rank,) = connect(1)
+    array = np.zeros(4, np.uint8)
+    calls = [
+        lambda: rank.transport.allreduce(array, array, Sum, Scaling()),
+        lambda: rank.transport.reducescatter([array], array, Sum, Scaling()),
+        lambda: rank.transport.alltoall([array], [array]),
+        lambda: rank.transport.allgather(array, [array]),
+        lambda: rank.transport.broadcast(array, 0),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="outside of enqueue"):
+            call()
+
+
+def test_averages_of_powers_of_two_cost_no_second_pass():
+    def average(rank):
+        array = np.full(8, rank.rank, np.float32)
+        rank.transport.enqueue(
+            lambda: rank.transport.allreduce(array, array, Sum, Scaling(1.0, rank.size))
+        ).wait(10)
+        return array
+
+    for size, passes in ((2, 0), (3, 3)):
+        ranks = connect(size)
+        for array in on_all_ranks(average, ranks):
+            np.testing.assert_array_equal(array, np.float32((size - 1) / 2))
+        assert node_of(ranks[0]).executed.count("reduce") == passes
+
+
+# Failures
+
+
+def test_an_asynchronous_error_is_raised_where_it_happens_and_aborts():
+    ranks = connect(2)
+    ours, theirs = (node_of(ranks[0]).communicators[rank] for rank in (0, 1))
+    ours.async_error = "remote process exited"
+    with pytest.raises(HorovodInternalError, match=r"rank 0: .*device 0 failed.*remote process"):
+        ranks[0].transport.check()
+    assert (ours.aborts, theirs.aborts) == (1, 0)
+    ranks[1].transport.check()
+    # It stays failed, with its first reason, and is aborted once.
+    ours.async_error = "something else"
+    for call in (ranks[0].transport.check, lambda: ranks[0].transport.enqueue(lambda: None)):
+        with pytest.raises(HorovodInternalError, match="remote process"):
+            call()
+    assert ours.aborts == 1
+
+
+def test_abort_is_idempotent():
+    (rank,) = connect(1)
+    for reason in ("first", "second"):
+        with pytest.raises(HorovodInternalError, match="first"):
+            rank.transport.abort(reason)
+    assert node_of(rank).communicators[0].aborts == 1
+    rank.transport.close()
+    assert not node_of(rank).communicators[0].destroyed
+
+
+def test_a_peer_that_does_not_come_is_an_error_in_time():
+    """Rank 1 never calls; rank 0's device would wait for ever."""
+    rank, _ = connect(2)
+    array = np.ones(4, np.float32)
+    work = rank.transport.enqueue(_sum(rank, array, array))
+    assert not work.done()
+    with pytest.raises(HorovodInternalError, match=r"nothing came for 0\.1 s; a rank has ended"):
+        work.wait(0.1)
+    assert node_of(rank).communicators[0].aborts == 1
+    with pytest.raises(HorovodInternalError, match="nothing came"):
+        work.done()  # the abort has ended it, and it must not pass for done
+
+
+def test_the_transport_knows_how_long_to_wait():
+    rank, _ = connect(2, timeout=0.05)
+    array = np.ones(4, np.float32)
+    with pytest.raises(HorovodInternalError, match="nothing came"):
+        rank.transport.enqueue(_sum(rank, array, array)).wait()
+
+
+def test_an_error_while_waiting_ends_the_wait():
+    rank, _ = connect(2)
+    array = np.ones(4, np.float32)
+    work = rank.transport.enqueue(_sum(rank, array, array))
+    errors = []
+
+    def wait():
+        with pytest.raises(HorovodInternalError, match="network is down") as raised:
+            work.wait()
+        errors.append(raised)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    node_of(rank).communicators[0].async_error = "the network is down"
+    thread.join(10)
+    assert len(errors) == 1
+
+
+def test_work_that_an_abort_ended_does_not_pass_for_done():
+    (rank,) = connect(1)
+
+    class Aborted:
+        @property
+        def done(self):
+            with pytest.raises(HorovodInternalError):
+                rank.transport.abort("by another thread, at the worst moment")
+            return True
+
+    with pytest.raises(HorovodInternalError, match="worst moment"):
+        Work(rank.transport, Aborted()).wait()
+
+
+@pytest.mark.parametrize("call", ["allreduce", "alltoall", "allgather", "broadcast"])
+def test_a_refused_call_names_the_rank_and_leaves_no_group_open(call):
+    ranks = connect(2)
+    transport = ranks[1].transport
+    node_of(ranks[1]).communicators[1].call_error = "invalid usage"
+    array = np.zeros(4, np.uint8)
+    calls = {
+        "allreduce": lambda: transport.allreduce(array, array, Sum, Scaling()),
+        "alltoall": lambda: transport.alltoall([array, array], [array, array]),
+        "allgather": lambda: transport.allgather(array, [array, array.copy()]),
+        "broadcast": lambda: transport.broadcast(array, 0),
+    }
+    with pytest.raises(HorovodInternalError, match=r"rank 1: .*invalid usage"):
+        transport.enqueue(calls[call])
+    transport._cuda.nccl.groupStart()  # the fake asserts that no group is open
+    transport._cuda.nccl.groupEnd()
+    assert node_of(ranks[1]).communicators[1].aborts == 1
+
+
+def test_adasum_through_the_host_gives_up_too():
+    """It waits on the host for work on the device that a dead rank keeps from ending."""
+    rank, _ = connect(2, timeout=0.05)
+    array = np.ones(4, np.float32)
+    rank.transport.enqueue(_sum(rank, array, array))
+    adasum = device_checks.Adasum
+    with pytest.raises(HorovodInternalError, match=r"rank 0: .*nothing came"):
+        rank.transport.enqueue(lambda: rank.transport.allreduce(array, array, adasum, Scaling()))
+    assert node_of(rank).communicators[0].aborts == 1
+
+
+def test_close_ends_the_communicator_once_the_device_is_done():
+    def use_and_close(rank):
+        array = np.ones(4, np.float32)
+        rank.transport.enqueue(_sum(rank, array, array))
+        rank.transport.close()
+        rank.transport.close()
+        with pytest.raises(HorovodInternalError, match="has been closed"):
+            rank.transport.enqueue(lambda: None)
+        return array
+
+    ranks = connect(2)
+    for array in on_all_ranks(use_and_close, ranks):
+        assert (array == 2).all()
+    assert all(made.destroyed for made in node_of(ranks[0]).communicators.values())
+
+
+def test_close_aborts_what_does_not_end():
+    rank, _ = connect(2, timeout=0.05)
+    array = np.ones(4, np.float32)
+    rank.transport.enqueue(_sum(rank, array, array))
+    rank.transport.close()
+    communicator = node_of(rank).communicators[0]
+    assert (communicator.aborts, communicator.destroyed) == (1, False)
+
+
+def test_without_cupy_it_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(HorovodInternalError, match=r"rank 0 .*pip install 'hvdlite\[cuda13\]'"):
+        connect_device(Loopback(), 0)
+
+
+def test_all_ranks_learn_of_one_that_cannot_use_its_device(monkeypatch):
+    node = FakeNode()
+    cudas = [FakeCuda(node, "0"), FakeCuda(node, "1")]
+
+    def fail(device):
+        raise RuntimeError("invalid device ordinal")
+
+    monkeypatch.setattr(cudas[1], "bus_id", fail)
+
+    def refused(control):
+        with pytest.raises(HorovodInternalError, match=r"rank 1 .*invalid device ordinal"):
+            connect_device(control, 0, cuda=cudas[control.rank])
+
+    on_all_ranks(refused, Simulation(2).transports)
+
+
+def test_the_control_transport_is_used_by_all_ranks_alike():
+    simulation = Simulation(2)
+    node = FakeNode()
+    on_all_ranks(
+        lambda control: connect_device(control, 0, cuda=FakeCuda(node, str(control.rank))),
+        simulation.transports,
+    )
+    assert simulation.calls == [["gather", "broadcast", "gather"]] * 2

@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.transport import futex
+from hvdlite.transport.segment import Arena, Peer, Segment
+from tests.harness.mpirun import environment
+
+pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
+
+FLOAT = np.dtype(np.float32)
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def memory_in_use():
+    """Bytes of this process's memory that are not files on disk, shared ones included."""
+    fields = Path("/proc/self/status").read_text().split()
+    parts = ("RssAnon:", "RssShmem:")
+    return sum(int(fields[fields.index(part) + 1]) for part in parts) * 1024
+
+
+def child_process(code):
+    """A process that says one line, and then waits for the end of its standard input."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{code}\nimport sys; sys.stdout.flush(); sys.stdin.read()"],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return child, child.stdout.readline()
+
+
+def end(child):
+    child.kill()
+    child.communicate()
+
+
+@pytest.fixture
+def arena():
+    return Arena()
+
+
+class TestArrays:
+    @pytest.mark.parametrize("dtype", ["float32", "int8", "bool", "complex128", "bfloat16"])
+    @pytest.mark.parametrize("size", [0, 1, 7, 4096, 100_003])
+    def test_they_are_as_any_other(self, arena, size, dtype):
+        kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        array = arena.empty(size, kind)
+        assert (array.shape, array.dtype) == ((size,), kind)
+        assert array.flags.writeable
+        assert array.flags.c_contiguous
+        assert array.flags.aligned
+        array[...] = np.arange(size).astype(kind)
+        np.testing.assert_array_equal(array, np.arange(size).astype(kind))
+        assert array.copy().tobytes() == array.tobytes()
+
+    def test_they_do_not_overlap(self, arena):
+        arrays = [arena.empty(size, FLOAT) for size in (1, 1, 1000, 1024, 1025, 1024)]
+        for number, array in enumerate(arrays):
+            array[...] = number
+        for number, array in enumerate(arrays):
+            assert (array == number).all()
+
+    def test_they_are_found_by_any_part_of_them(self, arena):
+        array, other = arena.empty(1000, FLOAT), arena.empty(1000, FLOAT)
+        whole = arena.find(array)
+        assert whole[3] == 0
+        assert arena.find(array[10:]) == (*whole[:3], 40)
+        assert arena.find(array[999:]) == (*whole[:3], 3996)
+        assert arena.find(array.view(np.uint8)[3:5]) == (*whole[:3], 3)
+        assert arena.find(other)[:2] != whole[:2]
+
+    def test_what_lies_elsewhere_is_not_found(self, arena):
+        kept = arena.empty(1000, FLOAT)
+        for array in (np.zeros(0), np.zeros(5), np.zeros(10**6), kept.copy()):
+            assert arena.find(array) is None
+        assert Arena().find(kept) is None
+
+    def test_a_part_of_no_elements_is_found_on_no_rank_or_on_all(self, arena):
+        """Where it would be found depends on what happens to lie behind its segment."""
+        arrays = [arena.empty(1024, FLOAT) for _ in range(8)]
+        assert {arena.find(array[1024:]) for array in arrays} == {None}
+
+
+class TestReuse:
+    def test_memory_is_used_again_when_its_array_has_gone(self, arena):
+        array = arena.empty(1000, FLOAT)
+        first = arena.find(array)
+        del array
+        assert arena.find(arena.empty(1000, FLOAT)) == first
+
+    def test_it_is_not_used_again_while_a_view_of_a_view_lives(self, arena):
+        array = arena.empty(1000, FLOAT)
+        array[...] = 5
+        first, tail = arena.find(array), array[10:].reshape(2, -1)[1, 5:].view(np.int32)
+        del array
+        other = arena.empty(1000, FLOAT)
+        other[...] = 6
+        assert arena.find(other) != first
+        assert (tail.view(np.float32) == 5).all()
+        assert arena.find(tail)[:3] == first[:3]
+        del tail
+        assert arena.find(arena.empty(1000, FLOAT)) == first
+
+    @pytest.mark.parametrize("how", [memoryview, np.asarray, np.from_dlpack])
+    def test_it_is_not_used_again_while_another_form_of_it_lives(self, arena, how):
+        array = arena.empty(1000, FLOAT)
+        first, form = arena.find(array), how(array[3:])
+        del array
+        kept = arena.empty(1000, FLOAT)
+        assert arena.find(kept) != first
+        del form
+        assert arena.find(arena.empty(1000, FLOAT)) == first
+
+    @pytest.mark.parametrize("how", ["from_numpy", "from_dlpack"])
+    def test_a_tensor_keeps_it(self, arena, how):
+        torch = pytest.importorskip("torch")
+        array = arena.empty(1000, FLOAT)
+        array[...] = 5
+        first = arena.find(array)
+        tensor = getattr(torch, how)(array[100:]).view(30, 30)[1:]
+        del array
+        other = arena.empty(1000, FLOAT)
+        other[...] = 6
+        assert arena.find(other) != first
+        assert bool((tensor == 5).all())
+        del tensor
+        assert arena.find(arena.empty(1000, FLOAT)) == first
+
+    def test_an_array_may_outlive_its_arena(self):
+        array = Arena().empty(1000, FLOAT)
+        gc.collect()
+        array[...] = 3
+        assert array.sum() == 3000
+        del array
+
+    def test_a_thousand_arrays_of_one_size_cost_what_one_does(self, arena):
+        arena.empty(5000, FLOAT)
+        files = open_files()
+        for _ in range(1000):
+            arena.empty(5000, FLOAT)[...] = 1
+        assert open_files() == files
+
+    def test_a_thousand_arrays_of_all_sizes_cost_what_few_do(self, arena):
+        """What is fused varies with what happens to be ready, and so does its size."""
+        files, memory = open_files(), memory_in_use()
+        for number in range(1000):
+            arena.empty(1024 * (number + 1), FLOAT)[...] = 1
+        assert open_files() - files < 64
+        assert memory_in_use() - memory < 64 * 2**20
+
+    def test_files_are_closed_with_their_arena(self):
+        files = open_files()
+        for _ in range(100):
+            arena = Arena()
+            kept = arena.empty(10, FLOAT), arena.empty(10**5, FLOAT)
+            del kept, arena
+        gc.collect()
+        assert open_files() <= files + 2
+
+    def test_threads_may_ask_at_once(self, arena):
+        """Lanes ask while the user's threads make buckets, and garbage comes at any time."""
+        interval = sys.getswitchinterval()
+        errors = []
+
+        def ask(value):
+            try:
+                for _ in range(3000):
+                    array = arena.empty(100, FLOAT)
+                    array[...] = value
+                    assert (array == value).all()
+            except BaseException as error:
+                errors.append(error)
+
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=ask, args=(value,)) for value in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert errors == []
+
+
+class TestMemory:
+    def test_pages_that_are_not_touched_cost_nothing(self, arena):
+        before = memory_in_use()
+        array = arena.empty(2**36, np.dtype(np.uint8))  # 64 GiB
+        array[:: 2**32] = 7
+        assert array[-(2**32)] == 7
+        assert memory_in_use() - before < 2**20
+
+    def test_the_shm_mount_does_not_matter(self):
+        """It is full in a mount namespace of its own, as in a container that gives it 64 MB."""
+        code = """
+import os
+import numpy as np
+from hvdlite.transport.segment import Arena
+file = os.open("/dev/shm/full", os.O_WRONLY | os.O_CREAT)
+try:
+    while os.write(file, bytes(4096)):
+        pass
+except OSError:
+    pass
+assert os.statvfs("/dev/shm").f_bavail == 0
+arena = Arena()
+array = arena.empty(2**22, np.dtype(np.uint8))
+array[...] = 1
+print(array.sum())
+"""
+        mount = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" -c "$1"'
+        command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount]
+        trial = subprocess.run([*command, "/bin/echo", ""], capture_output=True, text=True)
+        if trial.returncode:
+            pytest.skip(f"cannot mount here: {trial.stderr.strip()}")
+        done = subprocess.run(
+            [*command, sys.executable, code], env=environment(), capture_output=True, text=True
+        )
+        assert (done.stdout.strip(), done.stderr) == (str(2**22), "")
+
+
+class TestFork:
+    @pytest.mark.parametrize("how", ["exit", "use"])
+    def test_a_child_disturbs_nothing(self, arena, how):
+        array = arena.empty(1000, FLOAT)
+        array[...] = 4
+        first, files = arena.find(array), open_files()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
+            pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                if how == "use":
+                    del array
+                    arena.empty(2000, FLOAT)[...] = 1
+                    assert arena.find(arena.empty(1000, FLOAT)) == first
+                gc.collect()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert open_files() == files
+        assert arena.find(array) == first
+        assert (array == 4).all()
+        assert Peer(os.getpid()).map(first[:3])[:4] == array[:1].tobytes()
+
+
+class TestPeer:
+    def test_it_shows_what_the_other_writes_and_takes_what_is_written(self):
+        child, line = child_process(
+            "from hvdlite.transport.segment import Segment\n"
+            "segment = Segment(8192)\nsegment.memory[5:8] = b'abc'\n"
+            "print(*segment.key)\n"
+            "import sys; sys.stdout.flush(); sys.stdin.readline()\n"
+            "print(segment.memory[100:103].decode())"
+        )
+        try:
+            peer, key = Peer(child.pid), tuple(map(int, line.split()))
+            memory = peer.map(key)
+            assert memory[5:8] == b"abc"
+            assert peer.map(key) is memory
+            memory[100:103] = b"xyz"
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "xyz\n"
+        finally:
+            end(child)
+        assert memory[5:8] == b"abc"  # it outlives its process
+
+    def test_a_file_of_the_number_that_is_another_is_refused(self):
+        _, inode, nbytes = Segment(4096).key  # which has gone
+        other = Segment(4096)
+        with pytest.raises(OSError, match="is not the segment that was announced"):
+            Peer(os.getpid()).map((other.key[0], inode, nbytes))
+
+    def test_what_is_not_there_is_an_oserror(self):
+        peer = Peer(os.getpid())
+        with pytest.raises(OSError, match="/fd/19999"):
+            peer.map((19999, 1, 4096))
+
+    def test_no_file_stays_open(self):
+        segment, peer, files = Segment(4096), Peer(os.getpid()), open_files()
+        memory = peer.map(segment.key)
+        # A map holds a duplicate of its file, and that ends with it.
+        assert open_files() <= files + 1
+        del memory, peer
+        assert open_files() == files
+        with pytest.raises(OSError, match="announced"):
+            Peer(os.getpid()).map((segment.key[0], 1, 4096))
+        assert open_files() == files
+
+    def test_maps_of_segments_that_are_gone_are_dropped(self):
+        peer, kept = Peer(os.getpid()), Segment(4096)
+        peer.map(kept.key)
+        for _ in range(100):
+            segment = Segment(2**20)
+            peer.map(segment.key)[:] = bytes(2**20)
+            del segment
+        assert len(peer._maps) <= 2
+        assert kept.key in peer._maps
+
+    def test_a_map_that_is_dropped_stays_valid_in_the_arrays_that_use_it(self):
+        peer, segment = Peer(os.getpid()), Segment(4096)
+        segment.memory[:3] = b"abc"
+        array = np.ndarray(3, np.uint8, peer.map(segment.key))
+        del segment
+        other = Segment(mmap.PAGESIZE)
+        peer.map(other.key)
+        assert list(peer._maps) == [other.key]
+        gc.collect()
+        assert array.tobytes() == b"abc"
+
+
+class TestIsRunning:
+    def test_a_process_from_start_to_end(self):
+        child, _ = child_process("print()")
+        peer = Peer(child.pid)
+        try:
+            assert peer.is_running()
+            child.send_signal(signal.SIGSTOP)
+            deadline = time.monotonic() + 5
+            stat = Path(f"/proc/{child.pid}/stat")
+            while stat.read_text().rpartition(")")[2].split()[0] != "T":
+                assert time.monotonic() < deadline
+            assert peer.is_running()  # it may go on
+            child.send_signal(signal.SIGCONT)
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie, as yet
+            assert not peer.is_running()
+        finally:
+            end(child)
+        assert not peer.is_running()
+
+    def test_a_name_with_parentheses_and_spaces(self):
+        child, _ = child_process(
+            "open('/proc/self/comm', 'w').write(') Z (x) Z'); print(flush=True)"
+        )
+        try:
+            assert Peer(child.pid).is_running()
+        finally:
+            end(child)

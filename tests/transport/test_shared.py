@@ -1,0 +1,392 @@
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import time
+
+import numpy as np
+import pytest
+
+from hvdlite import mpi
+from hvdlite.errors import RankGoneError
+from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
+from hvdlite.transport import futex, shared
+from hvdlite.transport.shared import SharedMemoryTransport
+from tests.harness import ranks
+from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
+from tests.simulation import on_all_ranks
+from tests.transport import checks
+from tests.transport.worlds import connected, threads
+
+pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
+
+SIZES = (0, 1, 7, 1023)
+OPS = (Sum, Min, Max, Product, Adasum)
+PLACES = list(itertools.product(("private", "segment"), repeat=2))
+
+
+@contextlib.contextmanager
+def transport(chunk=None):
+    with connected() as made:
+        assert isinstance(made, SharedMemoryTransport)
+        made.chunk = chunk or made.chunk
+        yield made
+
+
+def always_in_slices(monkeypatch):
+    monkeypatch.setattr(shared, "_FEW_RANKS", 0)
+    monkeypatch.setattr(shared, "_SLICED", 0)
+
+
+def placed(made, array, place):
+    copy = made.empty(array.size, array.dtype) if place == "segment" else np.empty_like(array)
+    copy[...] = array
+    return copy
+
+
+def reduced(made, arrays, op, places=("private", "private"), scaling=None):
+    send = placed(made, arrays[made.rank], places[0])
+    result = placed(made, arrays[made.rank], places[1])
+    result.view(np.uint8)[...] = 0xAA if arrays[0].dtype != bool else 0
+    with np.errstate(all="ignore"):
+        made.allreduce(send, result, op, scaling or Scaling())
+    assert send.tobytes() == arrays[made.rank].tobytes()
+    return result
+
+
+def wild(size, dtype, count):
+    """Values whose sum depends on the order of its terms."""
+    exponents = (-4, 5) if dtype in ("float16",) else (-6, 7)
+    found = []
+    for rank in range(count):
+        generator = np.random.default_rng([rank, size])
+        values = generator.standard_normal(size) * 10.0 ** generator.integers(*exponents, size)
+        found.append(values.astype(dtype_of(dtype)))
+    return found
+
+
+class TestPromises:
+    @ranks(2, 3, 4, timeout=30)
+    @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
+    def test_all(self, check):
+        with transport() as made:
+            check(made)
+
+    @ranks(2, 3, 4, timeout=60)
+    @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
+    def test_all_with_tiny_chunks(self, check, monkeypatch):
+        with transport(chunk=67) as made:
+            # Large enough to be instructive, small enough for so many meetings.
+            monkeypatch.setattr(shared, "_PIECE", 67)
+            if check is checks.arrays_of_its_own:
+                made.chunk = 6700
+            check(made)
+
+    @ranks(3, timeout=60)
+    @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
+    def test_all_in_slices(self, check, monkeypatch):
+        always_in_slices(monkeypatch)
+        with transport(chunk=1000) as made:
+            check(made)
+
+    @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_all_among_threads(self, check, size):
+        on_all_ranks(check, threads(size))
+
+    @ranks(2, 3, 4, timeout=60)
+    def test_every_reduction_of_every_dtype_is_right_and_repeatable(self):
+        with transport() as made:
+            first = checks.reductions(made, SIZES)
+            assert checks.reductions(made, SIZES) == first
+        with transport() as made:
+            assert checks.reductions(made, SIZES) == first
+
+    @ranks(2, 3, 4, timeout=60)
+    @pytest.mark.parametrize("chunk", [64, 1001])
+    def test_the_bits_do_not_depend_on_chunks(self, chunk):
+        sizes = (1, 7, 333)
+        with transport() as made:
+            whole = checks.reductions(made, sizes)
+            made.chunk = chunk
+            assert checks.reductions(made, sizes) == whole
+
+    @ranks(2, 3, 4, timeout=60)
+    def test_the_bits_do_not_depend_on_slices(self, monkeypatch):
+        with transport() as made:
+            whole = checks.reductions(made, SIZES)
+            always_in_slices(monkeypatch)
+            assert checks.reductions(made, SIZES) == whole
+
+    @ranks(2, 3, 4, timeout=60)
+    def test_large_reductions_are_right_and_repeatable(self):
+        with transport() as made:
+            assert checks.large_reductions(made) == checks.large_reductions(made)
+
+
+class TestPlaces:
+    @ranks(2, 3, 4, timeout=60)
+    @pytest.mark.parametrize("chunk", [64, 2**20])
+    def test_wherever_arrays_lie_the_bits_are_the_same(self, chunk):
+        with transport(chunk) as made:
+            digests = {places: Digest() for places in PLACES}
+            for (dtype, op), size in itertools.product(cases(OPS), (0, 1, 7, 200)):
+                arrays = samples(made.size, dtype, size, seed=size)
+                for places, digest in digests.items():
+                    result = reduced(made, arrays, op, places)
+                    with np.errstate(all="ignore"):
+                        check_reduction(result, arrays, op)
+                    digest.add(result)
+            values = {digest.value() for digest in digests.values()}
+            assert len(values) == 1
+            checks.agree(made, values.pop())
+
+    @ranks(2, 3, 4, timeout=60)
+    @pytest.mark.parametrize("piece", [8, 2**18])
+    def test_in_place_in_a_segment(self, monkeypatch, piece):
+        monkeypatch.setattr(shared, "_PIECE", piece)
+        with transport() as made:
+            for (dtype, op), size in itertools.product(cases(OPS), (0, 1, 7, 200)):
+                arrays = samples(made.size, dtype, size)
+                array = placed(made, arrays[made.rank], "segment")
+                with np.errstate(all="ignore"):
+                    made.allreduce(array, array, op, Scaling())
+                assert array.tobytes() == reduced(made, arrays, op).tobytes()
+
+    @ranks(3, 4, timeout=30)
+    @pytest.mark.parametrize(
+        "place",
+        [
+            "private",
+            "segment",
+        ],
+    )
+    def test_in_place_by_two_views_of_one_array(self, place):
+        with transport() as made:
+            arrays = samples(made.size, "int64", 1000)
+            array = placed(made, arrays[made.rank], place)
+            made.allreduce(array[:], array[:], Sum, Scaling())
+            np.testing.assert_array_equal(array, sum(arrays))
+
+    @ranks(2, 3, timeout=30)
+    def test_parts_of_a_segment_at_any_place(self):
+        with transport() as made:
+            whole, others = (made.empty(1000, np.dtype(np.uint8)) for _ in range(2))
+            for start, size, dtype in ((0, 11, "f4"), (4, 10, "f4"), (40, 9, "f8"), (3, 7, "i1")):
+                arrays = samples(made.size, dtype, size)
+                nbytes = arrays[0].nbytes
+                whole[...] = others[...] = 255
+                send = whole[start : start + nbytes].view(dtype)
+                result = others[2 * start : 2 * start + nbytes].view(dtype)
+                send[...] = arrays[made.rank]
+                made.allreduce(send, result, Sum, Scaling())
+                check_reduction(result, arrays, Sum)
+                rest = np.delete(others, np.s_[2 * start : 2 * start + nbytes])
+                assert (rest == 255).all()
+
+    @ranks(2, 3, 4, timeout=30)
+    def test_averages_wherever_they_lie(self):
+        with transport(chunk=100) as made:
+            for dtype, places in itertools.product(
+                ("int8", "uint64", "float16", "bfloat16", "float32", "complex64"), PLACES
+            ):
+                arrays = samples(made.size, dtype, 333)
+                result = reduced(made, arrays, Sum, places, Scaling(1.0, made.size))
+                with np.errstate(all="ignore"):
+                    check_reduction(result, arrays, Average)
+
+    @ranks(2, 3, timeout=30)
+    def test_peers_forget_segments_that_are_gone(self):
+        with transport() as made:
+            for number in range(50):
+                # Of a size of its own each, and dropped together with what they were taken from.
+                send, result = (made.empty(1000 * (number + 1), np.dtype("f4")) for _ in range(2))
+                send[...] = 1
+                made.allreduce(send, result, Sum, Scaling())
+                assert (result == made.size).all()
+                del send, result
+                made._arena._free.clear()
+            made.gather(b"")
+            for place in made._table.others:
+                assert len(place.peer._maps) < 8
+
+
+class TestOrder:
+    @ranks(2, 3, 4, timeout=60)
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+    def test_sums_go_through_the_ranks_in_their_order(self, dtype, monkeypatch):
+        """By chunks, by slices and in segments, so all of them give these bits."""
+        with transport() as made:
+            for size in (1, 7, 1000, 50_001):
+                arrays = wild(size, dtype, made.size)
+                wide = np.float32 if dtype in ("float16", "bfloat16") else arrays[0].dtype
+                with np.errstate(all="ignore"):
+                    expected = functools.reduce(np.add, [array.astype(wide) for array in arrays])
+                    expected = expected.astype(arrays[0].dtype)
+                for chunk, places in itertools.product((1 << 13, 1 << 20), PLACES):
+                    made.chunk = chunk
+                    assert reduced(made, arrays, Sum, places).tobytes() == expected.tobytes()
+                with monkeypatch.context() as patch:
+                    always_in_slices(patch)
+                    assert reduced(made, arrays, Sum).tobytes() == expected.tobytes()
+                    made.chunk = 1 << 13
+                    assert reduced(made, arrays, Sum).tobytes() == expected.tobytes()
+
+    @ranks(2, 3, 4, timeout=60)
+    @pytest.mark.parametrize("chunk", [100, 2**20])
+    def test_arrays_reduced_together_have_the_bits_of_each_alone(self, chunk):
+        """Which ones are fused depends on when they come."""
+        with transport(chunk) as made:
+            for dtype in ("float16", "bfloat16", "float32", "float64"):
+                arrays = [wild(size, dtype, made.size) for size in (5, 1000, 0, 77, 4000, 1)]
+                sends = [ranks[made.rank] for ranks in arrays]
+                results = [np.empty_like(send) for send in sends]
+                with np.errstate(all="ignore"):
+                    made.allreduce_all(sends, results, Sum, Scaling(1.0, 3))
+                for result, array in zip(results, arrays, strict=True):
+                    alone = reduced(made, array, Sum, scaling=Scaling(1.0, 3))
+                    assert result.tobytes() == alone.tobytes()
+
+    def test_the_values_of_that_test_depend_on_the_order(self):
+        for dtype in ("float32", "float64"):
+            a, b, c = wild(1000, dtype, 3)
+            assert ((a + b) + c != a + (b + c)).any()
+
+
+class TestMovement:
+    @ranks(2, 3, 4, timeout=30)
+    @pytest.mark.parametrize("chunk", [64, 67, 1000])
+    def test_bytes_in_many_rounds(self, chunk):
+        with transport(chunk) as made:
+            for check in (checks.alltoall, checks.allgather, checks.broadcast, checks.gather):
+                check(made)
+            long = sample(0, "uint8", 5000).tobytes()
+            assert made.gather(long if made.rank else b"") == [b"", *[long] * (made.size - 1)]
+
+    @ranks(2, 3, 4, timeout=30)
+    def test_only_one_rank_sends_and_only_one_receives(self):
+        with transport(64) as made:
+            for one, length in itertools.product(range(made.size), (1, 63, 64, 65, 1000)):
+                everything = sample(one, "uint8", length)
+                nothing = np.empty(0, np.uint8)
+                sends = made.rank == one
+                result = [nothing] * made.size
+                result[one] = np.zeros_like(everything)
+                made.alltoall([everything if sends else nothing] * made.size, result)
+                np.testing.assert_array_equal(result[one], everything)
+                pieces, received = [nothing] * made.size, np.zeros_like(everything)
+                pieces[one] = everything
+                made.alltoall(pieces, [received] * made.size if sends else [nothing] * made.size)
+                if sends:
+                    np.testing.assert_array_equal(received, everything)
+
+    @ranks(2, 3, timeout=30)
+    def test_all_at_random_in_one_stream(self):
+        """Whatever follows whatever: nobody reads what is written for another meeting."""
+        with transport() as made:
+            generator = np.random.default_rng(5)  # the same on all ranks
+            for step in range(400):
+                made.chunk = int(generator.integers(16, 3000))
+                kind, size = generator.integers(5), int(generator.integers(0, 2000))
+                arrays = samples(made.size, "float32", size, seed=step)
+                if kind == 0:
+                    assert made.meet([bytes([step % 256]) * 16] * 3, checks.NoPatience()) == 3
+                elif kind == 1:
+                    messages = [array.tobytes() for array in arrays]
+                    assert made.gather(messages[made.rank]) == messages
+                elif kind == 2:
+                    root = int(generator.integers(made.size))
+                    array = arrays[made.rank].copy().view(np.uint8)
+                    made.broadcast(array, root)
+                    assert array.tobytes() == arrays[root].tobytes()
+                else:
+                    places = PLACES[int(generator.integers(4))]
+                    check_reduction(reduced(made, arrays, Sum, places), arrays, Sum)
+
+    @ranks(2, timeout=30)
+    def test_transports_of_one_world_do_not_mix(self):
+        with transport() as first, transport() as second:
+            for step in range(100):
+                ones, tens = np.full(5, 1.0 + step), np.full(5, 10.0 + step)
+                sums = [np.empty(5), np.empty(5)]
+                first.allreduce(ones, sums[0], Sum, Scaling())
+                second.allreduce(tens, sums[1], Sum, Scaling())
+                assert sums[0].tolist() == [2.0 + 2 * step] * 5
+                assert sums[1].tolist() == [20.0 + 2 * step] * 5
+
+
+class TestWaiting:
+    @ranks(2, timeout=30)
+    def test_a_rank_that_waits_for_a_late_one_uses_no_processor(self):
+        with transport() as made:
+            checks.agree(made, b"")
+            if made.rank == 1:
+                time.sleep(2)
+            before = time.process_time()
+            made.meet([bytes(16)], checks.NoPatience())
+            used = time.process_time() - before
+            assert made.rank == 1 or used < 0.05 * 2
+
+    @ranks(3, timeout=30)
+    def test_who_is_absent_is_known_at_once(self):
+        with transport() as made:
+            checks.agree(made, b"")
+            told = []
+
+            class Ask:
+                def check(self, elapsed):
+                    told.append(made.absent())
+
+            if made.rank == 1:
+                time.sleep(0.5)
+            made.meet([bytes(16)], Ask())
+            assert made.rank == 1 or told[:3] == [[1]] * 3
+
+    @ranks(3, timeout=30)
+    def test_who_waits_in_an_exchange_is_told_who_has_left(self):
+        with transport() as made:
+            checks.agree(made, b"")
+            if made.rank == 2:
+                made.leave()
+            else:
+                array = np.ones(10**6)
+                with pytest.raises(RankGoneError, match="rank 2 has ended"):
+                    made.allreduce(array, array, Sum, Scaling())
+            mpi.load().COMM_WORLD.Barrier()
+
+
+LARGE = "HVDLITE_TEST_LARGE_ARRAYS"
+
+
+@pytest.mark.skipif(LARGE not in os.environ, reason=f"takes long and much memory; set {LARGE}=1")
+class TestLargeArrays:
+    @ranks(2, timeout=300)
+    @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "MPI"])
+    def test_more_than_two_to_the_31_bytes(self, shared_memory):
+        size = 2**31 + 3
+        with connected(shared_memory=shared_memory) as made:
+            array = np.ones(size, np.int8)
+            array[-3:] = 10, 20, made.rank
+            if made.rank == 0:
+                array[2**31 - 1] = 50
+            made.allreduce(array, array, Sum, Scaling())
+            assert array[-5:].tolist() == [2, 51, 20, 40, 1]
+            assert np.count_nonzero(array == 2) == size - 4
+            array[...] = 5 if made.rank else 7
+            array[-1] = made.rank
+            made.broadcast(array.view(np.uint8), 1)
+            assert np.count_nonzero(array == 5) == size - 1
+            assert array[-1] == 1
+
+    @ranks(2, timeout=300)
+    def test_more_than_two_to_the_31_bytes_in_a_segment(self):
+        size = 2**31 + 3
+        with transport() as made:
+            array = made.empty(size, np.dtype(np.int8))
+            array[...] = 1
+            array[-1] = made.rank
+            made.allreduce(array, array, Sum, Scaling())
+            assert np.count_nonzero(array == 2) == size - 1
+            assert array[-1] == 1

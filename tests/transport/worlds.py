@@ -1,0 +1,42 @@
+"""Transports of one node, or of what counts as several, over MPI or as threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from hvdlite import mpi
+from hvdlite.transport import Transport, connect
+from hvdlite.transport.shared import SharedMemoryTransport
+from hvdlite.transport.table import Table
+from hvdlite.world import World
+
+
+@contextlib.contextmanager
+def connected(local_size: int = 0, shared_memory: bool = True) -> Iterator[Transport]:
+    """The transport that `connect` chooses for all ranks of this job.
+
+    Args:
+        local_size: the ranks that count as one node; 0: as the hardware says.
+        shared_memory: whether it may be used.
+    """
+    MPI = mpi.load()
+    world = World.split(MPI, MPI.COMM_WORLD.Dup(), local_size)
+    made = connect(MPI, world, shared_memory)
+    yield made
+    made.close()
+    world.free()
+
+
+def tables(size: int) -> list[Table]:
+    """The tables of ranks that are threads of this process; they are called 10, 11, ..."""
+    segments = [Table.segment() for _ in range(size)]
+    processes = [(os.getpid(), segment.key) for segment in segments]
+    ranks = [10 + index for index in range(size)]
+    return [Table(index, ranks, segment, processes) for index, segment in enumerate(segments)]
+
+
+def threads(size: int) -> list[SharedMemoryTransport]:
+    """The transports of ranks that are threads of this process."""
+    return [SharedMemoryTransport(table, index) for index, table in enumerate(tables(size))]
