@@ -23,6 +23,8 @@ class ReduceOp(IntEnum):
     MAX = 4
     PRODUCT = 5
 
+    __hash__ = int.__hash__  # Enum's is written in Python, and asked for with every operation
+
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM

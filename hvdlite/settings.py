@@ -66,6 +66,12 @@ class Settings:
     #: Measure at the start which sizes of buckets and chunks suit this machine, once for each.
     #: Horovod's is off by default: it tries its values during training, and goes on for long.
     autotune: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
+    #: Milliseconds that a lane's thread lets submissions come together before it turns to them,
+    #: if nobody waits for them meanwhile.
+    cycle_time: float = field(
+        default=1.0,
+        metadata=_number(float, "a number of milliseconds, 0 to 1000", lambda ms: 0 <= ms <= 1000),
+    )
     #: No report of ranks that wait for each other.
     stall_check_disable: bool = field(default=False, metadata={"parse": _flag, "allowed": "0 or 1"})
     #: Seconds of waiting after which a report is made, and again after as many.

@@ -1,21 +1,27 @@
-"""The exchange of gradients in the memory of fake devices; ranks are threads."""
+"""The exchange of gradients in the memory of fake devices; most ranks are threads."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import hvdlite as hvd
+from hvdlite import runtime
 from hvdlite.engine import lane as lanes
+from hvdlite.engine.device_operations import DeviceAllreduce
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.exchange import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.gradients.device_step import DeviceStep
 from hvdlite.reduction import Average, Sum
+from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
 from tests.simulation import on_all_ranks
-from tests.transport.fake_memory import DeviceRanks
+from tests.transport.fake_cuda import FakeCuda, FakeNode
+from tests.transport.fake_memory import DeviceRanks, FakeMemory
 
 SHAPES = [(3, 4), (), (0, 2), (7,), (5, 1), (2, 2, 2)]
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
@@ -26,13 +32,13 @@ def connect():
     made = []
 
     def connect(size, **settings):
-        ranks = DeviceRanks(size, fusion_threshold=80, first_bucket_size=20, **settings)
-        made.append(ranks)
-        return ranks
+        job = DeviceRanks(size, fusion_threshold=80, first_bucket_size=20, **settings)
+        made.append(job)
+        return job
 
     yield connect
-    for ranks in made:
-        on_all_ranks(ranks.close, ranks.ranks)
+    for job in made:
+        on_all_ranks(job.close, job.ranks)
 
 
 def exchange(rank, strategy=Compression.none, reduction=None, dtypes=("float32",), memory=True):
@@ -160,24 +166,24 @@ def test_without_the_event_of_a_bucket_old_data_travel(connect, monkeypatch):
 
 def test_the_host_does_not_wait_for_the_device(connect, monkeypatch):
     monkeypatch.setattr(lanes, "_WATCH_SECONDS", 100.0)
-    ranks = connect(2)
+    job = connect(2)
     for rank in (0, 1):
-        ranks.block(rank)
+        job.block(rank)
 
     def train(rank):
         made = exchange(rank)
         mark_all(rank, made, 0)
         return made.finish()
 
-    assert on_all_ranks(train, ranks.ranks) == [[True] * 12] * 2
-    assert "allReduce" not in ranks.node.executed
-    for rank in ranks.ranks:
+    assert on_all_ranks(train, job.ranks) == [[True] * 12] * 2
+    assert "allReduce" not in job.node.executed
+    for rank in job.ranks:
         rank.gradients._devices.abort("the test is over")
 
 
 def test_an_asynchronous_error_on_one_rank_ends_all(connect):
-    ranks = connect(3)
-    communicators = ranks.node.communicators
+    job = connect(3)
+    communicators = job.node.communicators
 
     def train(rank):
         made = exchange(rank)
@@ -194,7 +200,7 @@ def test_an_asynchronous_error_on_one_rank_ends_all(connect):
             mark_all(rank, made, 2)
             made.finish()
 
-    on_all_ranks(train, ranks.ranks)
+    on_all_ranks(train, job.ranks)
     assert [communicators[rank].aborts for rank in range(3)] == [1, 1, 1]
 
 
@@ -205,3 +211,24 @@ def test_ranks_that_disagree_on_the_device(connect):
             made.finish()
 
     on_all_ranks(train, connect(2).ranks)
+
+
+@ranks(1, 2, 3)
+def test_processes_without_nccl_go_through_the_host(size):
+    """Each has a fake device of its own, and they meet by the real transports."""
+    hvd.init()
+    memory = FakeMemory(FakeCuda(FakeNode(), version=0))
+    engine = runtime.engine()
+    rank = SimpleNamespace(
+        rank=hvd.rank(), gradients=engine.gradients, settings=engine.settings, memory=memory
+    )
+    made = exchange(rank, dtypes=["float32", "bfloat16"])
+    for step in range(3):
+        made.begin()
+        mark_all(rank, made, step)
+        made.finish()
+        check(rank, made, step, size)
+    operation = DeviceAllreduce("x", memory.lend(np.full(5, hvd.rank() + 1.0)), hvd.Sum)
+    found = memory.read(engine.named.run(operation).take())
+    assert found.tolist() == [size * (size + 1) / 2] * 5
+    hvd.shutdown()  # a job's next test has another fake

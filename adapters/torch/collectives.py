@@ -18,6 +18,8 @@ from hvdlite.torch.tensors import taken, to_array, to_tensor_like
 class TensorHandle:
     """A collective on its way; `synchronize` turns it into its tensor, once."""
 
+    __slots__ = ("_convert", "_handle", "name")
+
     def __init__(self, handle: Handle, convert: Callable[[Any], torch.Tensor]) -> None:
         self.name = handle.name
         self._handle = handle

@@ -44,18 +44,17 @@ def to_array(
         raise TypeError(
             f"expected a torch.Tensor, found {type(tensor).__name__}; use torch.as_tensor(...)"
         )
+    try:
+        return tensor.numpy()  # nearly always; what has to be done otherwise takes longer
+    except (TypeError, RuntimeError):
+        pass
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, found {tensor.layout}; call .to_dense() first")
-    # Calls that are not needed are not made: some give up the GIL, for which another thread may
-    # be waiting.
-    host = tensor.detach() if tensor.requires_grad else tensor
-    if not host.is_cpu:
-        lent = None if lend is None else lend(host)
-        if lent is not None:
-            return lent
-        host = host.cpu()
-    if host.is_conj() or host.is_neg():
-        host = host.resolve_conj().resolve_neg()
+    host = tensor.detach()
+    lent = None if lend is None or host.is_cpu else lend(host)
+    if lent is not None:
+        return lent
+    host = host.cpu().resolve_conj().resolve_neg()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(_BFLOAT16)
     return host.numpy()

@@ -15,8 +15,12 @@ def fuse(operations: Iterable[Operation], limit: int) -> list[list[Operation]]:
     """
     groups: list[list[Operation]] = []
     growing: dict[Hashable, tuple[list[Operation], int]] = {}
+    signature, kind = None, None
     for operation in operations:
-        kind = operation.fusion if operation.failure is None else None
+        if operation.failure is not None:
+            signature, kind = None, None
+        elif operation.signature is not signature:  # else it is of the same kind as the last
+            signature, kind = operation.signature, operation.fusion
         if kind is None or limit == 0:
             groups.append([operation])
             continue

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import _thread
+from collections.abc import Callable
 from typing import Any
 
 
 class Handle:
-    """The future result of one operation."""
+    """The future result of one operation.
 
-    __slots__ = ("_error", "_finished", "_open", "_result", "name")
+    Args:
+        name: the operation's.
+
+    Attributes:
+        drive: what may bring the end about in the thread of whoever waits for it.
+    """
+
+    __slots__ = ("_error", "_finished", "_open", "_result", "drive", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.drive: Callable[[Handle], None] | None = None
         self._finished = False
         self._result: Any = None
         self._error: BaseException | None = None
@@ -25,6 +34,7 @@ class Handle:
         if not self._finished:
             self._result, self._error = result, error
             self._finished = True
+            self.drive = None
             self._open.release()
 
     def done(self) -> bool:
@@ -40,6 +50,9 @@ class Handle:
         Raises:
             HorovodInternalError: the operation failed, on this rank or another.
         """
+        drive = self.drive
+        if drive is not None:
+            drive(self)
         if not self._finished:
             with self._open:
                 pass

@@ -68,7 +68,6 @@ class Lane:
         self._watching = False
         self._patience = WaitingPolicy(settings, self._describe_pending, transport.absent)
         self._pending: dict[str, Operation] = {}
-        self._submitted: dict[str, float] = {}
         self._changed = threading.Condition(threading.Lock())
         self._pausing = False
         self._driven = False
@@ -106,14 +105,18 @@ class Lane:
                 self._announce()
         return operation.handle
 
-    def wait(self, handle: Handle) -> Any:
-        """Wait for an operation of this lane, and return its result.
-
-        On an idle lane it runs in the caller's thread: two switches between threads cost
-        more than a small collective.
+    def run(self, operation: Operation) -> Any:
+        """Queue an operation, wait for it, and return its result.
 
         Raises:
-            HorovodInternalError: the operation failed, on this rank or another.
+            ValueError, HorovodInternalError: as `submit`, and as the operation.
+        """
+        return self.submit(operation, begin=False).wait()
+
+    def _drive(self, handle: Handle) -> None:
+        """Run rounds in the thread of whoever waits, if nobody else does, until it has ended.
+
+        Two switches between threads cost more than a small collective.
         """
         with self._changed:
             drives = not self._driven and not handle.done()
@@ -123,15 +126,6 @@ class Lane:
             with contextlib.suppress(Exception), self._driving():
                 while not handle.done():
                     self._round()
-        return handle.wait()
-
-    def run(self, operation: Operation) -> Any:
-        """Queue an operation, wait for it, and return its result.
-
-        Raises:
-            ValueError, HorovodInternalError: as `submit` and `wait`.
-        """
-        return self.wait(self.submit(operation, begin=False))
 
     def begin_close(self) -> None:
         """Tell the other ranks that this one submits no more.
@@ -157,6 +151,8 @@ class Lane:
         self._thread.join(timeout)
         if self._thread.is_alive():
             self._patience.abandon()
+            self._thread.join(1.0)
+        if self._thread.is_alive():  # it waits for the device
             self._devices.abort("hvdlite was shut down on this rank")
             self._thread.join(1.0)
         if self._closed:
@@ -180,8 +176,9 @@ class Lane:
         if operation.memory is not None:
             self._devices.admit(operation)
         operation.lane = self._name
+        operation.handle.drive = self._drive
         self._pending[operation.key] = operation
-        self._submitted[operation.key] = time.monotonic()
+        operation.submitted = time.monotonic()
         self._changes += 1
 
     def _serve(self) -> None:
@@ -190,6 +187,11 @@ class Lane:
             with self._changed:
                 self._watching = bool(self._devices.under_way)
                 self._changed.wait_for(self._is_wanted, _WATCH_SECONDS if self._watching else None)
+            if self._pending and not self._closing:
+                # More may be about to come, and who submits needs the GIL. Nobody waits yet: who
+                # did would drive.
+                time.sleep(self._settings.cycle_time * 1e-3)
+            with self._changed:
                 if self._closed or self._broken:
                     return
                 if self._driven:
@@ -238,7 +240,6 @@ class Lane:
             )
             pending = list(self._pending.values())
             self._pending.clear()
-            self._submitted.clear()
         for operation in pending:
             failure = HorovodInternalError(
                 f"rank {self._transport.rank}: {operation.name!r} failed: {reason}"
@@ -308,7 +309,7 @@ class Lane:
                     operation.signature.digest,
                     operation.payload,
                     operation.failure,
-                    now - self._submitted[operation.key],
+                    now - operation.submitted,
                     operation.key,
                 )
                 for operation in self._pending.values()
@@ -360,7 +361,7 @@ class Lane:
             return contextlib.nullcontext()
         now = trace.now()
         for operation in group:
-            submitted = int(self._submitted[operation.key] * 1e9)
+            submitted = int(operation.submitted * 1e9)
             trace.overlapping(self._name, timeline.QUEUE, submitted, now, tensor=operation.name)
         return timeline.span(
             self._name,
@@ -379,7 +380,7 @@ class Lane:
         self._next_pause = _FIRST_PAUSE
         with self._changed:
             for operation in operations:
-                del self._pending[operation.key], self._submitted[operation.key]
+                del self._pending[operation.key]
 
     def _refuse_after(self, closing: Sequence[int]) -> None:
         with self._changed:
@@ -399,7 +400,7 @@ class Lane:
     def _report_stall(self, decision: Decision) -> None:
         now = time.monotonic()
         with self._changed:
-            waited = max((now - start for start in self._submitted.values()), default=0.0)
+            waited = max((now - each.submitted for each in self._pending.values()), default=0.0)
         if waited < self._settings.stall_check_time_seconds:
             self._next_report = self._settings.stall_check_time_seconds
         elif waited >= self._next_report and not self._settings.stall_check_disable:

@@ -14,6 +14,10 @@ from hvdlite.engine.handle import Handle
 from hvdlite.transport import Transport
 
 
+# A program submits the same names step after step.
+_MOST_WORDS = 4096
+
+
 class Signature(tuple[tuple[str, Any], ...]):
     """What must be equal on all ranks: ("dtype", "float32"), ("shape", (3, 4)), ..."""
 
@@ -21,6 +25,17 @@ class Signature(tuple[tuple[str, Any], ...]):
     def digest(self) -> bytes:
         """16 bytes that stand for it."""
         return hashlib.blake2b(repr(tuple(self)).encode(), digest_size=16).digest()
+
+    @cached_property
+    def prefix(self) -> str:
+        """What keys begin with: the kind of the operation, if the signature tells it."""
+        label, kind = self[0] if self else ("", "")
+        return f"{kind}." if label == "the operation" else ""
+
+    @cached_property
+    def words(self) -> dict[str, bytes]:
+        """The words of operations without a payload, by name."""
+        return {}
 
 
 class Operation(ABC):
@@ -40,6 +55,7 @@ class Operation(ABC):
             operations of different kinds may be on their way under one name.
         nbytes: what it moves, as far as that is known.
         lane: the name of the lane it was submitted to.
+        submitted: when that was, by ``time.monotonic``.
         memory: where its arrays lie, if that is on a device.
     """
 
@@ -57,10 +73,10 @@ class Operation(ABC):
         self.payload = payload
         self.failure = failure
         self.handle = Handle(name)
-        label, kind = signature[0] if signature else ("", "")
-        self.key = f"{kind}.{name}" if label == "the operation" else name
+        self.key = signature.prefix + name
         self.nbytes = 0
         self.lane = ""
+        self.submitted = 0.0
 
     @property
     def activity(self) -> str:
@@ -70,7 +86,16 @@ class Operation(ABC):
 
     def word(self) -> bytes:
         """What ranks compare to see that they are about to do the same."""
-        return _word(self.name, self.payload, self.signature.digest, self.failure is not None)
+        if self.payload or self.failure is not None:
+            failed = self.failure is not None
+            return _word(self.name, self.payload, self.signature.digest, failed)
+        known = self.signature.words
+        word = known.get(self.name)
+        if word is None:
+            if len(known) >= _MOST_WORDS:
+                known.clear()
+            word = known[self.name] = _word(self.name, b"", self.signature.digest, False)
+        return word
 
     @property
     def fusion(self) -> Hashable | None:
@@ -100,7 +125,7 @@ class Operation(ABC):
         raise NotImplementedError(f"{type(self).__name__} runs alone")
 
 
-@lru_cache(4096)  # a program submits the same names step after step
+@lru_cache(_MOST_WORDS)
 def _word(name: str, payload: bytes, digest: bytes, failed: bool) -> bytes:
     encoded = name.encode()
     content = struct.pack("<QQ?", len(encoded), len(payload), failed) + encoded + payload + digest

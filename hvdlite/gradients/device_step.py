@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlite import timeline
-from hvdlite.engine import Lane, Operation
+from hvdlite.engine import Operation
 from hvdlite.engine.device import DeviceMemory, DeviceOperation
 from hvdlite.engine.operation import Signature
 from hvdlite.exchange import Bucket, Strategy
@@ -59,10 +59,10 @@ class DeviceStep(BucketStep):
         """Make the operation that exchanges the bucket as it is now."""
         return DeviceBucketExchange(name, signature, strategy, self)
 
-    def wait(self, lane: Lane) -> None:
+    def wait(self) -> None:
         """Wait until the exchange is under way, and let the current stream wait for it."""
         if self.handle is not None:
-            lane.wait(self.handle).take()
+            self.handle.wait().take()
 
     def _seal(self) -> None:
         # Here and not where it is launched: that may be in another thread, and much later.

@@ -183,7 +183,7 @@ class GradientExchange:
         finally:
             self._settle()
         for step in self._steps:
-            step.wait(self._lane)
+            step.wait()
 
     def begin(self) -> bool:
         """Before the first `slot` or `mark` of a step: once, pack the buckets anew.
@@ -279,7 +279,7 @@ class GradientExchange:
         if step.handle is None:
             raise ValueError(f"bucket {index} of {self.label!r} has not been started")
         try:
-            step.wait(self._lane)
+            step.wait()
             return step.presence
         finally:
             step.reset()
@@ -313,7 +313,7 @@ class GradientExchange:
             comparison = self._comparison
         assert comparison is not None
         try:
-            self._lane.wait(comparison)
+            comparison.wait()
         except HorovodInternalError:
             self._comparison = None
             raise
@@ -344,7 +344,7 @@ class GradientExchange:
         """Wait, whatever becomes of one, for the last: then slots may be written again."""
         for step in self._steps:
             with contextlib.suppress(HorovodInternalError):
-                step.wait(self._lane)
+                step.wait()
 
     def _anywhere(self) -> list[bool]:
         """For each parameter whether any rank had a gradient."""

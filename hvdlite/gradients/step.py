@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite import timeline
-from hvdlite.engine import Handle, Lane, Operation
+from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.exchange import Bucket, Strategy
 from hvdlite.transport import Transport
@@ -77,10 +77,10 @@ class BucketStep:
         """Make the operation that exchanges the bucket as it is now."""
         return BucketExchange(name, signature, strategy, self)
 
-    def wait(self, lane: Lane) -> None:
+    def wait(self) -> None:
         """Wait for the exchange, if it is on its way."""
         if self.handle is not None:
-            lane.wait(self.handle)
+            self.handle.wait()
 
 
 class BucketExchange(Operation):

@@ -64,6 +64,11 @@ class Futex:
         self._word.value = value & 0xFFFFFFFF
         self._wake(self._number, self._address, _WAKE, _EVERYBODY, None)
 
+    def pause(self) -> None:
+        """Give up the GIL for a moment: this thread has only to look at the word again."""
+        # A wait for another value than the word has ends at once.
+        self._wait(self._number, self._address, _WAIT, self._word.value ^ 0x80000000, None)
+
     def wait(self, seen: int, seconds: float) -> None:
         """Sleep while the word is ``seen``, for ``seconds`` at most; it may wake for no reason.
 

@@ -32,6 +32,29 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
         result[...] = scaled
 
 
+def reduce_apart(
+    results: Sequence[Any], parts: Sequence[Any], op: ReduceOp, scaling: Scaling
+) -> None:
+    """Do `reduce_into` for results that correspond to consecutive pieces of the parts."""
+    dtype = parts[0].dtype
+    start = 0
+    if len(parts) == 2 and accumulator(dtype) == dtype != bool and scaling.is_identity:
+        # One call for each, and no pass over memory more than it takes.
+        first, second = parts
+        ufunc = UFUNCS[op]
+        for result in results:
+            stop = start + result.size
+            ufunc(first[start:stop], second[start:stop], out=result)
+            start = stop
+        return
+    total = np.empty(parts[0].size, dtype)
+    reduce_into(total, parts, op, scaling)
+    for result in results:
+        stop = start + result.size
+        result[...] = total[start:stop]
+        start = stop
+
+
 def combine(parts: Sequence[Any], op: ReduceOp, result: Any = None) -> Any:
     """Reduce parts in their accumulator's type, in ``result``, of that type, if it is given.
 

@@ -13,7 +13,7 @@ from hvdlite import timeline
 from hvdlite.reduction import ReduceOp, Scaling, accumulator
 from hvdlite.transport import slices
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
-from hvdlite.transport.reduce import combine, reduce_into
+from hvdlite.transport.reduce import combine, reduce_apart, reduce_into
 from hvdlite.transport.segment import Arena
 from hvdlite.transport.table import MOST_WORDS, Table
 
@@ -235,15 +235,9 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Reduce a chunk that holds parts of several arrays."""
         outs = [results[index][piece] for index, piece in chunk]
-        size, dtype = sum(out.size for out in outs), outs[0].dtype
-        reduced = np.empty(size, dtype)
-        reduce_into(reduced, self._chunks(meeting, size, dtype), op, scaling)
+        size = sum(out.size for out in outs)
         with timeline.span(self.lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
-            start = 0
-            for out in outs:
-                stop = start + out.size
-                out[...] = reduced[start:stop]
-                start = stop
+            reduce_apart(outs, self._chunks(meeting, size, outs[0].dtype), op, scaling)
 
     def _reduce_slices(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce a slice of each chunk on each rank, for all: two meetings a chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
 _CHUNKS = 32 * 4096
 _PLACE_BYTES = _CHUNKS + _COPIES * LARGEST_CHUNK
 
+# Where each rank can have a core, it looks for the others for so long before it sleeps. To wake a
+# core that sleeps takes as long again, and costs the one that wakes it nearly as much.
+_SPIN_SECONDS = float(os.environ.get("SPIN", "100e-6"))
 # Who waits in the kernel comes up as often to see whether those waited for are still alive.
 _LOOK_SECONDS = 0.05
 
@@ -114,6 +118,8 @@ class Table:
             self.places.append(Place(memory, ranks[position], peer))
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
+        cores = len(os.sched_getaffinity(0))
+        self._spin_seconds = _SPIN_SECONDS if len(processes) <= cores else 0.0
         self._last = 0
         self._patience: Patience | None = None
 
@@ -146,10 +152,9 @@ class Table:
         self._patience = patience or self._patience
         start = 0.0
         for place in self.others:
-            seen = place.arrived.value
-            if not _reached(seen, meeting):
+            if not _reached(place.arrived.value, meeting):
                 start = start or time.monotonic()
-                self._wait_for(place, seen, meeting, start)
+                self._wait_for(place, meeting, start)
 
     def meet(self) -> int:
         """Arrive at the next meeting, wait for the others, and return its number."""
@@ -168,8 +173,12 @@ class Table:
             place.rank for place in self.others if not _reached(place.arrived.value, self._last)
         ]
 
-    def _wait_for(self, place: Place, seen: int, meeting: int, start: float) -> None:
-        while True:
+    def _wait_for(self, place: Place, meeting: int, start: float) -> None:
+        seen = place.arrived.value
+        while time.monotonic() < start + self._spin_seconds and not _reached(seen, meeting):
+            place.arrived.pause()
+            seen = place.arrived.value
+        while not _reached(seen, meeting):
             place.arrived.wait(seen, _LOOK_SECONDS)
             seen = place.arrived.value
             if _reached(seen, meeting):

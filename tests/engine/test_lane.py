@@ -153,10 +153,20 @@ class TestThreads:
         assert lane.run(Probe("a", threading.current_thread)) is threading.current_thread()
         assert lane.close(5.0)
 
-    def test_what_is_submitted_runs_in_the_lanes_thread(self):
+    def test_what_nobody_waits_for_runs_in_the_lanes_thread(self):
         lane = Lane("test", Loopback(), Settings())
-        thread = lane.submit(Probe("a", threading.current_thread)).wait()
-        assert thread.name == "hvdlite-test"
+        ran = threading.Event()
+        handle = lane.submit(Probe("a", lambda: (ran.set(), threading.current_thread())[1]))
+        assert ran.wait(5)
+        assert handle.wait().name == "hvdlite-test"
+        assert lane.close(5.0)
+
+    def test_what_is_waited_for_runs_in_the_thread_that_waits(self):
+        lane = Lane("test", Loopback(), Settings(cycle_time=1000.0))
+        start = time.monotonic()
+        handle = lane.submit(Probe("a", threading.current_thread))
+        assert handle.wait() is threading.current_thread()
+        assert time.monotonic() - start < 0.9  # before the lane's thread has turned to it
         assert lane.close(5.0)
 
     def test_a_busy_lane_does_not_run_twice_at_once(self):

@@ -51,7 +51,7 @@ class Memory(device_memory.CudaMemory):
     def __init__(self, cuda):
         super().__init__(cuda, 0)
         self.node = cuda.node
-        self.main = self.node.new_stream()
+        self.current = self.main = self.node.new_stream()
         self.kept = []
 
     def empty(self, size, dtype):
@@ -65,7 +65,7 @@ class Memory(device_memory.CudaMemory):
         return flat.numpy()
 
     def stream(self):
-        return self.main.ptr
+        return self.current.ptr
 
     def on(self, stream):
         assert stream == self.main.ptr
@@ -81,7 +81,7 @@ class Memory(device_memory.CudaMemory):
         return lambda: found[0] if found else None
 
     def launch(self, function):
-        self.node.launch(self.main, function)
+        self.node.launch(self.current, function)
 
     def produce(self, values):
         """A tensor that a pending kernel writes; it is rubbish before."""
@@ -310,6 +310,37 @@ def test_accumulation_and_gradients_that_are_missing(run):
                 total = passes * sum(have) * (step + 1) * (number + 1)
                 assert torch.equal(parameter.grad, torch.full_like(parameter, total))
             optimizer._reducer.begin_step()
+
+    run(2, train)
+
+
+def test_gradients_that_come_on_several_streams(run):
+    def train(rank):
+        memory = rank.memory
+        streams = [memory.node.new_stream() for _ in range(3)]
+        numbers = {}
+
+        def compute(parameter):
+            """As autograd does: it runs hooks on the stream of the gradient."""
+            memory.current = streams[numbers[parameter] % 3]
+            value = (rank.rank + 1.0) * (numbers[parameter] + 1)
+            memory.launch(lambda: on_host(parameter.grad).data.fill_(value))
+
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.zeros(5)) for _ in range(12)]
+        for number, parameter in enumerate(parameters):
+            numbers[parameter] = number
+            parameter.register_post_accumulate_grad_hook(compute)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(parameter.sum() for parameter in parameters).backward()
+            memory.current = memory.main
+            memory.join(stream.ptr for stream in streams)  # at its end, autograd does that
+            optimizer.synchronize()
+            memory.finish()
+            for number, parameter in enumerate(parameters):
+                assert (parameter.grad == 1.5 * (number + 1)).all()
 
     run(2, train)
 
