@@ -49,6 +49,12 @@ def _log_level(text: str) -> str:
     return text.lower()
 
 
+def _overlap(text: str) -> str:
+    if text.lower() == "auto":
+        return "auto"
+    return "1" if _flag(text) else "0"
+
+
 @dataclass(frozen=True)
 class Settings:
     """What can be set from outside: field ``x`` is ``HVDLITE_X``, else ``HOROVOD_X``."""
@@ -66,6 +72,9 @@ class Settings:
     #: Measure at the start which sizes of buckets and chunks suit this machine, once for each.
     #: Horovod's is off by default: it tries its values during training, and goes on for long.
     autotune: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
+    #: Whether buckets are exchanged while the backward pass goes on: "1", "0", or "auto", where a
+    #: rank has a core to spare for it or waits for a network.
+    overlap: str = field(default="auto", metadata={"parse": _overlap, "allowed": "0, 1 or auto"})
     #: Milliseconds that a lane's thread lets submissions come together before it turns to them,
     #: if nobody waits for them meanwhile.
     cycle_time: float = field(

@@ -54,8 +54,9 @@ def test_allreduce(run):
 
 def test_training(run):
     (record,), printed = run("training", "--models", "layers", "--rounds", "2")
-    assert set(record["seconds"]) - {"horovod"} == {"alone", "hvdlite", "ddp"}
-    assert set(record["overhead_seconds"]) - {"horovod"} == {"hvdlite", "ddp"}
+    others = {"horovod", "ddp, no buffers"}
+    assert set(record["seconds"]) - others == {"alone", "hvdlite", "ddp"}
+    assert set(record["overhead_seconds"]) - others == {"hvdlite", "ddp"}
     assert "hvdlite / ddp" in record["overhead_ratios"]
     assert "200 small layers" in printed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 # The first steps in which all gradients are compared with their copies: a program that changes
 # them unseen mostly does so from the beginning. Later that would cost time, and they take turns.
 _STEPS_COMPARED = 3
+# Elements that are compared then: what is scaled or clipped changes everywhere.
+_SAMPLE = 2**12
 # Bytes from which on a gradient is copied as soon as it is there, still in the cache. The
 # smaller ones of a bucket are copied together: that takes a third of the time of one by one.
 _LARGE = 2**16
+# Bytes from which on a gradient gives its own memory up for that of its copy, and of its average.
+# The C library returns so large pieces to the system anyhow. Smaller ones it keeps, but not if they
+# are freed in another order than without an exchange: then a step has to fetch them anew, page by
+# page, which was measured to take longer than a copy.
+_HUGE = 2**25
 
 _numbers = itertools.count()
 # Of each parameter, the hook of the optimizer that was wrapped last.
@@ -55,6 +62,9 @@ class ParameterSet:
             for parameter in parameters
         ]
         self._comparisons: list[tuple[str, Callable[[], bool | None]]] = []
+        self._huge = [
+            parameter.numel() * parameter.element_size() >= _HUGE for parameter in parameters
+        ]
         self._steps = 0
         self.connect()
         self._begin()
@@ -76,7 +86,7 @@ class ParameterSet:
         # Averages of buckets from which all are copied: their places stay the same.
         self._results: list[torch.Tensor | None] = [None for _ in numbers]
         for index, members in enumerate(plan):
-            if not any(self._large[number] for number in members):
+            if not any(self._huge[number] for number in members):
                 self.exchange.keep_result(index)
                 for number in members:
                     self._results[number] = self._tensor(self.exchange.result_slot(number))
@@ -110,9 +120,12 @@ class ParameterSet:
             self._open_step()
         gradient = parameter.grad
         assert gradient is not None
-        self._taken[number] = gradient, gradient._version
         if self._large[number] or self._steps == 0:
             self._slots[number].copy_(self._dense(number, gradient))
+            huge = self._huge[number] and self._steps >= _STEPS_COMPARED
+            if huge and self._may_swap(gradient):
+                self._swap(number, gradient)
+        self._taken[number] = gradient, gradient._version
         if self._steps == 0:  # its exact order is of interest
             self.exchange.mark(number)
         else:
@@ -126,6 +139,25 @@ class ParameterSet:
         if trace is not None:
             name = self._reducer.names[parameter]
             trace.complete("step", timeline.HOOK, start, trace.now(), tensor=name)
+
+    def _may_swap(self, gradient: torch.Tensor) -> bool:
+        """Whether the memory of a gradient may be exchanged for other memory."""
+        return (
+            self._memory is None
+            and gradient.layout is torch.strided
+            and gradient.is_contiguous()
+            and not gradient.requires_grad
+        )
+
+    def _swap(self, number: int, gradient: torch.Tensor) -> None:
+        """Let a huge gradient be its copy, which the exchange only reads.
+
+        What it has been computed in is free for the gradients to come: fewer pages of memory
+        are touched, and less is needed at a time.
+        """
+        slot = self._slots[number]
+        gradient.data = slot
+        self._samples[number] = slot.view(-1)[:_SAMPLE].clone()
 
     def _bring(self, index: int) -> None:
         """Copy what has not been copied yet of a bucket, and let it go."""
@@ -155,27 +187,39 @@ class ParameterSet:
         Returns:
             The names of those that were changed since their hook took them.
         """
-        for number, parameter in enumerate(self._parameters):
-            if self._taken[number] is None and parameter.grad is not None:
-                self._take(number, parameter)  # accumulation was cut short
+        changed = []
+        for number, (parameter, taken) in enumerate(
+            zip(self._parameters, self._taken, strict=True)
+        ):
+            gradient = parameter.grad
+            if taken is None:
+                if gradient is not None:
+                    self._take(number, parameter)  # accumulation was cut short
+            elif gradient is not taken[0] or gradient._version != taken[1]:
+                changed.append(number)
         for index, waiting in enumerate(self._waiting):
             if waiting:
                 self._bring(index)
-        return self._found_to_differ() + [
-            self._reducer.names[parameter]
-            for number, parameter in enumerate(self._parameters)
-            if self._taken[number] is not None and self._has_changed(number, parameter)
-        ]
-
-    def _has_changed(self, number: int, parameter: torch.Tensor) -> bool:
-        gradient, version = self._taken[number]
-        if parameter.grad is not gradient or gradient._version != version:
-            return True
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
-        turn = self._steps % len(self._parameters) == number
-        if self._steps >= _STEPS_COMPARED and not turn:
-            return False
+        for number in self._suspects():
+            if self._taken[number] is not None and self._has_changed(number):
+                changed.append(number)
+        names = [self._reducer.names[self._parameters[number]] for number in changed]
+        return self._found_to_differ() + names
+
+    def _suspects(self) -> Iterable[int]:
+        """Those whose values are compared in this step."""
+        if self._steps < _STEPS_COMPARED:
+            return range(len(self._parameters))
+        return {*self._samples, self._steps % len(self._parameters)}
+
+    def _has_changed(self, number: int) -> bool:
+        gradient, _ = self._taken[number]
+        parameter, sample = self._parameters[number], self._samples.get(number)
         slot, dense = self._slots[number], self._reducer.dense(parameter, gradient).detach()
+        if self._steps >= _STEPS_COMPARED:
+            slot, dense = slot.reshape(-1)[:_SAMPLE], dense.reshape(-1)[:_SAMPLE]
+        slot = slot if sample is None else sample
         if self._memory is not None:  # found out later: the host does not wait for the device
             comparison = self._memory.compare(slot, dense)
             self._comparisons.append((self._reducer.names[parameter], comparison))
@@ -197,20 +241,20 @@ class ParameterSet:
             self._begin()
             self._steps += 1
         with torch.no_grad():
-            small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+            copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
             for number, parameter in enumerate(self._parameters):
                 if found[number]:
                     average = self._results[number]
                     if average is None:
                         average = to_tensor(self.exchange.result_slot(number))
                     gradient = _gradient_of(parameter)
-                    if self._large[number] and gradient.is_cpu and gradient.is_contiguous():
+                    if self._huge[number] and self._may_swap(gradient):
                         _lend(gradient, average)
                     else:
-                        small[0].append(gradient)
-                        small[1].append(average)
-            if small[0]:
-                torch._foreach_copy_(*small)
+                        copies[0].append(gradient)
+                        copies[1].append(average)
+            if copies[0]:
+                torch._foreach_copy_(*copies)
 
     def begin_step(self) -> None:
         """Count the backward passes anew."""
@@ -221,6 +265,8 @@ class ParameterSet:
         self.begin_step()
         # What a gradient was when its hook was called: the tensor and its version.
         self._taken: list[Any] = [None] * len(self._parameters)
+        # Of gradients that are their own copy: what some elements were.
+        self._samples: dict[int, torch.Tensor] = {}
         self._reset_buckets()
 
     def _reset_buckets(self) -> None:

@@ -43,7 +43,7 @@ class Reducer:
         self.synchronized = False
         self._engine = runtime.engine()
         self._sets: list[ParameterSet] = []
-        self._attached: set[torch.Tensor] = set()
+        self._attached: set[int] = set()  # by id; the sets keep them alive
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Exchange these parameters' gradients too, where that is not done yet.
@@ -52,16 +52,16 @@ class Reducer:
         their own. All ranks add the same ones between the same steps. A parameter that an
         earlier optimizer was attached to is taken over from it.
         """
-        fresh = [parameter for parameter in parameters if parameter not in self._attached]
-        if not fresh:
+        if self._attached.issuperset(map(id, parameters)):
             return
+        fresh = [parameter for parameter in parameters if id(parameter) not in self._attached]
         order = {parameter: number for number, parameter in enumerate(self.names)}
         for parameter in fresh:
             self.names.setdefault(parameter, f"parameter.{len(self.names)}")
         fresh.sort(key=lambda parameter: order.get(parameter, len(order)))
         for memory, members in self._by_memory(fresh):
             self._sets.append(ParameterSet(self, members, memory))
-        self._attached.update(fresh)
+        self._attached.update(map(id, fresh))
 
     @property
     def in_flight(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 import threading
 import time
 from collections import defaultdict
@@ -43,7 +44,11 @@ class Engine:
         self.tuning = tune(transports[0], new, settings)
         for transport in transports:
             transport.chunk = self.tuning.chunk
-        self.settings = dataclasses.replace(settings, fusion_threshold=self.tuning.bucket_cap)
+        self.settings = dataclasses.replace(
+            settings,
+            fusion_threshold=self.tuning.bucket_cap,
+            overlap=_overlap(settings.overlap, world),
+        )
         self.gradients, self.named = (
             Lane(name, transport, self.settings)
             for name, transport in zip(("gradients", "named"), transports, strict=True)
@@ -71,3 +76,16 @@ class Engine:
             lane.begin_close()
         closed = [lane.close(max(deadline - time.monotonic(), 0.0)) for lane in lanes]
         return all(closed)
+
+
+def _overlap(asked: str, world: World) -> str:
+    """Whether buckets should leave before the backward pass is over.
+
+    Where the ranks fill the cores, the exchange takes the core from the backward pass, and
+    switching between the two comes on top. That is another matter where ranks wait for a
+    network.
+    """
+    if asked != "auto":
+        return asked
+    spare = len(os.sched_getaffinity(0)) >= 2 * world.node.size
+    return "1" if spare or world.node.size < world.comm.size else "0"

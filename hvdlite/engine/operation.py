@@ -13,7 +13,6 @@ from hvdlite import timeline
 from hvdlite.engine.handle import Handle
 from hvdlite.transport import Transport
 
-
 # A program submits the same names step after step.
 _MOST_WORDS = 4096
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from hvdlite.gradients.step import BucketStep
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
-OVERLAP = os.environ.get("OVERLAP", "1") == "1"
 _ROW = "step"  # of the timeline
 
 
@@ -79,6 +77,8 @@ class GradientExchange:
         # The order in which gradients came in the first step, until the plan follows it.
         self._order: list[int] | None = []
         self._reordering: Handle | None = None
+        # A device works beside its host in any case.
+        self._overlaps = settings.overlap != "0" or memory is not None
         self._launched = 0
         self._began = 0  # when the step did, for the timeline
         self._comparison: Handle | None = None
@@ -147,12 +147,13 @@ class GradientExchange:
             for number in numbers:
                 step, position = self._places[number]
                 step.mark(position)
-                complete |= not step.absent
+                if not step.absent:
+                    complete = True
             if self._order is not None:
                 self._order.extend(numbers)
             if not self._agreed:
                 self._compare()
-            elif complete and OVERLAP:
+            elif complete:
                 self._launch_complete()
 
     def finish(self) -> list[bool]:
@@ -260,7 +261,7 @@ class GradientExchange:
             for number, gradient in gradients.items():
                 self.put(number, gradient)
                 step.mark(self._places[number][1])
-            self._launch(index)
+            self._launch(index, begin=self._overlaps)
         except BaseException:
             step.reset()
             raise
@@ -328,7 +329,7 @@ class GradientExchange:
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._steps) and not self._steps[self._launched].absent:
-            self._launch_next()
+            self._launch_next(begin=self._overlaps)
 
     def _launch_next(self, begin: bool = True) -> None:
         self._launch(self._launched, begin)

@@ -57,7 +57,8 @@ class BucketStep:
 
     def mark(self, position: int) -> None:
         """Take note of a gradient."""
-        self.check(position)
+        if self.present[position]:
+            self.check(position)
         self.present[position] = 1
         self.absent -= 1
 

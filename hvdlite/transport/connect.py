@@ -57,7 +57,7 @@ def _sit_down(world: World) -> Table | None:
         if not futex.is_supported():
             raise OSError("it needs Linux on x86-64")
         segment = Table.segment()
-        here = os.getpid(), segment.key
+        here = os.getpid(), segment.key, os.sched_getaffinity(0)
     except OSError as error:
         segment, here, failure = None, None, error
     processes = world.node.allgather(here)
@@ -66,7 +66,9 @@ def _sit_down(world: World) -> Table | None:
     if None in processes:
         return None  # that rank says why
     ranks = [rank for rank, node in enumerate(world.nodes) if node == world.node_index]
-    return Table(world.node.rank, ranks, segment, processes)
+    cores = set().union(*(cores for _, _, cores in processes))
+    places = [(pid, key) for pid, key, _ in processes]
+    return Table(world.node.rank, ranks, segment, places, crowded=len(places) > len(cores))
 
 
 def _anywhere(world: World, failure: OSError | None) -> bool:

@@ -10,6 +10,9 @@ import numpy as np
 from hvdlite import halves
 from hvdlite.reduction import UFUNCS, ReduceOp, Scaling, accumulator
 
+# Elements that stay in a core's own cache from one pass over them to the next.
+_BLOCK = 2**16
+
 
 def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
     """Write ``scaling.apply(op over the parts)`` into ``result``.
@@ -27,9 +30,15 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
         for piece in halves.pieces(result.size):
             _reduce_halves(result[piece], [part[piece] for part in parts], op, scaling)
         return
-    scaled = scaling.apply(combine(parts, op, result))
-    if scaled is not result:
-        result[...] = scaled
+    if len(parts) == 2 and scaling.is_identity:
+        combine(parts, op, result)  # one pass
+        return
+    for start in range(0, result.size, _BLOCK):
+        piece = slice(start, start + _BLOCK)
+        out = result[piece]
+        scaled = scaling.apply(combine([part[piece] for part in parts], op, out))
+        if scaled is not out:
+            out[...] = scaled
 
 
 def reduce_apart(
@@ -38,7 +47,8 @@ def reduce_apart(
     """Do `reduce_into` for results that correspond to consecutive pieces of the parts."""
     dtype = parts[0].dtype
     start = 0
-    if len(parts) == 2 and accumulator(dtype) == dtype != bool and scaling.is_identity:
+    plain = dtype.kind != "b" and accumulator(dtype) == dtype
+    if plain and len(parts) == 2 and scaling.is_identity:
         # One call for each, and no pass over memory more than it takes.
         first, second = parts
         ufunc = UFUNCS[op]

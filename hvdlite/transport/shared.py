@@ -15,7 +15,7 @@ from hvdlite.transport import slices
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
 from hvdlite.transport.reduce import combine, reduce_apart, reduce_into
 from hvdlite.transport.segment import Arena
-from hvdlite.transport.table import MOST_WORDS, Table
+from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Table
 
 #: Bytes of a user's array that a rank brings to one meeting. Less, and the interpreter is
 #: slower than memory; more, and chunks do not stay in the cache between the ranks.
@@ -24,7 +24,7 @@ DEFAULT_CHUNK = 2**20
 _PIECE = 2**18
 # With more ranks than this, and for 16-bit floats, each rank reduces a slice of a chunk for all,
 # from these bytes on that make up for a second meeting. Measured: see docs/performance.md.
-_FEW_RANKS = 3
+_FEW_RANKS = 2
 _SLICED = 2**16
 
 # Parts of arrays that travel together: the array's number, and which of its elements.
@@ -241,23 +241,22 @@ class SharedMemoryTransport(Transport):
 
     def _reduce_slices(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce a slice of each chunk on each rank, for all: two meetings a chunk."""
-        table = self._table
-        pieces = list(_pieces(0, send.size, send.dtype, self.chunk))
-        following = self._bring(send[pieces[0]]) if pieces else 0
-        for number, piece in enumerate(pieces):
-            out = result[piece]
+        table, dtype = self._table, send.dtype
+        for piece in _pieces(0, send.size, dtype, LARGEST_CHUNK):
+            mine, out = send[piece], result[piece]
             parts = self._parts(out.size)
             own = parts[self.rank]
-            table.wait(following)
-            chunks = self._chunks(following, out.size, out.dtype)
-            reduced = table.own.chunk(table.next, out.size, out.dtype)
-            self._reduce(reduced[own], [chunk[own] for chunk in chunks], op, scaling)
-            meeting = table.arrive()
-            if number + 1 < len(pieces):
-                following = self._bring(send[pieces[number + 1]])
-            table.wait(meeting)
-            for part, chunk in zip(parts, self._chunks(meeting, out.size, out.dtype), strict=True):
-                out[part] = chunk[part]
+            theirs = [place.inputs(out.size, dtype)[own] for place in table.places]
+            theirs[self.rank] = mine[own]  # which only this rank needs
+            inputs = table.own.inputs(out.size, dtype)
+            for others in (slice(0, own.start), slice(own.stop, out.size)):
+                inputs[others] = mine[others]
+            table.meet()
+            reduced = table.own.outputs(out.size, dtype)[own]
+            self._reduce(reduced, theirs, op, scaling)
+            table.meet()
+            for part, place in zip(parts, table.places, strict=True):
+                out[part] = place.outputs(out.size, dtype)[part]
 
     def _parts(self, size: int) -> list[slice]:
         """The slice of each rank of an array of ``size`` elements; that of some may be empty."""

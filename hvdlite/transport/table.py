@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import Sequence
@@ -28,11 +27,12 @@ _ARRIVED, _GONE = 0, 64
 _HEADER = struct.Struct("<9q")
 _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
 _CHUNKS = 32 * 4096
-_PLACE_BYTES = _CHUNKS + _COPIES * LARGEST_CHUNK
+_SLICES = _CHUNKS + _COPIES * LARGEST_CHUNK
+_PLACE_BYTES = _SLICES + 2 * LARGEST_CHUNK
 
 # Where each rank can have a core, it looks for the others for so long before it sleeps. To wake a
 # core that sleeps takes as long again, and costs the one that wakes it nearly as much.
-_SPIN_SECONDS = float(os.environ.get("SPIN", "100e-6"))
+_SPIN_SECONDS = 100e-6
 # Who waits in the kernel comes up as often to see whether those waited for are still alive.
 _LOOK_SECONDS = 0.05
 
@@ -60,6 +60,11 @@ class Place:
             for copy in range(_COPIES)
         ]
 
+        self._inputs, self._outputs = (
+            np.ndarray(LARGEST_CHUNK, np.uint8, memory, start)
+            for start in (_SLICES, _SLICES + LARGEST_CHUNK)
+        )
+
     def write(self, meeting: int, numbers: Sequence[int], words: bytes = b"") -> None:
         """Write the note for a meeting: up to 8 integers, and words."""
         note = self._notes[meeting % _COPIES]
@@ -80,6 +85,14 @@ class Place:
         """The first ``size`` elements of what is brought along to a meeting."""
         return self._chunks[meeting % _COPIES][: size * dtype.itemsize].view(dtype)
 
+    def inputs(self, size: int, dtype: np.dtype[Any]) -> Any:
+        """What is brought to every other meeting, where ranks wait at each before the next."""
+        return self._inputs[: size * dtype.itemsize].view(dtype)
+
+    def outputs(self, size: int, dtype: np.dtype[Any]) -> Any:
+        """What is brought to the meetings between those."""
+        return self._outputs[: size * dtype.itemsize].view(dtype)
+
 
 class Table:
     """The places of a node's ranks, and the meetings that they hold there.
@@ -98,6 +111,7 @@ class Table:
         ranks: of all that meet here, in the world.
         segment: this rank's, of `Table.segment`.
         processes: every rank's process and segment, by position.
+        crowded: whether there are more ranks than cores.
 
     Raises:
         OSError: a segment cannot be opened.
@@ -109,6 +123,7 @@ class Table:
         ranks: Sequence[int],
         segment: Segment,
         processes: Sequence[tuple[int, Key]],
+        crowded: bool = False,
     ) -> None:
         self._segment = segment
         self.places = []
@@ -118,8 +133,7 @@ class Table:
             self.places.append(Place(memory, ranks[position], peer))
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
-        cores = len(os.sched_getaffinity(0))
-        self._spin_seconds = _SPIN_SECONDS if len(processes) <= cores else 0.0
+        self._spin_seconds = 0.0 if crowded else _SPIN_SECONDS
         self._last = 0
         self._patience: Patience | None = None
 

@@ -19,6 +19,7 @@ _COLORS = {
     "mpi": "#1f77b4",
     "gloo": "#2ca02c",
     "ddp": "#2ca02c",
+    "ddp, no buffers": "#98df8a",
     "horovod": "#9467bd",
     "memcpy": "#7f7f7f",
     "alone": "#7f7f7f",

@@ -64,12 +64,15 @@ class Replica:
 def replicas(comm: MPI.Comm, workload: str, batch: int) -> Iterator[list[Replica]]:
     """A replica for each contender: alone, hvdlite, DDP on gloo, and Horovod where there is one.
 
-    DDP broadcasts no buffers, which the others do not either.
+    By default DDP also broadcasts buffers (of batch normalisation) in every step, which the
+    others do not. Where there are any, it takes part without that, too.
     """
     torch.set_num_threads(1)
     hvd.init(comm)
     with libraries.gloo(comm):
         ways: dict[str, Wrapping] = {"alone": alone, "hvdlite": hvdlite, "ddp": _ddp}
+        if any(True for _ in torch_models.build(workload).buffers()):
+            ways["ddp, no buffers"] = _ddp_without_buffers
         other = libraries.horovod("torch")
         if other is not None:
             ways["horovod"] = lambda model: _distributed(other, model)
@@ -96,6 +99,12 @@ def _distributed(
 
 
 def _ddp(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    return alone(DistributedDataParallel(model, gradient_as_bucket_view=True))
+
+
+def _ddp_without_buffers(
+    model: torch.nn.Module,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     with warnings.catch_warnings():
         # Newer versions call this argument otherwise, older ones know only this name.
         warnings.simplefilter("ignore", FutureWarning)
