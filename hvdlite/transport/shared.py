@@ -23,7 +23,7 @@ DEFAULT_CHUNK = 2**20
 # Pieces in which a rank works on what lies in segments: what it reads and writes fits its cache.
 _PIECE = 2**18
 # With more ranks than this, and for 16-bit floats, each rank reduces a slice of a chunk for all,
-# from these bytes on that make up for a second meeting. Measured: see docs/performance.md.
+# from these bytes on, which make up for a second meeting.
 _FEW_RANKS = 2
 _SLICED = 2**16
 
@@ -36,8 +36,8 @@ class SharedMemoryTransport(Transport):
 
     Arrays from `empty` lie in segments that all ranks can see. There, each rank reduces one
     slice of everybody's array and writes it into everybody's result. All others travel in
-    chunks through buffers that stay in the processors' cache; the next chunk is on its way
-    while one is reduced.
+    chunks through buffers that stay in the processors' cache. Two ranks reduce all of each
+    chunk both, with the next one on its way; more share the work slice by slice.
 
     Reductions go through the ranks in their order, so every rank and every run gets the same
     bits.
