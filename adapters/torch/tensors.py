@@ -44,13 +44,14 @@ def to_array(
         raise TypeError(
             f"expected a torch.Tensor, found {type(tensor).__name__}; use torch.as_tensor(...)"
         )
-    try:
-        return tensor.numpy()  # nearly always; what has to be done otherwise takes longer
-    except (TypeError, RuntimeError):
-        pass
+    if tensor.is_cpu:
+        try:
+            return tensor.numpy()  # nearly always; what has to be done otherwise takes longer
+        except (TypeError, RuntimeError):
+            pass
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, found {tensor.layout}; call .to_dense() first")
-    host = tensor.detach()
+    host = tensor.detach() if tensor.requires_grad else tensor
     lent = None if lend is None or host.is_cpu else lend(host)
     if lent is not None:
         return lent

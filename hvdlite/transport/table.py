@@ -134,7 +134,8 @@ class Table:
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
         self._spin_seconds = 0.0 if crowded else _SPIN_SECONDS
-        self._last = 0
+        self._last = 0  # meeting that this rank has arrived at
+        self._met = 0  # at which it has waited for the others
         self._patience: Patience | None = None
 
     @staticmethod
@@ -169,6 +170,11 @@ class Table:
             if not _reached(place.arrived.value, meeting):
                 start = start or time.monotonic()
                 self._wait_for(place, meeting, start)
+        for place in self.others:
+            gone = place.gone.value
+            if gone and _reached(meeting, gone):  # it gave up after it had arrived
+                raise RankGoneError(_has_ended(place))
+        self._met = meeting
 
     def meet(self) -> int:
         """Arrive at the next meeting, wait for the others, and return its number."""
@@ -177,8 +183,8 @@ class Table:
         return meeting
 
     def leave(self) -> None:
-        """Let the others know that this rank arrives at no meeting any more."""
-        self.own.gone.set(1)
+        """Let the others know the first meeting that this rank has no part in any more."""
+        self.own.gone.set(((self._met + 1) & 0xFFFFFFFF) or 1)
         self.own.arrived.set(self._last)  # wakes those who wait
 
     def absent(self) -> list[int]:
@@ -214,13 +220,17 @@ class Table:
     def _failure(self, place: Place, elapsed: float) -> str | None:
         """Why a rank will not come; None: as far as is known, it will."""
         if place.gone.value:
-            return f"rank {place.rank} has ended while this rank waits for it; see what ended it"
+            return _has_ended(place)
         if elapsed >= _LOOK_SECONDS and not place.peer.is_running():
             return (
                 f"rank {place.rank} (process {place.peer.pid}) has died while this rank waits for "
                 "it; see its output and the system's log for what killed it"
             )
         return None
+
+
+def _has_ended(place: Place) -> str:
+    return f"rank {place.rank} has ended while this rank waits for it; see what ended it"
 
 
 def _reached(seen: int, meeting: int) -> bool:

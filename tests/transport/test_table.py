@@ -187,9 +187,21 @@ class TestGone:
     def test_what_a_rank_has_brought_before_it_left_counts(self):
         here, there = tables(2)
         there.own.write(there.next, [42])
+        meeting = there.arrive()
+        assert here.arrive() == meeting
+        there.wait(meeting)
+        there.leave()
+        here.wait(meeting)
+        assert here.places[1].numbers(meeting)[0] == 42
+        with pytest.raises(RankGoneError, match="rank 11 has ended"):
+            here.meet()
+
+    def test_who_comes_to_a_meeting_that_another_has_given_up_is_told(self):
+        """What that one has brought is there, but it will not go on from it."""
+        here, there = tables(2)
+        there.own.write(there.next, [42])
         there.arrive()
         there.leave()
-        assert here.places[1].numbers(here.meet())[0] == 42
         with pytest.raises(RankGoneError, match="rank 11 has ended"):
             here.meet()
 
