@@ -11,7 +11,7 @@ from hvdlite import runtime
 from hvdlite.arrays import describe
 from hvdlite.engine import Engine
 from hvdlite.exchange import Parameter, Reduction, Strategy
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients import GradientBuckets
 
 #: One for all layouts: ranks whose layouts differ meet under it and learn in what.
 LABEL = "DistributedGradientTape"
@@ -43,7 +43,7 @@ class Layout:
             position for position in range(len(self.parameters)) if position not in self.sparse
         )
 
-    def connect(self) -> GradientExchange:
+    def connect(self) -> GradientBuckets:
         """The exchange of the dense gradients in the world as it is now."""
         exchanges = _exchanges.setdefault(runtime.engine(), OrderedDict())
         if self not in exchanges:
@@ -53,7 +53,7 @@ class Layout:
         exchanges.move_to_end(self)
         return exchanges[self]
 
-    def _connect(self) -> GradientExchange:
+    def _connect(self) -> GradientBuckets:
         sources = [
             (f"source {number}", f"{parameter.name!r} {describe(parameter)}")
             for number, parameter in enumerate(self.parameters)
@@ -65,7 +65,7 @@ class Layout:
             )
             for number, parameter in enumerate(self.parameters)
         ]
-        return GradientExchange(
+        return GradientBuckets(
             runtime.engine(),
             LABEL,
             [self.parameters[position] for position in self.dense],
@@ -84,4 +84,4 @@ class Layout:
 
 
 # By engine: a new world begins with none, and the old one's go with it.
-_exchanges: WeakKeyDictionary[Engine, OrderedDict[Layout, GradientExchange]] = WeakKeyDictionary()
+_exchanges: WeakKeyDictionary[Engine, OrderedDict[Layout, GradientBuckets]] = WeakKeyDictionary()

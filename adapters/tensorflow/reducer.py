@@ -12,7 +12,7 @@ from hvdlite import HorovodInternalError, collectives, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.plan import plan_buckets
 from hvdlite.exchange import Parameter, Reduction, Strategy
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients import GradientBuckets
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.layout import LABEL, Layout
 from hvdlite.tensorflow.names import unique_names
@@ -165,7 +165,7 @@ def _compare(layout: Layout) -> list[Any]:
     return []
 
 
-def _check_plan(exchange: GradientExchange, plan: list[list[int]]) -> None:
+def _check_plan(exchange: GradientBuckets, plan: list[list[int]]) -> None:
     if exchange.plan != plan:
         raise HorovodInternalError(
             f"rank {world.rank()}: the sizes of buckets (HVDLITE_FUSION_THRESHOLD, "
@@ -174,7 +174,7 @@ def _check_plan(exchange: GradientExchange, plan: list[list[int]]) -> None:
         )
 
 
-def _check_presence(exchange: GradientExchange, members: Sequence[int], presence: Any) -> None:
+def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence: Any) -> None:
     """Refuse a gradient that only some ranks have: the graphs' structures are fixed."""
     for position in np.flatnonzero(presence.any(axis=0) & ~presence.all(axis=0)):
         have = np.flatnonzero(presence[:, position]).tolist()

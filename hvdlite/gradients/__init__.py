@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.exchange import GradientExchange
 
-__all__ = ["GradientExchange"]
+__all__ = ["GradientBuckets", "GradientExchange"]

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite import timeline
-from hvdlite.arrays import describe
-from hvdlite.engine import Engine, Handle, Operation
-from hvdlite.engine.device import DeviceMemory
+from hvdlite.engine import Handle
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.operations import Barrier, BroadcastBytes
-from hvdlite.engine.plan import plan_buckets
 from hvdlite.errors import HorovodInternalError
-from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy
-from hvdlite.gradients.device_step import DeviceStep
-from hvdlite.gradients.step import BucketStep
-from hvdlite.settings import Settings
+from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.transport import Transport
 
 _ROW = "step"  # of the timeline
 
 
-class GradientExchange:
+class GradientExchange(GradientBuckets):
     """Averages the gradients of a fixed list of parameters, step after step.
 
     In each step, which `begin` opens, the owner copies every gradient that it has into its
@@ -38,94 +32,24 @@ class GradientExchange:
     gradients are there.
 
     Args:
-        engine: whose gradient lane is used.
-        label: unique, and the same on all ranks; it begins the names of the buckets.
-        parameters: in the order of their registration, the same on all ranks.
-        strategy: what happens to a bucket on its way.
-        reduction: sum or average.
-        also: what else must be equal on all ranks, in pairs.
-        memory: of the device that all gradients lie on; slots are tensors there, and so are
-            results, which all steps share: their owner copies from them. None: the host's.
+        *args, **kwargs: as `GradientBuckets`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        label: str,
-        parameters: Sequence[Parameter],
-        strategy: Strategy,
-        reduction: Reduction,
-        also: Iterable[tuple[str, Any]] = (),
-        memory: DeviceMemory | None = None,
-    ) -> None:
-        self._lane = engine.gradients
-        self.label = label
-        self._strategy = strategy
-        self.parameters = tuple(parameters)
-        self._reduction = reduction
-        self._memory = memory
-        settings = engine.settings
-        self._caps = settings.fusion_threshold, settings.first_bucket_size
-        self._signature = Signature(
-            (
-                *also,
-                ("device", "cpu" if memory is None else "cuda"),
-                *_signature(self.parameters, strategy, reduction, settings),
-            )
-        )
-        self._pack(self._planned(range(len(self.parameters))))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         # The order in which gradients came in the first step, until the plan follows it.
         self._order: list[int] | None = []
         self._reordering: Handle | None = None
-        # A device works beside its host in any case.
-        self._overlaps = settings.overlap != "0" or memory is not None
         self._launched = 0
         self._began = 0  # when the step did, for the timeline
         self._comparison: Handle | None = None
         self._agreed = False
         self._lock = threading.Lock()
 
-    def _planned(self, order: Sequence[int]) -> list[list[int]]:
-        """Buckets for gradients that come in the reverse of ``order``."""
-        ordered = [self.parameters[number] for number in order]
-        plan = plan_buckets(ordered, *self._caps)
-        return [[order[position] for position in members] for members in plan]
-
-    def _pack(self, plan: list[list[int]]) -> None:
-        self.plan = plan
-        self._steps = [self._step([self.parameters[n] for n in members]) for members in plan]
-        self._places = {
-            member: (self._steps[index], position)
-            for index, members in enumerate(self.plan)
-            for position, member in enumerate(members)
-        }
-
-    def _step(self, parameters: Sequence[Parameter]) -> BucketStep:
-        if self._memory is None:
-            return BucketStep(Bucket(parameters, self._reduction, self._lane.empty))
-        return DeviceStep(Bucket(parameters, self._reduction, self._memory.empty), self._memory)
-
     @property
     def in_flight(self) -> bool:
         """Whether a step has begun that `finish` has not ended."""
         return any(step.begun for step in self._steps)
-
-    def slot(self, number: int) -> Any:
-        """Where the gradient of a parameter is to be copied, in the parameter's shape."""
-        step, position = self._places[number]
-        return step.bucket.send_slot(position)
-
-    def result_slot(self, number: int) -> Any:
-        """Where the average is after `finish`.
-
-        The memory is the caller's as long as it likes, except after `keep_result`.
-        """
-        step, position = self._places[number]
-        return step.bucket.result_slot(position)
-
-    def keep_result(self, index: int) -> None:
-        """Let all exchanges of a bucket write to one result: their owner copies from it."""
-        self._steps[index].renews = False
 
     def mark(self, *numbers: int) -> None:
         """Tell that gradients have been copied into their slots; start what is complete.
@@ -218,88 +142,6 @@ class GradientExchange:
             name = f"{self.label}: the order of its gradients"
             self._reordering = self._lane.submit(BroadcastBytes(name, order, 0))
 
-    def put(self, number: int, gradient: Any) -> None:
-        """Copy a gradient into its slot; `mark` it then.
-
-        Raises:
-            ValueError: it has another shape than the parameter, or has been marked in this
-                step before.
-        """
-        step, position = self._places[number]
-        step.check(position)
-        slot = step.bucket.send_slot(position)
-        if gradient.shape != slot.shape:
-            raise ValueError(
-                f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
-                f"expected {describe(slot)}, as the parameter is"
-            )
-        slot[...] = gradient
-
-    def start_bucket(self, index: int, gradients: Mapping[int, Any]) -> None:
-        """Copy a bucket's gradients, and start its exchange.
-
-        For an owner whose framework orders the buckets, in place of `mark` and `finish`. The
-        parameters are compared across ranks each time, together with those of any other
-        exchange of the same label, so such exchanges may take turns.
-
-        Args:
-            index: the bucket's position in ``plan``.
-            gradients: those that are there, by the parameter's number.
-
-        Raises:
-            ValueError: the bucket is on its way already, or a gradient has another shape.
-            HorovodInternalError: communication has failed before.
-        """
-        step = self._steps[index]
-        if step.handle is not None:
-            if not step.handle.done():
-                raise ValueError(
-                    f"bucket {index} of {self.label!r} is on its way; call finish_bucket() first"
-                )
-            step.reset()  # it belonged to a step that was given up before its end
-        try:
-            for number, gradient in gradients.items():
-                self.put(number, gradient)
-                step.mark(self._places[number][1])
-            self._launch(index, begin=self._overlaps)
-        except BaseException:
-            step.reset()
-            raise
-
-    def finish_bucket(self, index: int) -> Any:
-        """Wait for a bucket that has been started.
-
-        Returns:
-            Bools of shape (ranks, parameters of the bucket): who had which gradient.
-
-        Raises:
-            ValueError: it has not been started.
-            HorovodInternalError: as `finish`.
-        """
-        step = self._steps[index]
-        if step.handle is None:
-            raise ValueError(f"bucket {index} of {self.label!r} has not been started")
-        try:
-            step.wait()
-            return step.presence
-        finally:
-            step.reset()
-
-    def result(self, index: int) -> Any:
-        """What an exchange wrote, flat, in the order of ``plan[index]``.
-
-        The memory is the caller's as long as it likes: the next exchange uses another.
-        """
-        return self._steps[index].bucket.result
-
-    def compare(self) -> None:
-        """Compare the parameters as `start_bucket` does, where there is no bucket.
-
-        Raises:
-            HorovodInternalError: the ranks differ.
-        """
-        self._lane.run(_NoBucket(f"{self.label}: bucket 0", self._signature))
-
     def _compare(self) -> None:
         """Start to compare the parameters across ranks, before anything is exchanged."""
         if self._comparison is None:
@@ -335,12 +177,6 @@ class GradientExchange:
         self._launch(self._launched, begin)
         self._launched += 1
 
-    def _launch(self, index: int, begin: bool = True) -> None:
-        step = self._steps[index]
-        step.fill()
-        operation = step.operation(f"{self.label}: bucket {index}", self._signature, self._strategy)
-        step.handle = self._lane.submit(operation, begin)
-
     def _settle(self) -> None:
         """Wait, whatever becomes of one, for the last: then slots may be written again."""
         for step in self._steps:
@@ -374,29 +210,3 @@ class _Comparison(Barrier):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         self._begin()
-
-
-class _NoBucket(Operation):
-    """What has no bucket to exchange, and still must be the same on all ranks."""
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Do nothing more."""
-
-
-def _signature(
-    parameters: Sequence[Parameter], strategy: Strategy, reduction: Reduction, settings: Settings
-) -> tuple[tuple[str, Any], ...]:
-    """What must be equal on all ranks."""
-    return (
-        ("op", reduction.op.name.capitalize()),
-        ("gradient_predivide_factor", reduction.predivide),
-        ("compression", strategy.name),
-        *(
-            (f"parameter {number}", f"{parameter.name!r} {describe(parameter)}")
-            for number, parameter in enumerate(parameters)
-        ),
-        ("the number of parameters", len(parameters)),
-        # Together with the parameters they make the plan.
-        ("HVDLITE_FUSION_THRESHOLD", settings.fusion_threshold),
-        ("HVDLITE_FIRST_BUCKET_SIZE", settings.first_bucket_size),
-    )
