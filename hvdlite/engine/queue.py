@@ -1,0 +1,124 @@
+"""What is pending in a lane."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+
+from hvdlite.engine.agreement import Description, Report
+from hvdlite.engine.operation import Operation
+from hvdlite.errors import HorovodInternalError
+
+
+class Queue:
+    """The operations that have been submitted and have not ended, oldest first.
+
+    Args:
+        rank: this one, for messages.
+
+    Attributes:
+        changed: held to change anything here, and to wait for a change. `add`, `close` and
+            `refuse` are called with it held; the other methods take it themselves.
+        closing: whether this rank submits no more.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.changed = threading.Condition(threading.Lock())
+        self.closing = False
+        self._rank = rank
+        self._operations: dict[str, Operation] = {}
+        self._refusal: str | None = None
+        self._changes = self._changes_reported = 0
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def __getitem__(self, key: str) -> Operation:
+        return self._operations[key]
+
+    def get(self, key: str) -> Operation | None:
+        """The operation of a key, if it is pending."""
+        return self._operations.get(key)
+
+    def add(self, operation: Operation) -> None:
+        """Append an operation.
+
+        Raises:
+            ValueError: an operation of this name is still on its way.
+            HorovodInternalError: operations are refused.
+        """
+        if self._refusal is not None:
+            raise HorovodInternalError(f"{operation.name!r} cannot be submitted: {self._refusal}")
+        if operation.key in self._operations:
+            raise ValueError(
+                f"rank {self._rank}: an operation named {operation.name!r} is still on "
+                "its way; wait for it, or give this one another name"
+            )
+        operation.submitted = time.monotonic()
+        self._operations[operation.key] = operation
+        self._changes += 1
+
+    def close(self, reason: str) -> None:
+        """Submit no more, whatever was refused for before."""
+        self.closing = True
+        self._changes += 1
+        self._refusal = reason
+
+    def refuse(self, reason: str) -> None:
+        """Take no operation from now on; the first reason counts."""
+        self._refusal = self._refusal or reason
+
+    def oldest(self, count: int) -> list[Operation]:
+        """The first operations, ``count`` at most."""
+        with self.changed:
+            return list(itertools.islice(self._operations.values(), count))
+
+    def remove(self, operations: Sequence[Operation]) -> None:
+        """Forget operations that have ended."""
+        with self.changed:
+            for operation in operations:
+                del self._operations[operation.key]
+
+    def take_all(self) -> list[Operation]:
+        """Forget all operations, and return them."""
+        with self.changed:
+            taken = list(self._operations.values())
+            self._operations.clear()
+        return taken
+
+    def report(self) -> Report:
+        """What the other ranks are told."""
+        now = time.monotonic()
+        with self.changed:
+            self._changes_reported = self._changes
+            descriptions = tuple(
+                Description(
+                    operation.name,
+                    operation.signature.digest,
+                    operation.payload,
+                    operation.failure,
+                    now - operation.submitted,
+                    operation.key,
+                )
+                for operation in self._operations.values()
+            )
+            return Report(descriptions, self.closing)
+
+    def has_changed(self) -> bool:
+        """Whether something has come since the last `report`; with ``changed`` held."""
+        return self._changes != self._changes_reported
+
+    def waited(self) -> float:
+        """Seconds since the oldest operation was submitted."""
+        with self.changed:
+            first = min((each.submitted for each in self._operations.values()), default=None)
+        return 0.0 if first is None else time.monotonic() - first
+
+    def describe(self) -> str:
+        """The names of the first operations."""
+        with self.changed:
+            names = [operation.name for operation in self._operations.values()]
+        shown = ", ".join(map(repr, names[:4])) or "shutdown()"
+        return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
