@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
     other, so whoever reduces the same parts gets the same bits.
 
     Args:
-        result: flat; none of the parts, unless it is the first.
+        result: flat; it may be the first or the second of the parts.
         parts: arrays of the result's size and dtype.
         op: SUM, MIN, MAX or PRODUCT.
         scaling: applied once, at the end.
@@ -42,27 +43,48 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
 
 
 def reduce_apart(
-    results: Sequence[Any], parts: Sequence[Any], op: ReduceOp, scaling: Scaling
+    results: Sequence[Any],
+    own: Sequence[Any],
+    parts: Sequence[Any],
+    position: int,
+    op: ReduceOp,
+    scaling: Scaling,
 ) -> None:
-    """Do `reduce_into` for results that correspond to consecutive pieces of the parts."""
+    """Do `reduce_into` for results that correspond to consecutive pieces of the parts.
+
+    Args:
+        results: flat arrays.
+        own: what ``parts[position]`` has, in arrays like the results, or the results themselves.
+        parts: arrays of the size of all results together.
+        position: of one's own part.
+        op: SUM, MIN, MAX or PRODUCT.
+        scaling: applied once, at the end.
+    """
+    if len(results) == 1:
+        parts = list(parts)
+        if position < 2:  # else it could be overwritten before it is read
+            parts[position] = own[0]
+        reduce_into(results[0], parts, op, scaling)
+        return
     dtype = parts[0].dtype
-    start = 0
     plain = dtype.kind != "b" and accumulator(dtype) == dtype
     if plain and len(parts) == 2 and scaling.is_identity:
         # One call for each, and no pass over memory more than it takes.
-        first, second = parts
-        ufunc = UFUNCS[op]
-        for result in results:
-            stop = start + result.size
-            ufunc(first[start:stop], second[start:stop], out=result)
-            start = stop
+        theirs = split(parts[1 - position], own)
+        first, second = (own, theirs) if position == 0 else (theirs, own)
+        for result, *pair in zip(results, first, second, strict=True):
+            UFUNCS[op](*pair, out=result)
         return
     total = np.empty(parts[0].size, dtype)
     reduce_into(total, parts, op, scaling)
-    for result in results:
-        stop = start + result.size
-        result[...] = total[start:stop]
-        start = stop
+    for result, piece in zip(results, split(total, results), strict=True):
+        result[...] = piece
+
+
+def split(array: Any, like: Sequence[Any]) -> list[Any]:
+    """Consecutive pieces of an array, as large as some arrays that it is as large as."""
+    stops = list(itertools.accumulate(part.size for part in like))
+    return [array[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def combine(parts: Sequence[Any], op: ReduceOp, result: Any = None) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +13,7 @@ from hvdlite import timeline
 from hvdlite.reduction import ReduceOp, Scaling, accumulator
 from hvdlite.transport import slices
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
-from hvdlite.transport.reduce import combine, reduce_apart, reduce_into
+from hvdlite.transport.reduce import combine, reduce_apart, reduce_into, split
 from hvdlite.transport.segment import Arena
 from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Table
 
@@ -111,44 +111,47 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Reduce one array, or fill chunks with several."""
         brought, self._brought = self._brought, 0
-        send, result, dtype = sends[0], results[0], sends[0].dtype
+        send, result = sends[0], results[0]
         alone = len(sends) == 1
         where = (self._arena.find(send), self._arena.find(result)) if alone else (None, None)
         if op is ReduceOp.ADASUM:
             slices.allreduce(self, send, result, op, scaling)
         elif where[0] is not None and where[1] is not None:
             self._reduce_in_segments(send, result, (*where[0], *where[1]), op, scaling)
-        elif not self._in_slices(sum(array.nbytes for array in sends), dtype):
-            self._reduce_chunks(sends, results, op, scaling, brought)
-        elif alone:
-            self._reduce_slices(send, result, op, scaling)
         else:
-            super().allreduce_all(sends, results, op, scaling)
+            chunks = self._cut(sends)
+            reduce = self._reduce_slices if self._in_slices(sends) else self._reduce_chunks
+            if chunks:
+                meeting = brought or self._pack(sends, chunks[0])
+                reduce(sends, results, chunks, meeting, op, scaling)
 
-    def _in_slices(self, nbytes: int, dtype: np.dtype[Any]) -> bool:
+    def _in_slices(self, sends: Sequence[Any]) -> bool:
+        """Whether each rank reduces a slice of every chunk, for all."""
         if self._cross is not None:
             return True
-        return nbytes >= self._sliced_from(dtype)
+        dtype = sends[0].dtype
+        if self.size <= _FEW_RANKS and accumulator(dtype) == dtype:
+            return False
+        nbytes: int = sum(array.nbytes for array in sends)
+        return nbytes >= _SLICED
 
-    def _sliced_from(self, dtype: np.dtype[Any]) -> float:
-        """Bytes from which on each rank reduces a slice."""
-        costly = self.size > _FEW_RANKS or accumulator(dtype) != dtype
-        return _SLICED if costly else math.inf
+    def _cut(self, arrays: Sequence[Any]) -> list[_Chunk]:
+        # Across nodes each chunk costs a message.
+        nbytes = self.chunk if self._cross is None else LARGEST_CHUNK
+        room = max(nbytes // arrays[0].itemsize, 1)
+        return list(_fill([array.size for array in arrays], room))
 
     def _load(self, cargo: Sequence[Any]) -> int:
         """Put the first chunk of some arrays where the next meeting finds it.
 
         Other ranks may have more arrays with them, or fewer. Those that all have are the
-        first of each, and as far as they are reduced in chunks they are in the first one.
+        first of each, and lie in the same place.
 
         Returns:
             The meeting.
         """
-        dtype = cargo[0].dtype
-        room = max(int(min(self.chunk, self._sliced_from(dtype))) // dtype.itemsize, 1)
-        for chunk in _fill([array.size for array in cargo], room):
+        for chunk in self._cut(cargo)[:1]:
             self._copy_in(cargo, chunk)
-            break
         return self._table.next
 
     def _reduce_in_segments(
@@ -189,74 +192,100 @@ class SharedMemoryTransport(Transport):
         self,
         sends: Sequence[Any],
         results: Sequence[Any],
+        chunks: Sequence[_Chunk],
+        meeting: int,
         op: ReduceOp,
         scaling: Scaling,
-        brought: int,
     ) -> None:
-        """Reduce each chunk on every rank, for itself: one meeting a chunk.
+        """Reduce each chunk on every rank, for itself, while the next is on its way.
 
-        The first may have been brought to a meeting already.
+        Args:
+            sends: everything.
+            results: likewise.
+            chunks: its parts.
+            meeting: to which the first has been brought.
+            op: SUM, MIN, MAX or PRODUCT.
+            scaling: of the results.
         """
-        dtype = sends[0].dtype
-        room = max(self.chunk // dtype.itemsize, 1)
-        chunks = list(_fill([array.size for array in sends], room))
-        following = brought
-        if chunks and not brought:
-            following = self._pack(sends, chunks[0])
-        for number, chunk in enumerate(chunks):
-            meeting = following
-            if number + 1 < len(chunks):
-                following = self._pack(sends, chunks[number + 1])
+        for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
             self._table.wait(meeting)
-            first, *others = chunk
-            if others:
-                self._unpack(meeting, results, chunk, op, scaling)
-            else:
-                out = results[first[0]][first[1]]
-                reduce_into(out, self._chunks(meeting, out.size, dtype), op, scaling)
+            arrived = self._pack(sends, following) if following else 0
+            outs, own = _select(results, chunk), _select(sends, chunk)
+            parts = self._chunks(meeting, _size(chunk), outs[0].dtype)
+            with self._fusing(chunk, timeline.MEMCPY_OUT_FUSION_BUFFER):
+                reduce_apart(outs, own, parts, self.rank, op, scaling)
+            meeting = arrived
+
+    def _reduce_slices(
+        self,
+        sends: Sequence[Any],
+        results: Sequence[Any],
+        chunks: Sequence[_Chunk],
+        meeting: int,
+        op: ReduceOp,
+        scaling: Scaling,
+    ) -> None:
+        """Reduce a slice of each chunk on each rank, for all; arguments as `_reduce_chunks`.
+
+        To one meeting each rank brings a chunk, and its slice of the chunk before.
+        """
+        table, dtype = self._table, sends[0].dtype
+        before: _Chunk = []
+        for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+            table.wait(meeting)
+            if following:
+                self._copy_in(sends, following, for_slices=True)
+            own = self._slice(chunk)
+            parts = [part[own] for part in self._chunks(meeting, _size(chunk), dtype)]
+            if len(chunk) == 1:
+                parts[self.rank] = _select(sends, chunk)[0][own]
+            reduced = table.own.slice(table.next, own.stop - own.start, dtype)
+            self._reduce(reduced, parts, op, scaling)
+            arrived = table.arrive()
+            self._take(before, meeting, results)
+            before, meeting = chunk, arrived
+        table.wait(meeting)
+        self._take(before, meeting, results)
+
+    def _take(self, chunk: _Chunk, meeting: int, results: Sequence[Any]) -> None:
+        """Copy what the ranks have reduced of a chunk."""
+        if not chunk:
+            return
+        outs = _select(results, chunk)
+        whole = outs[0] if len(outs) == 1 else np.empty(_size(chunk), outs[0].dtype)
+        for part, place in zip(self._parts(whole.size), self._table.places, strict=True):
+            whole[part] = place.slice(meeting, part.stop - part.start, whole.dtype)
+        if len(outs) > 1:
+            with self._fusing(chunk, timeline.MEMCPY_OUT_FUSION_BUFFER):
+                for out, part in zip(outs, split(whole, outs), strict=True):
+                    out[...] = part
 
     def _pack(self, sends: Sequence[Any], chunk: _Chunk) -> int:
         """Arrive at the next meeting with a chunk; return its number."""
         self._copy_in(sends, chunk)
         return self._table.arrive()
 
-    def _copy_in(self, sends: Sequence[Any], chunk: _Chunk) -> None:
-        parts = [sends[index][piece] for index, piece in chunk]
-        size = sum(part.size for part in parts)
-        target = self._table.own.chunk(self._table.next, size, parts[0].dtype)
-        if len(parts) == 1:
-            target[...] = parts[0]
-        else:
-            with timeline.span(self.lane, timeline.MEMCPY_IN_FUSION_BUFFER):
+    def _copy_in(self, sends: Sequence[Any], chunk: _Chunk, for_slices: bool = False) -> None:
+        """Write a chunk for the next meeting, as far as the others read it there."""
+        parts = _select(sends, chunk)
+        target = self._table.own.chunk(self._table.next, _size(chunk), parts[0].dtype)
+        if len(parts) > 1:
+            with self._fusing(chunk, timeline.MEMCPY_IN_FUSION_BUFFER):
                 np.concatenate(parts, out=target)
+        elif for_slices:
+            own = self._slice(chunk)
+            for others in (slice(0, own.start), slice(own.stop, target.size)):
+                target[others] = parts[0][others]
+        else:
+            target[...] = parts[0]
 
-    def _unpack(
-        self, meeting: int, results: Sequence[Any], chunk: _Chunk, op: ReduceOp, scaling: Scaling
-    ) -> None:
-        """Reduce a chunk that holds parts of several arrays."""
-        outs = [results[index][piece] for index, piece in chunk]
-        size = sum(out.size for out in outs)
-        with timeline.span(self.lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
-            reduce_apart(outs, self._chunks(meeting, size, outs[0].dtype), op, scaling)
+    def _slice(self, chunk: _Chunk) -> slice:
+        """This rank's of a chunk."""
+        return self._parts(_size(chunk))[self.rank]
 
-    def _reduce_slices(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Reduce a slice of each chunk on each rank, for all: two meetings a chunk."""
-        table, dtype = self._table, send.dtype
-        for piece in _pieces(0, send.size, dtype, LARGEST_CHUNK):
-            mine, out = send[piece], result[piece]
-            parts = self._parts(out.size)
-            own = parts[self.rank]
-            theirs = [place.inputs(out.size, dtype)[own] for place in table.places]
-            theirs[self.rank] = mine[own]  # which only this rank needs
-            inputs = table.own.inputs(out.size, dtype)
-            for others in (slice(0, own.start), slice(own.stop, out.size)):
-                inputs[others] = mine[others]
-            table.meet()
-            reduced = table.own.outputs(out.size, dtype)[own]
-            self._reduce(reduced, theirs, op, scaling)
-            table.meet()
-            for part, place in zip(parts, table.places, strict=True):
-                out[part] = place.outputs(out.size, dtype)[part]
+    def _fusing(self, chunk: _Chunk, event: str) -> contextlib.AbstractContextManager[None]:
+        """The time that goes into the parts of a chunk, in the timeline."""
+        return timeline.span(self.lane, event) if len(chunk) > 1 else contextlib.nullcontext()
 
     def _parts(self, size: int) -> list[slice]:
         """The slice of each rank of an array of ``size`` elements; that of some may be empty."""
@@ -341,6 +370,15 @@ def _fill(sizes: Sequence[int], room: int) -> Iterator[_Chunk]:
                 chunk, left = [], room
     if chunk:
         yield chunk
+
+
+def _select(arrays: Sequence[Any], chunk: _Chunk) -> list[Any]:
+    """The parts of arrays that a chunk is made of."""
+    return [arrays[index][piece] for index, piece in chunk]
+
+
+def _size(chunk: _Chunk) -> int:
+    return sum(piece.stop - piece.start for _, piece in chunk)
 
 
 def _pieces(start: int, stop: int, dtype: np.dtype[Any], nbytes: int) -> Iterator[slice]:

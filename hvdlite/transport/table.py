@@ -20,15 +20,15 @@ MOST_WORDS = 1024
 LARGEST_CHUNK = 4 * 2**20
 
 # What a rank has written for a meeting may be read until the next but one, see `Table`. So
-# there have to be four of everything.
-_COPIES = 4
+# there have to be three of everything; more, and less of it stays in the cache.
+_COPIES = 3
 # Two words that are waited for, on cache lines of their own, then notes, then chunks.
 _ARRIVED, _GONE = 0, 64
 _HEADER = struct.Struct("<9q")
 _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
 _CHUNKS = 32 * 4096
 _SLICES = _CHUNKS + _COPIES * LARGEST_CHUNK
-_PLACE_BYTES = _SLICES + 2 * LARGEST_CHUNK
+_PLACE_BYTES = _SLICES + _COPIES * LARGEST_CHUNK
 
 # Where each rank can have a core, it looks for the others for so long before it sleeps. To wake a
 # core that sleeps takes as long again, and costs the one that wakes it nearly as much.
@@ -55,14 +55,12 @@ class Place:
             memoryview(memory)[start : start + _NOTE_BYTES]
             for start in range(_NOTES, _NOTES + _COPIES * _NOTE_BYTES, _NOTE_BYTES)
         ]
-        self._chunks = [
-            np.ndarray(LARGEST_CHUNK, np.uint8, memory, _CHUNKS + copy * LARGEST_CHUNK)
-            for copy in range(_COPIES)
-        ]
-
-        self._inputs, self._outputs = (
-            np.ndarray(LARGEST_CHUNK, np.uint8, memory, start)
-            for start in (_SLICES, _SLICES + LARGEST_CHUNK)
+        self._chunks, self._slices = (
+            [
+                np.ndarray(LARGEST_CHUNK, np.uint8, memory, start + copy * LARGEST_CHUNK)
+                for copy in range(_COPIES)
+            ]
+            for start in (_CHUNKS, _SLICES)
         )
 
     def write(self, meeting: int, numbers: Sequence[int], words: bytes = b"") -> None:
@@ -85,22 +83,19 @@ class Place:
         """The first ``size`` elements of what is brought along to a meeting."""
         return self._chunks[meeting % _COPIES][: size * dtype.itemsize].view(dtype)
 
-    def inputs(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """What is brought to every other meeting, where ranks wait at each before the next."""
-        return self._inputs[: size * dtype.itemsize].view(dtype)
-
-    def outputs(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """What is brought to the meetings between those."""
-        return self._outputs[: size * dtype.itemsize].view(dtype)
+    def slice(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
+        """The same of something else: what this rank has reduced for all."""
+        return self._slices[meeting % _COPIES][: size * dtype.itemsize].view(dtype)
 
 
 class Table:
     """The places of a node's ranks, and the meetings that they hold there.
 
     Meetings are numbered, alike on all ranks. A rank writes what it brings to the next one,
-    arrives, waits for the others, and reads what they have brought. It may arrive at the next
-    before it waits, but not at the one after that: so who arrives at meeting m reads no more
-    of m - 2, and who has waited for m may overwrite what it had brought to m - 2.
+    arrives, waits for the others, and reads what they have brought. Before it has waited it
+    writes nothing for the next, but it may arrive there before it has read all: so who arrives
+    at meeting m reads no more of m - 2, and who has waited for m may overwrite what it had
+    brought to m - 2.
 
     Every word that is waited for has one writer, so no atomic operations are needed, which
     Python does not have. Waiting happens in the kernel: a rank that spins takes its core from

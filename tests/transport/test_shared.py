@@ -125,6 +125,30 @@ class TestPromises:
         with transport() as made:
             assert checks.large_reductions(made) == checks.large_reductions(made)
 
+    @ranks(2, 3, 4, timeout=60)
+    @pytest.mark.parametrize("sliced", [False, True])
+    @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool"])
+    def test_results_may_lie_on_their_inputs(self, dtype, sliced, monkeypatch):
+        """Wherever in the order of the ranks, whatever the chunks, alone and together."""
+        if sliced:
+            always_in_slices(monkeypatch)
+        sizes = (5, 1000, 0, 77, 4000, 1)
+        for chunk in (64, 1001, 2**20):
+            with transport(chunk) as made:
+                draw = np.random.default_rng(1)
+                arrays = [draw.integers(0, 20, (made.size, size)).astype(dtype) for size in sizes]
+                expected = [
+                    values.any(0) if dtype == "bool" else values.sum(0) for values in arrays
+                ]
+                own = [values[made.rank].copy() for values in arrays]
+                made.allreduce_all(own, own, Sum, Scaling())
+                for array, values in zip(own, expected, strict=True):
+                    assert (array == values).all()
+                for inputs, values in zip(arrays, expected, strict=True):
+                    alone = inputs[made.rank].copy()
+                    made.allreduce(alone, alone, Sum, Scaling())
+                    assert (alone == values).all()
+
 
 class TestPlaces:
     @ranks(2, 3, 4, timeout=60)
