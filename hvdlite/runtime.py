@@ -20,7 +20,7 @@ from hvdlite.trace_file import Run
 _log = logging.getLogger("hvdlite")
 
 _engine: Engine | None = None
-_pid: int | None = None
+_forked = False  # whether this process is a child of the one that is a rank
 _hooked = False
 _run = Run("", 0)
 
@@ -32,13 +32,8 @@ def engine() -> Engine:
         NotInitializedError: before ``init()`` and after ``shutdown()``.
         HorovodInternalError: this process was forked from one that is a rank.
     """
-    if _engine is None:
-        raise NotInitializedError
-    if os.getpid() != _pid:
-        raise HorovodInternalError(
-            f"process {os.getpid()} was forked from rank {world.rank()} after init() and cannot "
-            "communicate; do it in the rank itself"
-        )
+    if _engine is None or _forked:
+        raise _unavailable()
     return _engine
 
 
@@ -58,7 +53,7 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` is none of the above.
     """
-    global _engine, _pid, _run
+    global _engine, _forked, _run
     if _engine is not None:
         return
     values = settings.read()
@@ -69,7 +64,7 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     split = world.World.split(MPI, chosen, values.force_local_size)
     _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
     _engine = Engine(MPI, split, values)
-    _pid = os.getpid()
+    _forked = False
     world.enter(split)
     _hook()
     if values.timeline:
@@ -88,7 +83,7 @@ def shutdown() -> None:
     """
     global _engine
     # A forked child (a data loader's worker) has no lanes and must not end its parent's.
-    if _engine is None or os.getpid() != _pid:
+    if _engine is None or _forked:
         return
     ending, _engine = _engine, None
     split = world.current()
@@ -135,6 +130,15 @@ def stop_timeline() -> None:
     timeline.stop()
 
 
+def _unavailable() -> Exception:
+    if _engine is None:
+        return NotInitializedError()
+    return HorovodInternalError(
+        f"process {os.getpid()} was forked from rank {world.rank()} after init() and cannot "
+        "communicate; do it in the rank itself"
+    )
+
+
 def _set_log_level(level: str) -> None:
     names = {"trace": "DEBUG", "fatal": "CRITICAL"}
     _log.setLevel(names.get(level, level.upper()))
@@ -145,7 +149,13 @@ def _hook() -> None:
     if not _hooked:
         _hooked = True
         atexit.register(shutdown)
+        os.register_at_fork(after_in_child=_note_fork)
         _abort_on_exceptions()
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
 
 
 def _abort_on_exceptions() -> None:
@@ -153,7 +163,7 @@ def _abort_on_exceptions() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not world.is_initialized() or world.size() == 1 or os.getpid() != _pid:
+        if not world.is_initialized() or world.size() == 1 or _forked:
             previous(kind, error, trace)
             return
         try:

@@ -18,12 +18,22 @@ from hvdlite.torch.tensors import taken, to_array, to_tensor_like
 class TensorHandle:
     """A collective on its way; `synchronize` turns it into its tensor, once."""
 
-    __slots__ = ("_convert", "_handle", "name")
+    __slots__ = ("_convert", "_handle", "_tensor")
 
-    def __init__(self, handle: Handle, convert: Callable[[Any], torch.Tensor]) -> None:
-        self.name = handle.name
+    def __init__(
+        self,
+        handle: Handle,
+        convert: Callable[[Any, torch.Tensor], torch.Tensor],
+        tensor: torch.Tensor,
+    ) -> None:
         self._handle = handle
-        self._convert: Callable[[Any], torch.Tensor] | None = convert
+        self._convert: Callable[[Any, torch.Tensor], torch.Tensor] | None = convert
+        self._tensor = tensor
+
+    @property
+    def name(self) -> str:
+        """The operation's."""
+        return self._handle.name
 
     def done(self) -> bool:
         """Whether the operation has ended."""
@@ -39,7 +49,7 @@ class TensorHandle:
         convert, self._convert = self._convert, None
         if convert is None:
             raise ValueError(f"the handle of {self.name!r} has been synchronized before")
-        return convert(self._handle.wait())
+        return convert(self._handle.wait(), self._tensor)
 
 
 def poll(handle: TensorHandle) -> bool:
@@ -76,7 +86,7 @@ def allreduce_async(
     handle = collectives.allreduce_async(
         to_array(tensor, lend), average, name, op, prescale_factor, postscale_factor
     )
-    return TensorHandle(handle, lambda array: to_tensor_like(array, tensor))
+    return TensorHandle(handle, to_tensor_like, tensor)
 
 
 def allreduce_async_(
@@ -94,7 +104,7 @@ def allreduce_async_(
     handle = collectives.allreduce_async(
         array, average, name, op, prescale_factor, postscale_factor, out=out
     )
-    return TensorHandle(handle, lambda result: _write(tensor, result, out))
+    return TensorHandle(handle, _copied if out is None else _written, tensor)
 
 
 def allreduce(
@@ -152,14 +162,14 @@ def allreduce_(
     result = collectives.allreduce(
         array, average, name, op, prescale_factor, postscale_factor, out=out
     )
-    return _write(tensor, result, out)
+    return (_copied if out is None else _written)(result, tensor)
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None) -> TensorHandle:
     """Start `allgather` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "allgather")
     handle = collectives.allgather_async(to_array(tensor, lend), name)
-    return TensorHandle(handle, lambda whole: to_tensor_like(whole, tensor))
+    return TensorHandle(handle, to_tensor_like, tensor)
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
@@ -184,7 +194,7 @@ def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = Non
     """Start `broadcast` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "broadcast")
     handle = collectives.broadcast_async(to_array(tensor, lend), root_rank, name)
-    return TensorHandle(handle, lambda array: to_tensor_like(array, tensor))
+    return TensorHandle(handle, to_tensor_like, tensor)
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
@@ -193,7 +203,7 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     array = to_array(tensor, lend)
     out = _out(tensor, array)
     handle = collectives.broadcast_async(array, root_rank, name, out=out)
-    return TensorHandle(handle, lambda result: _write(tensor, result, out))
+    return TensorHandle(handle, _copied if out is None else _written, tensor)
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -234,15 +244,18 @@ def _out(tensor: torch.Tensor, array: Any) -> Any:
     return array if lent is not None and lent.data_ptr() == tensor.data_ptr() else None
 
 
-def _write(tensor: torch.Tensor, result: Any, out: Any) -> torch.Tensor:
-    if out is None:
-        with torch.no_grad():
-            tensor.copy_(to_tensor_like(result, tensor))
-    else:
-        if not tensor.is_cpu:
-            taken(result)
-        # torch did not see the write: views and saved tensors must know of it.
-        torch.autograd.graph.increment_version(tensor)
+def _copied(result: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which takes over a result that lies elsewhere."""
+    with torch.no_grad():
+        return tensor.copy_(to_tensor_like(result, tensor))
+
+
+def _written(result: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which a result has been written to."""
+    if not tensor.is_cpu:
+        taken(result)
+    # torch did not see the write: views and saved tensors must know of it.
+    torch.autograd.graph.increment_version(tensor)
     return tensor
 
 

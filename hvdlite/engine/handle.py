@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import _thread
-from collections.abc import Callable
-from typing import Any
+import threading
+from typing import Any, Protocol
+
+_waiting = threading.Lock()
+
+
+class Driver(Protocol):
+    """What can run operations in the thread that calls it."""
+
+    def drive(self, handle: Handle) -> None:
+        """Run what is pending until the handle's operation has ended, unless somebody does."""
 
 
 class Handle:
@@ -14,28 +22,28 @@ class Handle:
         name: the operation's.
 
     Attributes:
-        drive: what may bring the end about in the thread of whoever waits for it.
+        driver: what may bring the end about in the thread of whoever waits for it.
     """
 
-    __slots__ = ("_error", "_finished", "_open", "_result", "drive", "name")
+    __slots__ = ("_ended", "_error", "_finished", "_result", "driver", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.drive: Callable[[Handle], None] | None = None
+        self.driver: Driver | None = None
         self._finished = False
         self._result: Any = None
         self._error: BaseException | None = None
-        # Held until the end: a lock costs a tenth of an event, and there may be hundreds.
-        self._open = _thread.allocate_lock()
-        self._open.acquire()
+        # Made by the first that has to sleep: there may be hundreds of handles.
+        self._ended: threading.Event | None = None
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """Deliver the result, or the error that took its place; only the first counts."""
         if not self._finished:
             self._result, self._error = result, error
             self._finished = True
-            self.drive = None
-            self._open.release()
+            self.driver = None
+            if self._ended is not None:
+                self._ended.set()
 
     def done(self) -> bool:
         """Whether the operation has ended, with a result or an error."""
@@ -50,12 +58,18 @@ class Handle:
         Raises:
             HorovodInternalError: the operation failed, on this rank or another.
         """
-        drive = self.drive
-        if drive is not None:
-            drive(self)
+        driver = self.driver
+        if driver is not None:
+            driver.drive(self)
         if not self._finished:
-            with self._open:
-                pass
+            self._sleep()
         if self._error is not None:
             raise self._error
         return self._result
+
+    def _sleep(self) -> None:
+        with _waiting:
+            ended = self._ended = self._ended or threading.Event()
+        # Either `finish` has seen the event, or it has ended before this:
+        if not self._finished:
+            ended.wait()

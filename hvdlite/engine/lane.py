@@ -46,10 +46,11 @@ class Lane:
         self._devices = DeviceSide(transport, settings)
         self._watching = False
         self._queue = Queue(transport.rank)
-        self._changed = self._queue.changed
+        self._lock, self._changed = self._queue.lock, self._queue.changed
         self._patience = WaitingPolicy(settings, self._queue.describe, transport.absent)
         self._rounds = Rounds(name, self._queue, transport, self._devices, self._patience, settings)
         self._driven = False
+        self._sleeping = False
         self._broken = False
         self._thread = threading.Thread(target=self._serve, name=f"hvdlite-{name}", daemon=True)
         self._thread.start()
@@ -72,11 +73,16 @@ class Lane:
             ValueError: an operation of this name is still on its way.
             HorovodInternalError: the lane has been closed or has failed.
         """
-        with self._changed:
-            self._enqueue(operation)
+        handle = operation.handle
+        with self._lock:
+            self._queue.add(operation)
+            if operation.memory is not None:
+                self._devices.admit(operation)
+            operation.lane = self._name
+            handle.driver = self
             if begin or self._driven:
                 self._announce()
-        return operation.handle
+        return handle
 
     def run(self, operation: Operation) -> Any:
         """Queue an operation, wait for it, and return its result.
@@ -86,12 +92,12 @@ class Lane:
         """
         return self.submit(operation, begin=False).wait()
 
-    def _drive(self, handle: Handle) -> None:
+    def drive(self, handle: Handle) -> None:
         """Run rounds in the thread of whoever waits, if nobody else does, until it has ended.
 
         Two switches between threads cost more than a small collective.
         """
-        with self._changed:
+        with self._lock:
             drives = not self._driven and not handle.done()
             self._driven |= drives
         if drives:
@@ -133,27 +139,20 @@ class Lane:
 
     def _announce(self) -> None:
         """Wake who waits for a change; nobody in vain, or threads would fight for the GIL."""
-        if self._rounds.pausing or not self._driven:
+        if self._rounds.pausing or (self._sleeping and not self._driven):
+            self._sleeping = False
             self._changed.notify_all()
-
-    def _enqueue(self, operation: Operation) -> None:
-        self._queue.add(operation)
-        if operation.memory is not None:
-            self._devices.admit(operation)
-        operation.lane = self._name
-        operation.handle.drive = self._drive
 
     def _serve(self) -> None:
         """Drive rounds in the lane's thread while there is something to do."""
         while True:
             with self._changed:
-                self._watching = bool(self._devices.under_way)
-                self._changed.wait_for(self._is_wanted, _WATCH_SECONDS if self._watching else None)
+                self._sleep()
             if self._queue and not self._queue.closing:
                 # More may be about to come, and who submits needs the GIL. Nobody waits yet: who
                 # did would drive.
                 time.sleep(self._settings.cycle_time * 1e-3)
-            with self._changed:
+            with self._lock:
                 if self._rounds.closed or self._broken:
                     return
                 if self._driven:
@@ -164,6 +163,14 @@ class Lane:
                 self._devices.look()
                 while self._has_work() and not self._rounds.closed:
                     self._rounds.run()
+
+    def _sleep(self) -> None:
+        """Wait until there is something to do, or to look after."""
+        self._watching = bool(self._devices.under_way)
+        while not self._is_wanted():
+            self._sleeping = True
+            if not self._changed.wait(_WATCH_SECONDS if self._watching else None):
+                break
 
     def _is_wanted(self) -> bool:
         """Whether the lane's thread has to do something, or to begin to watch the device."""

@@ -32,8 +32,8 @@ class Signature(tuple[tuple[str, Any], ...]):
         return f"{kind}." if label == "the operation" else ""
 
     @cached_property
-    def words(self) -> dict[str, bytes]:
-        """The words of operations without a payload, by name."""
+    def known(self) -> dict[str, tuple[str, bytes]]:
+        """The key and the word of operations without a payload, by name."""
         return {}
 
 
@@ -59,6 +59,9 @@ class Operation(ABC):
     """
 
     memory: Any = None
+    nbytes = 0
+    lane = ""
+    submitted = 0.0
 
     def __init__(
         self,
@@ -72,10 +75,7 @@ class Operation(ABC):
         self.payload = payload
         self.failure = failure
         self.handle = Handle(name)
-        self.key = signature.prefix + name
-        self.nbytes = 0
-        self.lane = ""
-        self.submitted = 0.0
+        self.key, self._word = signature.known.get(name) or self._remember()
 
     @property
     def activity(self) -> str:
@@ -88,13 +88,16 @@ class Operation(ABC):
         if self.payload or self.failure is not None:
             failed = self.failure is not None
             return _word(self.name, self.payload, self.signature.digest, failed)
-        known = self.signature.words
-        word = known.get(self.name)
-        if word is None:
-            if len(known) >= _MOST_WORDS:
-                known.clear()
-            word = known[self.name] = _word(self.name, b"", self.signature.digest, False)
-        return word
+        return self._word
+
+    def _remember(self) -> tuple[str, bytes]:
+        """The key and the word, which are the same in every step of a program."""
+        known = self.signature.known
+        if len(known) >= _MOST_WORDS:
+            known.clear()
+        word = _word(self.name, b"", self.signature.digest, False)
+        known[self.name] = self.signature.prefix + self.name, word
+        return known[self.name]
 
     @property
     def fusion(self) -> Hashable | None:

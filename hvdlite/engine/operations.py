@@ -96,11 +96,12 @@ class Allreduce(Operation):
         signature = allreduce_signature(array.dtype, array.shape, op, prescale, postscale, "none")
         super().__init__(name, signature)
         self._op = op
-        self._factors = prescale, postscale
+        self._prescale = prescale
+        self._postscale = postscale
         self._array = array
         self._out = _allocated(out, array)
         # Flat; that of an array which is not contiguous is a copy.
-        self._send = array.reshape(-1)
+        self._send = array if array.ndim == 1 else array.reshape(-1)
         self._result = self._send if out is array else self._out.reshape(-1)
         self.nbytes = array.nbytes
 
@@ -109,12 +110,12 @@ class Allreduce(Operation):
         """Small arrays of one dtype that are reduced and scaled alike."""
         if self.nbytes > LARGEST_FUSED or self._op is ReduceOp.ADASUM:
             return None
-        return self._send.dtype, self._op, self._factors
+        return self._send.dtype, self._op, self._prescale, self._postscale
 
     @property
     def cargo(self) -> Any:
         """The array, flat, unless it is scaled first or reduced in another way than others."""
-        if self._factors[0] != 1.0 or self._op is ReduceOp.ADASUM:
+        if self._prescale != 1.0 or self._op is ReduceOp.ADASUM:
             return None
         return self._send
 
@@ -125,13 +126,13 @@ class Allreduce(Operation):
     def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:
         """Reduce all arrays of a group, of which this is the first, at once."""
         group: list[Allreduce] = [self, *others]
-        if self._factors[0] == 1.0:
+        if self._prescale == 1.0:
             sends = [operation._send for operation in group]
         else:
             sends = [operation._scaled() for operation in group]
         results = [operation._result for operation in group]
         average = self._op is ReduceOp.AVERAGE
-        scaling = Scaling(self._factors[1], transport.size if average else 1)
+        scaling = Scaling(self._postscale, transport.size if average else 1)
         op = ReduceOp.SUM if average else self._op
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.allreduce_all(sends, results, op, scaling)
@@ -141,7 +142,7 @@ class Allreduce(Operation):
         """What is to be reduced, with the factor that comes before."""
         if self._result is not self._send:
             self._result[...] = self._send  # its place is free until the reduction
-        return Scaling(self._factors[0]).apply(self._result)
+        return Scaling(self._prescale).apply(self._result)
 
 
 class Allgather(Operation):

@@ -19,13 +19,15 @@ class Queue:
         rank: this one, for messages.
 
     Attributes:
-        changed: held to change anything here, and to wait for a change. `add`, `close` and
-            `refuse` are called with it held; the other methods take it themselves.
+        lock: held to change anything here. `add`, `close` and `refuse` are called with it held;
+            the other methods take it themselves.
+        changed: the same lock, to wait for a change.
         closing: whether this rank submits no more.
     """
 
     def __init__(self, rank: int) -> None:
-        self.changed = threading.Condition(threading.Lock())
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         self.closing = False
         self._rank = rank
         self._operations: dict[str, Operation] = {}
@@ -72,18 +74,18 @@ class Queue:
 
     def oldest(self, count: int) -> list[Operation]:
         """The first operations, ``count`` at most."""
-        with self.changed:
+        with self.lock:
             return list(itertools.islice(self._operations.values(), count))
 
     def remove(self, operations: Sequence[Operation]) -> None:
         """Forget operations that have ended."""
-        with self.changed:
+        with self.lock:
             for operation in operations:
                 del self._operations[operation.key]
 
     def take_all(self) -> list[Operation]:
         """Forget all operations, and return them."""
-        with self.changed:
+        with self.lock:
             taken = list(self._operations.values())
             self._operations.clear()
         return taken
@@ -91,7 +93,7 @@ class Queue:
     def report(self) -> Report:
         """What the other ranks are told."""
         now = time.monotonic()
-        with self.changed:
+        with self.lock:
             self._changes_reported = self._changes
             descriptions = tuple(
                 Description(
@@ -107,18 +109,18 @@ class Queue:
             return Report(descriptions, self.closing)
 
     def has_changed(self) -> bool:
-        """Whether something has come since the last `report`; with ``changed`` held."""
+        """Whether something has come since the last `report`; with ``lock`` held."""
         return self._changes != self._changes_reported
 
     def waited(self) -> float:
         """Seconds since the oldest operation was submitted."""
-        with self.changed:
+        with self.lock:
             first = min((each.submitted for each in self._operations.values()), default=None)
         return 0.0 if first is None else time.monotonic() - first
 
     def describe(self) -> str:
         """The names of the first operations."""
-        with self.changed:
+        with self.lock:
             names = [operation.name for operation in self._operations.values()]
         shown = ", ".join(map(repr, names[:4])) or "shutdown()"
         return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

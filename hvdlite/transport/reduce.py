@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from hvdlite import halves
 from hvdlite.reduction import UFUNCS, ReduceOp, Scaling, accumulator
+from hvdlite.transport.chunks import split
 
 # Elements that stay in a core's own cache from one pass over them to the next.
 _BLOCK = 2**16
@@ -46,6 +46,7 @@ def reduce_apart(
     results: Sequence[Any],
     own: Sequence[Any],
     parts: Sequence[Any],
+    bounds: Sequence[int],
     position: int,
     op: ReduceOp,
     scaling: Scaling,
@@ -56,6 +57,7 @@ def reduce_apart(
         results: flat arrays.
         own: what ``parts[position]`` has, in arrays like the results, or the results themselves.
         parts: arrays of the size of all results together.
+        bounds: where each result begins in them, and where the last one ends.
         position: of one's own part.
         op: SUM, MIN, MAX or PRODUCT.
         scaling: applied once, at the end.
@@ -70,21 +72,16 @@ def reduce_apart(
     plain = dtype.kind != "b" and accumulator(dtype) == dtype
     if plain and len(parts) == 2 and scaling.is_identity:
         # One call for each, and no pass over memory more than it takes.
-        theirs = split(parts[1 - position], own)
+        theirs = split(parts[1 - position], bounds)
         first, second = (own, theirs) if position == 0 else (theirs, own)
-        for result, *pair in zip(results, first, second, strict=True):
-            UFUNCS[op](*pair, out=result)
+        reduce = UFUNCS[op]
+        for result, a, b in zip(results, first, second, strict=True):
+            reduce(a, b, out=result)
         return
     total = np.empty(parts[0].size, dtype)
     reduce_into(total, parts, op, scaling)
-    for result, piece in zip(results, split(total, results), strict=True):
+    for result, piece in zip(results, split(total, bounds), strict=True):
         result[...] = piece
-
-
-def split(array: Any, like: Sequence[Any]) -> list[Any]:
-    """Consecutive pieces of an array, as large as some arrays that it is as large as."""
-    stops = list(itertools.accumulate(part.size for part in like))
-    return [array[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
 
 
 def combine(parts: Sequence[Any], op: ReduceOp, result: Any = None) -> Any:

@@ -13,7 +13,8 @@ from hvdlite import timeline
 from hvdlite.reduction import ReduceOp, Scaling, accumulator
 from hvdlite.transport import slices
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
-from hvdlite.transport.reduce import combine, reduce_apart, reduce_into, split
+from hvdlite.transport.chunks import Chunk, cut, split
+from hvdlite.transport.reduce import combine, reduce_apart, reduce_into
 from hvdlite.transport.segment import Arena
 from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Table
 
@@ -26,9 +27,6 @@ _PIECE = 2**18
 # from these bytes on, which make up for a second meeting.
 _FEW_RANKS = 2
 _SLICED = 2**16
-
-# Parts of arrays that travel together: the array's number, and which of its elements.
-_Chunk = list[tuple[int, slice]]
 
 
 class SharedMemoryTransport(Transport):
@@ -135,11 +133,11 @@ class SharedMemoryTransport(Transport):
         nbytes: int = sum(array.nbytes for array in sends)
         return nbytes >= _SLICED
 
-    def _cut(self, arrays: Sequence[Any]) -> list[_Chunk]:
+    def _cut(self, arrays: Sequence[Any]) -> tuple[Chunk, ...]:
         # Across nodes each chunk costs a message.
         nbytes = self.chunk if self._cross is None else LARGEST_CHUNK
         room = max(nbytes // arrays[0].itemsize, 1)
-        return list(_fill([array.size for array in arrays], room))
+        return cut(tuple([array.size for array in arrays]), room)
 
     def _load(self, cargo: Sequence[Any]) -> int:
         """Put the first chunk of some arrays where the next meeting finds it.
@@ -192,7 +190,7 @@ class SharedMemoryTransport(Transport):
         self,
         sends: Sequence[Any],
         results: Sequence[Any],
-        chunks: Sequence[_Chunk],
+        chunks: Sequence[Chunk],
         meeting: int,
         op: ReduceOp,
         scaling: Scaling,
@@ -210,17 +208,17 @@ class SharedMemoryTransport(Transport):
         for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
             self._table.wait(meeting)
             arrived = self._pack(sends, following) if following else 0
-            outs, own = _select(results, chunk), _select(sends, chunk)
-            parts = self._chunks(meeting, _size(chunk), outs[0].dtype)
+            outs, own = chunk.parts(results), chunk.parts(sends)
+            parts = self._chunks(meeting, chunk.size, outs[0].dtype)
             with self._fusing(chunk, timeline.MEMCPY_OUT_FUSION_BUFFER):
-                reduce_apart(outs, own, parts, self.rank, op, scaling)
+                reduce_apart(outs, own, parts, chunk.bounds, self.rank, op, scaling)
             meeting = arrived
 
     def _reduce_slices(
         self,
         sends: Sequence[Any],
         results: Sequence[Any],
-        chunks: Sequence[_Chunk],
+        chunks: Sequence[Chunk],
         meeting: int,
         op: ReduceOp,
         scaling: Scaling,
@@ -230,15 +228,15 @@ class SharedMemoryTransport(Transport):
         To one meeting each rank brings a chunk, and its slice of the chunk before.
         """
         table, dtype = self._table, sends[0].dtype
-        before: _Chunk = []
+        before: Chunk | None = None
         for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
             table.wait(meeting)
             if following:
                 self._copy_in(sends, following, for_slices=True)
             own = self._slice(chunk)
-            parts = [part[own] for part in self._chunks(meeting, _size(chunk), dtype)]
-            if len(chunk) == 1:
-                parts[self.rank] = _select(sends, chunk)[0][own]
+            parts = [part[own] for part in self._chunks(meeting, chunk.size, dtype)]
+            if not chunk.is_fused:
+                parts[self.rank] = chunk.parts(sends)[0][own]
             reduced = table.own.slice(table.next, own.stop - own.start, dtype)
             self._reduce(reduced, parts, op, scaling)
             arrived = table.arrive()
@@ -247,29 +245,29 @@ class SharedMemoryTransport(Transport):
         table.wait(meeting)
         self._take(before, meeting, results)
 
-    def _take(self, chunk: _Chunk, meeting: int, results: Sequence[Any]) -> None:
+    def _take(self, chunk: Chunk | None, meeting: int, results: Sequence[Any]) -> None:
         """Copy what the ranks have reduced of a chunk."""
-        if not chunk:
+        if chunk is None:
             return
-        outs = _select(results, chunk)
-        whole = outs[0] if len(outs) == 1 else np.empty(_size(chunk), outs[0].dtype)
+        outs = chunk.parts(results)
+        whole = np.empty(chunk.size, outs[0].dtype) if chunk.is_fused else outs[0]
         for part, place in zip(self._parts(whole.size), self._table.places, strict=True):
             whole[part] = place.slice(meeting, part.stop - part.start, whole.dtype)
-        if len(outs) > 1:
+        if chunk.is_fused:
             with self._fusing(chunk, timeline.MEMCPY_OUT_FUSION_BUFFER):
-                for out, part in zip(outs, split(whole, outs), strict=True):
+                for out, part in zip(outs, split(whole, chunk.bounds), strict=True):
                     out[...] = part
 
-    def _pack(self, sends: Sequence[Any], chunk: _Chunk) -> int:
+    def _pack(self, sends: Sequence[Any], chunk: Chunk) -> int:
         """Arrive at the next meeting with a chunk; return its number."""
         self._copy_in(sends, chunk)
         return self._table.arrive()
 
-    def _copy_in(self, sends: Sequence[Any], chunk: _Chunk, for_slices: bool = False) -> None:
+    def _copy_in(self, sends: Sequence[Any], chunk: Chunk, for_slices: bool = False) -> None:
         """Write a chunk for the next meeting, as far as the others read it there."""
-        parts = _select(sends, chunk)
-        target = self._table.own.chunk(self._table.next, _size(chunk), parts[0].dtype)
-        if len(parts) > 1:
+        parts = chunk.parts(sends)
+        target = self._table.own.chunk(self._table.next, chunk.size, parts[0].dtype)
+        if chunk.is_fused:
             with self._fusing(chunk, timeline.MEMCPY_IN_FUSION_BUFFER):
                 np.concatenate(parts, out=target)
         elif for_slices:
@@ -279,13 +277,13 @@ class SharedMemoryTransport(Transport):
         else:
             target[...] = parts[0]
 
-    def _slice(self, chunk: _Chunk) -> slice:
+    def _slice(self, chunk: Chunk) -> slice:
         """This rank's of a chunk."""
-        return self._parts(_size(chunk))[self.rank]
+        return self._parts(chunk.size)[self.rank]
 
-    def _fusing(self, chunk: _Chunk, event: str) -> contextlib.AbstractContextManager[None]:
+    def _fusing(self, chunk: Chunk, event: str) -> contextlib.AbstractContextManager[None]:
         """The time that goes into the parts of a chunk, in the timeline."""
-        return timeline.span(self.lane, event) if len(chunk) > 1 else contextlib.nullcontext()
+        return timeline.span(self.lane, event) if chunk.is_fused else contextlib.nullcontext()
 
     def _parts(self, size: int) -> list[slice]:
         """The slice of each rank of an array of ``size`` elements; that of some may be empty."""
@@ -352,33 +350,6 @@ class SharedMemoryTransport(Transport):
 
     def _chunks(self, meeting: int, size: int, dtype: np.dtype[Any]) -> list[Any]:
         return [place.chunk(meeting, size, dtype) for place in self._table.places]
-
-
-def _fill(sizes: Sequence[int], room: int) -> Iterator[_Chunk]:
-    """Cut arrays into parts that fill chunks of ``room`` elements."""
-    chunk: _Chunk = []
-    left = room
-    for index, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            stop = min(start + left, size)
-            chunk.append((index, slice(start, stop)))
-            left -= stop - start
-            start = stop
-            if not left:
-                yield chunk
-                chunk, left = [], room
-    if chunk:
-        yield chunk
-
-
-def _select(arrays: Sequence[Any], chunk: _Chunk) -> list[Any]:
-    """The parts of arrays that a chunk is made of."""
-    return [arrays[index][piece] for index, piece in chunk]
-
-
-def _size(chunk: _Chunk) -> int:
-    return sum(piece.stop - piece.start for _, piece in chunk)
 
 
 def _pieces(start: int, stop: int, dtype: np.dtype[Any], nbytes: int) -> Iterator[slice]:
