@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import timeline
+from hvdlite.torch.arrivals import Arrivals
 from hvdlite.torch.tensors import to_tensor
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ class ParameterSet:
             parameter.numel() * parameter.element_size() >= _HUGE for parameter in parameters
         ]
         self._steps = 0
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._arrivals: list[Arrivals] = []
+        self._own_hooks = [self._hook(number) for number in range(len(parameters))]
+        self._handles = [self._register(*pair) for pair in enumerate(self._own_hooks)]
         self.connect()
         self._begin()
-        for number, parameter in enumerate(parameters):
-            if parameter in _hooks:
-                _hooks[parameter].remove()
-            _hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._hook(number))
 
     def connect(self) -> None:
         """Make the exchange in the current world."""
@@ -90,7 +91,29 @@ class ParameterSet:
                 self.exchange.keep_result(index)
                 for number in members:
                     self._results[number] = self._tensor(self.exchange.result_slot(number))
-        self._reset_buckets()
+        for arrivals in self._arrivals:
+            self._choose_hooks(arrivals, [])
+        self._arrivals = [
+            Arrivals(members, [number for number in members if not self._large[number]])
+            for members in plan
+        ]
+
+    def _register(self, number: int, hook: Callable[[torch.Tensor], None]) -> Any:
+        parameter = self._parameters[number]
+        if parameter in _hooks:
+            _hooks[parameter].remove()
+        _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        return _hooks[parameter]
+
+    def _choose_hooks(self, arrivals: Arrivals, quick: list[int]) -> None:
+        """Let some members of a bucket come quickly, and the others as they did at first."""
+        if quick is arrivals.quick_members:
+            return
+        before, arrivals.quick_members = arrivals.quick_members, quick
+        for number in {*before} ^ {*quick}:
+            if _hooks.get(self._parameters[number]) is self._handles[number]:  # not another's now
+                hook = arrivals.quick.append if number in quick else self._own_hooks[number]
+                self._handles[number] = self._register(number, hook)
 
     def _tensor(self, slot: Any) -> torch.Tensor:
         return to_tensor(slot) if self._memory is None else slot
@@ -102,43 +125,89 @@ class ParameterSet:
             reducer.synchronized = False
             passes = self._passes[number] = self._passes[number] + 1
             if passes == reducer.passes_per_step:
-                self._take(number, parameter)
+                if timeline.current is None:
+                    self._take(number)
+                else:
+                    with timeline.span("step", timeline.HOOK, tensor=reducer.names[parameter]):
+                        self._take(number)
+                if self.repeated:
+                    raise RuntimeError(self.repeated[0])
             elif passes > reducer.passes_per_step:
-                raise RuntimeError(
-                    f"the gradient of {reducer.names[parameter]!r} was computed more than "
-                    f"{reducer.passes_per_step} times before step() or synchronize(); "
-                    "raise backward_passes_per_step to add up gradients"
-                )
+                raise RuntimeError(self._too_often(number))
 
         return on_gradient
 
-    def _take(self, number: int, parameter: torch.Tensor) -> None:
+    def _too_often(self, number: int) -> str:
+        passes = self._reducer.passes_per_step
+        return (
+            f"the gradient of {self._name(number)!r} was computed more than {passes} times before "
+            "step() or synchronize(); raise backward_passes_per_step to add up gradients"
+        )
+
+    def _name(self, number: int) -> str:
+        return self._reducer.names[self._parameters[number]]
+
+    def _take(self, number: int) -> None:
         """Copy a gradient into its bucket, or leave that until the bucket is complete."""
-        trace = timeline.current
-        start = 0 if trace is None else trace.now()
         if self._untouched:
             self._open_step()
-        gradient = parameter.grad
-        assert gradient is not None
         if self._large[number] or self._steps == 0:
-            self._slots[number].copy_(self._dense(number, gradient))
-            huge = self._huge[number] and self._steps >= _STEPS_COMPARED
-            if huge and self._may_swap(gradient):
-                self._swap(number, gradient)
-        self._taken[number] = gradient, gradient._version
+            self._copy([number])
+            if self._huge[number] and self._steps >= _STEPS_COMPARED:
+                self._swap(number)
+        self._remember(number)
         if self._steps == 0:  # its exact order is of interest
             self.exchange.mark(number)
-        else:
-            index = self._bucket_of[number]
-            self._waiting[index].append(number)
-            if self._memory is not None:
-                self._streams[index].add(self._memory.stream())
-            self._absent[index] -= 1
-            if not self._absent[index]:
-                self._bring(index)
-        if trace is not None:
-            name = self._reducer.names[parameter]
-            trace.complete("step", timeline.HOOK, start, trace.now(), tensor=name)
+            return
+        index = self._bucket_of[number]
+        arrivals = self._arrivals[index]
+        if self._memory is not None:
+            arrivals.streams.add(self._memory.stream())
+        if arrivals.tell(number):
+            self._bring(index)
+
+    def _bring(self, index: int) -> None:
+        """Copy what has not been copied yet of a bucket, and let it go."""
+        arrivals = self._arrivals[index]
+        told, arrivals.told = arrivals.told, []
+        if self._memory is not None:
+            self._memory.join(arrivals.streams)
+        quick = self._quick_ones(arrivals)
+        for number in quick:
+            self._remember(number)
+        small = [number for number in told if not self._large[number]]
+        if small or quick:
+            self._copy(small + quick)
+        self.exchange.mark(*told, *quick)
+
+    def _quick_ones(self, arrivals: Arrivals) -> list[int]:
+        """Those that have come quickly; each has come once, or too often."""
+        came = [self._numbers[id(parameter)] for parameter in arrivals.quick]
+        arrivals.quick.clear()
+        numbers = list(dict.fromkeys(came))
+        if len(numbers) < len(came):
+            self.repeated += [self._too_often(n) for n in numbers if came.count(n) > 1]
+        arrivals.absent -= len(numbers)
+        return numbers
+
+    def _remember(self, number: int) -> None:
+        gradient = self._parameters[number].grad
+        assert gradient is not None
+        self._taken[number] = gradient
+        self._versions[number] = gradient._version
+
+    def _copy(self, numbers: Sequence[int]) -> None:
+        """Copy gradients into their bucket."""
+        parameters = [self._parameters[number] for number in numbers]
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        dense = [
+            gradient
+            if gradient.layout is torch.strided
+            else self._reducer.dense(parameter, gradient)
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        with torch.no_grad():
+            torch._foreach_copy_([self._slots[number] for number in numbers], dense)
 
     def _may_swap(self, gradient: torch.Tensor) -> bool:
         """Whether the memory of a gradient may be exchanged for other memory."""
@@ -149,31 +218,16 @@ class ParameterSet:
             and not gradient.requires_grad
         )
 
-    def _swap(self, number: int, gradient: torch.Tensor) -> None:
-        """Let a huge gradient be its copy, which the exchange only reads.
+    def _swap(self, number: int) -> None:
+        """Let a huge gradient be its copy, which the exchange only reads, if it can be.
 
         What it has been computed in is free for the gradients to come: fewer pages of memory
         are touched, and less is needed at a time.
         """
-        slot = self._slots[number]
-        gradient.data = slot
-        self._samples[number] = slot.view(-1)[:_SAMPLE].clone()
-
-    def _bring(self, index: int) -> None:
-        """Copy what has not been copied yet of a bucket, and let it go."""
-        waiting, self._waiting[index] = self._waiting[index], []
-        if self._memory is not None:
-            self._memory.join(self._streams[index])
-        small = [number for number in waiting if not self._large[number]]
-        if small:
-            gradients = [self._dense(number, self._taken[number][0]) for number in small]
-            torch._foreach_copy_([self._slots[number] for number in small], gradients)
-        self.exchange.mark(*waiting)
-
-    def _dense(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
-        if gradient.layout is not torch.strided:
-            gradient = self._reducer.dense(self._parameters[number], gradient)
-        return gradient.detach() if gradient.requires_grad else gradient
+        gradient, slot = self._parameters[number].grad, self._slots[number]
+        if gradient is not None and self._may_swap(gradient):
+            gradient.data = slot
+            self._samples[number] = slot.view(-1)[:_SAMPLE].clone()
 
     def _open_step(self) -> None:
         self._untouched = False
@@ -187,25 +241,36 @@ class ParameterSet:
         Returns:
             The names of those that were changed since their hook took them.
         """
-        changed = []
-        for number, (parameter, taken) in enumerate(
-            zip(self._parameters, self._taken, strict=True)
-        ):
-            gradient = parameter.grad
-            if taken is None:
-                if gradient is not None:
-                    self._take(number, parameter)  # accumulation was cut short
-            elif gradient is not taken[0] or gradient._version != taken[1]:
-                changed.append(number)
-        for index, waiting in enumerate(self._waiting):
-            if waiting:
-                self._bring(index)
+        gradients = [parameter.grad for parameter in self._parameters]
+        if self._untouched and any(gradient is not None for gradient in gradients):
+            self._open_step()
+        for index, arrivals in enumerate(self._arrivals):
+            if arrivals.absent:
+                self._complete(index)
+        changed = [
+            number
+            for number, (gradient, taken, version) in enumerate(
+                zip(gradients, self._taken, self._versions, strict=True)
+            )
+            if taken is not None and (gradient is not taken or gradient._version != version)
+        ]
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         for number in self._suspects():
             if self._taken[number] is not None and self._has_changed(number):
                 changed.append(number)
         names = [self._reducer.names[self._parameters[number]] for number in changed]
         return self._found_to_differ() + names
+
+    def _complete(self, index: int) -> None:
+        """Bring what there is of a bucket that no hook has found to be complete."""
+        arrivals = self._arrivals[index]
+        quick = {self._numbers[id(parameter)] for parameter in arrivals.quick}
+        for number in arrivals.members:
+            seen = number in quick or self._taken[number] is not None
+            if not seen and self._parameters[number].grad is not None:
+                self._take(number)  # accumulation was cut short
+        if arrivals.begun:
+            self._bring(index)
 
     def _suspects(self) -> Iterable[int]:
         """Those whose values are compared in this step."""
@@ -214,7 +279,7 @@ class ParameterSet:
         return {*self._samples, self._steps % len(self._parameters)}
 
     def _has_changed(self, number: int) -> bool:
-        gradient, _ = self._taken[number]
+        gradient = self._taken[number]
         parameter, sample = self._parameters[number], self._samples.get(number)
         slot, dense = self._slots[number], self._reducer.dense(parameter, gradient).detach()
         if self._steps >= _STEPS_COMPARED:
@@ -240,47 +305,59 @@ class ParameterSet:
         finally:
             self._begin()
             self._steps += 1
-        with torch.no_grad():
-            copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-            for number, parameter in enumerate(self._parameters):
-                if found[number]:
-                    average = self._results[number]
-                    if average is None:
-                        average = to_tensor(self.exchange.result_slot(number))
-                    gradient = _gradient_of(parameter)
-                    if self._huge[number] and self._may_swap(gradient):
-                        _lend(gradient, average)
-                    else:
-                        copies[0].append(gradient)
-                        copies[1].append(average)
-            if copies[0]:
-                torch._foreach_copy_(*copies)
+        gradients, averages = [], []
+        for number, parameter in enumerate(self._parameters):
+            if found[number]:
+                gradient = parameter.grad
+                if gradient is None or gradient.layout is not torch.strided:
+                    gradient = parameter.grad = torch.empty_like(parameter)
+                average = self._results[number]
+                if average is None:
+                    average = to_tensor(self.exchange.result_slot(number))
+                if self._huge[number] and self._may_swap(gradient):
+                    _lend(gradient, average)
+                else:
+                    gradients.append(gradient)
+                    averages.append(average)
+        if gradients:
+            with torch.no_grad():
+                torch._foreach_copy_(gradients, averages)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether gradients have come for which `finish` has not been called."""
+        return self.exchange.in_flight or any(arrivals.begun for arrivals in self._arrivals)
 
     def begin_step(self) -> None:
         """Count the backward passes anew."""
         self._passes = [0] * len(self._parameters)
         self._untouched = True
+        if not self._may_hurry():
+            for arrivals in self._arrivals:
+                self._choose_hooks(arrivals, [])
 
     def _begin(self) -> None:
+        hurry = self._may_hurry()
+        for arrivals in self._arrivals:
+            self._choose_hooks(arrivals, arrivals.next_quick() if hurry else [])
+            arrivals.reset()
         self.begin_step()
-        # What a gradient was when its hook was called: the tensor and its version.
+        # What a gradient was when it came: the tensor and its version.
         self._taken: list[Any] = [None] * len(self._parameters)
+        self._versions = [0] * len(self._parameters)
         # Of gradients that are their own copy: what some elements were.
         self._samples: dict[int, torch.Tensor] = {}
-        self._reset_buckets()
+        #: What to say of gradients that came too often.
+        self.repeated: list[str] = []
 
-    def _reset_buckets(self) -> None:
-        # Of each bucket: the gradients that it has not been told of, and how many are to come.
-        self._waiting: list[list[int]] = [[] for _ in self.exchange.plan]
-        self._absent = [len(members) for members in self.exchange.plan]
-        self._streams: list[set[int]] = [set() for _ in self.exchange.plan]
-
-
-def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    gradient = parameter.grad
-    if gradient is None or gradient.layout is not torch.strided:
-        gradient = parameter.grad = torch.empty_like(parameter)
-    return gradient
+    def _may_hurry(self) -> bool:
+        """Whether gradients may come without a hook in Python that looks at each."""
+        return (
+            self._steps >= _STEPS_COMPARED
+            and self._memory is None
+            and self._reducer.passes_per_step == 1
+            and timeline.current is None
+        )
 
 
 def _lend(gradient: torch.Tensor, average: torch.Tensor) -> None:

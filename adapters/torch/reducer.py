@@ -39,8 +39,7 @@ class Reducer:
         self._reduction = reduction
         self._sparse_as_dense = sparse_as_dense
         self.passes_per_step = passes_per_step
-        #: Whether the parameters' gradients are averages: `finish` was the last to touch them.
-        self.synchronized = False
+        self._synchronized = False
         self._engine = runtime.engine()
         self._sets: list[ParameterSet] = []
         self._attached: set[int] = set()  # by id; the sets keep them alive
@@ -65,8 +64,17 @@ class Reducer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether an exchange has begun that `finish` has not ended."""
-        return any(members.exchange.in_flight for members in self._sets)
+        """Whether gradients have come for which `finish` has not been called."""
+        return any(members.in_flight for members in self._sets)
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether the parameters' gradients are averages: `finish` was the last to touch them."""
+        return self._synchronized and not self.in_flight
+
+    @synchronized.setter
+    def synchronized(self, value: bool) -> None:
+        self._synchronized = value
 
     def finish(self) -> None:
         """Exchange what is left, and write the averages into the parameters' ``grad``.
@@ -78,7 +86,8 @@ class Reducer:
         """
         self.reconnect()
         changed = [name for members in self._sets for name in members.collect()]
-        errors = []
+        repeated = [message for members in self._sets for message in members.repeated]
+        errors: list[Exception] = []
         for members in self._sets:  # to the last, whatever becomes of one
             try:
                 members.finish()
@@ -86,6 +95,8 @@ class Reducer:
                 errors.append(error)
         if errors:
             raise errors[0]
+        if repeated:
+            raise RuntimeError(repeated[0])
         if changed:
             raise RuntimeError(
                 f"the gradient of {changed[0]!r} was changed after backward(), while it was being "

@@ -1,0 +1,316 @@
+"""Gradients that come without a hook in Python of their own, once their order is known."""
+
+import contextlib
+
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import torch
+
+import hvdlite.torch as hvd
+from hvdlite.torch.arrivals import Arrivals
+
+WIDTH = 3
+
+
+class Branches(torch.nn.Module):
+    """Two branches, of which a step may use either, both, or both in another order."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (
+            torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)) for _ in range(2)
+        )
+
+    def forward(self, x, branches):
+        for branch in branches:
+            for layer in getattr(self, branch):
+                x = torch.tanh(layer(x))
+        return x
+
+
+class Training:
+    """A model, trained by all ranks, and what one process would make of it."""
+
+    def __init__(self, **arguments):
+        self.model, self.reference = Branches(), Branches()
+        self.optimizer = hvd.DistributedOptimizer(
+            self._sgd(self.model), self.model.named_parameters(), op=hvd.Average, **arguments
+        )
+        self.reference_optimizer = self._sgd(self.reference)
+        self.steps = 0
+
+    @staticmethod
+    def _sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @property
+    def quick(self):
+        """How many gradients have no hook in Python, by bucket."""
+        arrivals = self.optimizer._reducer._sets[0]._arrivals
+        return [len(each.quick_members) for each in arrivals]
+
+    def backward(self, *branches):
+        self._loss(self.model, hvd.rank(), branches).backward()
+
+    def step(self, *branches, set_to_none=True):
+        """Train with all ranks, and with one process on everybody's losses."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.backward(*branches)
+        self.optimizer.step()
+        self.reference_optimizer.zero_grad(set_to_none=set_to_none)
+        for rank in range(hvd.size()):
+            (self._loss(self.reference, rank, branches) / hvd.size()).backward()
+        self.reference_optimizer.step()
+        self.steps += 1
+        self.check()
+
+    def check(self):
+        for own, other in zip(self.model.parameters(), self.reference.parameters(), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+    def _loss(self, model, rank, branches):
+        generator = torch.Generator().manual_seed(100 * self.steps + rank)
+        return model(torch.randn(5, WIDTH, generator=generator), branches).square().mean()
+
+
+BOTH = ("first", "second")
+
+
+@contextlib.contextmanager
+def hurried(**arguments):
+    """A training that has come as far as the quick way."""
+    hvd.init()
+    training = Training(**arguments)
+    for _ in range(5):
+        training.step(*BOTH)
+    assert sum(training.quick) == 15  # of 16, in one bucket
+    yield training
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_is_the_same(set_to_none):
+    with hurried() as training:
+        for _ in range(5):
+            training.step(*BOTH, set_to_none=set_to_none)
+            assert sum(training.quick) == 15
+
+
+@ranks(2, fresh=True, env={"HVDLITE_FUSION_THRESHOLD": "300", "HVDLITE_FIRST_BUCKET_SIZE": "300"})
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_each_bucket_has_one_that_tells_of_the_others(monkeypatch, overlap):
+    monkeypatch.setenv("HVDLITE_OVERLAP", overlap)
+    hvd.init()
+    training = Training()
+    for _ in range(8):
+        training.step(*BOTH)
+    sizes = [len(members) for members in training.optimizer._reducer._sets[0].exchange.plan]
+    assert len(sizes) > 1
+    assert training.quick == [size - 1 if size >= 4 else 0 for size in sizes]
+    assert any(training.quick)
+
+
+@ranks(2)
+def test_another_order_is_noticed_and_learned():
+    with hurried() as training:
+        for _ in range(3):
+            training.step("second", "first")
+        assert sum(training.quick) == 15
+        for turn in range(10):
+            training.step(*BOTH[:: 1 if turn % 2 else -1])
+        assert sum(training.quick) == 0  # no longer worth while
+
+
+@ranks(2, 3)
+def test_gaps_that_come_and_go():
+    with hurried() as training:
+        training.step("first")
+        assert sum(training.quick) == 0
+        training.step("second")
+        training.step("second")
+        training.step(*BOTH)
+        training.step(*BOTH)
+        assert sum(training.quick) == 15
+        training.step("second")
+        training.step(*BOTH)
+
+
+@ranks(2)
+def test_gaps_on_one_rank_only():
+    with hurried() as training:
+        training.optimizer.zero_grad()
+        training.backward(*(BOTH if hvd.rank() else ("second",)))
+        training.optimizer.step()
+        for parameter in training.model.first.parameters():
+            assert parameter.grad is not None  # the other rank's
+        digest = [parameter.sum().item() for parameter in training.model.parameters()]
+        assert hvd.allgather_object(digest) == [digest] * hvd.size()
+
+
+@ranks(2)
+def test_a_second_backward_pass_is_refused():
+    with hurried() as training:
+        training.optimizer.zero_grad()
+        training.backward(*BOTH)
+        with pytest.raises(RuntimeError, match=r"was computed more than 1 times before step\(\)"):
+            training.backward(*BOTH)
+        with pytest.raises(RuntimeError, match="was changed after backward"):
+            training.optimizer.synchronize()
+        hvd.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("parts", [("second", "second"), ("first", "first")])
+def test_a_second_backward_pass_through_a_part_is_refused(parts):
+    """Of which one has the gradient that tells of the others, and the other has not."""
+    with hurried() as training:
+        training.optimizer.zero_grad()
+        training.backward(parts[0])
+        refused = pytest.raises(RuntimeError, match="was computed more than 1 times before step")
+        if parts[1] == "first":
+            with refused:
+                training.backward(parts[1])
+        else:
+            training.backward(parts[1])
+            with refused:
+                training.optimizer.step()
+        hvd.barrier()
+
+
+@ranks(2)
+def test_a_gradient_that_is_changed_too_early_is_an_error():
+    with hurried() as training:
+        training.optimizer.zero_grad()
+        training.backward(*BOTH)
+        training.model.first[1].weight.grad.mul_(2)
+        with pytest.raises(RuntimeError, match=r"'first.1.weight' was changed after backward"):
+            training.optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("branches", [BOTH, ("first",), ("second",)])
+def test_gradients_that_wait_are_neither_reset_nor_stepped_on(branches):
+    with hurried() as training:
+        training.optimizer.zero_grad()
+        training.backward(*branches)
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward\(\)"):
+            training.optimizer.zero_grad()
+        with (
+            pytest.raises(RuntimeError, match="have not been exchanged"),
+            training.optimizer.skip_synchronize(),
+        ):
+            training.optimizer.step()
+        training.optimizer.synchronize()
+        with training.optimizer.skip_synchronize():
+            training.optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("branches", [("first",), ("second",)])
+def test_gradients_that_wait_for_others_are_not_reset_at_first_either(branches):
+    hvd.init()
+    training = Training()
+    training.step(*BOTH)
+    training.optimizer.zero_grad()
+    training.backward(*branches)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward\(\)"):
+        training.optimizer.zero_grad()
+    training.optimizer.step()
+
+
+@ranks(2)
+def test_more_passes_per_step():
+    with hurried() as training:
+        training.optimizer.set_backward_passes_per_step(2)
+        assert sum(training.quick) == 0
+        training.optimizer.zero_grad()
+        training.backward(*BOTH)
+        once = [parameter.grad.clone() for parameter in training.model.parameters()]
+        training.backward(*BOTH)
+        training.optimizer.synchronize()
+        for parameter, gradient in zip(training.model.parameters(), once, strict=True):
+            expected = hvd.allreduce(2 * gradient)
+            torch.testing.assert_close(parameter.grad, expected)
+        assert sum(training.quick) == 0
+
+
+@ranks(2)
+def test_a_timeline_sees_every_gradient(tmp_path):
+    with hurried() as training:
+        path = hvd.broadcast_object(str(tmp_path / "trace.json"))
+        hvd.start_timeline(path)
+        training.step(*BOTH)  # its hooks had been chosen
+        training.step(*BOTH)
+        assert sum(training.quick) == 0
+        hvd.stop_timeline()
+        for _ in range(2):
+            training.step(*BOTH)
+        assert sum(training.quick) == 15
+
+
+@ranks(2)
+def test_parameters_that_are_wrapped_again_belong_to_the_new_optimizer():
+    with hurried() as training:
+        before = training.optimizer
+        training.optimizer = hvd.DistributedOptimizer(
+            training._sgd(training.model), training.model.named_parameters()
+        )
+        before.synchronize()  # what it has no hooks for, it still exchanges
+        for _ in range(6):
+            training.step(*BOTH)
+        assert sum(training.quick) == 15
+
+
+@ranks(2)
+def test_after_shutdown_and_init():
+    with hurried() as training:
+        hvd.shutdown()
+        hvd.init()
+        for _ in range(5):
+            training.step(*BOTH)
+        assert sum(training.quick) == 15
+
+
+class TestArrivals:
+    def test_the_last_small_one_is_not_quick(self):
+        arrivals = Arrivals(range(6), [0, 1, 2, 3, 5])
+        assert [arrivals.tell(number) for number in (5, 4, 3, 0, 2, 1)] == [False] * 5 + [True]
+        assert arrivals.next_quick() == [0, 2, 3, 5]
+
+    def test_after_a_large_last_one_all_small_ones_are(self):
+        arrivals = Arrivals(range(5), [0, 1, 2, 3])
+        assert [arrivals.tell(number) for number in range(5)] == [False] * 4 + [True]
+        assert arrivals.next_quick() == [0, 1, 2, 3]
+
+    def test_not_if_they_are_few_or_some_have_not_come(self):
+        few = Arrivals(range(3), range(3))
+        assert [few.tell(number) for number in range(3)][-1]
+        assert few.next_quick() == []
+        gaps = Arrivals(range(5), range(5))
+        assert not any(gaps.tell(number) for number in range(4))
+        assert gaps.next_quick() == []
+
+    def test_whoever_tells_knows_of_those_that_came_quickly(self):
+        arrivals = Arrivals(range(5), range(5))
+        arrivals.quick_members = [0, 1, 2, 3]
+        arrivals.quick += [torch.zeros(1) for _ in range(4)]
+        assert arrivals.begun
+        assert arrivals.tell(4)
+        assert arrivals.next_quick() is arrivals.quick_members
+
+    def test_after_three_setbacks_it_is_left(self):
+        arrivals = Arrivals(range(5), range(5))
+        for _ in range(3):
+            assert [arrivals.tell(number) for number in range(5)][-1]
+            arrivals.quick_members = arrivals.next_quick()
+            assert len(arrivals.quick_members) == 4
+            arrivals.reset()
+            arrivals.quick_members = arrivals.next_quick()
+            assert arrivals.quick_members == []
+        assert [arrivals.tell(number) for number in range(5)][-1]
+        assert arrivals.next_quick() == []
