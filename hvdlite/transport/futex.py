@@ -38,6 +38,10 @@ def is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() in _NUMBERS
 
 
+#: Let whoever else can run on this core do so.
+give_way = ctypes.CDLL(None).sched_yield
+
+
 class Futex:
     """One aligned 32-bit word of shared memory that ranks wait on; only its owner writes it.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdlite.errors import RankGoneError
 from hvdlite.transport.base import WORD_SIZE, Patience
-from hvdlite.transport.futex import Futex
+from hvdlite.transport.futex import Futex, give_way
 from hvdlite.transport.segment import Key, Peer, Segment
 
 #: Words that a rank can bring to a meeting.
@@ -30,9 +30,10 @@ _CHUNKS = 32 * 4096
 _SLICES = _CHUNKS + _COPIES * LARGEST_CHUNK
 _PLACE_BYTES = _SLICES + _COPIES * LARGEST_CHUNK
 
-# Where each rank can have a core, it looks for the others for so long before it sleeps. To wake a
-# core that sleeps takes as long again, and costs the one that wakes it nearly as much.
-_SPIN_SECONDS = 100e-6
+# A rank looks for the others for so long before it sleeps: to wake a core that sleeps takes 0.1 ms,
+# and costs the one that wakes it nearly as much. With fewer cores than ranks it gives way between
+# looks, to the one that it waits for perhaps; else that would only make looks rarer.
+_SPIN_SECONDS = 0.5e-3
 # Who waits in the kernel comes up as often to see whether those waited for are still alive.
 _LOOK_SECONDS = 0.05
 
@@ -128,7 +129,7 @@ class Table:
             self.places.append(Place(memory, ranks[position], peer))
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
-        self._spin_seconds = 0.0 if crowded else _SPIN_SECONDS
+        self._crowded = crowded
         self._last = 0  # meeting that this rank has arrived at
         self._met = 0  # at which it has waited for the others
         self._patience: Patience | None = None
@@ -190,8 +191,11 @@ class Table:
 
     def _wait_for(self, place: Place, meeting: int, start: float) -> None:
         seen = place.arrived.value
-        while time.monotonic() < start + self._spin_seconds and not _reached(seen, meeting):
-            place.arrived.pause()
+        while not _reached(seen, meeting) and time.monotonic() < start + _SPIN_SECONDS:
+            if self._crowded:
+                give_way()
+            else:
+                place.arrived.pause()
             seen = place.arrived.value
         while not _reached(seen, meeting):
             place.arrived.wait(seen, _LOOK_SECONDS)
