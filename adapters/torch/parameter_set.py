@@ -62,6 +62,7 @@ class ParameterSet:
             memory is None and parameter.numel() * parameter.element_size() >= _LARGE
             for parameter in parameters
         ]
+        self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
         self._comparisons: list[tuple[str, Callable[[], bool | None]]] = []
         self._huge = [
             parameter.numel() * parameter.element_size() >= _HUGE for parameter in parameters
@@ -155,7 +156,7 @@ class ParameterSet:
             self._copy([number])
             if self._huge[number] and self._steps >= _STEPS_COMPARED:
                 self._swap(number)
-        self._remember(number)
+        self._remember([number], [self._parameters[number].grad])
         if self._steps == 0:  # its exact order is of interest
             self.exchange.mark(number)
             return
@@ -164,50 +165,59 @@ class ParameterSet:
         if self._memory is not None:
             arrivals.streams.add(self._memory.stream())
         if arrivals.tell(number):
-            self._bring(index)
+            self._whole += 1
+            if self.exchange.overlaps:
+                self._bring([index])
+            elif self._whole == len(self._arrivals):
+                # Nothing leaves before: then all at once disturbs the backward pass least.
+                self._bring(range(self._whole))
 
-    def _bring(self, index: int) -> None:
-        """Copy what has not been copied yet of a bucket, and let it go."""
-        arrivals = self._arrivals[index]
-        told, arrivals.told = arrivals.told, []
-        if self._memory is not None:
-            self._memory.join(arrivals.streams)
-        quick = self._quick_ones(arrivals)
-        for number in quick:
-            self._remember(number)
+    def _bring(self, indices: Iterable[int]) -> None:
+        """Copy what has not been copied yet of some buckets, and let them go."""
+        told, quick = [], []
+        for index in indices:
+            arrivals = self._arrivals[index]
+            if self._memory is not None:
+                self._memory.join(arrivals.streams)
+            quick += self._quick_ones(arrivals)
+            told += arrivals.told
+            arrivals.told = []
         small = [number for number in told if not self._large[number]]
         if small or quick:
-            self._copy(small + quick)
+            gradients = self._copy(quick + small)
+            self._remember(quick, gradients)
         self.exchange.mark(*told, *quick)
 
     def _quick_ones(self, arrivals: Arrivals) -> list[int]:
         """Those that have come quickly; each has come once, or too often."""
-        came = [self._numbers[id(parameter)] for parameter in arrivals.quick]
+        count, numbers = len(arrivals.quick), arrivals.quick_members
+        if not count == len(numbers) == len(set(map(id, arrivals.quick))):
+            came = [self._numbers[id(parameter)] for parameter in arrivals.quick]
+            numbers = list(dict.fromkeys(came))
+            if len(numbers) < count:
+                self.repeated += [self._too_often(n) for n in numbers if came.count(n) > 1]
         arrivals.quick.clear()
-        numbers = list(dict.fromkeys(came))
-        if len(numbers) < len(came):
-            self.repeated += [self._too_often(n) for n in numbers if came.count(n) > 1]
         arrivals.absent -= len(numbers)
         return numbers
 
-    def _remember(self, number: int) -> None:
-        gradient = self._parameters[number].grad
-        assert gradient is not None
-        self._taken[number] = gradient
-        self._versions[number] = gradient._version
+    def _remember(self, numbers: Sequence[int], gradients: Sequence[Any]) -> None:
+        """Take note of what the gradients, which begin with those of the numbers, are now."""
+        self._taken.update(zip(numbers, gradients, strict=False))
+        versions = [gradient._version for gradient in gradients]
+        self._versions.update(zip(numbers, versions, strict=False))
 
-    def _copy(self, numbers: Sequence[int]) -> None:
-        """Copy gradients into their bucket."""
-        parameters = [self._parameters[number] for number in numbers]
-        gradients: list[Any] = [parameter.grad for parameter in parameters]
+    def _copy(self, numbers: Sequence[int]) -> list[Any]:
+        """Copy gradients into their buckets, and return them."""
+        gradients: list[Any] = [self._parameters[number].grad for number in numbers]
         dense = [
             gradient
             if gradient.layout is torch.strided
-            else self._reducer.dense(parameter, gradient)
-            for parameter, gradient in zip(parameters, gradients, strict=True)
+            else self._reducer.dense(self._parameters[number], gradient)
+            for number, gradient in zip(numbers, gradients, strict=True)
         ]
         with torch.no_grad():
             torch._foreach_copy_([self._slots[number] for number in numbers], dense)
+        return gradients
 
     def _may_swap(self, gradient: torch.Tensor) -> bool:
         """Whether the memory of a gradient may be exchanged for other memory."""
@@ -241,22 +251,20 @@ class ParameterSet:
         Returns:
             The names of those that were changed since their hook took them.
         """
-        gradients = [parameter.grad for parameter in self._parameters]
+        self._gradients = gradients = [parameter.grad for parameter in self._parameters]
         if self._untouched and any(gradient is not None for gradient in gradients):
             self._open_step()
         for index, arrivals in enumerate(self._arrivals):
-            if arrivals.absent:
+            if arrivals.absent or arrivals.told:
                 self._complete(index)
-        changed = [
+        changed = sorted(
             number
-            for number, (gradient, taken, version) in enumerate(
-                zip(gradients, self._taken, self._versions, strict=True)
-            )
-            if taken is not None and (gradient is not taken or gradient._version != version)
-        ]
+            for number, taken in self._taken.items()
+            if gradients[number] is not taken or taken._version != self._versions[number]
+        )
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         for number in self._suspects():
-            if self._taken[number] is not None and self._has_changed(number):
+            if number in self._taken and self._has_changed(number):
                 changed.append(number)
         names = [self._reducer.names[self._parameters[number]] for number in changed]
         return self._found_to_differ() + names
@@ -266,11 +274,11 @@ class ParameterSet:
         arrivals = self._arrivals[index]
         quick = {self._numbers[id(parameter)] for parameter in arrivals.quick}
         for number in arrivals.members:
-            seen = number in quick or self._taken[number] is not None
+            seen = number in quick or number in self._taken
             if not seen and self._parameters[number].grad is not None:
                 self._take(number)  # accumulation was cut short
         if arrivals.begun:
-            self._bring(index)
+            self._bring([index])
 
     def _suspects(self) -> Iterable[int]:
         """Those whose values are compared in this step."""
@@ -305,23 +313,25 @@ class ParameterSet:
         finally:
             self._begin()
             self._steps += 1
-        gradients, averages = [], []
-        for number, parameter in enumerate(self._parameters):
-            if found[number]:
-                gradient = parameter.grad
-                if gradient is None or gradient.layout is not torch.strided:
-                    gradient = parameter.grad = torch.empty_like(parameter)
-                average = self._results[number]
-                if average is None:
-                    average = to_tensor(self.exchange.result_slot(number))
-                if self._huge[number] and self._may_swap(gradient):
-                    _lend(gradient, average)
-                else:
-                    gradients.append(gradient)
-                    averages.append(average)
-        if gradients:
+        gradients, self._gradients = self._gradients, []
+        there = [number for number, anywhere in enumerate(found) if anywhere]
+        for number in there:
+            if gradients[number] is None or gradients[number].layout is not torch.strided:
+                parameter = self._parameters[number]
+                gradients[number] = parameter.grad = torch.empty_like(parameter)
+        if any(self._huge):
+            lent = {n for n in there if self._huge[n] and self._may_swap(gradients[n])}
+            for number in lent:
+                _lend(gradients[number], self._average(number))
+            there = [number for number in there if number not in lent]
+        if there:
+            averages = [self._average(number) for number in there]
             with torch.no_grad():
-                torch._foreach_copy_(gradients, averages)
+                torch._foreach_copy_([gradients[number] for number in there], averages)
+
+    def _average(self, number: int) -> torch.Tensor:
+        result = self._results[number]
+        return to_tensor(self.exchange.result_slot(number)) if result is None else result
 
     @property
     def in_flight(self) -> bool:
@@ -342,11 +352,12 @@ class ParameterSet:
             self._choose_hooks(arrivals, arrivals.next_quick() if hurry else [])
             arrivals.reset()
         self.begin_step()
-        # What a gradient was when it came: the tensor and its version.
-        self._taken: list[Any] = [None] * len(self._parameters)
-        self._versions = [0] * len(self._parameters)
+        # What gradients were when they came: the tensors and their versions.
+        self._taken: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
         # Of gradients that are their own copy: what some elements were.
         self._samples: dict[int, torch.Tensor] = {}
+        self._whole = 0  # buckets that have all their gradients
         #: What to say of gradients that came too often.
         self.repeated: list[str] = []
 

@@ -37,6 +37,7 @@ class GradientBuckets:
         label: as given.
         parameters: as given.
         plan: for each bucket its parameters, by number.
+        overlaps: whether buckets leave as soon as they are complete, and not together at last.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GradientBuckets:
         settings = engine.settings
         self._caps = settings.fusion_threshold, settings.first_bucket_size
         # A device works beside its host in any case.
-        self._overlaps = settings.overlap != "0" or memory is not None
+        self.overlaps = settings.overlap != "0" or memory is not None
         self._signature = Signature(
             (
                 *also,
@@ -148,7 +149,7 @@ class GradientBuckets:
             for number, gradient in gradients.items():
                 self.put(number, gradient)
                 step.mark(self._places[number][1])
-            self._launch(index, begin=self._overlaps)
+            self._launch(index, begin=self.overlaps)
         except BaseException:
             step.reset()
             raise

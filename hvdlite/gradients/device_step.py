@@ -41,9 +41,9 @@ class DeviceStep(BucketStep):
         self._streams: set[int] = set()
         self.ready = [self._allocated]
 
-    def mark(self, position: int) -> None:
-        """Take note of a gradient that the current stream brings."""
-        super().mark(position)
+    def mark(self, *positions: int) -> None:
+        """Take note of gradients that the current stream brings."""
+        super().mark(*positions)
         self._streams.add(self.memory.stream())
         if not self.absent:
             self._seal()

@@ -15,6 +15,7 @@ from hvdlite.engine.operation import Signature
 from hvdlite.engine.operations import Barrier, BroadcastBytes
 from hvdlite.errors import HorovodInternalError
 from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.step import BucketStep
 from hvdlite.transport import Transport
 
 _ROW = "step"  # of the timeline
@@ -68,9 +69,12 @@ class GradientExchange(GradientBuckets):
             self._began = timeline.current.now()
         with self._lock:
             complete = False
+            places: dict[BucketStep, list[int]] = {}
             for number in numbers:
                 step, position = self._places[number]
-                step.mark(position)
+                places.setdefault(step, []).append(position)
+            for step, positions in places.items():
+                step.mark(*positions)
                 if not step.absent:
                     complete = True
             if self._order is not None:
@@ -171,7 +175,7 @@ class GradientExchange(GradientBuckets):
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._steps) and not self._steps[self._launched].absent:
-            self._launch_next(begin=self._overlaps)
+            self._launch_next(begin=self.overlaps)
 
     def _launch_next(self, begin: bool = True) -> None:
         self._launch(self._launched, begin)

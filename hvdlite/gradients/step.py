@@ -55,12 +55,13 @@ class BucketStep:
                 f"the gradient of {name!r} was marked twice in one step; end the step by finish()"
             )
 
-    def mark(self, position: int) -> None:
-        """Take note of a gradient."""
-        if self.present[position]:
-            self.check(position)
-        self.present[position] = 1
-        self.absent -= 1
+    def mark(self, *positions: int) -> None:
+        """Take note of gradients."""
+        for position in positions:
+            if self.present[position]:
+                self.check(position)
+            self.present[position] = 1
+            self.absent -= 1
 
     def learn(self, payloads: Sequence[bytes]) -> None:
         """Take note of which gradients the ranks have, by rank."""
