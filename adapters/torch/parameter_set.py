@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 _STEPS_COMPARED = 3
 # Elements that are compared then: what is scaled or clipped changes everywhere.
 _SAMPLE = 2**12
-# Bytes from which on a gradient is copied as soon as it is there, still in the cache. The
-# smaller ones of a bucket are copied together: that takes a third of the time of one by one.
+# Bytes from which on a gradient is copied as soon as it is there, still in the cache, and becomes
+# its average without a copy. The smaller ones are copied together, each way: that takes a third of
+# the time of one by one.
 _LARGE = 2**16
-# Bytes from which on a gradient gives its own memory up for that of its copy, and of its average.
-# The C library returns so large pieces to the system anyhow. Smaller ones it keeps, but not if they
-# are freed in another order than without an exchange: then a step has to fetch them anew, page by
-# page, which was measured to take longer than a copy.
+# Bytes from which on a gradient gives its own memory up at once, for that of its copy: the C
+# library returns so large pieces to the system anyhow. That of others is kept until the next step,
+# when it would be freed without an exchange, too: freed in another order, the heap would be cut
+# back, and every step would fetch it anew, page by page, which takes longer than a copy.
 _HUGE = 2**25
 
 _numbers = itertools.count()
@@ -67,6 +68,7 @@ class ParameterSet:
         self._huge = [
             parameter.numel() * parameter.element_size() >= _HUGE for parameter in parameters
         ]
+        self._kept: list[torch.Tensor] = []  # the own memory of gradients that are averages now
         self._steps = 0
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._arrivals: list[Arrivals] = []
@@ -88,7 +90,7 @@ class ParameterSet:
         # Averages of buckets from which all are copied: their places stay the same.
         self._results: list[torch.Tensor | None] = [None for _ in numbers]
         for index, members in enumerate(plan):
-            if not any(self._huge[number] for number in members):
+            if not any(self._large[number] for number in members):
                 self.exchange.keep_result(index)
                 for number in members:
                     self._results[number] = self._tensor(self.exchange.result_slot(number))
@@ -241,6 +243,7 @@ class ParameterSet:
 
     def _open_step(self) -> None:
         self._untouched = False
+        self._kept.clear()
         self._reducer.reconnect()
         if self.exchange.begin():
             self._find_slots()
@@ -319,9 +322,11 @@ class ParameterSet:
             if gradients[number] is None or gradients[number].layout is not torch.strided:
                 parameter = self._parameters[number]
                 gradients[number] = parameter.grad = torch.empty_like(parameter)
-        if any(self._huge):
-            lent = {n for n in there if self._huge[n] and self._may_swap(gradients[n])}
-            for number in lent:
+        if any(self._large):
+            lent = {n for n in there if self._large[n] and self._may_swap(gradients[n])}
+            for number in sorted(lent):
+                if not self._huge[number]:
+                    self._kept.append(gradients[number].detach())
                 _lend(gradients[number], self._average(number))
             there = [number for number in there if number not in lent]
         if there:
@@ -342,6 +347,7 @@ class ParameterSet:
         """Count the backward passes anew."""
         self._passes = [0] * len(self._parameters)
         self._untouched = True
+        self._kept.clear()
         if not self._may_hurry():
             for arrivals in self._arrivals:
                 self._choose_hooks(arrivals, [])

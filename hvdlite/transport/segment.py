@@ -67,7 +67,8 @@ class Arena:
         if not array.size:  # may seem to lie in the segment behind its own
             return None
         address = array.__array_interface__["data"][0]
-        for start, segment in list(self._lent.items()):
+        # A copy, since the search itself may set off the garbage collector, and that `_take_back`.
+        for start, segment in self._lent.copy().items():
             if start <= address < start + segment.key[2]:
                 return *segment.key, address - start
         return None

@@ -55,6 +55,32 @@ def test_training_is_the_same(monkeypatch, set_to_none):
 
 
 @ranks(2)
+@pytest.mark.parametrize("reset", ["optimizer", "model", "in place"])
+def test_a_gradients_own_memory_is_freed_when_the_next_step_begins(monkeypatch, reset):
+    monkeypatch.setattr(parameter_set, "_LARGE", 0)
+    hvd.init()
+    reference = make_model()
+    train(reference, sgd(reference), 12, local=False)
+    model, optimizer = distributed()
+    (members,) = optimizer._reducer._sets
+    for step in range(12):
+        if reset == "model":
+            model.zero_grad()
+        else:
+            optimizer.zero_grad(set_to_none=reset == "optimizer")
+            assert members._kept == []
+        x, y = make_batch(step)
+        loss_of(model, own(x), own(y)).backward()
+        assert members._kept == []
+        before = [parameter.grad.data_ptr() for parameter in model.parameters()]
+        optimizer.step()
+        assert [own.data_ptr() for own in members._kept] == before
+        after = [parameter.grad.data_ptr() for parameter in model.parameters()]
+        assert not {*before} & {*after}
+    assert relative_error(weights(model), weights(reference)) < 1e-5
+
+
+@ranks(2)
 def test_before_the_exchange_a_gradient_is_the_ranks_own(monkeypatch):
     let_nothing_be_small(monkeypatch)
     hvd.init()

@@ -91,6 +91,21 @@ class TestArrays:
         assert arena.find(array.view(np.uint8)[3:5]) == (*whole[:3], 3)
         assert arena.find(other)[:2] != whole[:2]
 
+    def test_others_may_go_while_one_is_looked_for(self, arena):
+        """The garbage collector runs whenever something is allocated, in the search, too."""
+        kept, others = arena.empty(1, FLOAT), [arena.empty(1, FLOAT)]
+
+        class Collected(dict):
+            def items(self):
+                for item in super().items():
+                    others.clear()
+                    yield item
+
+        arena._lent = Collected(arena._lent)
+        assert arena.find(kept) is not None
+        others.clear()
+        assert len(arena._lent) == 1
+
     def test_what_lies_elsewhere_is_not_found(self, arena):
         kept = arena.empty(1000, FLOAT)
         for array in (np.zeros(0), np.zeros(5), np.zeros(10**6), kept.copy()):
