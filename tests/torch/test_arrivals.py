@@ -1,6 +1,8 @@
 """Gradients that come without a hook in Python of their own, once their order is known."""
 
 import contextlib
+import json
+import pathlib
 
 import pytest
 
@@ -11,6 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite import timeline
 from hvdlite.torch.arrivals import Arrivals
 
 WIDTH = 3
@@ -244,10 +247,14 @@ def test_a_timeline_sees_every_gradient(tmp_path):
     with hurried() as training:
         path = hvd.broadcast_object(str(tmp_path / "trace.json"))
         hvd.start_timeline(path)
-        training.step(*BOTH)  # its hooks had been chosen
+        training.step(*BOTH)  # zero_grad() comes first, and changes the hooks
         training.step(*BOTH)
         assert sum(training.quick) == 0
         hvd.stop_timeline()
+        hvd.barrier()
+        events = json.loads(pathlib.Path(path).read_text())
+        hooks = [event for event in events if event.get("name") == timeline.HOOK]
+        assert len(hooks) == hvd.size() * 2 * 16
         for _ in range(2):
             training.step(*BOTH)
         assert sum(training.quick) == 15
