@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class SharedMemoryTransport(Transport):
     Arrays from `empty` lie in segments that all ranks can see. There, each rank reduces one
     slice of everybody's array and writes it into everybody's result. All others travel in
     chunks through buffers that stay in the processors' cache. Two ranks reduce all of each
-    chunk both, with the next one on its way; more share the work slice by slice.
+    chunk both; more share the work slice by slice.
 
     Reductions go through the ranks in their order, so every rank and every run gets the same
     bits.
@@ -195,7 +196,7 @@ class SharedMemoryTransport(Transport):
         op: ReduceOp,
         scaling: Scaling,
     ) -> None:
-        """Reduce each chunk on every rank, for itself, while the next is on its way.
+        """Reduce each chunk on every rank, for itself.
 
         Args:
             sends: everything.
@@ -207,12 +208,12 @@ class SharedMemoryTransport(Transport):
         """
         for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
             self._table.wait(meeting)
-            arrived = self._pack(sends, following) if following else 0
             outs, own = chunk.parts(results), chunk.parts(sends)
             parts = self._chunks(meeting, chunk.size, outs[0].dtype)
             with self._fusing(chunk, timeline.MEMCPY_OUT_FUSION_BUFFER):
                 reduce_apart(outs, own, parts, chunk.bounds, self.rank, op, scaling)
-            meeting = arrived
+            if following:
+                meeting = self._pack(sends, following)
 
     def _reduce_slices(
         self,
@@ -231,17 +232,16 @@ class SharedMemoryTransport(Transport):
         before: Chunk | None = None
         for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
             table.wait(meeting)
-            if following:
-                self._copy_in(sends, following, for_slices=True)
+            self._take(before, meeting, results)
             own = self._slice(chunk)
             parts = [part[own] for part in self._chunks(meeting, chunk.size, dtype)]
             if not chunk.is_fused:
                 parts[self.rank] = chunk.parts(sends)[0][own]
             reduced = table.own.slice(table.next, own.stop - own.start, dtype)
             self._reduce(reduced, parts, op, scaling)
-            arrived = table.arrive()
-            self._take(before, meeting, results)
-            before, meeting = chunk, arrived
+            if following:
+                self._copy_in(sends, following, for_slices=True)
+            before, meeting = chunk, table.arrive()
         table.wait(meeting)
         self._take(before, meeting, results)
 
@@ -287,9 +287,7 @@ class SharedMemoryTransport(Transport):
 
     def _parts(self, size: int) -> list[slice]:
         """The slice of each rank of an array of ``size`` elements; that of some may be empty."""
-        bounds = slices.slice_bounds(size, self._owners)
-        bounds += [size] * (self.size - self._owners)
-        return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+        return _parts(size, self._owners, self.size)
 
     def _reduce(self, out: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
         """Reduce a slice over this node's ranks, and then over the nodes."""
@@ -350,6 +348,12 @@ class SharedMemoryTransport(Transport):
 
     def _chunks(self, meeting: int, size: int, dtype: np.dtype[Any]) -> list[Any]:
         return [place.chunk(meeting, size, dtype) for place in self._table.places]
+
+
+@lru_cache  # asked for with every chunk, and chunks are alike
+def _parts(size: int, owners: int, ranks: int) -> list[slice]:
+    bounds = slices.slice_bounds(size, owners) + [size] * (ranks - owners)
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def _pieces(start: int, stop: int, dtype: np.dtype[Any], nbytes: int) -> Iterator[slice]:

@@ -19,23 +19,42 @@ MOST_WORDS = 1024
 #: Bytes that a rank can bring along at most, beside its note.
 LARGEST_CHUNK = 4 * 2**20
 
-# What a rank has written for a meeting may be read until the next but one, see `Table`. So
-# there have to be three of everything; more, and less of it stays in the cache.
-_COPIES = 3
+# What a rank has written for a meeting may be read until the next one, see `Table`. So there
+# have to be two of everything; more, and less of it stays in the cache.
+_COPIES = 2
 # Two words that are waited for, on cache lines of their own, then notes, then chunks.
 _ARRIVED, _GONE = 0, 64
 _HEADER = struct.Struct("<9q")
 _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
-_CHUNKS = 32 * 4096
+# Not at the beginning of a page, as large arrays nearly do: where a copy goes 4 to 16 bytes further
+# into its page than it comes from, recent AMD processors take three to six times as long (glibc's
+# bug 30994).
+_CHUNKS = 32 * 4096 + 2048
 _SLICES = _CHUNKS + _COPIES * LARGEST_CHUNK
 _PLACE_BYTES = _SLICES + _COPIES * LARGEST_CHUNK
 
 # A rank looks for the others for so long before it sleeps: to wake a core that sleeps takes 0.1 ms,
 # and costs the one that wakes it nearly as much. With fewer cores than ranks it gives way between
-# looks, to the one that it waits for perhaps; else that would only make looks rarer.
-_SPIN_SECONDS = 0.5e-3
+# looks, to the one that it waits for perhaps, and sleeps soon: a core whose ranks only look is a
+# busy one to the system, which then leaves those that have work to do where they are.
+_SPIN_SECONDS, _CROWDED_SPIN_SECONDS = 0.5e-3, 50e-6
 # Who waits in the kernel comes up as often to see whether those waited for are still alive.
 _LOOK_SECONDS = 0.05
+
+
+class _Copies(dict[np.dtype[Any], list[Any]]):
+    """The copies of what a rank brings along, as arrays of each dtype that was asked for."""
+
+    def __init__(self, memory: Any, start: int) -> None:
+        super().__init__()
+        self._bytes = [
+            np.ndarray(LARGEST_CHUNK, np.uint8, memory, start + copy * LARGEST_CHUNK)
+            for copy in range(_COPIES)
+        ]
+
+    def __missing__(self, dtype: np.dtype[Any]) -> list[Any]:
+        self[dtype] = [copy.view(dtype) for copy in self._bytes]
+        return self[dtype]
 
 
 class Place:
@@ -56,13 +75,8 @@ class Place:
             memoryview(memory)[start : start + _NOTE_BYTES]
             for start in range(_NOTES, _NOTES + _COPIES * _NOTE_BYTES, _NOTE_BYTES)
         ]
-        self._chunks, self._slices = (
-            [
-                np.ndarray(LARGEST_CHUNK, np.uint8, memory, start + copy * LARGEST_CHUNK)
-                for copy in range(_COPIES)
-            ]
-            for start in (_CHUNKS, _SLICES)
-        )
+        self._chunks = _Copies(memory, _CHUNKS)
+        self._slices = _Copies(memory, _SLICES)
 
     def write(self, meeting: int, numbers: Sequence[int], words: bytes = b"") -> None:
         """Write the note for a meeting: up to 8 integers, and words."""
@@ -82,21 +96,20 @@ class Place:
 
     def chunk(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
         """The first ``size`` elements of what is brought along to a meeting."""
-        return self._chunks[meeting % _COPIES][: size * dtype.itemsize].view(dtype)
+        return self._chunks[dtype][meeting % _COPIES][:size]
 
     def slice(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
         """The same of something else: what this rank has reduced for all."""
-        return self._slices[meeting % _COPIES][: size * dtype.itemsize].view(dtype)
+        return self._slices[dtype][meeting % _COPIES][:size]
 
 
 class Table:
     """The places of a node's ranks, and the meetings that they hold there.
 
     Meetings are numbered, alike on all ranks. A rank writes what it brings to the next one,
-    arrives, waits for the others, and reads what they have brought. Before it has waited it
-    writes nothing for the next, but it may arrive there before it has read all: so who arrives
-    at meeting m reads no more of m - 2, and who has waited for m may overwrite what it had
-    brought to m - 2.
+    arrives, waits for the others, and reads what they have brought, before it does the same
+    again. So who arrives at a meeting has read all that was brought to the one before, and who
+    has waited for it may overwrite that.
 
     Every word that is waited for has one writer, so no atomic operations are needed, which
     Python does not have. Waiting happens in the kernel: a rank that spins takes its core from
@@ -130,6 +143,7 @@ class Table:
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
         self._crowded = crowded
+        self._spin_seconds = _CROWDED_SPIN_SECONDS if crowded else _SPIN_SECONDS
         self._last = 0  # meeting that this rank has arrived at
         self._met = 0  # at which it has waited for the others
         self._patience: Patience | None = None
@@ -191,7 +205,7 @@ class Table:
 
     def _wait_for(self, place: Place, meeting: int, start: float) -> None:
         seen = place.arrived.value
-        while not _reached(seen, meeting) and time.monotonic() < start + _SPIN_SECONDS:
+        while not _reached(seen, meeting) and time.monotonic() < start + self._spin_seconds:
             if self._crowded:
                 give_way()
             else:

@@ -14,6 +14,7 @@ from hvdlite.errors import RankGoneError
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.transport import futex, shared
 from hvdlite.transport.shared import SharedMemoryTransport
+from hvdlite.transport.table import Table
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
 from tests.simulation import on_all_ranks
@@ -73,6 +74,25 @@ class TestPromises:
     def test_all(self, check):
         with transport() as made:
             check(made)
+
+    @ranks(2, 3, 4, timeout=60)
+    @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
+    def test_all_where_now_and_then_a_rank_is_slow_to_read(self, check, monkeypatch):
+        """What it reads must not be overwritten, whether it was brought in this call or before."""
+        wait = Table.wait
+
+        def wait_and_linger(table, *arguments):
+            wait(table, *arguments)
+            if random.random() < 0.05:
+                time.sleep(0.002)
+
+        monkeypatch.setattr(Table, "wait", wait_and_linger)
+        with transport(chunk=301) as made:
+            random = np.random.default_rng(made.rank)
+            check(made)
+            if made.size > 2:
+                monkeypatch.setattr(shared, "_SLICED", 0)
+                check(made)
 
     @ranks(2, 3, 4, timeout=60)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
