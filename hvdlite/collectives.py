@@ -74,13 +74,18 @@ def allreduce_async(
     *,
     compression: Strategy = Compression.none,
     out: Any = None,
+    handle: Handle | None = None,
 ) -> Handle:
-    """Start `allreduce` and return a handle; leave the array alone until it is done."""
+    """Start `allreduce` and return a handle; leave the array alone until it is done.
+
+    Args:
+        handle: what to return; None: a new one.
+    """
     engine = runtime.engine()
     name = name or engine.unnamed("allreduce")
     chosen = reduction.choose(average, op)
     operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, compression, out)
-    return engine.named.submit(operation)
+    return engine.named.submit(operation, handle=handle)
 
 
 def _allreduce(
@@ -129,9 +134,9 @@ def allgather(array: Any, name: str | None = None) -> Any:
     return runtime.engine().named.run(_allgather(array, name))
 
 
-def allgather_async(array: Any, name: str | None = None) -> Handle:
+def allgather_async(array: Any, name: str | None = None, *, handle: Handle | None = None) -> Handle:
     """Start `allgather` and return a handle; leave the array alone until it is done."""
-    return runtime.engine().named.submit(_allgather(array, name))
+    return runtime.engine().named.submit(_allgather(array, name), handle=handle)
 
 
 def allgather_rows_async(array: Any, name: str | None = None) -> Handle:
@@ -161,9 +166,17 @@ def broadcast(array: Any, root_rank: int, name: str | None = None) -> Any:
     return runtime.engine().named.run(_broadcast(array, root_rank, name))
 
 
-def broadcast_async(array: Any, root_rank: int, name: str | None = None, out: Any = None) -> Handle:
+def broadcast_async(
+    array: Any,
+    root_rank: int,
+    name: str | None = None,
+    out: Any = None,
+    *,
+    handle: Handle | None = None,
+) -> Handle:
     """Start `broadcast` and return a handle; leave the array alone until it is done."""
-    return runtime.engine().named.submit(_broadcast(array, root_rank, name, out))
+    operation = _broadcast(array, root_rank, name, out)
+    return runtime.engine().named.submit(operation, handle=handle)
 
 
 def _broadcast(array: Any, root_rank: int, name: str | None, out: Any = None) -> Operation:

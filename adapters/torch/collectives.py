@@ -15,29 +15,26 @@ from hvdlite.torch.device_memory import lend
 from hvdlite.torch.tensors import taken, to_array, to_tensor_like
 
 
-class TensorHandle:
-    """A collective on its way; `synchronize` turns it into its tensor, once."""
+class TensorHandle(Handle):
+    """A collective on its way; `synchronize` turns it into its tensor, once.
 
-    __slots__ = ("_convert", "_handle", "_tensor")
+    Args:
+        name: the operation's.
+        convert: makes the tensor of the result and ``tensor``.
+        tensor: what was passed to the collective.
+    """
+
+    __slots__ = ("_convert", "_tensor")
 
     def __init__(
         self,
-        handle: Handle,
+        name: str,
         convert: Callable[[Any, torch.Tensor], torch.Tensor],
         tensor: torch.Tensor,
     ) -> None:
-        self._handle = handle
+        Handle.__init__(self, name)
         self._convert: Callable[[Any, torch.Tensor], torch.Tensor] | None = convert
         self._tensor = tensor
-
-    @property
-    def name(self) -> str:
-        """The operation's."""
-        return self._handle.name
-
-    def done(self) -> bool:
-        """Whether the operation has ended."""
-        return self._handle.done()
 
     def wait(self) -> torch.Tensor:
         """Wait for the operation and return its tensor.
@@ -49,7 +46,7 @@ class TensorHandle:
         convert, self._convert = self._convert, None
         if convert is None:
             raise ValueError(f"the handle of {self.name!r} has been synchronized before")
-        return convert(self._handle.wait(), self._tensor)
+        return convert(Handle.wait(self), self._tensor)
 
 
 def poll(handle: TensorHandle) -> bool:
@@ -83,10 +80,11 @@ def allreduce_async(
 ) -> TensorHandle:
     """Start `allreduce` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "allreduce")
-    handle = collectives.allreduce_async(
-        to_array(tensor, lend), average, name, op, prescale_factor, postscale_factor
+    array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
+    collectives.allreduce_async(
+        array, average, name, op, prescale_factor, postscale_factor, handle=handle
     )
-    return TensorHandle(handle, to_tensor_like, tensor)
+    return handle
 
 
 def allreduce_async_(
@@ -101,10 +99,11 @@ def allreduce_async_(
     name = _numbered(name, "allreduce")
     array = to_array(tensor, lend)
     out = _out(tensor, array)
-    handle = collectives.allreduce_async(
-        array, average, name, op, prescale_factor, postscale_factor, out=out
+    handle = TensorHandle(name, _copied if out is None else _written, tensor)
+    collectives.allreduce_async(
+        array, average, name, op, prescale_factor, postscale_factor, out=out, handle=handle
     )
-    return TensorHandle(handle, _copied if out is None else _written, tensor)
+    return handle
 
 
 def allreduce(
@@ -168,8 +167,9 @@ def allreduce_(
 def allgather_async(tensor: torch.Tensor, name: str | None = None) -> TensorHandle:
     """Start `allgather` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "allgather")
-    handle = collectives.allgather_async(to_array(tensor, lend), name)
-    return TensorHandle(handle, to_tensor_like, tensor)
+    array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
+    collectives.allgather_async(array, name, handle=handle)
+    return handle
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
@@ -193,8 +193,9 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
     """Start `broadcast` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "broadcast")
-    handle = collectives.broadcast_async(to_array(tensor, lend), root_rank, name)
-    return TensorHandle(handle, to_tensor_like, tensor)
+    array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
+    collectives.broadcast_async(array, root_rank, name, handle=handle)
+    return handle
 
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
@@ -202,8 +203,9 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     name = _numbered(name, "broadcast")
     array = to_array(tensor, lend)
     out = _out(tensor, array)
-    handle = collectives.broadcast_async(array, root_rank, name, out=out)
-    return TensorHandle(handle, _copied if out is None else _written, tensor)
+    handle = TensorHandle(name, _copied if out is None else _written, tensor)
+    collectives.broadcast_async(array, root_rank, name, out=out, handle=handle)
+    return handle
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:

@@ -62,18 +62,23 @@ class Lane:
         """
         return self._transport.empty(size, dtype)
 
-    def submit(self, operation: Operation, begin: bool = True) -> Handle:
+    def submit(
+        self, operation: Operation, begin: bool = True, handle: Handle | None = None
+    ) -> Handle:
         """Queue an operation and return at once.
 
         Args:
             operation: what to run.
             begin: let the lane's thread turn to it; else it may stay until somebody waits.
+            handle: what to tell of its end, and to return; None: a new one.
 
         Raises:
             ValueError: an operation of this name is still on its way.
             HorovodInternalError: the lane has been closed or has failed.
         """
-        handle = operation.handle
+        if handle is None:
+            handle = Handle(operation.name)
+        operation.handle = handle
         with self._lock:
             self._queue.add(operation)
             if operation.memory is not None:

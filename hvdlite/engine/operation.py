@@ -56,8 +56,10 @@ class Operation(ABC):
         lane: the name of the lane it was submitted to.
         submitted: when that was, by ``time.monotonic``.
         memory: where its arrays lie, if that is on a device.
+        handle: what is told of its end; set when it is submitted.
     """
 
+    handle: Handle
     memory: Any = None
     nbytes = 0
     lane = ""
@@ -74,7 +76,6 @@ class Operation(ABC):
         self.signature = signature
         self.payload = payload
         self.failure = failure
-        self.handle = Handle(name)
         self.key, self._word = signature.known.get(name) or self._remember()
 
     @property
