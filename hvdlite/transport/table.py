@@ -35,9 +35,8 @@ _PLACE_BYTES = _SLICES + _COPIES * LARGEST_CHUNK
 
 # A rank looks for the others for so long before it sleeps: to wake a core that sleeps takes 0.1 ms,
 # and costs the one that wakes it nearly as much. With fewer cores than ranks it gives way between
-# looks, to the one that it waits for perhaps, and sleeps soon: a core whose ranks only look is a
-# busy one to the system, which then leaves those that have work to do where they are.
-_SPIN_SECONDS, _CROWDED_SPIN_SECONDS = 0.5e-3, 50e-6
+# looks, to the one that it waits for perhaps; else that would only make looks rarer.
+_SPIN_SECONDS = 0.5e-3
 # Who waits in the kernel comes up as often to see whether those waited for are still alive.
 _LOOK_SECONDS = 0.05
 
@@ -143,7 +142,6 @@ class Table:
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
         self._crowded = crowded
-        self._spin_seconds = _CROWDED_SPIN_SECONDS if crowded else _SPIN_SECONDS
         self._last = 0  # meeting that this rank has arrived at
         self._met = 0  # at which it has waited for the others
         self._patience: Patience | None = None
@@ -205,7 +203,7 @@ class Table:
 
     def _wait_for(self, place: Place, meeting: int, start: float) -> None:
         seen = place.arrived.value
-        while not _reached(seen, meeting) and time.monotonic() < start + self._spin_seconds:
+        while not _reached(seen, meeting) and time.monotonic() < start + _SPIN_SECONDS:
             if self._crowded:
                 give_way()
             else:
