@@ -60,7 +60,9 @@ def allreduce(
     # Numbered before anything can be refused: a refusal must not shift later names.
     name = name or runtime.engine().unnamed("allreduce")
     chosen = reduction.choose(average, op)
-    operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, compression, out)
+    operation = describe_allreduce(
+        array, name, chosen, prescale_factor, postscale_factor, compression, out
+    )
     return runtime.engine().named.run(operation)
 
 
@@ -84,19 +86,26 @@ def allreduce_async(
     engine = runtime.engine()
     name = name or engine.unnamed("allreduce")
     chosen = reduction.choose(average, op)
-    operation = _allreduce(array, name, chosen, prescale_factor, postscale_factor, compression, out)
+    operation = describe_allreduce(
+        array, name, chosen, prescale_factor, postscale_factor, compression, out
+    )
     return engine.named.submit(operation, handle=handle)
 
 
-def _allreduce(
+def describe_allreduce(
     array: Any,
     name: str,
     op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    compression: Strategy,
-    out: Any,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: Strategy = Compression.none,
+    out: Any = None,
 ) -> Operation:
+    """Make what `allreduce` submits, for those who do that themselves; arguments as there.
+
+    Raises:
+        ValueError: as `allreduce`, as far as this rank can tell alone.
+    """
     on_device = isinstance(array, DeviceArray)
     if not on_device:
         array = as_array(array)

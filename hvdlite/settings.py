@@ -81,6 +81,11 @@ class Settings:
         default=1.0,
         metadata=_number(float, "a number of milliseconds, 0 to 1000", lambda ms: 0 <= ms <= 1000),
     )
+    #: Named calls that are kept ready for the next time; 0: none.
+    cache_capacity: int = field(
+        default=1024,
+        metadata=_number(int, "a number of calls, 0 or more", lambda value: value >= 0),
+    )
     #: No report of ranks that wait for each other.
     stall_check_disable: bool = field(default=False, metadata={"parse": _flag, "allowed": "0 or 1"})
     #: Seconds of waiting after which a report is made, and again after as many.

@@ -57,10 +57,9 @@ from hvdlite.torch.collectives import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    poll,
-    synchronize,
 )
 from hvdlite.torch.device import pin_device
+from hvdlite.torch.handles import poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.sampler import ShardSampler
 from hvdlite.torch.state import (

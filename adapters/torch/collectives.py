@@ -2,72 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hvdlite import collectives, reduction, runtime, world
-from hvdlite.engine import Handle
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch.device_memory import lend
+from hvdlite.torch.handles import TensorHandle, copied, synchronize, written
+from hvdlite.torch.in_place import allreduce_handle, memory_of
 from hvdlite.torch.tensors import taken, to_array, to_tensor_like
-
-
-class TensorHandle(Handle):
-    """A collective on its way; `synchronize` turns it into its tensor, once.
-
-    Args:
-        name: the operation's.
-        convert: makes the tensor of the result and ``tensor``.
-        tensor: what was passed to the collective.
-    """
-
-    __slots__ = ("_convert", "_tensor")
-
-    def __init__(
-        self,
-        name: str,
-        convert: Callable[[Any, torch.Tensor], torch.Tensor],
-        tensor: torch.Tensor,
-    ) -> None:
-        Handle.__init__(self, name)
-        self._convert: Callable[[Any, torch.Tensor], torch.Tensor] | None = convert
-        self._tensor = tensor
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the operation and return its tensor.
-
-        Raises:
-            ValueError: the handle has been waited for before.
-            HorovodInternalError: the operation failed.
-        """
-        convert, self._convert = self._convert, None
-        if convert is None:
-            raise ValueError(f"the handle of {self.name!r} has been synchronized before")
-        return convert(Handle.wait(self), self._tensor)
-
-
-def poll(handle: TensorHandle) -> bool:
-    """Whether ``synchronize(handle)`` would return at once."""
-    return _checked(handle).done()
-
-
-def synchronize(handle: TensorHandle) -> torch.Tensor:
-    """Wait for an asynchronous operation, and return its result.
-
-    Raises:
-        ValueError: it is not a handle, or has been synchronized before.
-        HorovodInternalError: the operation failed, on this rank or another.
-    """
-    return _checked(handle).wait()
-
-
-def _checked(handle: TensorHandle) -> TensorHandle:
-    if not isinstance(handle, TensorHandle):
-        raise ValueError(f"{handle!r} is not a handle; pass what an ..._async function returned")
-    return handle
 
 
 def allreduce_async(
@@ -96,14 +41,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
 ) -> TensorHandle:
     """Start `allreduce_` and return a handle; leave the tensor alone until it is done."""
-    name = _numbered(name, "allreduce")
-    array = to_array(tensor, lend)
-    out = _out(tensor, array)
-    handle = TensorHandle(name, _copied if out is None else _written, tensor)
-    collectives.allreduce_async(
-        array, average, name, op, prescale_factor, postscale_factor, out=out, handle=handle
-    )
-    return handle
+    return allreduce_handle(tensor, average, name, op, prescale_factor, postscale_factor)
 
 
 def allreduce(
@@ -155,13 +93,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place; arguments and errors as in `allreduce`."""
-    name = _numbered(name, "allreduce")
-    array = to_array(tensor, lend)
-    out = _out(tensor, array)
-    result = collectives.allreduce(
-        array, average, name, op, prescale_factor, postscale_factor, out=out
+    handle = allreduce_handle(
+        tensor, average, name, op, prescale_factor, postscale_factor, begin=False
     )
-    return (_copied if out is None else _written)(result, tensor)
+    return handle.wait()
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None) -> TensorHandle:
@@ -202,8 +137,8 @@ def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = No
     """Start `broadcast_` and return a handle; leave the tensor alone until it is done."""
     name = _numbered(name, "broadcast")
     array = to_array(tensor, lend)
-    out = _out(tensor, array)
-    handle = TensorHandle(name, _copied if out is None else _written, tensor)
+    out = memory_of(tensor, array)
+    handle = TensorHandle(name, copied if out is None else written, tensor)
     collectives.broadcast_async(array, root_rank, name, out=out, handle=handle)
     return handle
 
@@ -236,29 +171,6 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 def _numbered(name: str | None, kind: str) -> str:
     # Before anything can be refused: a refusal must not shift the names of later calls.
     return name or runtime.engine().unnamed(kind)
-
-
-def _out(tensor: torch.Tensor, array: Any) -> Any:
-    """The array itself where a result can be written straight into the tensor's memory."""
-    if tensor.is_cpu:
-        return array if array.flags.c_contiguous else None
-    lent = getattr(array, "tensor", None)
-    return array if lent is not None and lent.data_ptr() == tensor.data_ptr() else None
-
-
-def _copied(result: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, which takes over a result that lies elsewhere."""
-    with torch.no_grad():
-        return tensor.copy_(to_tensor_like(result, tensor))
-
-
-def _written(result: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, which a result has been written to."""
-    if not tensor.is_cpu:
-        taken(result)
-    # torch did not see the write: views and saved tensors must know of it.
-    torch.autograd.graph.increment_version(tensor)
-    return tensor
 
 
 class _Allreduce(torch.autograd.Function):

@@ -12,7 +12,8 @@ import torch
 from hvdlite import collectives, runtime, world
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
-from hvdlite.torch.collectives import broadcast_async_, synchronize
+from hvdlite.torch.collectives import broadcast_async_
+from hvdlite.torch.handles import synchronize
 from hvdlite.torch.tensors import to_array, to_tensor
 
 # The last part of the keys under which torch files what get_extra_state() returns.

@@ -15,6 +15,7 @@ from typing import Any
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Operation
+from hvdlite.engine.persistent import Persistent
 from hvdlite.settings import Settings
 from hvdlite.transport import connect
 from hvdlite.tuning import tune
@@ -31,6 +32,7 @@ class Engine:
         named: the lane of everything that users submit by name.
         tuning: the sizes that the start has settled.
         settings: as given, with what has been tuned.
+        persistent: what an adapter keeps of named calls.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
@@ -53,6 +55,7 @@ class Engine:
             Lane(name, transport, self.settings)
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
+        self.persistent: Persistent[Any] = Persistent(settings.cache_capacity)
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counting = threading.Lock()
 

@@ -25,6 +25,9 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
+# While operations are submitted at shorter intervals the lane's thread stays out of the way, for so
+# many cycles at most: two threads that take turns with the GIL take twice as long.
+_BURST_SECONDS, _MOST_CYCLES = 1e-4, 10
 # How often an idle lane looks after what its device has not finished.
 _WATCH_SECONDS = 0.1
 
@@ -68,7 +71,7 @@ class Lane:
         """Queue an operation and return at once.
 
         Args:
-            operation: what to run.
+            operation: what to run; one that has ended may be submitted again.
             begin: let the lane's thread turn to it; else it may stay until somebody waits.
             handle: what to tell of its end, and to return; None: a new one.
 
@@ -78,9 +81,9 @@ class Lane:
         """
         if handle is None:
             handle = Handle(operation.name)
-        operation.handle = handle
         with self._lock:
             self._queue.add(operation)
+            operation.handle = handle  # now that it is known not to be on its way with another
             if operation.memory is not None:
                 self._devices.admit(operation)
             operation.lane = self._name
@@ -154,9 +157,7 @@ class Lane:
             with self._changed:
                 self._sleep()
             if self._queue and not self._queue.closing:
-                # More may be about to come, and who submits needs the GIL. Nobody waits yet: who
-                # did would drive.
-                time.sleep(self._settings.cycle_time * 1e-3)
+                self._let_more_come()
             with self._lock:
                 if self._rounds.closed or self._broken:
                     return
@@ -168,6 +169,13 @@ class Lane:
                 self._devices.look()
                 while self._has_work() and not self._rounds.closed:
                     self._rounds.run()
+
+    def _let_more_come(self) -> None:
+        """Leave the GIL to whoever submits; nobody waits yet, who did would drive."""
+        for _ in range(_MOST_CYCLES):
+            time.sleep(self._settings.cycle_time * 1e-3)
+            if self._driven or self._queue.quiet() > _BURST_SECONDS:
+                return
 
     def _sleep(self) -> None:
         """Wait until there is something to do, or to look after."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -111,6 +112,12 @@ class Queue:
     def has_changed(self) -> bool:
         """Whether something has come since the last `report`; with ``lock`` held."""
         return self._changes != self._changes_reported
+
+    def quiet(self) -> float:
+        """Seconds since the newest operation was submitted."""
+        with self.lock:
+            newest = next(reversed(self._operations.values()), None)
+        return math.inf if newest is None else time.monotonic() - newest.submitted
 
     def waited(self) -> float:
         """Seconds since the oldest operation was submitted."""

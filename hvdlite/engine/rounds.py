@@ -146,8 +146,9 @@ class Rounds:
             self._fail(operation, error)
 
     def _fail(self, operation: Operation, error: BaseException) -> None:
+        handle = operation.handle  # it may be submitted again as soon as it is removed
         self._remove([operation])
-        operation.handle.finish(error=error)
+        handle.finish(error=error)
 
     def _execute(
         self, groups: Sequence[Sequence[Operation]], reports: Sequence[Report] | None = None
@@ -164,9 +165,10 @@ class Rounds:
                     results = first.execute_together(others, self._transport)
                 else:
                     results = [first.execute(self._transport, self._payloads(first, reports))]
-            self._remove(group)
-            for operation, result in zip(group, results, strict=True):
-                operation.handle.finish(result)
+            handles = [operation.handle for operation in group]
+            self._remove(group)  # from now on each may be submitted again
+            for handle, result in zip(handles, results, strict=True):
+                handle.finish(result)
 
     def _executing(self, group: Sequence[Operation]) -> contextlib.AbstractContextManager[None]:
         """The time that a group takes, in the timeline; and how long each of it has waited."""

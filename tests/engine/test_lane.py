@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from hvdlite.engine import Lane, Operation
+from hvdlite.engine import Handle, Lane, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast
 from hvdlite.errors import HorovodInternalError, MismatchError
@@ -111,6 +111,61 @@ class TestOrder:
             assert rows == [2, 0]
         assert handles[1].wait().tolist() == [2.0] * 3
 
+    def test_an_operation_that_has_ended_may_be_submitted_again(self, two):
+        operations = [total("a", 1), total("a", 2)]
+        for step in range(20):
+            for operation in operations:
+                operation._array += step
+            expected = 3.0 + 2 * sum(range(step + 1))
+            handles = [lane.submit(each) for lane, each in zip(two.lanes, operations, strict=True)]
+            assert [handle.wait().tolist() for handle in handles] == [[expected] * 3] * 2
+        assert not any(first is second for first, second in itertools.combinations(handles, 2))
+
+    def test_one_that_is_on_its_way_is_refused_and_ends_as_if_it_were_not(self, two):
+        operation = total("a", 1)
+        handle = two[0].submit(operation)
+        with pytest.raises(ValueError, match="'a' is still on its way"):
+            two[0].submit(operation)
+        two[1].submit(total("a", 2))
+        assert handle.wait().tolist() == [3.0] * 3
+
+    def test_submitted_again_before_the_end_is_told(self, two):
+        """Somebody else may do so as soon as it is no longer pending."""
+        operation, again = total("a", 1), []
+        remove = two[0]._queue.remove
+
+        def remove_and_submit(operations):
+            remove(operations)
+            if not again:
+                again.append(two[0].submit(operation))
+
+        two[0]._queue.remove = remove_and_submit
+        first = two[0].submit(operation)
+        assert two[1].run(total("a", 2)).tolist() == [3.0] * 3
+        (result,) = on_all_ranks(Handle.wait, [first])
+        assert result.tolist() == [3.0] * 3
+        assert not again[0].done()
+        two[1].run(total("a", 4))
+        assert again[0].wait().tolist() == [5.0] * 3
+
+    def test_so_is_one_that_fails(self, two):
+        operation, again = total("a", 1), []
+        remove = two[0]._queue.remove
+
+        def remove_and_submit(operations):
+            remove(operations)
+            if not again:
+                again.append(two[0].submit(operation))
+
+        two[0]._queue.remove = remove_and_submit
+        first = two[0].submit(operation)
+        with pytest.raises(MismatchError):
+            two[1].run(total("a", 2, size=4))
+        with pytest.raises(MismatchError):
+            on_all_ranks(Handle.wait, [first])
+        two[1].run(total("a", 4))
+        assert again[0].wait().tolist() == [5.0] * 3
+
     @pytest.mark.parametrize("seed", range(3))
     def test_many_operations_in_any_order_from_many_threads(self, seed):
         size, threads, count = 3, 3, 120
@@ -168,6 +223,33 @@ class TestThreads:
         assert handle.wait() is threading.current_thread()
         assert time.monotonic() - start < 0.9  # before the lane's thread has turned to it
         assert lane.close(5.0)
+
+    @pytest.mark.parametrize(
+        ("quiet", "cycles"),
+        [([1.0], 1), ([0.0, 1e-5, 1e-3], 3), ([0.0] * 20, 10)],
+        ids=["one submission", "a burst", "a burst without end"],
+    )
+    def test_the_lanes_thread_stays_out_of_a_burst(self, quiet, cycles, monkeypatch):
+        lane = Lane("test", Loopback(), Settings())
+        pauses, times = [], iter(quiet)
+        monkeypatch.setattr(lane._queue, "quiet", lambda: next(times))
+        monkeypatch.setattr(time, "sleep", pauses.append)
+        lane._let_more_come()
+        monkeypatch.undo()
+        assert pauses == [1e-3] * cycles
+        assert lane.close(5.0)
+
+    def test_how_long_the_queue_has_been_quiet(self, two):
+        queue = two[0]._queue
+        assert queue.quiet() == float("inf")
+        with two.all_held():
+            handles = [lane.submit(total("a", 1)) for lane in two.lanes]
+            time.sleep(0.02)
+            assert queue.quiet() >= 0.02
+            handles += [lane.submit(total("b", 1)) for lane in two.lanes]
+            assert queue.quiet() < queue.waited()
+        for handle in handles:
+            handle.wait()
 
     def test_a_busy_lane_does_not_run_twice_at_once(self):
         lane = Lane("test", Loopback(), Settings())

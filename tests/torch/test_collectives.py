@@ -1,6 +1,9 @@
+import weakref
+
 import numpy as np
 import pytest
 
+from hvdlite import mpi, runtime
 from tests.harness import ranks
 
 pytest.importorskip("torch")
@@ -214,3 +217,148 @@ def test_a_refusal_on_one_rank_does_not_shift_the_names_of_later_calls():
             hvd.allgather_async(torch.ones(1), name=names[1]),
         ]
     assert [hvd.synchronize(handle).tolist() for handle in waiting] == [[1.0], [1.0, 1.0]]
+
+
+def reduce_in_place(tensor, **arguments):
+    """The sum under one name, as users write it in a loop; alternately in both ways."""
+    arguments = {"name": "again", "op": hvd.Sum, **arguments}
+    assert hvd.allreduce_(tensor, **arguments) is tensor
+    return hvd.synchronize(hvd.allreduce_async_(tensor, **arguments))
+
+
+@ranks(1, 2, 3)
+def test_the_same_tensor_again_and_again(size):
+    hvd.init()
+    for dtype in DTYPES:
+        tensor = torch.ones(2, 3, dtype=dtype)
+        for step in range(4):
+            tensor.fill_(hvd.rank() + step)
+            expected = size * sum(rank + step for rank in range(size))
+            version = tensor._version
+            result = reduce_in_place(tensor)
+            assert result is tensor
+            assert torch.equal(tensor, torch.full((2, 3), expected, dtype=dtype)), (dtype, step)
+            assert tensor._version > version
+
+
+@ranks(1, 2)
+def test_a_call_of_the_same_name_for_something_else(size):
+    """What has been kept of the first must not be taken for it."""
+    hvd.init()
+
+    def check(tensor, **arguments):
+        values = torch.arange(tensor.numel()).reshape(tensor.shape) + 2**22
+        tensor.copy_(values)
+        scale = arguments.get("prescale_factor", 1) * arguments.get("postscale_factor", 1)
+        times = 1 if arguments.get("op") == hvd.Average else size
+        reduce_in_place(tensor, **arguments)
+        assert torch.equal(tensor, (values * (times * scale) ** 2).to(tensor.dtype)), arguments
+
+    memory = torch.zeros(8, 4)
+    tensor = memory[:4]
+    check(tensor)
+    check(tensor, op=hvd.Average)
+    check(tensor, prescale_factor=2.0)
+    check(tensor, prescale_factor=2)
+    check(tensor, postscale_factor=0.5)
+    check(tensor)
+    check(torch.zeros(4, 4))
+    check(tensor)
+    kept = tensor.data
+    for other in (
+        torch.zeros(4, 4),  # elsewhere
+        kept.view(2, 8),  # of another shape
+        kept.view(torch.int32),  # of another dtype
+        kept.t(),  # in another order
+        memory[::2],  # with gaps
+        kept[:2],  # of another size
+    ):
+        tensor.data = other
+        check(tensor)
+        tensor.data = kept
+        check(tensor)
+
+
+@ranks(2)
+def test_what_is_kept_does_not_hide_that_ranks_disagree(size):
+    hvd.init()
+    tensor = torch.ones(4, 4)
+    reduce_in_place(tensor)
+    kept = tensor.data
+    if hvd.rank() == 1:
+        tensor.data = kept.view(2, 8)
+    with pytest.raises(hvd.HorovodInternalError, match=r"'again': shape is \(4, 4\) on rank 0"):
+        hvd.allreduce_(tensor, name="again", op=hvd.Sum)
+    tensor.data = kept.fill_(1)
+    assert reduce_in_place(tensor).tolist() == [[4.0] * 4] * 4
+
+
+@ranks(2)
+def test_a_kept_call_and_errors(size):
+    hvd.init()
+    tensor = torch.ones(4)
+    reduce_in_place(tensor)
+    for _ in range(2):
+        with pytest.raises(hvd.HorovodInternalError, match="disagree on 'again'"):
+            hvd.allreduce_(tensor if hvd.rank() == 0 else torch.ones(5), name="again", op=hvd.Sum)
+        tensor.fill_(1)
+        reduce_in_place(tensor)
+        assert tensor.tolist() == [4.0] * 4
+    tensor.fill_(1)
+    if hvd.rank() == 0:
+        first = hvd.allreduce_async_(tensor, name="again", op=hvd.Sum)
+        with pytest.raises(ValueError, match="'again' is still on its way"):
+            hvd.allreduce_async_(tensor, name="again", op=hvd.Sum)
+    mpi.load().COMM_WORLD.Barrier()
+    if hvd.rank() == 1:
+        first = hvd.allreduce_async_(tensor, name="again", op=hvd.Sum)
+    assert hvd.synchronize(first).tolist() == [2.0] * 4
+    hvd.shutdown()
+    hvd.init()
+    tensor.fill_(1)
+    reduce_in_place(tensor)
+    assert tensor.tolist() == [4.0] * 4
+
+
+@ranks(2)
+def test_nothing_kept_holds_a_tensor(size):
+    hvd.init()
+    tensor = torch.ones(4)
+    reduce_in_place(tensor)
+    gone = weakref.ref(tensor)
+    del tensor
+    assert gone() is None
+    reduce_in_place(torch.ones(4))
+    big = torch.ones(2**20)
+    reduce_in_place(big, name="big")
+    assert runtime.engine().persistent.get("again") is not None
+    assert runtime.engine().persistent.get("big") is None
+
+
+@ranks(2, fresh=True, env={"HOROVOD_CACHE_CAPACITY": "0"})
+def test_nothing_is_kept_where_there_is_no_room(size):
+    hvd.init()
+    tensor = torch.ones(4)
+    for _ in range(3):
+        reduce_in_place(tensor.fill_(1))
+        assert tensor.tolist() == [4.0] * 4
+    assert len(runtime.engine().persistent) == 0
+
+
+@ranks(2)
+def test_conjugates_and_negatives_are_reduced_in_place(size):
+    """Their elements do not lie in memory as they are."""
+    hvd.init()
+    base = torch.full((3,), 1 + 2j)
+    for step in range(3):  # the second could find something kept
+        conjugate = base.clone().conj()
+        assert conjugate.is_conj()
+        assert hvd.allreduce_(conjugate, name="c", op=hvd.Sum) is conjugate
+        assert conjugate.tolist() == [2 - 4j] * 3
+        negative = base.clone().conj().imag
+        assert negative.is_neg()
+        hvd.synchronize(hvd.allreduce_async_(negative, name="n", op=hvd.Sum))
+        assert negative.tolist() == [-4.0] * 3
+        received = torch.full((3,), 1 + 1j * (hvd.rank() + step)).conj()
+        hvd.broadcast_(received, root_rank=1)
+        assert received.tolist() == [1 - 1j * (1 + step)] * 3

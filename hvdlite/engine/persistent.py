@@ -1,0 +1,40 @@
+"""Operations that a program submits again and again."""
+
+from __future__ import annotations
+
+import threading
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Persistent(Generic[T]):
+    """What has been made of named calls, kept for the next time; the oldest makes room.
+
+    To describe an operation takes longer than to submit it, so a program that submits the same
+    ones step after step need not do that every time. MPI calls such operations persistent;
+    Horovod has its cache of responses for them.
+
+    Args:
+        capacity: how many are kept at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._entries: dict[str, T] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, name: str) -> T | None:
+        """What is kept for a name."""
+        return self._entries.get(name)
+
+    def keep(self, name: str, entry: T) -> None:
+        """Keep something for a name, in the place of what was kept for it before."""
+        with self._lock:
+            self._entries.pop(name, None)
+            self._entries[name] = entry
+            if len(self._entries) > self._capacity:
+                del self._entries[next(iter(self._entries))]

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hvdlite.engine.persistent import Persistent
+
+
+def test_what_is_kept_is_found():
+    kept = Persistent(3)
+    assert kept.get("a") is None
+    kept.keep("a", 1)
+    kept.keep("b", 2)
+    assert (kept.get("a"), kept.get("b"), kept.get("c")) == (1, 2, None)
+
+
+def test_the_oldest_makes_room():
+    kept = Persistent(2)
+    for number, name in enumerate("abc"):
+        kept.keep(name, number)
+    assert [kept.get(name) for name in "abc"] == [None, 1, 2]
+    kept.keep("b", 7)  # the newest now
+    kept.keep("d", 8)
+    assert [kept.get(name) for name in "abcd"] == [None, 7, None, 8]
+    assert len(kept) == 2
+
+
+def test_where_there_is_no_room_nothing_is_kept():
+    kept = Persistent(0)
+    kept.keep("a", 1)
+    assert kept.get("a") is None
+    assert len(kept) == 0
+
+
+@pytest.mark.parametrize("capacity", [1, 10])
+def test_many_threads(capacity):
+    kept = Persistent(capacity)
+
+    def keep(first):
+        for number in range(first, first + 2000):
+            kept.keep(str(number % 50), number)
+            kept.get(str(number % 37))
+
+    threads = [threading.Thread(target=keep, args=(1000 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(kept) == capacity
