@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -260,17 +261,27 @@ class ParameterSet:
         for index, arrivals in enumerate(self._arrivals):
             if arrivals.absent or arrivals.told:
                 self._complete(index)
-        changed = sorted(
-            number
-            for number, taken in self._taken.items()
-            if gradients[number] is not taken or taken._version != self._versions[number]
-        )
+        changed = self._changed()
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         for number in self._suspects():
             if number in self._taken and self._has_changed(number):
                 changed.append(number)
         names = [self._reducer.names[self._parameters[number]] for number in changed]
         return self._found_to_differ() + names
+
+    def _changed(self) -> list[int]:
+        """Those that are another tensor, or of another version, than when they were taken."""
+        now = [self._gradients[number] for number in self._taken]
+        versions = [gradient._version for gradient in self._taken.values()]
+        # All at once: nearly always there are none, among hundreds.
+        same = all(map(operator.is_, now, self._taken.values()))
+        if same and versions == [*self._versions.values()]:
+            return []
+        return sorted(
+            number
+            for number, taken in self._taken.items()
+            if self._gradients[number] is not taken or taken._version != self._versions[number]
+        )
 
     def _complete(self, index: int) -> None:
         """Bring what there is of a bucket that no hook has found to be complete."""
