@@ -57,6 +57,19 @@ def total(name, value, size=3, op=Sum):
     return Allreduce(name, np.full(size, value, np.float64), op)
 
 
+def submit_again(lane, operation):
+    """Submit an operation again as soon as it is no longer pending; its handle is in the list."""
+    handles, remove = [], lane._queue.remove
+
+    def remove_and_submit(operations):
+        remove(operations)
+        if not handles:
+            handles.append(lane.submit(operation))
+
+    lane._queue.remove = remove_and_submit
+    return handles
+
+
 class Probe(Operation):
     """Does in ``execute`` what it is told to."""
 
@@ -131,15 +144,8 @@ class TestOrder:
 
     def test_submitted_again_before_the_end_is_told(self, two):
         """Somebody else may do so as soon as it is no longer pending."""
-        operation, again = total("a", 1), []
-        remove = two[0]._queue.remove
-
-        def remove_and_submit(operations):
-            remove(operations)
-            if not again:
-                again.append(two[0].submit(operation))
-
-        two[0]._queue.remove = remove_and_submit
+        operation = total("a", 1)
+        again = submit_again(two[0], operation)
         first = two[0].submit(operation)
         assert two[1].run(total("a", 2)).tolist() == [3.0] * 3
         (result,) = on_all_ranks(Handle.wait, [first])
@@ -149,15 +155,8 @@ class TestOrder:
         assert again[0].wait().tolist() == [5.0] * 3
 
     def test_so_is_one_that_fails(self, two):
-        operation, again = total("a", 1), []
-        remove = two[0]._queue.remove
-
-        def remove_and_submit(operations):
-            remove(operations)
-            if not again:
-                again.append(two[0].submit(operation))
-
-        two[0]._queue.remove = remove_and_submit
+        operation = total("a", 1)
+        again = submit_again(two[0], operation)
         first = two[0].submit(operation)
         with pytest.raises(MismatchError):
             two[1].run(total("a", 2, size=4))
