@@ -144,7 +144,11 @@ def allgather(array: Any, name: str | None = None) -> Any:
 
 
 def allgather_async(array: Any, name: str | None = None, *, handle: Handle | None = None) -> Handle:
-    """Start `allgather` and return a handle; leave the array alone until it is done."""
+    """Start `allgather` and return a handle; leave the array alone until it is done.
+
+    Args:
+        handle: what to return; None: a new one.
+    """
     return runtime.engine().named.submit(_allgather(array, name), handle=handle)
 
 
@@ -183,7 +187,11 @@ def broadcast_async(
     *,
     handle: Handle | None = None,
 ) -> Handle:
-    """Start `broadcast` and return a handle; leave the array alone until it is done."""
+    """Start `broadcast` and return a handle; leave the array alone until it is done.
+
+    Args:
+        handle: what to return; None: a new one.
+    """
     operation = _broadcast(array, root_rank, name, out)
     return runtime.engine().named.submit(operation, handle=handle)
 
