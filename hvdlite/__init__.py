@@ -11,14 +11,17 @@ from pathlib import Path
 from hvdlite.collectives import (
     allgather,
     allgather_async,
-    allgather_object,
     allreduce,
     allreduce_async,
+    alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_async,
-    broadcast_object,
+    join,
     poll,
+    reducescatter,
+    reducescatter_async,
     synchronize,
 )
 from hvdlite.errors import (
@@ -30,6 +33,16 @@ from hvdlite.errors import (
     SettingsError,
 )
 from hvdlite.exchange import Compression
+from hvdlite.grouped import (
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+)
+from hvdlite.objects import allgather_object, broadcast_object
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import (
     Checkpoint,
     Sharding,
@@ -40,7 +53,14 @@ from hvdlite.recipe import (
     warmup,
 )
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from hvdlite.runtime import init, shutdown, start_timeline, stop_timeline
+from hvdlite.runtime import (
+    add_process_set,
+    init,
+    remove_process_set,
+    shutdown,
+    start_timeline,
+    stop_timeline,
+)
 from hvdlite.world import (
     cross_rank,
     cross_size,
@@ -72,6 +92,11 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "is_homogeneous",
+    # process sets
+    "ProcessSet",
+    "global_process_set",
+    "add_process_set",
+    "remove_process_set",
     # reductions
     "ReduceOp",
     "Average",
@@ -83,12 +108,23 @@ __all__ = [
     # collectives
     "allreduce",
     "allreduce_async",
+    "grouped_allreduce",
+    "grouped_allreduce_async",
     "allgather",
     "allgather_async",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "broadcast",
     "broadcast_async",
+    "alltoall",
+    "alltoall_async",
+    "reducescatter",
+    "reducescatter_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "broadcast_object",
     "allgather_object",
+    "join",
     "barrier",
     "poll",
     "synchronize",

@@ -1,9 +1,8 @@
-"""The collectives on numpy arrays and Python objects."""
+"""The collectives on numpy arrays."""
 
 from __future__ import annotations
 
 import operator
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +10,16 @@ import numpy as np
 
 from hvdlite import reduction, runtime, world
 from hvdlite.arrays import as_array, check_out
-from hvdlite.engine import Handle, Operation
+from hvdlite.engine import Engine, Handle, Operation
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.device_operations import DeviceAllgather, DeviceAllreduce, DeviceBroadcast
-from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, BroadcastBytes
+from hvdlite.engine.device_scattering import DeviceAlltoall, DeviceReducescatter
+from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, Join
+from hvdlite.engine.scattering import Alltoall, Reducescatter
 from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
 from hvdlite.exchange.device import CompressedDeviceAllreduce
 from hvdlite.exchange.operation import CompressedAllreduce
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 
 
@@ -31,6 +33,7 @@ def allreduce(
     *,
     compression: Strategy = Compression.none,
     out: Any = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduce an array over all ranks and return the result, alike to the bit on all of them.
 
@@ -47,23 +50,25 @@ def allreduce(
         postscale_factor: multiplies the result.
         compression: how floats travel; all but ``Compression.none`` need Sum or Average.
         out: a contiguous array for the result, which may be ``array``; None: a new one.
+        process_set: the ranks that take part.
 
     Returns:
         An array of the input's shape and dtype.
 
     Raises:
         ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
-            dtype or the compression, ``out`` does not fit, or an allreduce of this name is
-            still on its way.
+            dtype or the compression, ``out`` does not fit, this rank is not in the process
+            set, or an allreduce of this name is still on its way.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
+    engine = runtime.engine(process_set)
     # Numbered before anything can be refused: a refusal must not shift later names.
-    name = name or runtime.engine().unnamed("allreduce")
+    name = name or engine.unnamed("allreduce")
     chosen = reduction.choose(average, op)
     operation = describe_allreduce(
         array, name, chosen, prescale_factor, postscale_factor, compression, out
     )
-    return runtime.engine().named.run(operation)
+    return engine.named.run(operation)
 
 
 def allreduce_async(
@@ -76,6 +81,7 @@ def allreduce_async(
     *,
     compression: Strategy = Compression.none,
     out: Any = None,
+    process_set: ProcessSet = global_process_set,
     handle: Handle | None = None,
 ) -> Handle:
     """Start `allreduce` and return a handle; leave the array alone until it is done.
@@ -83,7 +89,7 @@ def allreduce_async(
     Args:
         handle: what to return; None: a new one.
     """
-    engine = runtime.engine()
+    engine = runtime.engine(process_set)
     name = name or engine.unnamed("allreduce")
     chosen = reduction.choose(average, op)
     operation = describe_allreduce(
@@ -127,56 +133,86 @@ def describe_allreduce(
     )
 
 
-def allgather(array: Any, name: str | None = None) -> Any:
+def allgather(
+    array: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> Any:
     """Concatenate the arrays of all ranks along axis 0, in the order of the ranks.
 
     Args:
         array: all axes but the first alike on all ranks; a scalar counts as one row.
         name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
 
     Returns:
         A new array, the same on all ranks.
 
     Raises:
+        ValueError: an allgather of this name is still on its way, or this rank is not in the
+            process set.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    return runtime.engine().named.run(_allgather(array, name))
+    engine = runtime.engine(process_set)
+    name = name or engine.unnamed("allgather")
+    return engine.named.run(describe_allgather(array, name))
 
 
-def allgather_async(array: Any, name: str | None = None, *, handle: Handle | None = None) -> Handle:
+def allgather_async(
+    array: Any,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    handle: Handle | None = None,
+) -> Handle:
     """Start `allgather` and return a handle; leave the array alone until it is done.
 
     Args:
         handle: what to return; None: a new one.
     """
-    return runtime.engine().named.submit(_allgather(array, name), handle=handle)
+    engine = runtime.engine(process_set)
+    name = name or engine.unnamed("allgather")
+    return engine.named.submit(describe_allgather(array, name), handle=handle)
 
 
-def allgather_rows_async(array: Any, name: str | None = None) -> Handle:
+def allgather_rows_async(
+    array: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> Handle:
     """Start `allgather`; the handle's result is the whole, and each rank's number of rows."""
-    return runtime.engine().named.submit(_allgather(array, name, with_rows=True))
+    engine = runtime.engine(process_set)
+    name = name or engine.unnamed("allgather")
+    return engine.named.submit(describe_allgather(array, name, with_rows=True))
 
 
-def _allgather(array: Any, name: str | None, with_rows: bool = False) -> Operation:
-    name = name or runtime.engine().unnamed("allgather")
+def describe_allgather(array: Any, name: str, with_rows: bool = False) -> Operation:
+    """Make what `allgather` submits; with each rank's number of rows in the result, or not."""
     if isinstance(array, DeviceArray):
         return DeviceAllgather(name, array, with_rows)
     return Allgather(name, np.atleast_1d(as_array(array)), with_rows=with_rows)
 
 
-def broadcast(array: Any, root_rank: int, name: str | None = None) -> Any:
+def broadcast(
+    array: Any,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Return rank ``root_rank``'s array on all ranks.
 
     Args:
         array: shape and dtype alike on all ranks.
-        root_rank: the rank whose values count.
+        root_rank: the rank whose values count, by its number among all ranks, also where a
+            process set is given.
         name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: there is no such rank, a broadcast of this name is still on its way, or this
+            rank is not in the process set.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    return runtime.engine().named.run(_broadcast(array, root_rank, name))
+    engine = runtime.engine(process_set)
+    operation = _broadcast(engine, array, root_rank, name)
+    return engine.named.run(operation)
 
 
 def broadcast_async(
@@ -185,6 +221,7 @@ def broadcast_async(
     name: str | None = None,
     out: Any = None,
     *,
+    process_set: ProcessSet = global_process_set,
     handle: Handle | None = None,
 ) -> Handle:
     """Start `broadcast` and return a handle; leave the array alone until it is done.
@@ -192,95 +229,250 @@ def broadcast_async(
     Args:
         handle: what to return; None: a new one.
     """
-    operation = _broadcast(array, root_rank, name, out)
-    return runtime.engine().named.submit(operation, handle=handle)
+    engine = runtime.engine(process_set)
+    operation = _broadcast(engine, array, root_rank, name, out)
+    return engine.named.submit(operation, handle=handle)
 
 
-def _broadcast(array: Any, root_rank: int, name: str | None, out: Any = None) -> Operation:
-    name = name or runtime.engine().unnamed("broadcast")
+def _broadcast(
+    engine: Engine, array: Any, root_rank: int, name: str | None, out: Any = None
+) -> Operation:
+    name = name or engine.unnamed("broadcast")
+    root = checked_root(engine, root_rank)
     if isinstance(array, DeviceArray):
-        return DeviceBroadcast(name, array, _checked_root(root_rank), out)
+        return DeviceBroadcast(name, array, root, out)
     array = as_array(array)
     if out is not None:
         check_out(out, array)
-    return Broadcast(name, array, _checked_root(root_rank), out)
+    return Broadcast(name, array, root, out)
 
 
-def _checked_root(root_rank: int) -> int:
-    root = operator.index(root_rank)
-    if not 0 <= root < world.size():
-        raise ValueError(f"root_rank={root} is not a rank; ranks are 0 to {world.size() - 1}")
+def checked_root(engine: Engine, root_rank: int) -> int:
+    """Return the root of a broadcast.
+
+    Raises:
+        ValueError: it is not among an engine's ranks.
+    """
+    root, ranks = operator.index(root_rank), engine.world.ranks
+    if root not in ranks:
+        whole = ranks == tuple(range(world.size()))
+        found = f"ranks are 0 to {world.size() - 1}" if whole else f"the process set has {ranks}"
+        raise ValueError(f"root_rank={root} is not a rank that takes part; {found}")
     return root
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return rank ``root_rank``'s object on all ranks.
+def alltoall(
+    array: Any,
+    splits: Any = None,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Any, Any]:
+    """Send every rank some rows of an array, and receive some of theirs.
 
     Args:
-        obj: anything that pickle takes; ignored on the other ranks.
-        root_rank: the rank whose object counts.
+        array: at least one axis; all but the first alike on all ranks.
+        splits: for each rank of the process set how many rows it gets, in their order: integers
+            that add up to the number of rows. None: the same number for all.
         name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
+
+    Returns:
+        The rows that came, in the order of the ranks they came from, and an int32 array of how
+        many came from each.
 
     Raises:
-        ValueError: there is no such rank.
-        HorovodInternalError: the object cannot be pickled (on all ranks), the ranks
-            disagree, or communication failed.
+        ValueError: the splits do not fit, an alltoall of this name is still on its way, or this
+            rank is not in the process set.
+        HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = name or runtime.engine().unnamed("broadcast_object")
-    root = _checked_root(root_rank)
-    content, failure = _pickled(obj) if world.rank() == root else (b"", None)
-    received = runtime.engine().named.run(BroadcastBytes(name, content, root, failure))
-    return obj if world.rank() == root else pickle.loads(received)
+    engine = runtime.engine(process_set)
+    name = name or engine.unnamed("alltoall")
+    whole, received = engine.named.run(describe_alltoall(array, splits, name, engine.size))
+    return whole, np.array(received, np.int32)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return the objects of all ranks, by rank.
+def alltoall_async(
+    array: Any,
+    splits: Any = None,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    handle: Handle | None = None,
+) -> Handle:
+    """Start `alltoall` and return a handle, whose result is the rows and a list of numbers.
 
     Args:
-        obj: anything that pickle takes.
+        handle: what to return; None: a new one.
+    """
+    engine = runtime.engine(process_set)
+    name = name or engine.unnamed("alltoall")
+    operation = describe_alltoall(array, splits, name, engine.size)
+    return engine.named.submit(operation, handle=handle)
+
+
+def describe_alltoall(array: Any, splits: Any, name: str, size: int) -> Operation:
+    """Make what `alltoall` submits on ``size`` ranks; arguments and errors as there."""
+    on_device = isinstance(array, DeviceArray)
+    if not on_device:
+        array = as_array(array)
+    if not array.shape:
+        raise ValueError("alltoall needs an array of rows, found a scalar")
+    counts = _checked_splits(splits, array.shape[0], size)
+    return DeviceAlltoall(name, array, counts) if on_device else Alltoall(name, array, counts)
+
+
+def _checked_splits(splits: Any, rows: int, size: int) -> list[int]:
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"{rows} rows cannot be dealt evenly to {size} ranks; pass splits, one for each"
+            )
+        return [rows // size] * size
+    given = np.asarray(splits)
+    if given.ndim != 1 or given.size != size or (given.dtype.kind not in "iu" and given.size):
+        raise ValueError(
+            f"splits must be {size} integers, one for each rank that takes part; found {splits!r}"
+        )
+    counts: list[int] = given.tolist()
+    if min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(
+            f"splits must not be negative and add up to the {rows} rows; found {counts}"
+        )
+    return counts
+
+
+def reducescatter(
+    array: Any,
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.AVERAGE,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce an array over all ranks, and return this rank's rows of the result.
+
+    Args:
+        array: at least one axis; shape and dtype alike on all ranks. The first ranks get one
+            row more where there are not as many for all.
         name: pairs this call with those of the other ranks; None: by order.
+        op: Average, Sum, Min, Max or Product.
+        prescale_factor: multiplies the array before the reduction.
+        postscale_factor: multiplies the result.
+        compression: how floats travel: ``Compression.none``, ``.fp16`` or ``.bf16``.
+        process_set: the ranks that take part.
 
     Raises:
-        HorovodInternalError: an object cannot be pickled (on all ranks), the ranks
-            disagree, or communication failed.
+        ValueError: ``op`` is Adasum or has no meaning for the dtype or the compression, a
+            reducescatter of this name is still on its way, or this rank is not in the process
+            set.
+        HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = name or runtime.engine().unnamed("allgather_object")
-    content, failure = _pickled(obj)
-    flat = np.frombuffer(content, np.uint8)
-    operation = Allgather(name, flat, "allgather of objects", with_rows=True)
-    operation.failure = failure
-    whole, lengths = runtime.engine().named.run(operation)
-    ends = np.cumsum(lengths)
-    return [
-        pickle.loads(whole[end - length : end].tobytes())
-        for end, length in zip(ends, lengths, strict=True)
-    ]
+    engine = runtime.engine(process_set)
+    name = name or engine.unnamed("reducescatter")
+    operation = describe_reducescatter(
+        array, name, reduction.choose(None, op), prescale_factor, postscale_factor, compression
+    )
+    return engine.named.run(operation)
 
 
-def _pickled(obj: Any) -> tuple[bytes, str | None]:
-    try:
-        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), None
-    except Exception as error:
-        return b"", f"the {type(obj).__name__} cannot be pickled: {error}"
+def reducescatter_async(
+    array: Any,
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.AVERAGE,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    process_set: ProcessSet = global_process_set,
+    handle: Handle | None = None,
+) -> Handle:
+    """Start `reducescatter` and return a handle; leave the array alone until it is done.
+
+    Args:
+        handle: what to return; None: a new one.
+    """
+    engine = runtime.engine(process_set)
+    name = name or engine.unnamed("reducescatter")
+    operation = describe_reducescatter(
+        array, name, reduction.choose(None, op), prescale_factor, postscale_factor
+    )
+    return engine.named.submit(operation, handle=handle)
 
 
-def barrier(name: str | None = None) -> None:
-    """Return when every rank has called it."""
-    runtime.engine().named.run(Barrier(name or runtime.engine().unnamed("barrier")))
+def describe_reducescatter(
+    array: Any,
+    name: str,
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: Strategy = Compression.none,
+) -> Operation:
+    """Make what `reducescatter` submits; arguments and errors as there."""
+    on_device = isinstance(array, DeviceArray)
+    if not on_device:
+        array = as_array(array)
+    if not array.shape:
+        raise ValueError("reducescatter needs an array of rows, found a scalar")
+    if op is ReduceOp.ADASUM:
+        raise ValueError("Adasum is not defined for pieces of arrays; use allreduce")
+    reduction.check(op, array.dtype)
+    kind = DeviceReducescatter if on_device else Reducescatter
+    wire = check_strategy(compression).wire_dtype(array.dtype)
+    return kind(name, array, op, float(prescale), float(postscale), wire)
 
 
-def agree_on(name: str, entries: Sequence[Any]) -> None:
+def join(process_set: ProcessSet = global_process_set) -> int:
+    """Tell that this rank has no more data, and wait until all ranks do so.
+
+    Until then this rank takes part with zeros in the allreduces of the others, those of gradients
+    included; averages go on dividing by the number of all ranks. Other collectives raise on the
+    ranks that call them meanwhile.
+
+    Args:
+        process_set: the ranks that take part.
+
+    Returns:
+        The rank that joined last, the same on all.
+
+    Raises:
+        ValueError: this rank is not in the process set.
+        HorovodInternalError: a rank has shut down without joining, or communication failed.
+    """
+    engine = runtime.engine(process_set)
+    handles = [lane.submit(Join("join()")) for lane in (engine.gradients, engine.named)]
+    last: int = [handle.wait() for handle in handles][-1]
+    return last
+
+
+def barrier(process_set: ProcessSet = global_process_set, name: str | None = None) -> None:
+    """Return when every rank has called it.
+
+    Args:
+        process_set: the ranks that take part.
+        name: pairs this call with those of the other ranks; None: by order.
+    """
+    engine = runtime.engine(process_set)
+    engine.named.run(Barrier(name or engine.unnamed("barrier")))
+
+
+def agree_on(
+    name: str, entries: Sequence[Any], process_set: ProcessSet = global_process_set
+) -> None:
     """Compare something across ranks.
 
     Args:
         name: what it is, for messages; pairs this call with those of the other ranks.
         entries: what must be equal on all ranks; compared by ``repr``.
+        process_set: the ranks that take part.
 
     Raises:
         HorovodInternalError: the ranks differ; the message names the first entry.
     """
     numbered = [(f"entry {number}", entry) for number, entry in enumerate(entries)]
-    runtime.engine().named.run(Barrier(name, (*numbered, ("the number of entries", len(entries)))))
+    known = (*numbered, ("the number of entries", len(entries)))
+    runtime.engine(process_set).named.run(Barrier(name, known))
 
 
 def poll(handle: Handle) -> bool:

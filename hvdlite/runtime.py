@@ -15,29 +15,78 @@ from typing import Any, NoReturn
 from hvdlite import mpi, settings, timeline, world
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
+from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
 from hvdlite.trace_file import Run
 
 _log = logging.getLogger("hvdlite")
 
 _engine: Engine | None = None
+_sets: ProcessSets | None = None
 _forked = False  # whether this process is a child of the one that is a rank
 _hooked = False
 _run = Run("", 0)
 
 
-def engine() -> Engine:
+def engine(process_set: ProcessSet | None = None) -> Engine:
     """The engine of this process.
+
+    Args:
+        process_set: which of its engines; None: that of all ranks.
 
     Raises:
         NotInitializedError: before ``init()`` and after ``shutdown()``.
         HorovodInternalError: this process was forked from one that is a rank.
+        ValueError: the process set is not registered, or this rank is not in it.
     """
     if _engine is None or _forked:
         raise _unavailable()
-    return _engine
+    if process_set is None or process_set is global_process_set:
+        return _engine
+    return process_sets().engine(process_set)
 
 
-def init(comm: Any | Sequence[int] | None = None) -> None:
+def process_sets() -> ProcessSets:
+    """The process sets of this process; raises as `engine`."""
+    if _sets is None or _forked:
+        raise _unavailable()
+    return _sets
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set; all ranks call it, members or not, with the same ranks.
+
+    Args:
+        process_set: that or its ranks, in any order.
+
+    Returns:
+        The process set, which collectives take from now on.
+
+    Raises:
+        ValueError: it is registered, another one has the same ranks, or it names a rank that
+            does not exist, or none.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    process_sets().add(added)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set, whose collectives have all ended; all ranks call it.
+
+    Returns:
+        Whether it was registered. That of all ranks cannot be removed.
+
+    Raises:
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    return process_sets().remove(process_set)
+
+
+def init(
+    comm: Any | Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+) -> None:
     """Start hvdlite: all ranks call it, before anything else; a second call does nothing.
 
     After it, an exception that ends the program on one rank ends it on all, with the
@@ -46,16 +95,22 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     Args:
         comm: the ranks that take part: None (all), a list of ranks of ``COMM_WORLD``, or
             an mpi4py communicator, which is duplicated.
+        process_sets: to register at once, alike on all ranks; ``"dynamic"``, which Horovod needs
+            for `add_process_set`, is accepted without effect.
 
     Raises:
         ImportError: mpi4py or an MPI library is missing.
         SettingsError: an environment variable cannot be read.
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
-        ValueError, TypeError: ``comm`` is none of the above.
+        ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
     """
-    global _engine, _forked, _run
+    global _engine, _forked, _run, _sets
     if _engine is not None:
         return
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ValueError(
+            f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
+        )
     values = settings.read()
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     _set_log_level(values.log_level)
@@ -66,7 +121,14 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     _engine = Engine(MPI, split, values)
     _forked = False
     world.enter(split)
+    _sets = ProcessSets(MPI, split, _engine)
     _hook()
+    for process_set in () if isinstance(process_sets, str) else process_sets or ():
+        try:
+            add_process_set(process_set)
+        except ValueError:
+            shutdown()
+            raise
     if values.timeline:
         try:
             start_timeline(values.timeline, values.timeline_mark_cycles)
@@ -81,21 +143,18 @@ def shutdown() -> None:
     Operations that other ranks still wait for raise there. ``init()`` works again
     afterwards. It does nothing before ``init()``.
     """
-    global _engine
+    global _engine, _sets
     # A forked child (a data loader's worker) has no lanes and must not end its parent's.
-    if _engine is None or _forked:
+    if _engine is None or _sets is None or _forked:
         return
-    ending, _engine = _engine, None
-    split = world.current()
+    rank, limit = world.rank(), _engine.settings.shutdown_timeout_seconds
+    ending, _engine, _sets = _sets, None, None
     world.enter(None)
-    limit = ending.settings.shutdown_timeout_seconds
     start = time.monotonic()
-    if ending.close():
-        split.free()
-    elif time.monotonic() - start >= limit:
+    if not ending.close() and time.monotonic() - start >= limit:
         _log.warning(
             "rank %d: left without the others, which did not call shutdown() within %.0f s",
-            split.comm.rank,
+            rank,
             limit,
         )
     # Else communication has failed before, and whoever waited for it knows.

@@ -18,12 +18,14 @@ class World:
         node: the communicator of the ranks on this rank's node.
         cross: the communicator of the ranks, one from each node, with this local rank.
         nodes: for each rank the index of its node.
+        ranks: by what numbers users know the ranks; others than 0, 1, ... in a process set.
     """
 
     comm: Any
     node: Any
     cross: Any
     nodes: tuple[int, ...]
+    ranks: tuple[int, ...]
 
     @classmethod
     def split(cls, MPI: Any, comm: Any, local_size: int = 0) -> World:  # noqa: N803
@@ -38,10 +40,24 @@ class World:
             node = comm.Split(color=comm.rank // local_size, key=comm.rank)
         else:
             node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        return cls._of(comm, node, range(comm.size))
+
+    def subset(self, ranks: Sequence[int]) -> World:
+        """The world of some of the ranks; collective among these.
+
+        Args:
+            ranks: ascending; this one is among them.
+        """
+        comm = self.comm.Create_group(self.comm.group.Incl(ranks))
+        node = comm.Split(color=self.node_index, key=comm.rank)
+        return World._of(comm, node, ranks)
+
+    @classmethod
+    def _of(cls, comm: Any, node: Any, ranks: Sequence[int]) -> World:
         cross = comm.Split(color=node.rank, key=comm.rank)
         leaders = comm.allgather(node.bcast(comm.rank, root=0))
         index = {leader: position for position, leader in enumerate(sorted(set(leaders)))}
-        return cls(comm, node, cross, tuple(index[leader] for leader in leaders))
+        return cls(comm, node, cross, tuple(index[leader] for leader in leaders), tuple(ranks))
 
     @property
     def node_index(self) -> int:

@@ -123,3 +123,23 @@ def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, op):
         whole = runtime.engine().named
         operation.execute(whole._transport, [b"", b""])  # which allocates nothing any more
     assert operation._out.tolist() == [4.0 if op is hvd.Sum else 2.0] * 3
+
+
+@ranks(2, fresh=True, env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.2"})
+def test_waiting_in_a_join_is_not_reported(monkeypatch):
+    hvd.init()
+    messages = collect_warnings(monkeypatch)
+    if hvd.rank() == 1:
+        time.sleep(1.0)
+    assert hvd.join() == 1
+    assert messages == []
+
+
+@ranks(2, fresh=True, env={"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "0.3"})
+def test_waiting_in_a_join_is_not_given_up():
+    hvd.init()
+    if hvd.rank() == 1:
+        time.sleep(1.0)
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [1]
+        time.sleep(1.0)
+    assert hvd.join() == 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from hvdlite import collectives, reduction, runtime, world
+from hvdlite import collectives, reduction, runtime
 from hvdlite.exchange import Compression, Strategy
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.torch import autograd
 from hvdlite.torch.device_memory import lend
 from hvdlite.torch.handles import TensorHandle, copied, synchronize, written
 from hvdlite.torch.in_place import allreduce_handle, memory_of
@@ -22,12 +25,20 @@ def allreduce_async(
     op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `allreduce` and return a handle; leave the tensor alone until it is done."""
-    name = _numbered(name, "allreduce")
+    name = numbered(name, "allreduce", process_set)
     array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
     collectives.allreduce_async(
-        array, average, name, op, prescale_factor, postscale_factor, handle=handle
+        array,
+        average,
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set=process_set,
+        handle=handle,
     )
     return handle
 
@@ -39,9 +50,12 @@ def allreduce_async_(
     op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `allreduce_` and return a handle; leave the tensor alone until it is done."""
-    return allreduce_handle(tensor, average, name, op, prescale_factor, postscale_factor)
+    return allreduce_handle(
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    )
 
 
 def allreduce(
@@ -52,6 +66,7 @@ def allreduce(
     op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks: ``postscale * op(prescale * tensor)``.
 
@@ -67,19 +82,22 @@ def allreduce(
         op: one of the six reductions; None is Average.
         prescale_factor: multiplies the tensor before the reduction.
         postscale_factor: multiplies the result.
+        process_set: the ranks that take part.
 
     Returns:
         A new tensor, alike to the bit on all ranks.
 
     Raises:
         ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
-            dtype, or an operation of this name is still on its way.
+            dtype, an operation of this name is still on its way, or this rank is not in the
+            process set.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = _numbered(name, "allreduce")
+    name = numbered(name, "allreduce", process_set)
     chosen = reduction.choose(average, op)
-    result: torch.Tensor = _Allreduce.apply(
-        tensor, name, compression, chosen, prescale_factor, postscale_factor
+    factors = prescale_factor, postscale_factor
+    result: torch.Tensor = autograd.Allreduce.apply(
+        tensor, name, compression, chosen, *factors, process_set
     )
     return result
 
@@ -91,23 +109,32 @@ def allreduce_(
     op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place; arguments and errors as in `allreduce`."""
     handle = allreduce_handle(
-        tensor, average, name, op, prescale_factor, postscale_factor, begin=False
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set, begin=False
     )
     return handle.wait()
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None) -> TensorHandle:
+def allgather_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> TensorHandle:
     """Start `allgather` and return a handle; leave the tensor alone until it is done."""
-    name = _numbered(name, "allgather")
+    name = numbered(name, "allgather", process_set)
     array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
-    collectives.allgather_async(array, name, handle=handle)
+    collectives.allgather_async(array, name, process_set=process_set, handle=handle)
     return handle
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+def allgather(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Concatenate the tensors of all ranks along axis 0, in the order of the ranks.
 
     Gradients flow through it: each rank gets its own slice of the ranks' average gradient
@@ -116,34 +143,54 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     Args:
         tensor: all axes but the first alike on all ranks; a scalar counts as one row.
         name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
 
     Raises:
+        ValueError: an operation of this name is still on its way, or this rank is not in the
+            process set.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = _numbered(name, "allgather")
-    result: torch.Tensor = _Allgather.apply(tensor, name)
+    name = numbered(name, "allgather", process_set)
+    result: torch.Tensor = autograd.Allgather.apply(tensor, name, process_set)
     return result
 
 
-def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> TensorHandle:
     """Start `broadcast` and return a handle; leave the tensor alone until it is done."""
-    name = _numbered(name, "broadcast")
+    name = numbered(name, "broadcast", process_set)
     array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
-    collectives.broadcast_async(array, root_rank, name, handle=handle)
+    collectives.broadcast_async(array, root_rank, name, process_set=process_set, handle=handle)
     return handle
 
 
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> TensorHandle:
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> TensorHandle:
     """Start `broadcast_` and return a handle; leave the tensor alone until it is done."""
-    name = _numbered(name, "broadcast")
+    name = numbered(name, "broadcast", process_set)
     array = to_array(tensor, lend)
     out = memory_of(tensor, array)
     handle = TensorHandle(name, copied if out is None else written, tensor)
-    collectives.broadcast_async(array, root_rank, name, out=out, handle=handle)
+    collectives.broadcast_async(
+        array, root_rank, name, out=out, process_set=process_set, handle=handle
+    )
     return handle
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Return rank ``root_rank``'s tensor on all ranks.
 
     Gradients flow through it: the root gets the ranks' average gradient, as in Horovod,
@@ -151,95 +198,163 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
     Args:
         tensor: shape and dtype alike on all ranks.
-        root_rank: the rank whose values count.
+        root_rank: the rank whose values count, by its number among all ranks.
         name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: there is no such rank, an operation of this name is still on its way, or
+            this rank is not in the process set.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = _numbered(name, "broadcast")
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name)
+    name = numbered(name, "broadcast", process_set)
+    result: torch.Tensor = autograd.Broadcast.apply(tensor, root_rank, name, process_set)
     return result
 
 
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Overwrite a tensor with rank ``root_rank``'s; arguments and errors as `broadcast`."""
-    return synchronize(broadcast_async_(tensor, root_rank, name))
+    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
-def _numbered(name: str | None, kind: str) -> str:
-    # Before anything can be refused: a refusal must not shift the names of later calls.
-    return name or runtime.engine().unnamed(kind)
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> TensorHandle:
+    """Start `alltoall` and return a handle; leave the tensor alone until it is done."""
+    name = numbered(name, "alltoall", process_set)
+    convert = _received if splits is None else _received_with_splits
+    array, handle = to_array(tensor, lend), TensorHandle(name, convert, tensor)
+    collectives.alltoall_async(array, _host(splits), name, process_set=process_set, handle=handle)
+    return handle
 
 
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        name: str,
-        compression: Strategy,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-    ) -> torch.Tensor:
-        ctx.arguments = name, compression, op, prescale, postscale
-        on_device = getattr(compression, "on_device", False)
-        result = collectives.allreduce(
-            to_array(tensor, lend if on_device else None),
-            name=name,
-            op=op,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
-            compression=compression,
-        )
-        return to_tensor_like(result, tensor)
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send every rank some rows of a tensor, and receive some of theirs.
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        name, compression, op, prescale, postscale = ctx.arguments
-        if op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
-            raise NotImplementedError(
-                f"allreduce with op={op.name.capitalize()} has no gradient; detach its input, "
-                "or use Sum or Average"
-            )
-        reduced = allreduce(
-            gradients[0], None, _gradient_name(name), compression, op, prescale, postscale
-        )
-        return reduced, None, None, None, None, None
+    Gradients flow through it, back to where the rows came from.
+
+    Args:
+        tensor: at least one axis; all but the first alike on all ranks.
+        splits: for each rank that takes part how many rows it gets, in their order; they add up
+            to the number of rows. None: the same number for all.
+        name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
+
+    Returns:
+        The rows that came, in the order of the ranks they came from; with ``splits`` given, a
+        pair of these and an int32 tensor of how many came from each.
+
+    Raises:
+        ValueError: the splits do not fit, an operation of this name is still on its way, or this
+            rank is not in the process set.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    name = numbered(name, "alltoall", process_set)
+    result, received = autograd.Alltoall.apply(tensor, _host(splits), name, process_set)
+    return result if splits is None else (result, received)
 
 
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        ctx.name, ctx.shape = name, tensor.shape
-        handle = collectives.allgather_rows_async(to_array(tensor, lend), name)
-        whole, rows = taken(handle.wait())
-        ctx.start = sum(rows[: world.rank()])
-        ctx.rows = rows[world.rank()]
-        return to_tensor_like(whole, tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        reduced = allreduce(gradients[0], name=_gradient_name(ctx.name), op=Average)
-        return reduced.narrow(0, ctx.start, ctx.rows).reshape(ctx.shape), None
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str) -> torch.Tensor:
-        ctx.root_rank, ctx.name = root_rank, name
-        return to_tensor_like(
-            collectives.broadcast(to_array(tensor, lend), root_rank, name), tensor
-        )
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        reduced = allreduce(gradients[0], name=_gradient_name(ctx.name), op=Average)
-        own = reduced if world.rank() == ctx.root_rank else torch.zeros_like(reduced)
-        return own, None, None
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> TensorHandle:
+    """Start `reducescatter` and return a handle; leave the tensor alone until it is done."""
+    name = numbered(name, "reducescatter", process_set)
+    array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
+    factors = prescale_factor, postscale_factor
+    collectives.reducescatter_async(
+        array, name, op, *factors, process_set=process_set, handle=handle
+    )
+    return handle
 
 
-def _gradient_name(name: str) -> str:
-    return f"{name}.gradient"
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Strategy = Compression.none,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks, and return this rank's rows of the result.
+
+    Gradients flow through it, for Sum and Average: those of all rows are gathered, and, as in
+    Horovod, multiplied with the number of ranks for Sum (although it is Average that divides).
+
+    Args:
+        tensor: at least one axis; shape and dtype alike on all ranks. The first ranks get one
+            row more where there are not as many for all.
+        name: pairs this call with those of the other ranks; None: by order.
+        compression: how floats travel: ``Compression.none``, ``.fp16`` or ``.bf16``.
+        op: Average, Sum, Min, Max or Product.
+        process_set: the ranks that take part.
+        prescale_factor: multiplies the tensor before the reduction.
+        postscale_factor: multiplies the result.
+
+    Raises:
+        ValueError: ``op`` is Adasum or has no meaning for the dtype, an operation of this name is
+            still on its way, or this rank is not in the process set.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    name = numbered(name, "reducescatter", process_set)
+    chosen = reduction.choose(None, op)
+    factors = prescale_factor, postscale_factor
+    result: torch.Tensor = autograd.Reducescatter.apply(
+        tensor, name, compression, chosen, *factors, process_set
+    )
+    return result
+
+
+def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
+    """Tell that this rank has no more data, and wait until all ranks do so.
+
+    See `hvdlite.join`. Tensors on devices cannot be stood in for: their allreduces raise while a
+    rank has joined.
+
+    Args:
+        device: accepted for Horovod's sake, without effect.
+        process_set: the ranks that take part.
+
+    Returns:
+        The rank that joined last, the same on all.
+    """
+    return collectives.join(process_set)
+
+
+def numbered(name: str | None, kind: str, process_set: ProcessSet) -> str:
+    """The name of an operation, or the next one for those that the user gave none.
+
+    It is asked for before anything can be refused: a refusal must not shift later names.
+    """
+    return name or runtime.engine(process_set).unnamed(kind)
+
+
+def _host(splits: Any) -> Any:
+    return splits.cpu().numpy() if isinstance(splits, torch.Tensor) else splits
+
+
+def _received(result: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return _received_with_splits(result, tensor)[0]
+
+
+def _received_with_splits(result: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole, received = taken(result)
+    return to_tensor_like(whole, tensor), torch.tensor(received, dtype=torch.int32)

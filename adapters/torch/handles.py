@@ -16,8 +16,8 @@ class TensorHandle(Handle):
 
     Args:
         name: the operation's.
-        convert: makes the tensor of the result and ``tensor``.
-        tensor: what was passed to the collective.
+        convert: makes what the collective returns of the result and ``tensor``.
+        tensor: what was passed to the collective: a tensor or a list of them.
     """
 
     __slots__ = ("_convert", "_tensor")
@@ -25,22 +25,22 @@ class TensorHandle(Handle):
     def __init__(
         self,
         name: str,
-        convert: Callable[[Any, torch.Tensor], torch.Tensor],
-        tensor: torch.Tensor,
+        convert: Callable[[Any, Any], Any],
+        tensor: Any,
     ) -> None:
         Handle.__init__(self, name)
-        self._convert: Callable[[Any, torch.Tensor], torch.Tensor] | None = convert
-        self._tensor: torch.Tensor | None = tensor
+        self._convert: Callable[[Any, Any], Any] | None = convert
+        self._tensor: Any = tensor
 
-    def wait(self) -> torch.Tensor:
-        """Wait for the operation and return its tensor.
+    def wait(self) -> Any:
+        """Wait for the operation and return what it results in.
 
         Raises:
             ValueError: the handle has been waited for before.
             HorovodInternalError: the operation failed.
         """
         convert, tensor = self._convert, self._tensor
-        if convert is None or tensor is None:
+        if convert is None:
             raise ValueError(f"the handle of {self.name!r} has been synchronized before")
         self._convert = self._tensor = None
         return convert(Handle.wait(self), tensor)
@@ -51,8 +51,8 @@ def poll(handle: TensorHandle) -> bool:
     return _checked(handle).done()
 
 
-def synchronize(handle: TensorHandle) -> torch.Tensor:
-    """Wait for an asynchronous operation, and return its result.
+def synchronize(handle: TensorHandle) -> Any:
+    """Wait for an asynchronous operation, and return its result: a tensor, or as it says.
 
     Raises:
         ValueError: it is not a handle, or has been synchronized before.

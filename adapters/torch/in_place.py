@@ -9,6 +9,7 @@ import torch
 
 from hvdlite import collectives, reduction, runtime
 from hvdlite.engine import Operation
+from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.device_memory import lend
 from hvdlite.torch.handles import TensorHandle, copied, written
@@ -57,6 +58,7 @@ def allreduce_handle(
     op: ReduceOp | int | None,
     prescale: float,
     postscale: float,
+    process_set: ProcessSet,
     begin: bool = True,
 ) -> TensorHandle:
     """Start to reduce a tensor in place; arguments and errors as ``allreduce_``.
@@ -64,7 +66,7 @@ def allreduce_handle(
     Args:
         begin: whether it should start before somebody waits for it.
     """
-    engine = runtime.engine()
+    engine = runtime.engine(process_set)
     arguments = average, op, prescale, postscale
     kept = engine.persistent.get(name) if name else None
     if kept is not None and kept.fits(tensor, arguments):

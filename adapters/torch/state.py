@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite import collectives, runtime, world
+from hvdlite import collectives, objects, runtime, world
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.collectives import broadcast_async_
@@ -110,7 +110,7 @@ def broadcast_optimizer_state(
     collectives.agree_on(f"{name}: its parameters", [str(group) for group in groups])
     is_root = world.rank() == root_rank
     state = map_leaves(_to_host, optimizer.state_dict()) if is_root else None
-    received = collectives.broadcast_object(state, root_rank, name)
+    received = objects.broadcast_object(state, root_rank, name)
     if not is_root:
         optimizer.load_state_dict(received)
 

@@ -18,7 +18,7 @@ from hvdlite.engine.operation import Operation
 from hvdlite.engine.persistent import Persistent
 from hvdlite.settings import Settings
 from hvdlite.transport import connect
-from hvdlite.tuning import tune
+from hvdlite.tuning import Tuning, tune
 from hvdlite.world import World
 
 __all__ = ["Engine", "Handle", "Lane", "Operation"]
@@ -33,31 +33,54 @@ class Engine:
         tuning: the sizes that the start has settled.
         settings: as given, with what has been tuned.
         persistent: what an adapter keeps of named calls.
+        world: as given.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
         world: the ranks; each lane gets a transport of its own.
         settings: read at ``init()``.
+        tuning: sizes that are settled already; None: they are measured.
+        suffix: for the names of the lanes.
     """
 
-    def __init__(self, MPI: Any, world: World, settings: Settings) -> None:  # noqa: N803
+    def __init__(
+        self,
+        MPI: Any,  # noqa: N803
+        world: World,
+        settings: Settings,
+        tuning: Tuning | None = None,
+        suffix: str = "",
+    ) -> None:
+        self.world = world
         new = functools.partial(connect, MPI, world, settings.shared_memory)
         transports = [new(), new()]
-        self.tuning = tune(transports[0], new, settings)
+        self.tuning = tuning or tune(transports[0], new, settings)
         for transport in transports:
-            transport.chunk = self.tuning.chunk
+            # The ranks of a process set may meet in another way than all ranks do.
+            if transport.chunk is not None and self.tuning.chunk is not None:
+                transport.chunk = self.tuning.chunk
         self.settings = dataclasses.replace(
             settings,
             fusion_threshold=self.tuning.bucket_cap,
             overlap=_overlap(settings.overlap, world),
         )
         self.gradients, self.named = (
-            Lane(name, transport, self.settings)
+            Lane(name + suffix, transport, self.settings)
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
         self.persistent: Persistent[Any] = Persistent(settings.cache_capacity)
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counting = threading.Lock()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among the engine's."""
+        return int(self.world.comm.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self.world.comm.size)
 
     def unnamed(self, kind: str) -> str:
         """The next name for an operation that the user gave none.
@@ -67,16 +90,25 @@ class Engine:
         with self._counting:
             return f"{kind}.noname.{next(self._counters[kind])}"
 
-    def close(self) -> bool:
-        """Close all lanes within the time that the settings allow.
+    def begin_close(self) -> None:
+        """Take nothing more; what others wait for in vain fails there."""
+        for lane in (self.gradients, self.named):
+            lane.begin_close()
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Close all lanes.
+
+        Args:
+            timeout: seconds; None: as the settings allow.
 
         Returns:
             Whether all ranks have closed them.
         """
-        deadline = time.monotonic() + self.settings.shutdown_timeout_seconds
+        if timeout is None:
+            timeout = self.settings.shutdown_timeout_seconds
+        deadline = time.monotonic() + timeout
+        self.begin_close()  # all of them first: others may wait for this rank in any
         lanes = (self.gradients, self.named)
-        for lane in lanes:  # all of them first: others may wait for this rank in any
-            lane.begin_close()
         closed = [lane.close(max(deadline - time.monotonic(), 0.0)) for lane in lanes]
         return all(closed)
 

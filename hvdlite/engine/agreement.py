@@ -19,6 +19,8 @@ class Description:
     failure: str | None = None
     waited: float = 0.0  # seconds since it was submitted
     key: str = ""  # of the operation; empty: its name
+    stands_in: bool = False  # whether ranks that have joined can take part in it
+    patient: bool = False  # whether it may wait as long as it takes
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Report:
 
     descriptions: tuple[Description, ...]
     closing: bool = False
+    joined: bool = False  # whether the rank has no data of its own any more
 
 
 @dataclass
@@ -34,49 +37,59 @@ class Decision:
     """What all ranks do next; operations go by their keys.
 
     Attributes:
-        ready: those that every rank has submitted alike, in the order to run them.
+        ready: those that every rank has submitted alike, in the order to run them; also
+            those in which the ranks that lack them stand in, because they have joined.
+        substituted: which of these are such.
         differing: those that every rank has submitted, with different signatures.
         clashing: for each name under which every rank waits for an operation, but not all
-            for one kind: the operation of each rank, by rank.
+            for one kind: the operation of each member.
         failed: for each one that cannot run, why.
-        missing: for each one that waits, by its name, the ranks that have not submitted it.
-        closing: the ranks that are shutting down.
+        missing: for each one that waits, by its name, the members that have not submitted it.
+        closing: the members that are shutting down.
     """
 
     ready: list[str] = field(default_factory=list)
+    substituted: list[str] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
-    clashing: list[tuple[str, ...]] = field(default_factory=list)
+    clashing: list[dict[int, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
     closing: list[int] = field(default_factory=list)
 
 
-def decide(reports: Sequence[Report], give_up_after: float = math.inf) -> Decision:
+def decide(reports: Mapping[int, Report], give_up_after: float = math.inf) -> Decision:
     """Sort the operations of all ranks into what can run, what cannot, and what waits.
 
     Args:
-        reports: by rank; every rank passes the same.
+        reports: by member, ascending; every rank passes the same.
         give_up_after: seconds after which an operation that is still missing somewhere
             fails where it was submitted.
     """
-    tables = [
-        {entry.key or entry.name: entry for entry in report.descriptions} for report in reports
-    ]
-    decision = Decision(closing=[rank for rank, report in enumerate(reports) if report.closing])
+    tables = {
+        rank: {entry.key or entry.name: entry for entry in report.descriptions}
+        for rank, report in reports.items()
+    }
+    decision = Decision(closing=[rank for rank, report in reports.items() if report.closing])
+    joined = {rank for rank, report in reports.items() if report.joined}
     waiting: dict[str, list[int]] = {}
     # dict.fromkeys: the union of the keys, in an order that is the same on all ranks.
-    for key in dict.fromkeys(key for table in tables for key in table):
-        entries = {rank: table[key] for rank, table in enumerate(tables) if key in table}
-        missing = [rank for rank in range(len(tables)) if rank not in entries]
-        why = _failure(entries, missing, decision.closing, give_up_after)
+    for key in dict.fromkeys(key for table in tables.values() for key in table):
+        entries = {rank: table[key] for rank, table in tables.items() if key in table}
+        missing = [rank for rank in tables if rank not in entries]
+        # A join itself waits for ranks that have not joined, and nothing else does for ranks
+        # that have.
+        substituted = bool(missing) and joined.issuperset(missing)
+        why = _failure(entries, missing, decision.closing, give_up_after, substituted)
         if why is not None:
             decision.failed[key] = why
-        elif missing:
+        elif missing and not substituted:
             waiting[key] = missing
         elif len({entry.digest for entry in entries.values()}) > 1:
             decision.differing.append(key)
         else:
             decision.ready.append(key)
+            if substituted:
+                decision.substituted.append(key)
     _sort_waiting(decision, tables, waiting)
     return decision
 
@@ -86,9 +99,18 @@ def _failure(
     missing: Sequence[int],
     closing: Sequence[int],
     give_up_after: float,
+    substituted: bool,
 ) -> str | None:
     """Why an operation cannot run, now or later; None: it can."""
     name = next(iter(entries.values())).name
+    failures = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
+    if substituted:
+        if not all(entry.stands_in for entry in entries.values()):
+            return (
+                f"{name!r} cannot go on without {ranks_text(missing)}, which called join() and can "
+                "take part in allreduces only; call it before join() on all ranks, or after"
+            )
+        missing = ()
     gone = [rank for rank in missing if rank in closing]
     if gone:
         return (
@@ -97,19 +119,18 @@ def _failure(
         )
     if missing:
         waited = max(entry.waited for entry in entries.values())
-        if waited <= give_up_after:
+        if waited <= give_up_after or any(entry.patient for entry in entries.values()):
             return None
         return (
             f"{name!r} has waited {waited:.0f} s and is still missing on {ranks_text(missing)}; "
             "run the same steps on all ranks, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
         )
-    failures = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
     return "; ".join(f"rank {rank}: {why}" for rank, why in failures.items()) or None
 
 
 def _sort_waiting(
     decision: Decision,
-    tables: Sequence[Mapping[str, Description]],
+    tables: Mapping[int, Mapping[str, Description]],
     waiting: Mapping[str, list[int]],
 ) -> None:
     """Tell operations that wait for each other under one name from those that just wait.
@@ -118,14 +139,14 @@ def _sort_waiting(
     kinds is on its way, or done, on all ranks before any rank can wait for the second alone.
     """
     by_name: dict[str, dict[int, str]] = {}
-    for rank, table in enumerate(tables):
+    for rank, table in tables.items():
         for key, entry in table.items():
             if key in waiting:
                 by_name.setdefault(entry.name, {}).setdefault(rank, key)
     for name, keys in by_name.items():
         if len(keys) == len(tables):
-            decision.clashing.append(tuple(keys[rank] for rank in range(len(tables))))
-        else:
+            decision.clashing.append(keys)
+        elif not any(tables[rank][key].patient for rank, key in keys.items()):
             for key in dict.fromkeys(keys.values()):
                 label = key if name in decision.missing else name
                 decision.missing[label] = waiting[key]

@@ -159,8 +159,8 @@ class DeviceOperation(Operation):
         """Wait, on the device, for what a stream has been given to do by now."""
         self.ready.append(self.memory.cuda.record(self.memory.index, stream))
 
-    def prepare(self, payloads: Sequence[bytes]) -> None:
-        """Do what is left to do once every rank's payload is known."""
+    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
+        """Do what is left to do once every rank's payload is known, on a rank."""
 
     @abstractmethod
     def exchange(self, transport: DeviceTransport) -> None:

@@ -91,7 +91,7 @@ class DeviceAllgather(DeviceOperation):
         self._stream = array.memory.stream()
         self.follow(self._stream)
 
-    def prepare(self, payloads: Sequence[bytes]) -> None:
+    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
         """Allocate the whole, on the stream on which the operation was submitted."""
         rows = [struct.unpack("<q", payload)[0] for payload in payloads]
         with self.memory.on(self._stream):
@@ -115,7 +115,7 @@ class DeviceBroadcast(DeviceOperation):
     Args:
         name: the operation's name.
         array: any shape, alike on all ranks.
-        root: the rank whose values count.
+        root: the member whose values count.
         out: where the result goes; may be the array itself. None: a new one.
     """
 
@@ -133,7 +133,7 @@ class DeviceBroadcast(DeviceOperation):
 
     def exchange(self, transport: DeviceTransport) -> None:
         """Send the root's array."""
-        out = as_bytes(self._out.flat)
-        if self._out is not self._array and transport.rank == self._root:
+        out, root = as_bytes(self._out.flat), transport.members.index(self._root)
+        if self._out is not self._array and transport.rank == root:
             transport.copy(as_bytes(self._array.flat), out)
-        transport.broadcast(out, self._root)
+        transport.broadcast(out, root)

@@ -64,7 +64,7 @@ class DeviceSide:
         while len(self.under_way) >= _MOST_UNDER_WAY:
             time.sleep(_LOOK_SECONDS)
             self.look()
-        operation.prepare(payloads)
+        operation.prepare(payloads, transport.rank)
         work = transport.enqueue(lambda: operation.exchange(transport), operation.ready)
         result = DeviceResult(transport, work, operation.memory, operation.tensors, operation.value)
         self.under_way.append((time.monotonic(), result))

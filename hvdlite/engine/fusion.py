@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from hvdlite.engine.operation import Operation
 
 
-def fuse(operations: Iterable[Operation], limit: int) -> list[list[Operation]]:
+def fuse(operations: Iterable[Operation], limit: float) -> list[list[Operation]]:
     """Group operations that may run together, up to ``limit`` bytes a group.
 
     Groups come in the order of their first members, so ranks that have the same operations
@@ -24,8 +24,8 @@ def fuse(operations: Iterable[Operation], limit: int) -> list[list[Operation]]:
         if kind is None or limit == 0:
             groups.append([operation])
             continue
-        group, filled = growing.get(kind, ([], limit + 1))
-        if filled + operation.nbytes > limit:
+        group, filled = growing.get(kind, (None, 0))
+        if group is None or filled + operation.nbytes > limit:
             group, filled = [], 0
             groups.append(group)
         group.append(operation)

@@ -48,9 +48,11 @@ class Lane:
         self._settings = settings
         self._devices = DeviceSide(transport, settings)
         self._watching = False
-        self._queue = Queue(transport.rank)
+        self._queue = Queue(transport.members[transport.rank])
         self._lock, self._changed = self._queue.lock, self._queue.changed
-        self._patience = WaitingPolicy(settings, self._queue.describe, transport.absent)
+        self._patience = WaitingPolicy(
+            settings, self._queue.describe, transport.absent, self._queue.is_patient
+        )
         self._rounds = Rounds(name, self._queue, transport, self._devices, self._patience, settings)
         self._driven = False
         self._sleeping = False
@@ -222,7 +224,8 @@ class Lane:
             )
         for operation in self._queue.take_all():
             failure = HorovodInternalError(
-                f"rank {self._transport.rank}: {operation.name!r} failed: {reason}"
+                f"rank {self._transport.members[self._transport.rank]}: {operation.name!r} failed: "
+                f"{reason}"
             )
             failure.__cause__ = error
             operation.handle.finish(error=failure)

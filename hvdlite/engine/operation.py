@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -57,11 +57,17 @@ class Operation(ABC):
         submitted: when that was, by ``time.monotonic``.
         memory: where its arrays lie, if that is on a device.
         handle: what is told of its end; set when it is submitted.
+        stands_in: whether ranks that have joined can take part in it, see `stand_in`.
+        patient: whether it may wait for the other ranks as long as it takes.
+        joins: whether it says that this rank has joined.
     """
 
     handle: Handle
     memory: Any = None
     nbytes = 0
+    stands_in = False
+    patient = False
+    joins = False
     lane = ""
     submitted = 0.0
 
@@ -109,6 +115,14 @@ class Operation(ABC):
     def cargo(self) -> Any:
         """What may be brought along when ranks meet for it: a flat array; None: nothing."""
         return None
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """What makes the operation by which a rank takes part that has no data any more.
+
+        It travels to that rank as a pickle. There the operation has this one's collectives, and
+        zeros for data. Among the payloads, those of ranks that have joined are empty.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs every rank's data")
 
     @abstractmethod
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:

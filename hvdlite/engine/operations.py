@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Iterable, Sequence
-from functools import lru_cache
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,13 @@ class Allreduce(Operation):
         self._result = self._send if out is array else self._out.reshape(-1)
         self.nbytes = array.nbytes
 
+    stands_in = True
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """What makes an allreduce of zeros."""
+        array, factors = self._array, (self._prescale, self._postscale)
+        return partial(_allreduce_zeros, self.name, array.shape, array.dtype, self._op, *factors)
+
     @property
     def fusion(self) -> Hashable | None:
         """Small arrays of one dtype that are reduced and scaled alike."""
@@ -182,7 +190,7 @@ class Broadcast(Operation):
     Args:
         name: the operation's name.
         array: any shape, alike on all ranks.
-        root: the rank whose values count.
+        root: the member whose values count.
         out: where the result goes; contiguous, of the array's shape and dtype; may be
             the array itself. None: a new array.
     """
@@ -195,9 +203,10 @@ class Broadcast(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the root's array."""
-        if self._out is not self._array and transport.rank == self._root:
+        root = transport.members.index(self._root)
+        if self._out is not self._array and transport.rank == root:
             self._out[...] = self._array
-        transport.broadcast(as_bytes(self._out.reshape(-1)), self._root)
+        transport.broadcast(as_bytes(self._out.reshape(-1)), root)
         return self._out
 
 
@@ -207,7 +216,7 @@ class BroadcastBytes(Operation):
     Args:
         name: the operation's name.
         content: on the root; ignored elsewhere.
-        root: the rank whose bytes count.
+        root: the member whose bytes count.
         failure: why the root has none.
     """
 
@@ -223,11 +232,12 @@ class BroadcastBytes(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> bytes:
         """Return the root's bytes."""
-        (length,) = struct.unpack("<q", payloads[self._root])
+        root = transport.members.index(self._root)
+        (length,) = struct.unpack("<q", payloads[root]) if payloads[root] else (0,)
         buffer = np.empty(length, np.uint8)
-        if transport.rank == self._root:
+        if transport.rank == root:
             buffer[...] = np.frombuffer(self._content, np.uint8)
-        transport.broadcast(buffer, self._root)
+        transport.broadcast(buffer, root)
         return buffer.tobytes()
 
 
@@ -244,6 +254,38 @@ class Barrier(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         """Do nothing more."""
+
+
+class Join(Operation):
+    """Wait until every rank has joined; until then this one takes part with zeros.
+
+    Args:
+        name: the operation's name.
+    """
+
+    patient = joins = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, Signature((("the operation", "join"),)))
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> int:
+        """Return the number of the member that joined last."""
+        waited = time.monotonic() - self.submitted
+        messages = transport.gather(struct.pack("<d", waited))
+        times = [struct.unpack("<d", message)[0] for message in messages]
+        return transport.members[times.index(min(times))]
+
+
+def _allreduce_zeros(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+) -> Allreduce:
+    zeros = np.zeros(shape, dtype)
+    return Allreduce(name, zeros, op, prescale, postscale, out=zeros)
 
 
 def _allocated(out: Any, array: Any) -> Any:

@@ -20,6 +20,7 @@ class WaitingPolicy:
         settings: the times of the stall report.
         describe: what is waited for, in words; called when a report is due.
         absent: which ranks have not come (None: not known); likewise.
+        patient: whether neither is due, because what waits may do so as long as it takes.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class WaitingPolicy:
         settings: Settings,
         describe: Callable[[], str],
         absent: Callable[[], list[int] | None] = lambda: None,
+        patient: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._describe = describe
         self._absent = absent
+        self._patient = patient
         self._reported = 0.0
         self._abandoned = threading.Event()
 
@@ -55,13 +58,13 @@ class WaitingPolicy:
                 "same steps on all ranks before hvd.shutdown()"
             )
         limit = self._settings.stall_shutdown_time_seconds
-        if limit and elapsed > limit:
+        if limit and elapsed > limit and not self._patient():
             raise HorovodInternalError(
                 f"waited {elapsed:.0f} s for {_whom(self._absent())} in {self._describe()}; a rank "
                 "has ended, hangs, or runs different steps"
             )
         due = elapsed - self._reported >= self._settings.stall_check_time_seconds
-        if due and not self._settings.stall_check_disable:
+        if due and not self._settings.stall_check_disable and not self._patient():
             self._reported = elapsed
             absent = self._absent()
             if absent != []:  # else they have come meanwhile

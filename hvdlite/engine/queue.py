@@ -17,7 +17,7 @@ class Queue:
     """The operations that have been submitted and have not ended, oldest first.
 
     Args:
-        rank: this one, for messages.
+        rank: what messages call this one.
 
     Attributes:
         lock: held to change anything here. `add`, `close` and `refuse` are called with it held;
@@ -82,7 +82,7 @@ class Queue:
         """Forget operations that have ended."""
         with self.lock:
             for operation in operations:
-                del self._operations[operation.key]
+                self._operations.pop(operation.key, None)  # a stand-in has never been here
 
     def take_all(self) -> list[Operation]:
         """Forget all operations, and return them."""
@@ -104,10 +104,13 @@ class Queue:
                     operation.failure,
                     now - operation.submitted,
                     operation.key,
+                    operation.stands_in,
+                    operation.patient,
                 )
                 for operation in self._operations.values()
             )
-            return Report(descriptions, self.closing)
+            joined = any(operation.joins for operation in self._operations.values())
+            return Report(descriptions, self.closing, joined)
 
     def has_changed(self) -> bool:
         """Whether something has come since the last `report`; with ``lock`` held."""
@@ -120,10 +123,16 @@ class Queue:
         return math.inf if newest is None else time.monotonic() - newest.submitted
 
     def waited(self) -> float:
-        """Seconds since the oldest operation was submitted."""
+        """Seconds since the oldest operation was submitted, of those that are not patient."""
         with self.lock:
-            first = min((each.submitted for each in self._operations.values()), default=None)
-        return 0.0 if first is None else time.monotonic() - first
+            pending = [each.submitted for each in self._operations.values() if not each.patient]
+        return time.monotonic() - min(pending) if pending else 0.0
+
+    def is_patient(self) -> bool:
+        """Whether all that is pending may wait as long as it takes."""
+        with self.lock:
+            operations = list(self._operations.values())
+        return bool(operations) and all(operation.patient for operation in operations)
 
     def describe(self) -> str:
         """The names of the first operations."""

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import math
 import pickle
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hvdlite import timeline
 from hvdlite.engine.agreement import Decision, Report, decide, explain, ranks_text, report_missing
 from hvdlite.engine.device_side import DeviceSide
 from hvdlite.engine.fusion import fuse
+from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
 from hvdlite.engine.patience import WaitingPolicy
 from hvdlite.engine.queue import Queue
@@ -108,20 +110,24 @@ class Rounds:
         event = timeline.NEGOTIATE + operations[0].activity
         return timeline.span(self._name, event, tensor=operations[0].name)
 
-    def _negotiate(self) -> tuple[Decision, list[Report]]:
+    def _negotiate(self) -> tuple[Decision, dict[int, Report]]:
         messages = self._transport.gather(pickle.dumps(self._queue.report()))
-        reports = [pickle.loads(message) for message in messages]
+        reports = self._by_member([pickle.loads(message) for message in messages])
         limit = self._settings.stall_shutdown_time_seconds or math.inf
         return decide(reports, give_up_after=limit), reports
 
-    def _carry_out(self, decision: Decision, reports: Sequence[Report]) -> None:
+    def _by_member(self, values: Sequence[Any]) -> dict[int, Any]:
+        return dict(zip(self._transport.members, values, strict=False))
+
+    def _carry_out(self, decision: Decision, reports: Mapping[int, Report]) -> None:
         for key in decision.differing:
             self._fail_differing(key)
         for keys in decision.clashing:
-            self._fail_differing(keys[self._transport.rank])
+            self._fail_differing(keys[self._transport.members[self._transport.rank]])
         for key, why in decision.failed.items():
             self._fail_if_pending(key, HorovodInternalError(why))
-        ready = [self._queue[key] for key in decision.ready]
+        stand_ins = self._stand_in(decision.substituted)
+        ready = [self._queue.get(key) or stand_ins[key] for key in decision.ready]
         self._execute(fuse(ready, self._settings.fusion_threshold), reports)
         if decision.closing:
             with self._queue.changed:
@@ -135,10 +141,28 @@ class Rounds:
 
     def _fail_differing(self, key: str) -> None:
         """Exchange the full signatures, which the digests only stand for, and explain."""
-        operation = self._queue[key]
-        messages = self._transport.gather(pickle.dumps(operation.signature))
-        signatures = {rank: pickle.loads(message) for rank, message in enumerate(messages)}
-        self._fail(operation, MismatchError(explain(operation.name, signatures)))
+        operation = self._queue.get(key)  # None: this rank has joined
+        messages = self._transport.gather(pickle.dumps(operation and operation.signature))
+        if operation is not None:
+            signatures = self._by_member([pickle.loads(message) for message in messages])
+            known = {member: signature for member, signature in signatures.items() if signature}
+            self._fail(operation, MismatchError(explain(operation.name, known)))
+
+    def _stand_in(self, keys: Sequence[str]) -> dict[str, Operation]:
+        """Make what this rank, if it has joined, runs in the place of others' operations."""
+        if not keys:
+            return {}
+        own = {key: self._queue.get(key) for key in keys}
+        makers = {key: operation.stand_in() for key, operation in own.items() if operation}
+        found: dict[str, Callable[[], Operation]] = {}
+        for message in self._transport.gather(pickle.dumps(makers)):
+            found = {**pickle.loads(message), **found}
+        stand_ins = {key: found[key]() for key, operation in own.items() if operation is None}
+        for operation in stand_ins.values():
+            operation.handle = Handle(operation.name)  # for which nobody waits
+            operation.lane = self._name
+            operation.submitted = time.monotonic()
+        return stand_ins
 
     def _fail_if_pending(self, key: str, error: HorovodInternalError) -> None:
         operation = self._queue.get(key)
@@ -151,7 +175,7 @@ class Rounds:
         handle.finish(error=error)
 
     def _execute(
-        self, groups: Sequence[Sequence[Operation]], reports: Sequence[Report] | None = None
+        self, groups: Sequence[Sequence[Operation]], reports: Mapping[int, Report] | None = None
     ) -> None:
         """Run operations that all ranks have; without reports, they have the same payloads."""
         for group in groups:
@@ -187,10 +211,10 @@ class Rounds:
             bytes=sum(operation.nbytes for operation in group),
         )
 
-    def _payloads(self, operation: Operation, reports: Sequence[Report] | None) -> list[bytes]:
+    def _payloads(self, operation: Operation, reports: Mapping[int, Report] | None) -> list[bytes]:
         if reports is None:
             return [operation.payload] * self._transport.size
-        return [_payload(report, operation.key) for report in reports]
+        return [_payload(report, operation.key) for report in reports.values()]
 
     def _remove(self, operations: Sequence[Operation]) -> None:
         self._next_pause = _FIRST_PAUSE
@@ -211,14 +235,15 @@ class Rounds:
             self._next_report = waited + self._settings.stall_check_time_seconds
             _log.warning(
                 "rank %d: waited %.0f s for %s; do all ranks run the same steps?",
-                self._transport.rank,
+                self._transport.members[self._transport.rank],
                 waited,
                 report_missing(decision.missing),
             )
 
 
 def _payload(report: Report, key: str) -> bytes:
-    return next(entry.payload for entry in report.descriptions if entry.key == key)
+    found = (entry.payload for entry in report.descriptions if entry.key == key)
+    return next(found, b"")  # the rank has joined
 
 
 def _cargo(group: Sequence[Operation]) -> list[Any]:

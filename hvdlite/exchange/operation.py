@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from hvdlite.engine.operation import Operation
 from hvdlite.engine.operations import allreduce_signature
@@ -49,6 +52,13 @@ class CompressedAllreduce(Operation):
         self._postscale = Scaling(postscale)
         self._out = out
 
+    stands_in = True
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """What makes one of zeros."""
+        parameter, reduction = self._bucket.parameters[0], self._bucket.reduction
+        return partial(_of_zeros, parameter, self._strategy, reduction)
+
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the reduced array, of the input's shape and dtype."""
         bucket = self._bucket
@@ -60,3 +70,8 @@ class CompressedAllreduce(Operation):
             return result
         self._out[...] = result
         return self._out
+
+
+def _of_zeros(parameter: Parameter, strategy: Strategy, reduction: Reduction) -> Operation:
+    zeros = np.zeros(parameter.shape, parameter.dtype)
+    return CompressedAllreduce(parameter.name, zeros, strategy, reduction)

@@ -22,6 +22,14 @@ class Strategy(ABC):
     #: Whether it works on device arrays, too; else these are exchanged by way of the host.
     on_device = False
 
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """What the elements of an array become that travels in another way than `exchange`.
+
+        Raises:
+            ValueError: they travel by `exchange` only.
+        """
+        raise ValueError(f"{self!r} is for allreduces and gradients; leave compression out")
+
     @abstractmethod
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Write the reduction of all ranks' ``bucket.send`` into ``bucket.result``.
@@ -57,6 +65,10 @@ class Dense(Strategy):
 
     name = "none"
     on_device = True
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """What they are."""
+        return dtype
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Reduce in place in ``result`` where gradients are divided before the sum."""
@@ -99,6 +111,10 @@ class Cast(Strategy):
         self.name = name
         self._dtype = np.dtype(dtype)
         self._dense = Dense()
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The 16-bit type, of wider floats."""
+        return self._dtype if self._narrows(dtype) else dtype
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Round, sum, widen."""

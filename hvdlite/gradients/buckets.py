@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hvdlite.arrays import describe
@@ -51,6 +52,7 @@ class GradientBuckets:
         memory: DeviceMemory | None = None,
     ) -> None:
         self._lane = engine.gradients
+        self._first = engine.world.ranks[0]
         self.label = label
         self._strategy = strategy
         self.parameters = tuple(parameters)
@@ -197,6 +199,12 @@ class GradientBuckets:
 
 class _NoBucket(Operation):
     """What has no bucket to exchange, and still must be the same on all ranks."""
+
+    stands_in = True
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """What makes the same."""
+        return partial(_NoBucket, self.name, self.signature)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         """Do nothing more."""

@@ -90,7 +90,7 @@ class DeviceBucketExchange(DeviceOperation):
         self.tensors = (step.bucket.send, step.bucket.result)
         self.nbytes = step.bucket.send.nbytes
 
-    def prepare(self, payloads: Sequence[bytes]) -> None:
+    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
         """Take note of which gradients are there."""
         self._step.learn(payloads)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hvdlite import timeline
-from hvdlite.engine import Handle
+from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.operations import Barrier, BroadcastBytes
 from hvdlite.errors import HorovodInternalError
@@ -19,6 +20,7 @@ from hvdlite.gradients.step import BucketStep
 from hvdlite.transport import Transport
 
 _ROW = "step"  # of the timeline
+_HERE = b"\x01"  # what a rank that has not joined brings to the comparison
 
 
 class GradientExchange(GradientBuckets):
@@ -45,6 +47,7 @@ class GradientExchange(GradientBuckets):
         self._began = 0  # when the step did, for the timeline
         self._comparison: Handle | None = None
         self._agreed = False
+        self._alone = False  # whether some rank had joined when the parameters were compared
         self._lock = threading.Lock()
 
     @property
@@ -130,7 +133,10 @@ class GradientExchange(GradientBuckets):
         # Waited for here and not in `finish`, where it would order the steps of several
         # exchanges, which may come in another order on other ranks.
         handle, self._reordering = self._reordering, None
-        plan = self._planned(np.frombuffer(handle.wait(), np.int64).tolist())
+        order = np.frombuffer(handle.wait(), np.int64).tolist()
+        if not order:  # rank 0 has joined
+            return False
+        plan = self._planned(order)
         if plan == self.plan:
             return False
         self._pack(plan)
@@ -138,13 +144,17 @@ class GradientExchange(GradientBuckets):
 
     def _reorder(self) -> None:
         """Send the order of the first step's gradients to all ranks."""
-        if self._order is not None:
+        if self._alone:
+            # A rank that had joined comes to its first step later, and expects the others there.
+            self._alone = self._agreed = False
+            self._comparison, self._order = None, []
+        elif self._order is not None:
             came, self._order = self._order, None
             # What has not come yet may come at any time: last, as in the plan.
             rest = sorted(set(range(len(self.parameters))) - set(came))
             order = np.array([*rest, *reversed(came)], np.int64).tobytes()
             name = f"{self.label}: the order of its gradients"
-            self._reordering = self._lane.submit(BroadcastBytes(name, order, 0))
+            self._reordering = self._lane.submit(_Order(name, order, self._first))
 
     def _compare(self) -> None:
         """Start to compare the parameters across ranks, before anything is exchanged."""
@@ -165,10 +175,10 @@ class GradientExchange(GradientBuckets):
             self._comparison = None
             raise
 
-    def _begin(self) -> None:
+    def _begin(self, together: bool) -> None:
         """Start the buckets that were complete before the ranks had agreed."""
         with self._lock:
-            self._agreed = True
+            self._agreed, self._alone = True, not together
             # If the lane takes no more, `finish` will say so.
             with contextlib.suppress(HorovodInternalError):
                 self._launch_complete()
@@ -205,12 +215,32 @@ class GradientExchange(GradientBuckets):
             step.reset()
 
 
-class _Comparison(Barrier):
-    """The comparison of the parameters; where it succeeds, the exchange begins."""
+class _Comparison(Operation):
+    """The comparison of the parameters; where it succeeds, the exchange begins.
 
-    def __init__(self, name: str, signature: Signature, begin: Callable[[], None]) -> None:
-        super().__init__(name, signature)
+    Args:
+        name: of the operation.
+        signature: what is compared.
+        begin: called where it succeeds, with whether every rank has taken part.
+    """
+
+    stands_in = True
+
+    def __init__(self, name: str, signature: Signature, begin: Callable[[bool], None]) -> None:
+        super().__init__(name, signature, payload=_HERE)
         self._begin = begin
 
+    def stand_in(self) -> Callable[[], Operation]:
+        return partial(Barrier, self.name)
+
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        self._begin()
+        self._begin(all(payloads))
+
+
+class _Order(BroadcastBytes):
+    """The order of the first rank's gradients; of none, if it has joined."""
+
+    stands_in = True
+
+    def stand_in(self) -> Callable[[], Operation]:
+        return partial(_Order, self.name, b"", self._root)

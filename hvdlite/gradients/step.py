@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from hvdlite import timeline
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
-from hvdlite.exchange import Bucket, Strategy
+from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy
 from hvdlite.transport import Transport
 
 
@@ -64,9 +65,14 @@ class BucketStep:
             self.absent -= 1
 
     def learn(self, payloads: Sequence[bytes]) -> None:
-        """Take note of which gradients the ranks have, by rank."""
-        presence = np.frombuffer(b"".join(payloads), bool)
-        self.presence = presence.reshape(len(payloads), self._size)
+        """Take note of which gradients the ranks have, by rank.
+
+        A rank that has joined, whose payload is empty, counts as one that has what any has.
+        """
+        here = np.frombuffer(b"".join(payloads), bool).reshape(-1, self._size)
+        anywhere = here.any(axis=0)
+        rows = iter(here)
+        self.presence = np.array([next(rows) if payload else anywhere for payload in payloads])
 
     def fill(self) -> None:
         """Write zeros for the gradients that have not come."""
@@ -103,6 +109,14 @@ class BucketExchange(Operation):
         self._step = step
         self.nbytes = step.bucket.send.nbytes
 
+    stands_in = True
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """What makes the exchange of a bucket without any gradient."""
+        bucket = self._step.bucket
+        described = bucket.parameters, bucket.reduction
+        return partial(NoGradients, self.name, self.signature, self._strategy, *described)
+
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         """Exchange the bucket, unless no rank has any of its gradients."""
         self._step.learn(payloads)
@@ -112,3 +126,35 @@ class BucketExchange(Operation):
                 bucket.renew()
             with timeline.span(self.lane, timeline.EXCHANGE):
                 self._strategy.exchange(bucket, transport)
+
+
+class NoGradients(Operation):
+    """The exchange of a bucket on a rank that has joined.
+
+    Args:
+        name: of the operation.
+        signature: of the whole plan.
+        strategy: how the bucket travels.
+        parameters: of the bucket.
+        reduction: sum or average.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: Signature,
+        strategy: Strategy,
+        parameters: Sequence[Parameter],
+        reduction: Reduction,
+    ) -> None:
+        super().__init__(name, signature)
+        self._strategy = strategy
+        self._parameters = parameters
+        self._reduction = reduction
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
+        """Exchange zeros, unless no rank has any of the gradients."""
+        if any(map(any, payloads)):
+            bucket = Bucket(self._parameters, self._reduction, transport.empty)
+            bucket.send[...] = 0
+            self._strategy.exchange(bucket, transport)

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdlite import timeline
+from hvdlite.arrays import as_bytes
 from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.reduce import reduce_into
 
 #: Bytes of the largest array that is reduced together with others, see `allreduce_all`.
 LARGEST_FUSED = 2**19
@@ -38,10 +40,12 @@ class Transport(ABC):
         chunk: bytes of an array of the user's own that travel at a time, which may be set to
             suit the machine, alike on all ranks; None: there is nothing to choose.
         lane: whose transport it is, for the timeline.
+        members: by what numbers messages call the ranks; others than 0, 1, ... in a process set.
     """
 
     rank: int
     size: int
+    members: Sequence[int] = range(2**31)
     most_words: int = 1
     chunk: int | None = None
     lane: str = ""
@@ -68,7 +72,7 @@ class Transport(ABC):
         """
 
     def absent(self) -> list[int] | None:
-        """While `meet` waits: the ranks that have not come; None: that is not known.
+        """While `meet` waits: the members that have not come; None: that is not known.
 
         Not collective. It may take a second, and raises as `meet` does.
         """
@@ -124,6 +128,17 @@ class Transport(ABC):
 
         Pieces are flat contiguous byte arrays; some may be empty.
         """
+
+    def reducescatter(
+        self, pieces: Sequence[Any], result: Any, op: ReduceOp, scaling: Scaling
+    ) -> None:
+        """Write ``scaling.apply(op over all ranks' pieces[r])`` into ``result`` on every rank r.
+
+        ``op`` is SUM, MIN, MAX or PRODUCT.
+        """
+        rows = np.empty((self.size, result.size), result.dtype)
+        self.alltoall(list(map(as_bytes, pieces)), [as_bytes(row) for row in rows])
+        reduce_into(result, list(rows), op, scaling)
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
         """Receive every rank r's piece in ``result[r]``."""

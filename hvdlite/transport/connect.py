@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from typing import Any
@@ -26,24 +27,30 @@ def connect(MPI: Any, world: World, shared_memory: bool = True) -> Transport:  #
         world: the ranks and their nodes; the transport makes communicators of its own.
         shared_memory: use it; the same on all ranks.
     """
+    transport = _choose(MPI, world, shared_memory)
+    transport.members = world.ranks
+    return transport
+
+
+def _choose(MPI: Any, world: World, shared_memory: bool) -> Transport:  # noqa: N803
     if world.comm.size == 1:
         return Loopback()
     largest = max(world.nodes.count(node) for node in set(world.nodes))
     if not shared_memory or largest == 1:
-        return MPITransport(MPI, world.comm)
+        return MPITransport(MPI, world.comm, world.ranks)
     try:
         table, failure = _sit_down(world), None
     except OSError as error:
         table, failure = None, error
     if _anywhere(world, failure):
-        return MPITransport(MPI, world.comm)
+        return MPITransport(MPI, world.comm, world.ranks)
     assert table is not None
     if world.node.size == world.comm.size:
         return SharedMemoryTransport(table, world.node.rank)
     smallest = min(world.nodes.count(node) for node in set(world.nodes))
     cross = MPITransport(MPI, world.cross)
     node = SharedMemoryTransport(table, world.node.rank, cross, smallest)
-    whole = MPITransport(MPI, world.comm)
+    whole = MPITransport(MPI, world.comm, world.ranks)
     return HierarchicalTransport(whole, node, len(set(world.nodes)))
 
 
@@ -65,7 +72,8 @@ def _sit_down(world: World) -> Table | None:
         raise failure
     if None in processes:
         return None  # that rank says why
-    ranks = [rank for rank, node in enumerate(world.nodes) if node == world.node_index]
+    here_too = (node == world.node_index for node in world.nodes)
+    ranks = list(itertools.compress(world.ranks, here_too))
     cores = set().union(*(cores for _, _, cores in processes))
     places = [(pid, key) for pid, key, _ in processes]
     return Table(world.node.rank, ranks, segment, places, crowded=len(places) > len(cores))
@@ -80,7 +88,7 @@ def _anywhere(world: World, failure: OSError | None) -> bool:
         _log.warning(
             "rank %d cannot share memory with the ranks of its node (%s); all ranks use MPI, which "
             "is slower; HVDLITE_SHARED_MEMORY=0 silences this",
-            rank,
+            world.ranks[rank],
             text,
         )
     return bool(failed)

@@ -101,6 +101,7 @@ class DeviceTransport(ABC):
     Attributes:
         rank: this process's rank.
         size: the number of ranks.
+        members: by what numbers messages call the ranks.
         stream: what it works on; it has a ``ptr``, its address.
     """
 
@@ -112,7 +113,7 @@ class DeviceTransport(ABC):
         timeout: float | None = None,
         stream: Any = None,
     ) -> None:
-        self.rank, self.size = control.rank, control.size
+        self.rank, self.size, self.members = control.rank, control.size, control.members
         self.timeout = timeout
         self._cuda = cuda
         self._device = device
@@ -173,8 +174,9 @@ class DeviceTransport(ABC):
         """
         if self._failure is None:
             self._failure = (
-                f"rank {self.rank}: the exchange on device {self._device} failed: {reason}; end "
-                "the job, or restore the last state that all ranks have and start anew"
+                f"rank {self.members[self.rank]}: the exchange on device {self._device} failed: "
+                f"{reason}; end the job, or restore the last state that all ranks have and start "
+                "anew"
             )
             self._disconnect()
         self.check()

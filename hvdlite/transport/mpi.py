@@ -50,15 +50,17 @@ class MPITransport(Transport):
     Args:
         MPI: the module ``mpi4py.MPI``.
         comm: the communicator to duplicate; collective.
+        members: by what numbers messages call its ranks; None: their own.
     """
 
     most_words = 32
 
-    def __init__(self, MPI: Any, comm: Any) -> None:  # noqa: N803
+    def __init__(self, MPI: Any, comm: Any, members: Sequence[int] | None = None) -> None:  # noqa: N803
         self._comm = comm.Dup()
-        self._roll_call = RollCall(MPI, comm.Dup())
         self.rank = int(comm.rank)
         self.size = int(comm.size)
+        self.members = range(self.size) if members is None else members
+        self._roll_call = RollCall(MPI, comm.Dup(), self.members)
         self._byte = MPI.BYTE
         self._in_place = MPI.IN_PLACE
         self._request = MPI.Request

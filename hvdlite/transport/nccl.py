@@ -167,7 +167,7 @@ class NCCLTransport(DeviceTransport):
                 last.wait(_CLOSE_SECONDS if self.timeout is None else self.timeout)
         if self._failure is None:
             self._staged.close()
-            self._failure = f"rank {self.rank}: the NCCL transport has been closed"
+            self._failure = f"rank {self.members[self.rank]}: the NCCL transport has been closed"
             self._communicator.destroy()
 
     def _disconnect(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,12 @@ class RollCall:
     Args:
         MPI: the module ``mpi4py.MPI``.
         comm: a communicator over all ranks, which the roll call owns.
+        members: by what numbers messages call its ranks.
     """
 
-    def __init__(self, MPI: Any, comm: Any) -> None:  # noqa: N803
+    def __init__(self, MPI: Any, comm: Any, members: Sequence[int]) -> None:  # noqa: N803
         self._comm = comm
+        self._members = members
         self._any_source = MPI.ANY_SOURCE
         self._status = MPI.Status
         self._meeting = 0
@@ -56,7 +59,8 @@ class RollCall:
             if received[0] == _GONE:
                 self._left = True  # that rank has told everybody already
                 raise RankGoneError(
-                    f"rank {source} has ended while this rank waits for it; see what ended it"
+                    f"rank {self._members[source]} has ended while this rank waits for it; see "
+                    "what ended it"
                 )
             if received[0] == self._meeting:  # not left over from an earlier one
                 self._here.add(source)
@@ -64,7 +68,7 @@ class RollCall:
             self._announce()
 
     def absent(self) -> list[int]:
-        """Call the roll, and return the ranks that do not answer.
+        """Call the roll, and return the members that do not answer.
 
         Raises:
             RankGoneError: a rank has left for good.
@@ -74,7 +78,7 @@ class RollCall:
         while time.monotonic() < deadline:
             self.listen()
             time.sleep(5e-3)
-        return [rank for rank in range(self._comm.size) if rank not in self._here]
+        return [member for rank, member in enumerate(self._members) if rank not in self._here]
 
     def leave(self) -> None:
         """Tell the others, once, that this rank comes to no meeting any more."""

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from hvdlite.engine import agreement
 from hvdlite.engine.agreement import (
     Description,
     Report,
-    decide,
     explain,
     ranks_text,
     report_missing,
@@ -18,6 +18,11 @@ def report(*names, closing=False, **differently):
     """A report of operations that are alike on all ranks, but for those given by keyword."""
     alike = [Description(name, b"same", b"") for name in names]
     return Report((*alike, *differently.values()), closing)
+
+
+def decide(reports, members=None, **kwargs):
+    members = range(len(reports)) if members is None else members
+    return agreement.decide(dict(zip(members, reports, strict=True)), **kwargs)
 
 
 def test_nothing_to_decide():
@@ -139,7 +144,7 @@ def test_a_second_kind_waits():
 
 def test_ranks_that_wait_under_one_name_for_different_kinds_clash():
     decision = decide([of_kinds("reduce"), of_kinds("reduce"), of_kinds("gather", "root")])
-    assert decision.clashing == [("reduce.x", "reduce.x", "gather.x")]
+    assert decision.clashing == [{0: "reduce.x", 1: "reduce.x", 2: "gather.x"}]
     assert (decision.ready, decision.missing) == ([], {})
 
 
@@ -194,3 +199,60 @@ def test_report_missing_stays_short():
     text = report_missing(missing, limit=2)
     assert text == "'t0' (missing on rank 1), 't1' (missing on rank 1) and 8 more"
     assert report_missing({"a": [0, 3]}) == "'a' (missing on ranks 0, 3)"
+
+
+class TestJoinedRanks:
+    def one(self, stands_in, digest=b"same", failure=None):
+        return Description("a", digest, b"", failure=failure, stands_in=stands_in)
+
+    def joined(self, *descriptions):
+        join = Description("join()", b"join", b"", waited=1e9, key="join.join()", patient=True)
+        return Report((*descriptions, join), joined=True)
+
+    def test_they_stand_in_where_they_can(self):
+        reports = [Report((self.one(True),)), self.joined(), Report((self.one(True),))]
+        decision = decide(reports)
+        assert (decision.ready, decision.substituted) == (["a"], ["a"])
+        assert (decision.failed, decision.missing) == ({}, {})
+
+    def test_what_they_submitted_before_is_theirs(self):
+        decision = decide([Report((self.one(True),)), self.joined(self.one(True))])
+        assert (decision.ready, decision.substituted) == (["a"], [])
+
+    def test_what_needs_their_data_fails_and_says_who_has_joined(self):
+        reports = [Report((self.one(False),)), self.joined()]
+        decision = decide(reports, members=[4, 7])
+        assert decision.ready == []
+        assert "'a' cannot go on without rank 7, which called join()" in decision.failed["a"]
+
+    def test_who_has_not_joined_is_waited_for(self):
+        decision = decide([Report((self.one(True),)), self.joined(), Report(())])
+        assert (decision.ready, decision.missing) == ([], {"a": [1, 2]})
+
+    def test_the_others_still_have_to_agree(self):
+        reports = [Report((self.one(True),)), self.joined(), Report((self.one(True, b"other"),))]
+        decision = decide(reports)
+        assert (decision.ready, decision.differing) == ([], ["a"])
+
+    def test_a_failure_of_one_is_that_of_all(self):
+        reports = [Report((self.one(True, failure="broken"),)), self.joined()]
+        assert decide(reports).failed == {"a": "rank 0: broken"}
+
+    def test_a_join_is_neither_reported_nor_given_up(self):
+        decision = decide([Report(()), self.joined()], give_up_after=10.0)
+        assert (decision.failed, decision.missing, decision.clashing) == ({}, {}, [])
+
+    def test_a_join_does_not_wait_for_who_has_shut_down(self):
+        decision = decide([Report((), closing=True), self.joined()])
+        assert "rank 0 shut down" in decision.failed["join.join()"]
+
+    def test_all_have_joined(self):
+        assert decide([self.joined(), self.joined()]).ready == ["join.join()"]
+
+
+def test_messages_call_ranks_by_their_numbers_in_the_world():
+    waiting = Report((Description("a", b"same", b"", waited=9.0),))
+    failed = decide([waiting, report()], members=[3, 5], give_up_after=5.0).failed
+    assert "still missing on rank 5" in failed["a"]
+    assert decide([waiting, report()], members=[3, 5]).missing == {"a": [5]}
+    assert decide([report(closing=True), report()], members=[3, 5]).closing == [3]

@@ -1,0 +1,221 @@
+"""Process sets: groups of ranks that exchange among themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvdlite import world
+from hvdlite.engine import Engine
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.operations import Barrier
+from hvdlite.world import World
+
+
+class ProcessSet:
+    """Some of the ranks, for collectives in which only these take part.
+
+    It can be used once it has been registered, by ``init(process_sets=[...])`` or
+    `add_process_set`, which all ranks do alike, members or not.
+
+    Args:
+        ranks_or_comm: the ranks, in any order, or an mpi4py communicator of them.
+
+    Attributes:
+        process_set_id: a number, the same on all ranks; None: it is not registered.
+        ranks: ascending; None for a communicator's that is not registered.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        self._comm = None
+        if hasattr(ranks_or_comm, "Get_group"):
+            self._comm, self.ranks = ranks_or_comm, None
+        else:
+            self.ranks = sorted(int(rank) for rank in ranks_or_comm)
+
+    def size(self) -> int | None:
+        """The number of ranks; None: it is not registered."""
+        return None if self.process_set_id is None else len(self.ranks or ())
+
+    def rank(self) -> int | None:
+        """This process's rank within the set; None: it is not registered.
+
+        Raises:
+            ValueError: this process is no member.
+        """
+        if self.process_set_id is None:
+            return None
+        if not self.included():
+            raise ValueError(f"rank {world.rank()} is not in {self!r}")
+        return (self.ranks or []).index(world.rank())
+
+    def included(self) -> bool | None:
+        """Whether this process is a member; None: the set is not registered."""
+        return None if self.process_set_id is None else world.rank() in (self.ranks or ())
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def resolve(self, whole: World) -> list[int]:
+        """The ranks in a world.
+
+        Raises:
+            ValueError: there are none, one is named twice or does not exist.
+        """
+        ranks = self.ranks
+        if self._comm is not None:
+            group = self._comm.Get_group()
+            positions = range(group.size)
+            ranks = sorted(group.Translate_ranks(list(positions), whole.comm.group))
+        ranks = ranks or []
+        size = whole.comm.size
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
+            raise ValueError(
+                f"a process set must name each of its ranks once, out of 0 to {size - 1}; "
+                f"found {ranks}"
+            )
+        return ranks
+
+
+#: All ranks.
+global_process_set = ProcessSet([])
+
+
+class ProcessSets:
+    """The process sets of a world, and the engines of those that this rank is in.
+
+    Args:
+        MPI: the module ``mpi4py.MPI``.
+        whole: all ranks.
+        engine: of all ranks.
+    """
+
+    def __init__(self, MPI: Any, whole: World, engine: Engine) -> None:  # noqa: N803
+        self._mpi = MPI
+        self._whole = whole
+        self._global = engine
+        self._sets: dict[int, ProcessSet] = {}
+        self._engines: dict[int, Engine] = {}
+        self._next = 1
+        self._enter(global_process_set, 0, list(whole.ranks), engine)
+
+    def engine(self, process_set: ProcessSet) -> Engine:
+        """The engine of a process set.
+
+        Raises:
+            ValueError: it is not registered, or this rank is not in it.
+        """
+        number = getattr(process_set, "process_set_id", None)
+        if number is None or self._sets.get(number) is not process_set:
+            raise ValueError(
+                f"rank {world.rank()}: {process_set!r} is not a registered process set; pass it to "
+                "hvd.init(process_sets=[...]) or hvd.add_process_set() on all ranks"
+            )
+        found = self._engines.get(number)
+        if found is None:
+            raise ValueError(
+                f"rank {world.rank()} is not in {process_set!r}; call its collectives on "
+                f"{ranks_text(process_set.ranks or [])} only"
+            )
+        return found
+
+    def find(self, process_set_id: int) -> ProcessSet:
+        """The process set of a number.
+
+        Raises:
+            ValueError: there is none.
+        """
+        try:
+            return self._sets[process_set_id]
+        except KeyError:
+            raise ValueError(f"there is no process set {process_set_id}") from None
+
+    def add(self, process_set: ProcessSet) -> None:
+        """Register a process set; collective over all ranks.
+
+        Raises:
+            ValueError: it is registered, one of the same ranks is, or its ranks are malformed.
+            HorovodInternalError: the ranks disagree on what it is.
+        """
+        ranks = process_set.resolve(self._whole)
+        if process_set.process_set_id is not None:
+            raise ValueError(f"{process_set!r} is registered already")
+        for other in self._sets.values():
+            if other.ranks == ranks:
+                raise ValueError(f"{other!r} has the same ranks; use that one")
+        self._agree("add_process_set", ranks)
+        number, self._next = self._next, self._next + 1
+        engine = None
+        if self._whole.comm.rank in ranks:
+            engine = Engine(
+                self._mpi,
+                self._whole.subset(ranks),
+                self._global.settings,
+                self._global.tuning,
+                suffix=f" of process set {number}",
+            )
+        self._enter(process_set, number, ranks, engine)
+
+    def remove(self, process_set: ProcessSet) -> bool:
+        """Forget a process set; collective over all ranks.
+
+        Returns:
+            Whether it was registered; that of all ranks stays.
+
+        Raises:
+            HorovodInternalError: the ranks disagree on which it is.
+        """
+        number = process_set.process_set_id
+        if not number or self._sets.get(number) is not process_set:
+            return False
+        self._agree("remove_process_set", process_set.ranks)
+        engine = self._engines.get(number)
+        if engine is not None and engine.close():
+            engine.world.free()
+        self._leave(number)
+        return True
+
+    def begin_close(self) -> None:
+        """Let all engines take nothing more: others may wait for this rank in any."""
+        for engine in self._engines.values():
+            engine.begin_close()
+
+    def close(self) -> bool:
+        """Close all engines, in the time that the settings allow, and forget the sets.
+
+        Returns:
+            Whether all ranks have closed them.
+        """
+        deadline = time.monotonic() + self._global.settings.shutdown_timeout_seconds
+        self.begin_close()
+        closed = True
+        for number in sorted(self._engines, reverse=True):
+            engine = self._engines[number]
+            ended = engine.close(max(deadline - time.monotonic(), 0.0))
+            if ended:
+                engine.world.free()
+            closed &= ended
+        for number in list(self._sets):
+            self._leave(number)
+        return closed
+
+    def _agree(self, what: str, ranks: Iterable[int] | None) -> None:
+        name = self._global.unnamed(what)
+        entries = [("what it is called for", what), ("the ranks of the process set", ranks)]
+        self._global.named.run(Barrier(name, entries))
+
+    def _enter(
+        self, process_set: ProcessSet, number: int, ranks: list[int], engine: Engine | None
+    ) -> None:
+        process_set.process_set_id, process_set.ranks = number, ranks
+        self._sets[number] = process_set
+        if engine is not None:
+            self._engines[number] = engine
+
+    def _leave(self, number: int) -> None:
+        self._sets.pop(number).process_set_id = None
+        self._engines.pop(number, None)
