@@ -92,10 +92,10 @@ def test_a_rank_that_fails_in_an_operation_is_noticed(monkeypatch, late):
         # The others have to be through with it: who is told earlier fails in it as well.
         monkeypatch.setattr(Barrier, "execute", lambda *_: time.sleep(0.3) or [][0])
         with pytest.raises(hvd.HorovodInternalError, match="rank 0: 'a' failed: IndexError"):
-            hvd.barrier("a")
+            hvd.barrier(name="a")
         time.sleep(1.5)
         return
-    hvd.barrier("a")
+    hvd.barrier(name="a")
     if late:
         time.sleep(1.0)
     start = time.monotonic()

@@ -279,14 +279,14 @@ class TestInAJob:
     def test_a_rank_that_is_ahead_is_not_overwritten(self, path):
         hvd.init()
         if hvd.rank() == 1:
-            hvd.barrier("ahead")
+            hvd.barrier(name="ahead")
         for number in range(2):
             hvd.start_timeline(path)
             timeline.current.instant("named", f"start {number}")
             hvd.stop_timeline()
         if hvd.rank() == 0:
-            hvd.barrier("ahead")
-        hvd.barrier("done")
+            hvd.barrier(name="ahead")
+        hvd.barrier(name="done")
         events = parsed(path)
         kept = {(e["pid"], e["name"]) for e in recorded(events)}
         assert kept == {(0, "start 1"), (1, "start 0"), (1, "start 1")}

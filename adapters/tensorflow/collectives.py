@@ -193,7 +193,7 @@ def barrier(name: str | None = None) -> None:
     """Return when every rank has called it; inside ``tf.function``, when it has run it."""
 
     def meet() -> list[Any]:
-        collectives.barrier(name)
+        collectives.barrier(name=name)
         return []
 
     run(meet, [], [])

@@ -39,9 +39,13 @@ class Lane:
         name: of the thread, and in messages.
         transport: the lane's own; nothing else may use it.
         settings: times of reports and time-outs.
+
+    Attributes:
+        members: by what numbers users know its ranks.
     """
 
     def __init__(self, name: str, transport: Transport, settings: Settings) -> None:
+        self.members = transport.members
         self._name = name
         self._transport = transport
         transport.lane = name

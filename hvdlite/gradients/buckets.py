@@ -52,7 +52,7 @@ class GradientBuckets:
         memory: DeviceMemory | None = None,
     ) -> None:
         self._lane = engine.gradients
-        self._first = engine.world.ranks[0]
+        self._first = self._lane.members[0]
         self.label = label
         self._strategy = strategy
         self.parameters = tuple(parameters)
