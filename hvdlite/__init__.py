@@ -8,6 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hvdlite.build import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from hvdlite.collectives import (
     allgather,
     allgather_async,
@@ -30,6 +42,7 @@ from hvdlite.errors import (
     SettingsError,
 )
 from hvdlite.exchange import Compression
+from hvdlite.launch.function import run, spawn
 from hvdlite.recipe import (
     Checkpoint,
     Sharding,
@@ -64,6 +77,8 @@ __all__ = [
     "init",
     "shutdown",
     "is_initialized",
+    "run",
+    "spawn",
     # ranks
     "rank",
     "size",
@@ -72,6 +87,17 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "is_homogeneous",
+    # what is installed
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "mpi_built",
+    "gloo_enabled",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
     # reductions
     "ReduceOp",
     "Average",
