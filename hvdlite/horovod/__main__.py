@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 from hvdlite.horovod.finder import install
@@ -36,22 +38,26 @@ def main(arguments: list[str]) -> dict[str, Any]:
         if own_folder:
             sys.path[0] = ""
         install()
-        return _run_code(rest[0])
+        return _run(rest[0], "<string>", ModuleType("__main__"))
     if not os.path.exists(option):
         print(f"hvdlite.horovod: {option}: no such file", file=sys.stderr)
         sys.exit(2)
     sys.argv = arguments
+    path = os.path.abspath(option)
     if own_folder:
-        # Of a folder or a zip file with a `__main__`, runpy puts the path first itself.
-        sys.path[0] = os.path.dirname(os.path.realpath(option))
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
     install()
-    return runpy.run_path(option, run_name="__main__")
+    if not path.endswith((".py", ".pyw")):
+        return runpy.run_path(option, run_name="__main__")  # A folder or a zip file, for example.
+    module = ModuleType("__main__")
+    module.__file__, module.__loader__ = path, SourceFileLoader("__main__", path)
+    return _run(module.__loader__.get_data(path), path, module)
 
 
-def _run_code(code: str) -> dict[str, Any]:
-    module = type(sys)("__main__")
+def _run(source: str | bytes, name: str, module: ModuleType) -> dict[str, Any]:
+    """Run code as the main module; runpy would not tell its path as Python does."""
     sys.modules["__main__"] = module
-    exec(compile(code, "<string>", "exec"), vars(module))
+    exec(compile(source, name, "exec", dont_inherit=True), vars(module))
     return vars(module)
 
 

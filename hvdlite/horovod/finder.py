@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -28,7 +29,7 @@ def install() -> None:
         ImportError: this process has imported another Horovod already.
     """
     loaded = sys.modules.get("horovod")
-    if loaded is not None and not isinstance(loaded, Alias):
+    if loaded is not None and not isinstance(getattr(loaded, "__loader__", None), Finder):
         raise ImportError(
             f"horovod has been imported already ({getattr(loaded, '__file__', None)}); "
             "install hvdlite's before that"
@@ -41,26 +42,6 @@ def install() -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if BOOTSTRAP not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([BOOTSTRAP, *filter(None, paths)])
-
-
-class Alias(ModuleType):
-    """A module of Horovod's that hvdlite answers for."""
-
-    # Every module may have others inside; the finder knows which.
-    __path__: list[str] = []  # noqa: RUF012 - what the import system looks for
-    _missing: tuple[str, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        """A module inside this one, as Horovod imports most of its own."""
-        inner = f"{self.__name__}.{name}"
-        if inner in ANSWERS:
-            try:
-                return importlib.import_module(inner)
-            except ImportError as error:
-                raise AttributeError(str(error), name=name, obj=self) from error
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        raise AttributeError(_no_answer(inner, self), name=name, obj=self)
 
 
 class Finder(MetaPathFinder, Loader):
@@ -81,11 +62,12 @@ class Finder(MetaPathFinder, Loader):
             # Without the name, by which `from horovod.x import y` would take it for its own
             # question and answer that in fewer words.
             raise ModuleNotFoundError(_no_answer(fullname, parent))
-        return ModuleSpec(fullname, self, origin=f"hvdlite ({ANSWERS[fullname].module})")
+        # All are packages, and what lies in them is for the finder to say.
+        origin = f"hvdlite ({ANSWERS[fullname].module})"
+        return ModuleSpec(fullname, self, origin=origin, is_package=True)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module."""
-        return Alias(spec.name)
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary module will do."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill it with what hvdlite has.
@@ -100,6 +82,7 @@ class Finder(MetaPathFinder, Loader):
         module.__doc__ = f"What hvdlite has of {module.__name__}."
         vars(module).update(found)
         vars(module)["__all__"] = [name for name in found if not name.startswith("_")]
+        vars(module)["__getattr__"] = functools.partial(_missing, module)
 
 
 def _answer(name: str, module: str, wanted: Sequence[str]) -> dict[str, Any]:
@@ -117,6 +100,19 @@ def _answer(name: str, module: str, wanted: Sequence[str]) -> dict[str, Any]:
             name=name,
         )
     return found
+
+
+def _missing(module: ModuleType, name: str) -> Any:
+    """A module inside another, as Horovod imports most of its own; or what is not there."""
+    inner = f"{module.__name__}.{name}"
+    if inner in ANSWERS:
+        try:
+            return importlib.import_module(inner)
+        except ImportError as error:
+            raise AttributeError(str(error), name=name, obj=module) from error
+    if name.startswith("__"):
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+    raise AttributeError(_no_answer(inner, module), name=name, obj=module)
 
 
 def _no_answer(name: str, parent: ModuleType | None) -> str:

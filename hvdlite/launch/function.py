@@ -222,10 +222,11 @@ def _launch(function: list[Part], options: _Options, numbered: bool) -> dict[int
             ending = job.follow(arguments, settings, box, program.quiet_end, False, streams)
         except _TooLate:
             _raise_not_started(opened, options, f"did not start in {options.start_timeout:g} s")
-        if ending.received:
-            _obey(ending.received)
-        _check(opened, options, ending)
-        return opened.results
+        if not ending.received:
+            _check(opened, options, ending)
+    if ending.received:
+        _obey(ending.received)
+    return opened.results
 
 
 class _TooLate(Exception):  # noqa: N818 - never seen outside

@@ -80,9 +80,17 @@ class Wire:
     def __init__(self, address: str, rank: int, environment: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
         self._socket = _dial(address.removeprefix(PREFIX))
-        with self._translated():
-            self._greet(bytes.fromhex(environment.get(KEY, "")), rank)
-            self._socket.settimeout(None)
+        try:
+            with self._translated():
+                self._greet(bytes.fromhex(environment.get(KEY, "")), rank)
+                self._socket.settimeout(None)
+        except WireError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
 
     def send(self, kind: bytes, body: bytes | bytearray | memoryview = b"") -> None:
         """Send a frame; from any thread."""
