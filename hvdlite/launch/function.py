@@ -279,10 +279,8 @@ def _check(opened: Post, options: _Options, ending: job.Ending) -> None:
         how = rank.describe("mpirun", ending.code)
         _raise_not_started(opened, options, f"did not start; {how}")
     if missing:
-        raise HorovodInternalError(
-            f"rank {missing[0]} ended without a result (os._exit() or the like); "
-            "let the function return instead"
-        )
+        how = rank.describe("mpirun", ending.code)
+        raise HorovodInternalError(f"ranks {missing} brought no result; {how}{_said(opened)}")
     if ending.code:
         raise HorovodInternalError(
             f"{rank.describe('mpirun', ending.code)} after all ranks had returned{_said(opened)}"
@@ -301,10 +299,7 @@ def _is_consequence(trouble: Trouble) -> bool:
 def _error(trouble: Trouble) -> BaseException:
     if trouble.account:
         return Account(*pickle.loads(trouble.account)).error(trouble.rank)
-    return HorovodInternalError(
-        f"{trouble.text} before its function returned or while the process ended; "
-        "what it printed last may say why"
-    )
+    return HorovodInternalError(trouble.text)
 
 
 def _raise_not_started(opened: Post, options: _Options, how: str) -> NoReturn:

@@ -21,6 +21,7 @@ from typing import NamedTuple, TextIO
 
 from hvdlite.launch import wire
 from hvdlite.launch.parcel import Part
+from hvdlite.launch.rank import END_JOB
 
 _MOST_AT_ONCE = 1 << 20
 # Seconds for what is still on its way when the job has ended.
@@ -33,7 +34,7 @@ class Trouble(NamedTuple):
 
     Attributes:
         rank: which.
-        text: how it ended, or empty where it sent an account.
+        text: how it ended, and what to do; empty where it sent an account.
         account: of the exception that its function raised, pickled; empty: there is none.
     """
 
@@ -132,12 +133,21 @@ class Post:
             peer.send(wire.SEEN)
         elif kind == wire.REPORT:
             self._report(rank, body.decode())
+        elif kind == wire.LEFT and not self._is_known(rank):
+            text = f"rank {rank} ended without a result (os._exit() or the like)"
+            self.troubles.append(Trouble(rank, f"{text}; let the function return instead", b""))
+            self._reports += [f"1 {text}", END_JOB]
 
     def _report(self, rank: int, line: str) -> None:
         code, _, text = line.partition(" ")
+        when = "after" if rank in self.results else "before"
+        text += f" {when} its function had returned; what it printed last may say why"
         if code.isdigit() and rank not in {trouble.rank for trouble in self.troubles}:
             self.troubles.append(Trouble(rank, text, b""))
         self._reports.append(line)
+
+    def _is_known(self, rank: int) -> bool:
+        return rank in self.results or rank in {trouble.rank for trouble in self.troubles}
 
     def _pipe(self, stream: str) -> tuple[int, int]:
         """A pipe for what mpirun itself prints, in the place of a descriptor of ours."""

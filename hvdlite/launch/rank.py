@@ -57,6 +57,8 @@ def main(arguments: Sequence[str]) -> None:
     if code and not signs & _ENDING:
         _tell(stream or report, code, under_way=bool(signs))
     if stream:
+        if code == 0:
+            stream.left()
         stream.finish(_READ)
     _end(code)
 

@@ -50,6 +50,11 @@ class Stream:
         """Report a failure."""
         self._wire.send(wire.REPORT, line.encode())
 
+    def left(self) -> None:
+        """Tell that the command has ended well."""
+        with contextlib.suppress(OSError):
+            self._wire.send(wire.LEFT)
+
     def finish(self, seconds: float) -> None:
         """Pass on what is left when the command has ended."""
         os.close(self._end)

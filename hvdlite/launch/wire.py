@@ -26,7 +26,7 @@ PREFIX = "wire:"
 """What the address of such a connection begins with (and the path of a FIFO does not)."""
 
 # The kinds of frames. From the process around a rank:
-OUT, ERR, REPORT = b"o", b"e", b"p"
+OUT, ERR, REPORT, LEFT = b"o", b"e", b"p", b"l"
 # From a rank, which waits for SEEN before it ends:
 ASK, RESULT, ERROR = b"a", b"r", b"x"
 # To a rank:

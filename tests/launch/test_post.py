@@ -39,6 +39,9 @@ def served(box):
     thread.join()
 
 
+_LAST_WORDS = "what it printed last may say why"
+
+
 def dial(box, rank, key=None):
     return closing(wire.Wire(box.address, rank, {wire.KEY: (key or box.key).hex()}))
 
@@ -59,7 +62,9 @@ def test_a_conversation(served, capsys):
         first.send(wire.ASK)
         assert first.receive(10)[0] == wire.TASK
     assert reports == ["9 rank 3 was killed"]
-    assert box.troubles == [Trouble(3, "rank 3 was killed", b"")]
+    assert box.troubles == [
+        Trouble(3, "rank 3 was killed after its function had returned; " + _LAST_WORDS, b"")
+    ]
     assert box.connected == {3}
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("[3] one\n[3] two\n", "[3] three\n")
