@@ -29,7 +29,9 @@ _START_TIMEOUT = 120.0
 _ROOT = str(Path(__file__).resolve().parents[2])
 # What a rank of another job, or an MPI that runs in this process, has in its environment: an
 # mpirun that sees it takes itself for a part of that.
-_OF_A_RANK = re.compile(r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_|PMI_|HVDLITE_LAUNCH)\w+")
+_OF_A_RANK = re.compile(
+    r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HVDLITE_LAUNCH)\w+"
+)
 
 
 @dataclass(frozen=True)
