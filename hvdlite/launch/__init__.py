@@ -14,6 +14,7 @@
 and for a Python function in the place of the command::
 
     function     run and spawn
+    calls        how the ranks are started, and what came of it
     worker       what each rank runs
     parcel       functions, arguments and results as they travel
     account      exceptions as they travel

@@ -2,46 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
-import re
-import shlex
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.launch import job, mpirun, rank, wire, worker
-from hvdlite.launch.account import Account
-from hvdlite.launch.environment import exported, in_batch_job
-from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
+from hvdlite.launch import calls
+from hvdlite.launch.hosts import Host, check_slots, parse_hostfile, parse_hosts
 from hvdlite.launch.parcel import Part, pack, unpack
-from hvdlite.launch.post import Post, Trouble, post
-
-_START_TIMEOUT = 120.0
-_ROOT = str(Path(__file__).resolve().parents[2])
-# What a rank of another job, or an MPI that runs in this process, has in its environment: an
-# mpirun that sees it takes itself for a part of that.
-_OF_A_RANK = re.compile(
-    r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HVDLITE_LAUNCH)\w+"
-)
-
-
-@dataclass(frozen=True)
-class _Options:
-    num_proc: int
-    hosts: Sequence[Host] = ()
-    output_folder: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    start_timeout: float = _START_TIMEOUT
-    verbose: bool = False
 
 
 def run(
@@ -115,15 +83,15 @@ def run(
     if hostfile is not None:
         places = parse_hostfile(os.fspath(hostfile))
     check_slots(places, count)
-    options = _Options(
+    options = calls.Options(
         count,
         places,
         _folder(output_filename),
         _variables(env),
-        _START_TIMEOUT if start_timeout is None else float(start_timeout),
+        calls.START_TIMEOUT if start_timeout is None else float(start_timeout),
         bool(verbose),
     )
-    results = _launch(_pack(func, args, kwargs or {}), options, numbered=False)
+    results = calls.call(_pack(func, args, kwargs or {}), options, numbered=False)
     return [_result(rank, results[rank]) for rank in range(count)]
 
 
@@ -153,10 +121,10 @@ def spawn(
         Exception: as `run`.
     """
     count = _count(num_proc)
-    timeout = _START_TIMEOUT if start_timeout is None else float(start_timeout)
+    timeout = calls.START_TIMEOUT if start_timeout is None else float(start_timeout)
     here = [Host("localhost", count)]
-    options = _Options(count, here, env=_variables(env), start_timeout=timeout)
-    _launch(_pack(func, args, {}), options, numbered=True)
+    options = calls.Options(count, here, env=_variables(env), start_timeout=timeout)
+    calls.call(_pack(func, args, {}), options, numbered=True)
 
 
 def _count(num_proc: int | None) -> int:
@@ -194,133 +162,11 @@ def _pack(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         ) from error
 
 
-def _launch(function: list[Part], options: _Options, numbered: bool) -> dict[int, list[bytearray]]:
-    """Run a function on all ranks, and return what is to be unpacked as its results."""
-    # The folder of the script is its first entry; an interactive session has an empty one.
-    path = [os.path.abspath(entry) for entry in sys.path]
-    task = pickle.dumps(tuple(worker.Task(path, list(sys.argv), numbered)))
-    here = all_local(options.hosts)
-    kept = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
-    settings = {**kept, **options.env}
-    alone = here and not (in_batch_job(settings) and not options.hosts)
-    program = mpirun.detect(mpirun.find(settings))
-    settings = {**program.settings(root=os.geteuid() == 0, here=here), **settings}
-    with post([] if alone else _names(options.hosts), task, function) as opened:
-        settings[wire.KEY] = opened.key.hex()
-        shim = [sys.executable, "-I", "-S", rank.__file__, opened.address, options.output_folder]
-        command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), opened.address]
-        launch = mpirun.Launch(
-            num_proc=options.num_proc,
-            hosts=options.hosts,
-            exported=[] if alone else exported(settings),
-            command=[*shim, *command],
-        )
-        arguments = program.arguments(launch)
-        if options.verbose:
-            job.say(shlex.join(arguments))
-        box = _Starting(opened, options)
-        streams = (subprocess.DEVNULL, opened.stdout, opened.stderr)
-        try:
-            ending = job.follow(arguments, settings, box, program.quiet_end, False, streams)
-        except _TooLate:
-            _raise_not_started(opened, options, f"did not start in {options.start_timeout:g} s")
-        if not ending.received:
-            _check(opened, options, ending)
-    if ending.received:
-        _obey(ending.received)
-    return opened.results
-
-
-class _TooLate(Exception):  # noqa: N818 - never seen outside
-    """Not all ranks have started in time."""
-
-
-class _Starting:
-    """The post, and a limit to the time until all ranks have connected to it."""
-
-    def __init__(self, opened: Post, options: _Options) -> None:
-        self._post = opened
-        self._missing = options.num_proc
-        self._deadline = time.monotonic() + options.start_timeout
-
-    def wait(self, seconds: float) -> list[str]:
-        """Wait for reports."""
-        reports = self._post.wait(seconds)
-        late = time.monotonic() > self._deadline
-        if late and not reports and len(self._post.connected) < self._missing:
-            raise _TooLate
-        return reports
-
-    def finish(self) -> list[str]:
-        """The last reports."""
-        return self._post.finish()
-
-
-def _names(hosts: Sequence[Host]) -> list[str]:
-    """What other hosts may know this one by: its addresses on the way to them, its name."""
-    names = []
-    for host in hosts:
-        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-            probe.connect((host.name, 9))  # Sends nothing, but chooses the way.
-            names.append(str(probe.getsockname()[0]))
-    return list(dict.fromkeys([*names, socket.getfqdn(), socket.gethostname()]))
-
-
-def _obey(number: signal.Signals) -> NoReturn:
-    """Do what the signal would have done without us, now that the job has ended."""
-    signal.raise_signal(number)
-    raise HorovodInternalError(f"the job was ended, because this process got {number.name}")
-
-
-def _check(opened: Post, options: _Options, ending: job.Ending) -> None:
-    """Raise unless every rank has brought a result and the job has ended well."""
-    if opened.troubles:
-        raise _error(_first(opened.troubles))
-    missing = sorted(set(range(options.num_proc)) - set(opened.results))
-    if len(opened.connected) < options.num_proc:
-        how = rank.describe("mpirun", ending.code)
-        _raise_not_started(opened, options, f"did not start; {how}")
-    if missing:
-        how = rank.describe("mpirun", ending.code)
-        raise HorovodInternalError(f"ranks {missing} brought no result; {how}{_said(opened)}")
-    if ending.code:
-        raise HorovodInternalError(
-            f"{rank.describe('mpirun', ending.code)} after all ranks had returned{_said(opened)}"
-        )
-
-
-def _first(troubles: Sequence[Trouble]) -> Trouble:
-    """The first trouble; one that only tells of another rank's end does not count before that."""
-    return min(troubles, key=_is_consequence)
-
-
-def _is_consequence(trouble: Trouble) -> bool:
-    return bool(trouble.account) and Account(*pickle.loads(trouble.account)).is_consequence
-
-
-def _error(trouble: Trouble) -> BaseException:
-    if trouble.account:
-        return Account(*pickle.loads(trouble.account)).error(trouble.rank)
-    return HorovodInternalError(trouble.text)
-
-
-def _raise_not_started(opened: Post, options: _Options, how: str) -> NoReturn:
-    missing = sorted(set(range(options.num_proc)) - opened.connected)
-    raise HorovodInternalError(
-        f"ranks {missing} of {options.num_proc} {how}; check the hosts and their slots, or raise "
-        f"start_timeout{_said(opened)}"
-    )
-
-
-def _said(opened: Post) -> str:
-    return "\n".join(["; mpirun printed:", *opened.said]) if opened.said else ""
-
-
-def _result(rank_: int, parts: list[bytearray]) -> Any:
+def _result(rank: int, parts: list[bytearray]) -> Any:
     try:
         return unpack(parts)
     except Exception as error:  # Whatever a class does when it is unpickled.
         raise HorovodInternalError(
-            f"what the function returned on rank {rank_} cannot be unpickled here "
+            f"what the function returned on rank {rank} cannot be unpickled here "
             f"({type(error).__name__}: {error}); return numbers, arrays or other plain objects"
         ) from error

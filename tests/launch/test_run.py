@@ -15,7 +15,7 @@ import pytest
 
 import hvdlite
 from hvdlite import HorovodInternalError
-from hvdlite.launch import function
+from hvdlite.launch import calls
 from hvdlite.launch.account import RemoteTraceback
 from hvdlite.launch.errors import LaunchError
 from tests.launch import functions, launcher
@@ -241,7 +241,7 @@ def test_large_arguments_and_results():
 
 
 def test_over_tcp_as_from_another_host(monkeypatch):
-    monkeypatch.setattr(function, "all_local", lambda hosts: False)
+    monkeypatch.setattr(calls, "all_local", lambda hosts: False)
     results = hvdlite.run(functions.world, num_proc=2, hosts="localhost:2")
     assert [result[:3] for result in results] == [(0, 2, 1.0), (1, 2, 1.0)]
     failure(functions.raise_on, (1, KeyError("k")), kind=KeyError, num_proc=2)
