@@ -8,6 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hvdlite.build import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from hvdlite.collectives import (
     allgather,
     allgather_async,
@@ -41,6 +53,7 @@ from hvdlite.grouped import (
     grouped_reducescatter,
     grouped_reducescatter_async,
 )
+from hvdlite.launch.function import run, spawn
 from hvdlite.objects import allgather_object, broadcast_object
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import (
@@ -84,6 +97,8 @@ __all__ = [
     "init",
     "shutdown",
     "is_initialized",
+    "run",
+    "spawn",
     # ranks
     "rank",
     "size",
@@ -97,6 +112,17 @@ __all__ = [
     "global_process_set",
     "add_process_set",
     "remove_process_set",
+    # what is installed
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "mpi_built",
+    "gloo_enabled",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
     # reductions
     "ReduceOp",
     "Average",

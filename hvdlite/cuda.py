@@ -59,6 +59,10 @@ class Cuda:
         """The device's place on the PCI bus, unique within a host."""
         return str(self._runtime.deviceGetPCIBusId(device))
 
+    def is_rocm(self) -> bool:
+        """Whether cupy was built for AMD's devices."""
+        return bool(self._runtime.is_hip)
+
     def nccl_version(self) -> int:
         """NCCL's version code, e.g. 22707; 0: none that can be used."""
         version = 0 if self.nccl is None else int(self.nccl.get_version())

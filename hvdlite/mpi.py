@@ -65,15 +65,28 @@ def _finalize(pid: int) -> None:
 
 
 def _check_size(size: int, environment: Mapping[str, str]) -> None:
-    """Notice an mpirun of another MPI than the library's: it starts N jobs of one rank."""
-    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        started = environment.get(variable, "1")
-        if size == 1 and started.isdigit() and int(started) > 1:
-            raise RuntimeError(
-                f"mpirun started {started} processes ({variable}), but the MPI library sees one: "
-                "they belong to different MPIs; start the script with hvdliterun, or with the "
-                "mpirun that belongs to the library that mpi4py loads"
-            )
+    """Notice an mpirun or srun that the MPI library does not know: it starts N jobs of one rank."""
+    managers = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    if size == 1 and any(_number(environment, variable) > 1 for variable in managers):
+        variable = next(name for name in managers if _number(environment, name) > 1)
+        raise RuntimeError(
+            f"mpirun started {environment[variable]} processes ({variable}), but the MPI library "
+            "sees one: they belong to different MPIs; start the script with hvdliterun, or with "
+            "the mpirun that belongs to the library that mpi4py loads"
+        )
+    # A step may also be what an mpirun starts its helpers in.
+    step = "SLURM_STEP_NUM_TASKS"
+    if size == 1 and not set(managers) & set(environment) and _number(environment, step) > 1:
+        raise RuntimeError(
+            f"srun started {environment[step]} processes ({step}), but the MPI library sees one; "
+            "start the script with `srun --mpi=pmix` (`srun --mpi=list` shows what Slurm has; "
+            "MPICH takes pmi2), or with hvdliterun inside the allocation"
+        )
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int:
+    value = environment.get(variable, "")
+    return int(value) if value.isdigit() else 0
 
 
 def _remedy(what: str, error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The launcher: ``hvdliterun`` starts a command on N processes through mpirun.
+"""The launcher: ``hvdliterun`` and `hvdlite.run` start N processes through mpirun.
 
 ::
 
@@ -10,6 +10,16 @@
     job          a running mpirun: signals, failures, the exit code
     rank         the small process around each rank that names the one that failed
     build        --check-build
+
+and for a Python function in the place of the command::
+
+    function     run and spawn
+    calls        how the ranks are started, and what came of it
+    worker       what each rank runs
+    parcel       functions, arguments and results as they travel
+    account      exceptions as they travel
+    wire, post   the connection to the caller, a rank's end and the caller's
+    stream       what a rank prints, on its way there
 """
 
 from __future__ import annotations

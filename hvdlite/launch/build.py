@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from hvdlite import __version__
+from hvdlite.build import mpi_built
 from hvdlite.launch import mpirun
 from hvdlite.launch.errors import LaunchError
 
@@ -51,7 +52,7 @@ def _frameworks() -> list[str]:
 
 
 def _controller() -> str:
-    return _row("MPI", f"mpi4py {_version(('mpi4py',))}" if _importable("mpi4py") else None)
+    return _row("MPI", f"mpi4py {_version(('mpi4py',))}" if mpi_built() else None)
 
 
 def _libraries() -> list[str]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from hvdlite import __version__
 from hvdlite.launch import build, job, mpirun, rank
-from hvdlite.launch.command import check, resolve
+from hvdlite.launch.command import check, for_horovod, resolve
 from hvdlite.launch.environment import exported, in_batch_job
 from hvdlite.launch.errors import USAGE, LaunchError
 from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
@@ -46,6 +46,8 @@ def _launch(options: argparse.Namespace) -> int:
     here = all_local(hosts)
     if here:
         check(command, settings)
+    if options.horovod:
+        command = for_horovod(command)
     program = mpirun.detect(mpirun.find(settings))
     added = program.settings(root=os.geteuid() == 0, here=here)
     output = _output_folder(options.output_filename)
@@ -192,6 +194,11 @@ def _parser() -> argparse.ArgumentParser:
         help="mark each round in it (sets HVDLITE_TIMELINE_MARK_CYCLES)",
     )
     add("--log-level", type=str.lower, choices=_LOG_LEVELS, help="sets HVDLITE_LOG_LEVEL")
+    add(
+        "--horovod",
+        action="store_true",
+        help="let the command's Python import hvdlite where it imports horovod",
+    )
     add("--check-build", action="store_true", help="print what is installed, and exit")
     add("--verbose", action="store_true", help="print mpirun's command line")
     add("--version", action="version", version=__version__)

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hvdlite.launch.errors import NOT_EXECUTABLE, LaunchError
 from hvdlite.launch.rank import END_JOB, describe, die_with_parent, shell_code
@@ -42,6 +43,30 @@ class Failure(NamedTuple):
     text: str
 
 
+class Ending(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        code: mpirun's exit code, negative for a signal.
+        failure: the first rank that failed.
+        received: the signal that the launcher got meanwhile.
+    """
+
+    code: int
+    failure: Failure | None
+    received: signal.Signals | None
+
+
+class Reports(Protocol):
+    """Where the ranks report."""
+
+    def wait(self, seconds: float) -> list[str]:
+        """The messages that came, or none after so many seconds."""
+
+    def finish(self) -> list[str]:
+        """The messages that are still there when the ranks have ended."""
+
+
 class Inbox:
     """Where the ranks of this host report: a FIFO that only this user can open.
 
@@ -63,6 +88,10 @@ class Inbox:
         received = self._unfinished + os.read(self._file, select.PIPE_BUF)
         *lines, self._unfinished = received.split(b"\n")
         return [line.decode() for line in lines]
+
+    def finish(self) -> list[str]:
+        """The messages that are still there when the ranks have ended."""
+        return self.wait(0)
 
     def close(self) -> None:
         """Close it; whoever made its folder removes that."""
@@ -97,17 +126,46 @@ def run(
     Raises:
         LaunchError: mpirun cannot be started.
     """
+    ending = follow(arguments, environment, box, quiet_end, at_terminal=os.isatty(0))
+    if ending.received:
+        return 128 + ending.received
+    if ending.failure:
+        say(ending.failure.text)
+        return ending.failure.code
+    if ending.code:
+        say(describe("mpirun", ending.code))
+    return shell_code(ending.code)
+
+
+def follow(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    box: Reports,
+    quiet_end: signal.Signals | None,
+    at_terminal: bool,
+    streams: Sequence[int | None] = (None, None, None),
+) -> Ending:
+    """Run mpirun to its end, and see to it that it ends when it should.
+
+    Args:
+        arguments: mpirun's command line.
+        environment: its environment.
+        box: where the ranks report.
+        quiet_end: the signal on which this mpirun ends a job without a word, if any.
+        at_terminal: whether it reads from a terminal, for which it must be in the launcher's group.
+        streams: its standard input, output and error, as `subprocess.Popen` takes them.
+
+    Raises:
+        LaunchError: mpirun cannot be started.
+    """
     with _signals() as received:
-        watch = _Watch(_start(arguments, environment), box, quiet_end)
-        code = watch.until_end(received)
-    if received:
-        return 128 + received[0]
-    if watch.failure:
-        say(watch.failure.text)
-        return watch.failure.code
-    if code:
-        say(describe("mpirun", code))
-    return shell_code(code)
+        process = _start(arguments, environment, at_terminal, streams)
+        watch = _Watch(process, box, quiet_end, at_terminal)
+        try:
+            code = watch.until_end(received)
+        finally:
+            _end(process)
+    return Ending(code, watch.failure, received[0] if received else None)
 
 
 def say(text: str) -> None:
@@ -115,24 +173,43 @@ def say(text: str) -> None:
     print(f"hvdliterun: {text}", file=sys.stderr, flush=True)
 
 
-def _start(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    at_terminal: bool,
+    streams: Sequence[int | None],
+) -> subprocess.Popen[bytes]:
     launcher = os.getpid()
 
     def follow_launcher() -> None:
         die_with_parent(launcher, signal.SIGTERM)
-        if not _at_terminal():
+        if not at_terminal:
             # What signals a whole group, as batch systems do, is to reach mpirun once.
             os.setpgid(0, 0)
 
+    stdin, stdout, stderr = streams
     try:
-        return subprocess.Popen(arguments, env=environment, preexec_fn=follow_launcher)
+        return subprocess.Popen(
+            arguments,
+            env=environment,
+            preexec_fn=follow_launcher,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+        )
     except OSError as error:
         raise LaunchError(f"{arguments[0]}: {error.strerror}", NOT_EXECUTABLE) from None
 
 
-def _at_terminal() -> bool:
-    """Whether mpirun reads from a terminal, for which it must be in the launcher's group."""
-    return os.isatty(0)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Leave no job behind when waiting for it was given up."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_ENDED[-1][0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class _Watch:
@@ -143,12 +220,17 @@ class _Watch:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], box: Inbox, quiet_end: signal.Signals | None
+        self,
+        process: subprocess.Popen[bytes],
+        box: Reports,
+        quiet_end: signal.Signals | None,
+        at_terminal: bool,
     ) -> None:
         self.failure: Failure | None = None
         self._process = process
         self._box = box
         self._quiet_end = quiet_end
+        self._at_terminal = at_terminal
         self._steps: list[tuple[float, signal.Signals]] = []
 
     def until_end(self, received: Sequence[signal.Signals]) -> int:
@@ -159,10 +241,10 @@ class _Watch:
                 self._take(message, interrupted)
             if received and not interrupted:
                 interrupted = True
-                on_terminal = received[0] == signal.SIGINT and _at_terminal()
+                on_terminal = received[0] == signal.SIGINT and self._at_terminal
                 self._plan(_ENDED_FROM_TERMINAL if on_terminal else _ENDED)
             self._advance()
-        for message in self._box.wait(0):
+        for message in self._box.finish():
             self._take(message, interrupted)
         return self._process.returncode
 
@@ -187,8 +269,14 @@ class _Watch:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """Collect the signals that end a program instead of obeying them."""
+    """Collect the signals that end a program instead of obeying them.
+
+    Only the main thread gets signals; in another there is nothing to collect.
+    """
     received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))

@@ -1,8 +1,9 @@
 """The process around each rank: it starts the command, waits, and names the rank that fails.
 
 mpirun runs this file by its path (``python -I -S rank.py REPORT OUTPUT COMMAND...``), so it
-imports nothing of hvdlite and starts in a few milliseconds. REPORT is the launcher's FIFO and
-OUTPUT the folder for the ranks' output; an empty string stands for none.
+imports nothing of hvdlite and starts in a few milliseconds. REPORT is the launcher's FIFO or, for
+`hvdlite.run`, the address of its socket, which gets the command's output as well; OUTPUT is the
+folder for the ranks' output. An empty string stands for none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 # What each process manager calls a rank and the number of ranks.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -31,6 +33,9 @@ _END = 8.0
 
 END_JOB = "end"
 
+_WIRE = "wire:"
+_UNREACHABLE = 69  # EX_UNAVAILABLE
+
 
 def main(arguments: Sequence[str]) -> None:
     """Run a rank's command, and end in the same way as it did."""
@@ -38,14 +43,23 @@ def main(arguments: Sequence[str]) -> None:
     manager = os.getppid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     die_with_parent(manager, signal.SIGTERM)
+    stream = _stream(report, output) if report.startswith(_WIRE) else None
     this = os.getpid()
     child = os.fork()
     if child == 0:
         die_with_parent(this)
+        if stream:
+            stream.enter()
         _run(command, output, mask)
+    if stream:
+        stream.start()
     code, signs = _wait(child, manager)
     if code and not signs & _ENDING:
-        _tell(report, code, under_way=bool(signs))
+        _tell(stream or report, code, under_way=bool(signs))
+    if stream:
+        if code == 0:
+            stream.left()
+        stream.finish(_READ)
     _end(code)
 
 
@@ -62,6 +76,11 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def rank_here() -> int:
+    """The rank that the process manager has given this process; 0 without one."""
+    return int(_first(_RANK, "0"))
 
 
 def describe(who: str, code: int) -> str:
@@ -83,6 +102,23 @@ def describe(who: str, code: int) -> str:
 def shell_code(code: int) -> int:
     """The exit code as a shell counts it: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
+
+
+def _stream(address: str, output: str) -> Any:
+    """The connection to the caller of `hvdlite.run`."""
+    from types import ModuleType
+
+    # A package of that name, since hvdlite's own would load numpy and more.
+    package = ModuleType("hvdlite")
+    package.__path__ = [os.path.dirname(os.path.dirname(__file__))]
+    sys.modules["hvdlite"] = package
+    from hvdlite.launch.stream import Stream
+
+    try:
+        return Stream(address, rank_here(), redirect=not output)
+    except OSError as error:
+        os.write(2, f"hvdlite: rank {_first(_RANK, '?')}: {error}\n".encode())
+        os._exit(_UNREACHABLE)
 
 
 def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
@@ -159,11 +195,11 @@ def _drain() -> None:
         time.sleep(0.01)
 
 
-def _tell(report: str, code: int, under_way: bool) -> None:
+def _tell(report: Any, code: int, under_way: bool) -> None:
     """Name this rank to the launcher, or, where that is on another host, to the user.
 
     Args:
-        report: the launcher's FIFO.
+        report: the launcher's FIFO, or the connection to it.
         code: how the command ended.
         under_way: whether the manager is already ending the job.
     """
@@ -198,8 +234,11 @@ def _abort(code: int) -> None:
         return  # The manager is ending the job already.
 
 
-def _send(report: str, line: str) -> bool:
+def _send(report: Any, line: str) -> bool:
     try:
+        if not isinstance(report, str):
+            report.report(line)
+            return True
         fifo = os.open(report, os.O_WRONLY | os.O_NONBLOCK)
         os.write(fifo, f"{line}\n".encode())
         os.close(fifo)

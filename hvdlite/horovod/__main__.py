@@ -1,0 +1,66 @@
+"""``python -m hvdlite.horovod script.py``: run a script that imports Horovod, with hvdlite."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from hvdlite.horovod.finder import install
+
+_USAGE = (
+    "python -m hvdlite.horovod SCRIPT | -m MODULE | -c CODE [ARGUMENTS]: run Python, with "
+    "hvdlite for everything that is imported from horovod"
+)
+
+
+def main(arguments: list[str]) -> dict[str, Any]:
+    """Run what the arguments say as Python itself would; return its global names."""
+    if arguments[:1] in ([], ["-h"], ["--help"]):
+        print(_USAGE, file=sys.stdout if arguments else sys.stderr)
+        sys.exit(0 if arguments else 2)
+    option, *rest = arguments
+    if option in ("-m", "-c") and not rest:
+        sys.exit(f"hvdlite.horovod: {option} needs an argument; {_USAGE}")
+    if option not in ("-m", "-c") and option.startswith("-"):
+        sys.exit(f"hvdlite.horovod: {option}: not known here; Python's options come before -m")
+    # Python has put the current folder first for our own sake; `-P` has it put nothing there.
+    own_folder = not getattr(sys.flags, "safe_path", False)
+    if option == "-m":
+        sys.argv = rest
+        install()
+        return runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    if option == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        if own_folder:
+            sys.path[0] = ""
+        install()
+        return _run(rest[0], "<string>", ModuleType("__main__"))
+    if not os.path.exists(option):
+        print(f"hvdlite.horovod: {option}: no such file", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = arguments
+    path = os.path.abspath(option)
+    if own_folder:
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    install()
+    if not path.endswith((".py", ".pyw")):
+        return runpy.run_path(option, run_name="__main__")  # A folder or a zip file, for example.
+    module = ModuleType("__main__")
+    module.__file__, module.__loader__ = path, SourceFileLoader("__main__", path)
+    return _run(module.__loader__.get_data(path), path, module)
+
+
+def _run(source: str | bytes, name: str, module: ModuleType) -> dict[str, Any]:
+    """Run code as the main module; runpy would not tell its path as Python does."""
+    sys.modules["__main__"] = module
+    exec(compile(source, name, "exec", dont_inherit=True), vars(module))
+    return vars(module)
+
+
+if __name__ == "__main__":
+    # Kept to the end, as the names of a script are: what runs at exit may use them.
+    _names = main(sys.argv[1:])

@@ -1,0 +1,3 @@
+"""A folder for PYTHONPATH: ``import horovod`` finds the module in it, and that finds hvdlite."""
+
+from __future__ import annotations

@@ -1,0 +1,128 @@
+"""Finds Horovod's modules in hvdlite."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hvdlite.horovod.names import ANSWERS, REASONS, VERSION
+
+BOOTSTRAP = str(Path(__file__).with_name("bootstrap"))
+"""A folder with a module ``horovod`` that installs the finder."""
+
+
+def install() -> None:
+    """Have ``import horovod`` find hvdlite, in this process and in those that it starts.
+
+    An installed Horovod is not looked at. Processes that are started with another environment,
+    or a Python that ignores PYTHONPATH (``-I``, ``-E``), are not reached.
+
+    Raises:
+        ImportError: this process has imported another Horovod already.
+    """
+    loaded = sys.modules.get("horovod")
+    if loaded is not None and not isinstance(getattr(loaded, "__loader__", None), Finder):
+        raise ImportError(
+            f"horovod has been imported already ({getattr(loaded, '__file__', None)}); "
+            "install hvdlite's before that"
+        )
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+    if BOOTSTRAP not in sys.path:
+        # Where PYTHONPATH's entries are; multiprocessing hands the list to its children.
+        sys.path.insert(1, BOOTSTRAP)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if BOOTSTRAP not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([BOOTSTRAP, *filter(None, paths)])
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds and loads ``horovod`` and everything in it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module of Horovod's; None: the module is not Horovod's.
+
+        Raises:
+            ModuleNotFoundError: hvdlite has no answer for it.
+        """
+        if fullname.partition(".")[0] != "horovod":
+            return None
+        if fullname not in ANSWERS:
+            parent = sys.modules.get(fullname.rpartition(".")[0])
+            # Without the name, by which `from horovod.x import y` would take it for its own
+            # question and answer that in fewer words.
+            raise ModuleNotFoundError(_no_answer(fullname, parent))
+        # All are packages, and what lies in them is for the finder to say.
+        origin = f"hvdlite ({ANSWERS[fullname].module})"
+        return ModuleSpec(fullname, self, origin=origin, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """An ordinary module will do."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill it with what hvdlite has.
+
+        Raises:
+            ImportError: the module of hvdlite cannot be imported, or has none of it.
+        """
+        answer = ANSWERS[module.__name__]
+        found = _answer(module.__name__, answer.module, answer.names) if answer.module else {}
+        if module.__name__ in ("horovod", "horovod.version"):
+            found["__version__"] = VERSION
+        module.__doc__ = f"What hvdlite has of {module.__name__}."
+        vars(module).update(found)
+        vars(module)["__all__"] = [name for name in found if not name.startswith("_")]
+        vars(module)["__getattr__"] = functools.partial(_missing, module)
+
+
+def _answer(name: str, module: str, wanted: Sequence[str]) -> dict[str, Any]:
+    try:
+        source = importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"hvdlite has no answer for {name}: {module} cannot be imported ({error})", name=name
+        ) from error
+    public = getattr(source, "__all__", [word for word in vars(source) if word[0] != "_"])
+    found = {word: getattr(source, word) for word in wanted or public if hasattr(source, word)}
+    if not found:
+        raise ImportError(
+            f"hvdlite has no answer for {name}: found none of {', '.join(wanted)} in {module}",
+            name=name,
+        )
+    return found
+
+
+def _missing(module: ModuleType, name: str) -> Any:
+    """A module inside another, as Horovod imports most of its own; or what is not there."""
+    inner = f"{module.__name__}.{name}"
+    if inner in ANSWERS:
+        try:
+            return importlib.import_module(inner)
+        except ImportError as error:
+            raise AttributeError(str(error), name=name, obj=module) from error
+    if name.startswith("__"):
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+    raise AttributeError(_no_answer(inner, module), name=name, obj=module)
+
+
+def _no_answer(name: str, parent: ModuleType | None) -> str:
+    above = [name.rsplit(".", count)[0] for count in range(name.count("."))]
+    reason = next((REASONS[known] for known in above if known in REASONS), "")
+    text = f"hvdlite has no answer for {name}"
+    if reason:
+        return f"{text}; {reason}"
+    there = sorted(getattr(parent, "__all__", ()))
+    outer = name.rpartition(".")[0]
+    inner = [known for known in ANSWERS if known.rpartition(".")[0] == outer]
+    words = ", ".join([*there, *sorted(inner)])
+    return f"{text}; in {outer} there is: {words}" if words else text

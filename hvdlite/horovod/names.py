@@ -1,0 +1,114 @@
+"""Horovod's modules, and what of hvdlite answers for each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+VERSION = "0.28.1"
+"""What ``horovod.__version__`` says: the release whose interface hvdlite has."""
+
+
+class Answer(NamedTuple):
+    """What a module of Horovod's is made of.
+
+    Attributes:
+        module: the module of hvdlite; empty: a package that only holds others.
+        names: what it takes of that; none: all that is public.
+    """
+
+    module: str
+    names: tuple[str, ...] = ()
+
+
+_BUILD = (
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "mpi_built",
+    "gloo_enabled",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
+)
+_BASICS = (
+    "init",
+    "shutdown",
+    "is_initialized",
+    "start_timeline",
+    "stop_timeline",
+    "rank",
+    "size",
+    "local_rank",
+    "local_size",
+    "cross_rank",
+    "cross_size",
+    "is_homogeneous",
+    *_BUILD,
+    "Average",
+    "Sum",
+    "Adasum",
+    "Min",
+    "Max",
+    "Product",
+)
+_PROCESS_SETS = ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set")
+
+ANSWERS: dict[str, Answer] = {
+    "horovod": Answer("hvdlite", ("run",)),
+    "horovod.runner": Answer("hvdlite", ("run",)),
+    "horovod.version": Answer(""),
+    # What all frameworks share.
+    "horovod.common": Answer(""),
+    "horovod.common.basics": Answer("hvdlite", _BASICS),
+    "horovod.common.elastic": Answer("hvdlite.elastic"),
+    "horovod.common.exceptions": Answer(
+        "hvdlite", ("HorovodInternalError", "HostsUpdatedInterrupt")
+    ),
+    "horovod.common.process_sets": Answer("hvdlite", _PROCESS_SETS),
+    "horovod.common.util": Answer("hvdlite.build", _BUILD),
+    # PyTorch
+    "horovod.torch": Answer("hvdlite.torch"),
+    "horovod.torch.compression": Answer("hvdlite.torch", ("Compression",)),
+    "horovod.torch.elastic": Answer("hvdlite.torch.elastic"),
+    "horovod.torch.elastic.sampler": Answer("hvdlite.torch.elastic", ("ElasticSampler",)),
+    "horovod.torch.elastic.state": Answer("hvdlite.torch.elastic", ("TorchState",)),
+    "horovod.torch.functions": Answer(
+        "hvdlite.torch",
+        (
+            "allgather_object",
+            "broadcast_object",
+            "broadcast_optimizer_state",
+            "broadcast_parameters",
+        ),
+    ),
+    "horovod.torch.mpi_ops": Answer("hvdlite.torch"),
+    "horovod.torch.optimizer": Answer("hvdlite.torch", ("DistributedOptimizer",)),
+    "horovod.torch.sync_batch_norm": Answer("hvdlite.torch", ("SyncBatchNorm",)),
+    # TensorFlow
+    "horovod.tensorflow": Answer("hvdlite.tensorflow"),
+    "horovod.tensorflow.compression": Answer("hvdlite.tensorflow", ("Compression",)),
+    "horovod.tensorflow.elastic": Answer("hvdlite.tensorflow.elastic"),
+    "horovod.tensorflow.functions": Answer(
+        "hvdlite.tensorflow",
+        ("allgather_object", "broadcast_object", "broadcast_variables"),
+    ),
+    "horovod.tensorflow.keras": Answer("hvdlite.tensorflow.keras"),
+    "horovod.tensorflow.keras.callbacks": Answer("hvdlite.tensorflow.keras.callbacks"),
+    "horovod.tensorflow.keras.elastic": Answer("hvdlite.tensorflow.keras.elastic"),
+    "horovod.tensorflow.mpi_ops": Answer("hvdlite.tensorflow"),
+    "horovod.tensorflow.sync_batch_norm": Answer("hvdlite.tensorflow", ("SyncBatchNormalization",)),
+    # Keras
+    "horovod.keras": Answer("hvdlite.keras"),
+    "horovod.keras.callbacks": Answer("hvdlite.keras.callbacks"),
+    "horovod.keras.elastic": Answer("hvdlite.keras.elastic"),
+}
+
+REASONS: dict[str, str] = {
+    "horovod.mxnet": "MXNet is no longer developed; move the model to PyTorch, TensorFlow or Keras",
+    "horovod.ray": "start the job with hvdliterun, or call hvdlite.run()",
+    "horovod.spark": "start the job with hvdliterun, or call hvdlite.run()",
+    "horovod.data": "load the data with the framework's own loader; hvd.shard() deals it",
+}
+"""What to do instead of a module that has no answer."""

@@ -1,0 +1,171 @@
+"""The connection between a rank of `hvdlite.run` and the process that called it.
+
+A socket of this host, or TCP where ranks run on others. Both ends first prove that they know the
+job's key, which travels in the environment, for what comes after that is unpickled. Then there are
+frames: a kind, a length, and so many bytes.
+
+The process around each rank loads this file by its path: it imports nothing of hvdlite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+KEY = "HVDLITE_LAUNCH_KEY"
+"""The environment variable with the job's key, hexadecimal."""
+
+PREFIX = "wire:"
+"""What the address of such a connection begins with (and the path of a FIFO does not)."""
+
+# The kinds of frames. From the process around a rank:
+OUT, ERR, REPORT, LEFT = b"o", b"e", b"p", b"l"
+# From a rank, which waits for SEEN before it ends:
+ASK, RESULT, ERROR = b"a", b"r", b"x"
+# To a rank:
+TASK, FUNCTION, SEEN = b"t", b"f", b"s"
+# Before a RESULT or a FUNCTION, which take several parts:
+PART = b"+"
+
+HEADER = struct.Struct("!cQ")
+PROOF = 32
+HELLO = struct.Struct(f"!{PROOF}s{PROOF}sI")  # a challenge, a proof, the rank
+
+_SECONDS_TO_ANSWER = 30.0
+_MOST_AT_ONCE = 1 << 20
+
+
+class WireError(OSError):
+    """The other end cannot be reached, has gone, or does not know the key."""
+
+
+def proof(key: bytes, by: bytes, first: bytes, second: bytes, rank: int) -> bytes:
+    """What only who knows the key can say about two challenges.
+
+    Args:
+        key: the job's.
+        by: who says it, ``b"rank"`` or ``b"launcher"``.
+        first: the launcher's challenge.
+        second: the rank's challenge.
+        rank: of the process that connects.
+    """
+    message = b"|".join((by, first, second, str(rank).encode()))
+    return hmac.new(key, message, hashlib.sha256).digest()
+
+
+def tcp_address(hosts: list[str], port: int) -> str:
+    """The address of a port, under all the names that this host may be known by."""
+    return f"{PREFIX}{','.join(hosts)}@{port}"
+
+
+class Wire:
+    """A rank's end of the connection.
+
+    Args:
+        address: the launcher's.
+        rank: of this process.
+        environment: where the key is.
+
+    Raises:
+        WireError: the launcher cannot be reached, or does not know the key.
+    """
+
+    def __init__(self, address: str, rank: int, environment: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._socket = _dial(address.removeprefix(PREFIX))
+        try:
+            with self._translated():
+                self._greet(bytes.fromhex(environment.get(KEY, "")), rank)
+                self._socket.settimeout(None)
+        except WireError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def send(self, kind: bytes, body: bytes | bytearray | memoryview = b"") -> None:
+        """Send a frame; from any thread."""
+        with self._lock, self._translated():
+            self._socket.sendall(HEADER.pack(kind, len(body)))
+            self._socket.sendall(body)
+
+    def send_parts(self, kind: bytes, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+        """Send several buffers as one message."""
+        for part in parts[:-1]:
+            self.send(PART, part)
+        self.send(kind, parts[-1])
+
+    def receive_parts(self) -> list[bytearray]:
+        """Wait for a message of several buffers."""
+        parts = []
+        while True:
+            kind, part = self.receive()
+            parts.append(part)
+            if kind != PART:
+                return parts
+
+    def receive(self, timeout: float | None = None) -> tuple[bytes, bytearray]:
+        """Wait for a frame, so many seconds (None: as long as it takes)."""
+        with self._translated():
+            self._socket.settimeout(timeout)
+            kind, length = HEADER.unpack(self._read(HEADER.size))
+            return kind, self._read(length)
+
+    def _greet(self, key: bytes, rank: int) -> None:
+        first, second = bytes(self._read(PROOF)), secrets.token_bytes(PROOF)
+        mine = proof(key, b"rank", first, second, rank)
+        self._socket.sendall(HELLO.pack(second, mine, rank))
+        theirs = bytes(self._read(PROOF))
+        if not hmac.compare_digest(theirs, proof(key, b"launcher", first, second, rank)):
+            raise WireError("the launcher does not know the job's key")
+
+    def _read(self, length: int) -> bytearray:
+        received = bytearray(length)
+        view, done = memoryview(received), 0
+        while done < length:
+            count = self._socket.recv_into(view[done : done + _MOST_AT_ONCE])
+            if not count:
+                raise WireError("the launcher has closed the connection")
+            done += count
+        return received
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except WireError:
+            raise
+        except OSError as error:
+            raise WireError(f"the connection to the launcher has failed: {error}") from None
+
+
+def _dial(address: str) -> socket.socket:
+    if os.sep in address:
+        dialed = socket.socket(socket.AF_UNIX)
+        dialed.settimeout(_SECONDS_TO_ANSWER)
+        try:
+            dialed.connect(address)
+        except OSError as error:
+            dialed.close()
+            raise WireError(f"found no launcher at {address}: {error}") from None
+        return dialed
+    hosts, _, port = address.rpartition("@")
+    reasons = []
+    for host in hosts.split(","):
+        try:
+            return socket.create_connection((host, int(port)), _SECONDS_TO_ANSWER)
+        except OSError as error:
+            reasons.append(f"{host}: {error}")
+    raise WireError(
+        f"host {socket.gethostname()} cannot reach the launcher on port {port} "
+        f"({'; '.join(reasons)}); allow connections between the hosts"
+    )

@@ -1,0 +1,149 @@
+"""Functions that the tests run on several ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+import hvdlite as hvd
+
+
+class PlainError(Exception):
+    """Can be pickled."""
+
+
+class TwoArgumentsError(Exception):
+    """Can be pickled, but not unpickled."""
+
+    def __init__(self, what, why):
+        super().__init__(f"{what} because {why}")
+
+
+def number():
+    """This process's rank, without MPI."""
+    return int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+
+
+def world(*args, **kwargs):
+    """The rank, the size, a sum over the ranks, and the arguments."""
+    hvd.init()
+    total = hvd.allreduce(np.float64([hvd.rank()]), op=hvd.Sum)
+    return hvd.rank(), hvd.size(), float(total[0]), args, kwargs
+
+
+def square_of_rank():
+    return number() ** 2
+
+
+def raise_on(failing, error):
+    """One rank raises, the others wait for it."""
+    hvd.init()
+    if hvd.rank() == failing:
+        time.sleep(0.2)
+        raise error
+    hvd.allreduce(np.ones(3), name="x")
+
+
+def mismatch():
+    """An error that all ranks get."""
+    hvd.init()
+    hvd.allreduce(np.ones(2 + hvd.rank()), name="x")
+
+
+def raise_one_after_the_other(first):
+    """All ranks raise, one of them before the others."""
+    rank = number()
+    if rank != first:
+        time.sleep(1)
+    raise PlainError(rank)
+
+
+def raise_two_arguments():
+    if number() == 1:
+        raise TwoArgumentsError("nothing", "something")
+    time.sleep(60)
+
+
+def raise_local_class():
+    class LocalError(Exception):
+        pass
+
+    error = LocalError("with a lock")
+    error.lock = threading.Lock()
+    raise error
+
+
+def end_on(failing, how):
+    """One rank ends in another way than by returning."""
+    hvd.init()
+    hvd.barrier()
+    if hvd.rank() == failing:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how.startswith("_exit"):
+            os._exit(int(how.removeprefix("_exit")))
+        sys.exit(int(how.removeprefix("exit")))
+    hvd.allreduce(np.ones(3), name="x")
+
+
+def unpicklable_result():
+    return threading.Lock() if number() == 1 else 0
+
+
+class FailsToLoad:
+    """What can be pickled and not unpickled."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def result_that_cannot_be_unpickled():
+    return FailsToLoad()
+
+
+def returned(value):
+    return value
+
+
+def print_lines(count):
+    """Many lines, written in pieces, on both streams; the last is not ended."""
+    rank = number()
+    for line in range(count):
+        for stream, name in ((sys.stdout, "out"), (sys.stderr, "err")):
+            stream.write(f"{name} {rank}")
+            stream.flush()
+            stream.write(f" {line} ")
+            stream.write("x" * (line % 200) + "\n")
+    print("without an end", end="", flush=True)
+    os.write(1, b" \xff")
+
+
+def environment(*names):
+    return [os.environ.get(name) for name in names]
+
+
+def grandchild():
+    """Leaves a process behind that keeps its pipes open."""
+    import subprocess
+
+    print("before")
+    return subprocess.Popen(["sleep", "30"]).pid
+
+
+def numbered(index, folder, word):
+    """What `spawn` calls; its result cannot be pickled, and nobody wants it."""
+    hvd.init()
+    total = hvd.allreduce(np.float64([index]), op=hvd.Sum)
+    (folder / str(index)).write_text(f"{hvd.rank()} {hvd.size()} {float(total[0])} {word}")
+    return threading.Lock()
+
+
+def numbered_failure(index):
+    if index == 1:
+        raise PlainError("of process 1")
+    hvd.init()

@@ -1,0 +1,224 @@
+"""Scripts that import horovod: what they get, and where."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdlite.horovod.names import ANSWERS, REASONS
+from tests.launch.launcher import ROOT, environment, hvdliterun
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def python(*arguments, cwd=ROOT, path=(), **options):
+    """Run Python with the repository, and other folders before it, on its path."""
+    variables = {"PYTHONPATH": ":".join(map(str, [*path, ROOT]))}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=environment(variables),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        **options,
+    )
+
+
+def under_horovod(code, **options):
+    """What some code prints when horovod is hvdlite."""
+    done = python("-m", "hvdlite.horovod", "-c", code, **options)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def raised(statement, kind):
+    """Code that prints what a statement raises."""
+    return f"try: exec({statement!r})\nexcept {kind} as error: print(type(error).__name__, error)"
+
+
+@pytest.fixture
+def another_horovod(tmp_path):
+    """A folder with an installed Horovod."""
+    package = tmp_path / "site" / "horovod"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("print('the real one')\n")
+    return package.parent
+
+
+def test_the_names_of_the_core():
+    lines = under_horovod(
+        "import hvdlite, horovod, horovod.common.util as util\n"
+        "from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt\n"
+        "from horovod.common.basics import *\n"
+        "print(horovod.__version__, horovod.run is horovod.runner.run is hvdlite.run)\n"
+        "print(HorovodInternalError is hvdlite.HorovodInternalError, rank is hvdlite.rank)\n"
+        "print(util.nccl_built is hvdlite.nccl_built, Average, util.__name__)\n"
+    )
+    assert lines == ["0.28.1 True", "True True", "True 0 horovod.common.util"]
+
+
+def test_pytorch():
+    pytest.importorskip("torch")
+    lines = under_horovod(
+        "import importlib.util, hvdlite.torch\n"
+        "print(importlib.util.find_spec('horovod.torch').name)\n"
+        "import horovod.torch as hvd\n"
+        "import horovod.torch.mpi_ops as ops\n"
+        "from horovod.torch.compression import Compression\n"
+        "from horovod.torch.functions import broadcast_object\n"
+        "from horovod.torch import *\n"
+        "print(all(getattr(hvd, n) is getattr(hvdlite.torch, n) for n in hvdlite.torch.__all__))\n"
+        "print(ops.allreduce_async_ is allreduce_async_ is hvdlite.torch.allreduce_async_)\n"
+        "print(Compression is hvd.Compression, hvd.mpi_ops is ops, hvd.Average == 0)\n"
+        "print(hasattr(hvd, 'nosuch'), hasattr(hvd, '__nosuch__'))\n"
+        + raised("hvd.nosuch", "AttributeError")
+        + "\n"
+        + raised("from horovod.torch import nosuch", "ImportError")
+    )
+    assert lines[:5] == ["horovod.torch", "True", "True", "True True True", "False False"]
+    for line, kind in zip(lines[5:], ("AttributeError", "ModuleNotFoundError"), strict=True):
+        assert line.startswith(f"{kind} hvdlite has no answer for horovod.torch.nosuch; in ")
+        assert "allreduce_async_, " in line
+
+
+@pytest.mark.parametrize("name", [*REASONS, "horovod.spark.torch", "horovod.nosuch"])
+def test_a_module_without_an_answer(name):
+    (line,) = under_horovod(raised(f"import {name}", "ImportError"))
+    outermost = ".".join(name.split(".")[:2])
+    assert line.startswith(f"ModuleNotFoundError hvdlite has no answer for {outermost}; ")
+    assert REASONS.get(outermost, "in horovod there is: ") in line
+
+
+def test_a_module_whose_answer_cannot_be_imported():
+    block = "import sys; sys.modules['hvdlite.keras'] = None\n"
+    (line,) = under_horovod(block + raised("import horovod.keras", "ImportError"))
+    assert line.startswith(
+        "ImportError hvdlite has no answer for horovod.keras: hvdlite.keras cannot be imported"
+    )
+
+
+def test_every_answer_lies_in_another():
+    for name in ANSWERS:
+        outer = name.rpartition(".")[0]
+        assert not outer or outer in ANSWERS
+
+
+def test_only_then(another_horovod):
+    missing = python("-c", "import hvdlite, hvdlite.horovod, horovod")
+    assert missing.returncode == 1
+    assert "No module named 'horovod'" in missing.stderr
+    real = python("-c", "import hvdlite, horovod", path=[another_horovod])
+    assert (real.returncode, real.stdout) == (0, "the real one\n")
+
+
+def test_an_installed_horovod_is_not_picked_up(another_horovod):
+    code = "import horovod; print(horovod.__version__)"
+    assert under_horovod(code, path=[another_horovod]) == ["0.28.1"]
+    # Not even where it lies beside the code, as in a checkout of Horovod.
+    assert under_horovod(code, cwd=another_horovod) == ["0.28.1"]
+
+
+def test_an_imported_horovod_is_not_replaced(another_horovod):
+    code = "import horovod, hvdlite.horovod; hvdlite.horovod.install()"
+    done = python("-c", code, path=[another_horovod])
+    assert "ImportError: horovod has been imported already" in done.stderr
+
+
+_SHOW = """
+import sys
+print(sys.argv, __name__, globals().get("__file__"), repr(sys.path[0]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "module", "package", "code"])
+def test_as_with_plain_python(how, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "show.py").write_text(_SHOW)
+    (tmp_path / "inner" / "__main__.py").write_text(_SHOW)
+    command = {
+        "script": ["inner/show.py"],
+        "module": ["-m", "inner.show"],
+        "package": ["-m", "inner"],
+        "code": ["-c", _SHOW],
+    }[how]
+    arguments = [*command, "a", "-m", "--b"]
+    plain = python(*arguments, cwd=tmp_path)
+    alias = python("-m", "hvdlite.horovod", *arguments, cwd=tmp_path)
+    assert (alias.returncode, alias.stderr) == (0, "")
+    assert plain.stdout == alias.stdout
+    assert "'a', '-m', '--b'" in plain.stdout
+
+
+def test_exit_codes_and_mistakes(tmp_path):
+    assert python("-m", "hvdlite.horovod", "-c", "import sys; sys.exit(7)").returncode == 7
+    failed = python("-m", "hvdlite.horovod", "-c", "raise KeyError('reason')")
+    assert (failed.returncode, failed.stderr.splitlines()[-1]) == (1, "KeyError: 'reason'")
+    for arguments, words in (
+        (["/no/script.py"], "/no/script.py: no such file"),
+        (["-m"], "-m needs an argument"),
+        (["-u", "script.py"], "-u: not known here"),
+        ([], "python -m hvdlite.horovod SCRIPT"),
+    ):
+        done = python("-m", "hvdlite.horovod", *arguments)
+        assert done.returncode in (1, 2)
+        assert words in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert python("-m", "hvdlite.horovod", "--help").returncode == 0
+
+
+_STARTS_OTHERS = """
+import multiprocessing, subprocess, sys
+import horovod
+
+def child(word):
+    import horovod.common.util
+    return word + horovod.__version__
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            print(pool.map(child, ["v"]))
+    code = "import horovod.common.util, horovod; print(horovod.__version__)"
+    print(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+"""
+
+
+def test_processes_that_a_script_starts(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_STARTS_OTHERS)
+    done = python("-m", "hvdlite.horovod", script, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["['v0.28.1']"] * 3 + ["0.28.1"]
+
+
+_RUNS = """
+import horovod
+
+def function(x):
+    import horovod.common.basics as hvd
+    hvd.init()
+    return horovod.__version__, hvd.rank() * x
+
+print(horovod.run(function, (3,), np=2))
+"""
+
+
+def test_a_function_of_a_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_RUNS)
+    done = python("-m", "hvdlite.horovod", script, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "[('0.28.1', 0), ('0.28.1', 3)]\n"
+
+
+def test_hvdliterun():
+    code = "import horovod.common.basics as hvd; hvd.init(); print(hvd.rank(), hvd.size())"
+    result = hvdliterun("--horovod", "-np", 2, sys.executable, "-uc", code)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.splitlines()) == ["0 2", "1 2"]
+    result = hvdliterun("--horovod", "-np", 2, "sh", "-c", "exit 0")
+    assert result.returncode == 2
+    assert "--horovod: sh is not Python; give python and a script" in result.stderr
