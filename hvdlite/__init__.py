@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hvdlite import elastic
 from hvdlite.collectives import (
     allgather,
     allgather_async,
@@ -102,6 +103,7 @@ __all__ = [
     "average_metrics",
     # training
     "Compression",
+    "elastic",
     # what happens when
     "start_timeline",
     "stop_timeline",

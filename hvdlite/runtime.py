@@ -23,6 +23,8 @@ _engine: Engine | None = None
 _forked = False  # whether this process is a child of the one that is a rank
 _hooked = False
 _run = Run("", 0)
+# Rank and size in a world that failed and has no successor.
+_lost: tuple[int, int] | None = None
 
 
 def engine() -> Engine:
@@ -53,7 +55,7 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` is none of the above.
     """
-    global _engine, _forked, _run
+    global _engine, _forked, _run, _lost
     if _engine is not None:
         return
     values = settings.read()
@@ -65,6 +67,7 @@ def init(comm: Any | Sequence[int] | None = None) -> None:
     _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
     _engine = Engine(MPI, split, values)
     _forked = False
+    _lost = None
     world.enter(split)
     _hook()
     if values.timeline:
@@ -130,6 +133,20 @@ def stop_timeline() -> None:
     timeline.stop()
 
 
+def note_lost_world(rank: int, size: int) -> None:
+    """Have an exception that ends this rank end the job, although there is no world any more.
+
+    Does nothing where there is one.
+
+    Args:
+        rank: this rank's, in the world that there was.
+        size: of that world.
+    """
+    global _lost
+    if not world.is_initialized():
+        _lost = (rank, size)
+
+
 def _unavailable() -> Exception:
     if _engine is None:
         return NotInitializedError()
@@ -163,13 +180,13 @@ def _abort_on_exceptions() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not world.is_initialized() or world.size() == 1 or _forked:
+        rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
+        if size == 1 or _forked:
             previous(kind, error, trace)
             return
         try:
             text = "".join(traceback.format_exception(kind, error, trace))
             # One write, so that the lines of several ranks do not mix.
-            rank, size = world.rank(), world.size()
             sys.stderr.write(f"hvdlite: rank {rank} of {size} ends the job:\n{text}")
             sys.stderr.flush()
             sys.stdout.flush()
