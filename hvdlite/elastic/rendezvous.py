@@ -11,7 +11,6 @@ from hvdlite.errors import RankGoneError
 
 _MEET, _LEFT = 1, 2
 _FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 20e-3
-_ADVICE = "start the job again and load the last checkpoint"
 
 
 class Rendezvous:
@@ -34,6 +33,7 @@ class Rendezvous:
         self._mpi = MPI
         self._timeout = timeout
         self._sent: list[Any] = []
+        self._gone: str | None = None
 
     def meet(self, message: Any) -> list[Any]:
         """Exchange messages with all ranks; return theirs, by rank, once all know that all came.
@@ -49,7 +49,11 @@ class Rendezvous:
         return messages
 
     def leave(self, reason: str) -> None:
-        """Tell all ranks that this one does not come any more, and why."""
+        """Tell all ranks that this one does not come any more, and why.
+
+        Where it leaves because another one is gone, they hear of that one.
+        """
+        reason = self._gone or f"rank {self.comm.rank} has left elastic training ({reason})"
         for rank in self._others():
             try:
                 self._sent.append(self.comm.isend(reason, rank, _LEFT))
@@ -71,15 +75,15 @@ class Rendezvous:
         while missing := [rank for rank in self._others() if rank not in received]:
             for rank in missing:
                 if self._try(rank, self.comm.iprobe, rank, _LEFT):
-                    self._raise_left(rank, self.comm.recv(None, rank, _LEFT))
+                    self._raise_gone(self.comm.recv(None, rank, _LEFT))
                 if self._try(rank, self.comm.iprobe, rank, _MEET):
                     received[rank] = self.comm.recv(None, rank, _MEET)
                     pause = _FIRST_PAUSE
             if time.monotonic() > deadline:
-                raise RankGoneError(
-                    f"rank {self.comm.rank}: {ranks_text(missing)} did not come within "
-                    f"{self._timeout:.0f} s (HVDLITE_ELASTIC_TIMEOUT) to form the world again: it "
-                    f"has ended, hangs or still computes; {_ADVICE}"
+                self._raise_gone(
+                    f"{ranks_text(missing)} did not come within {self._timeout:.0f} s "
+                    "(HVDLITE_ELASTIC_TIMEOUT) to form the world again: it has ended, hangs or "
+                    "still computes"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -90,13 +94,11 @@ class Rendezvous:
         try:
             return call(*args)
         except self._mpi.Exception as error:
-            raise RankGoneError(
-                f"rank {self.comm.rank}: rank {rank} has died, and a world without it cannot be "
-                f"formed yet; {_ADVICE} (MPI: {error})"
-            ) from error
+            self._raise_gone(f"rank {rank} has died ({error})")
 
-    def _raise_left(self, rank: int, reason: str) -> NoReturn:
+    def _raise_gone(self, what: str) -> NoReturn:
+        self._gone = what
         raise RankGoneError(
-            f"rank {self.comm.rank}: rank {rank} has left elastic training ({reason}), and a world "
-            f"without it cannot be formed yet; see what ended it, and {_ADVICE}"
+            f"rank {self.comm.rank}: {what}, and a world without it cannot be formed yet; see "
+            "what ended it, start the job again, and load the last checkpoint"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -15,6 +16,7 @@ from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
 
 _log = logging.getLogger("hvdlite")
+_NAMED = re.compile(r"\b(?:HorovodInternalError|RankGoneError|MismatchError): (.+)")
 
 _State = TypeVar("_State", bound=State)
 _Rest = ParamSpec("_Rest")
@@ -125,7 +127,7 @@ class _Attempts:
         self._failures = self._failures + 1 if self._state.commits == self._commits else 1
         self._commits = self._state.commits
         self._state.restore()
-        return _Report(str(error), self._failures, False)
+        return _Report(_brief(error), self._failures, False)
 
     def _learn(self, reports: list[_Report], failure: HorovodInternalError | None) -> None:
         """Go by what all ranks have told.
@@ -152,3 +154,9 @@ class _Attempts:
             ) from failure
         if world.rank() == 0:
             _log.warning("training failed and goes on from the last commit (%s)", reasons)
+
+
+def _brief(error: HorovodInternalError) -> str:
+    """What has happened, without the pages that a framework may have put around it."""
+    named = _NAMED.search(str(error))
+    return named[1] if named else str(error)

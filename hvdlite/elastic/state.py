@@ -118,7 +118,7 @@ class State(abc.ABC):
             if timestamp > self._last_update:
                 newest, update = max(newest, timestamp), update | HostUpdate(told)
         removed, added = HostUpdate.REMOVED in update, HostUpdate.ADDED in update
-        mine = np.array([newest, removed, added])
+        mine = np.array([newest, removed, added], np.float64)
         newest, *found = collectives.allreduce(mine, name="elastic.host_updates", op=Max).tolist()
         self._last_update = newest
         if any(found):
