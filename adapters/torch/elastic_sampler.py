@@ -110,7 +110,8 @@ class ElasticSampler(Sampler[int]):
 
     def _order(self) -> Any:
         samples = len(self.dataset)
-        whole = Sharding(samples, max(samples, 1), 0, 1, shuffle=self.shuffle, seed=self.seed)
+        # One rank and one batch: the whole epoch in the order that it has for any number of both.
+        whole = Sharding(samples, max(samples, 1), 0, 1, self.shuffle, self.seed, allow_empty=True)
         return np.concatenate([*whole.indices(self.epoch), np.empty(0, np.int64)])
 
     def __iter__(self) -> Iterator[int]:

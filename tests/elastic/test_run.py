@@ -342,7 +342,7 @@ train(hvd.elastic.ObjectState())
     @ranks(2)
     def test_it_needs_init(self):
         hvd.shutdown()
-        with pytest.raises(ValueError, match="call hvd.init"):
+        with pytest.raises(ValueError, match=r"call hvd\.init"):
             hvd.elastic.run(lambda state: None)(ObjectState())
 
     @ranks(2)
