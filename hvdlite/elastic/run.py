@@ -32,8 +32,9 @@ def run(
 
         @hvd.elastic.run
         def train(state):
-            for state.epoch in range(state.epoch, 10):
+            while state.epoch < 10:
                 ...
+                state.epoch += 1
                 state.commit()
 
         train(hvd.elastic.ObjectState(epoch=0))
