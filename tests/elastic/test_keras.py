@@ -107,8 +107,9 @@ class TestStates:
         hvd.init()
         model = make_model(hvd.rank(), dropout=0.5)
         model.compile(keras.optimizers.SGD(0.1 + hvd.rank(), momentum=0.9), "mse")
-        (seed,) = [v for v in model.variables if v not in model.weights]
-        seed.assign(seed + np.uint32(hvd.rank()))
+        weights = set(map(id, model.weights))
+        (seed,) = (variable for variable in model.variables if id(variable) not in weights)
+        seed.assign(seed.numpy() + np.uint32(hvd.rank()))
         state = KerasState(model)
         state.sync()
         shared = hvd.allgather_object(values([*model.weights, *model.optimizer.variables]))
@@ -270,4 +271,76 @@ def train(state):
 
 train(hvd.elastic.TensorFlowState([weight], step=0))
 print(weight.numpy().tolist(), "after", len(calls), "calls", flush=True)
+"""
+
+
+@pytest.mark.parametrize("which", ["torch", "legacy"])
+def test_other_backends_and_legacy_keras(which):
+    pytest.importorskip("torch" if which == "torch" else "tf_keras")
+    done = run_script(OTHERS, np=1, args=[which], timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as it should be") == 2
+
+
+OTHERS = """
+import os, sys
+which = sys.argv[1]
+import numpy as np
+import hvdlite as hvd
+if which == "torch":
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+    from hvdlite.keras.elastic import (
+        CommitStateCallback, KerasState, UpdateBatchStateCallback, UpdateEpochStateCallback,
+    )
+else:
+    import tensorflow as tf
+    import tf_keras as keras
+    from hvdlite._keras.elastic import make_callbacks
+    from hvdlite.tensorflow.elastic import TensorFlowKerasState as KerasState
+    CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = make_callbacks(
+        keras.callbacks.Callback, __name__
+    )
+hvd.init()
+inputs = np.arange(32, dtype=np.float32)[:, None]
+trained = []
+
+class Model(keras.Sequential):
+    def train_step(self, data):
+        if which == "torch":
+            trained.append(float(data[0][0, 0]))
+        else:
+            tf.py_function(lambda x: trained.append(float(x[0, 0])), [data[0]], [])
+        return super().train_step(data)
+
+class State(KerasState):
+    def save(self):
+        super().save()
+        if hasattr(self, "seen"):
+            self.seen.append((self.epoch, self.batch))
+
+for order in (1, -1):
+    trained.clear()
+    model = Model([keras.layers.Dense(1)])
+    model.build((None, 1))
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    state = State(model, batch=5, epoch=1)
+    state.seen = []
+    callbacks = [
+        CommitStateCallback(state, 3),
+        UpdateBatchStateCallback(state),
+        UpdateEpochStateCallback(state),
+    ][::order]
+    where = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    model.fit(inputs, inputs, epochs=3, initial_epoch=1, callbacks=callbacks, **where)
+    assert trained == [20, 24, 28, *range(0, 32, 4)], trained
+    assert state.seen == [(1, 8), (2, 0), (2, 3), (2, 6), (3, 0)], state.seen
+    kept = [variable.numpy().copy() for variable in state.variables_kept()]
+    model.fit(inputs, inputs, **where)
+    now = [variable.numpy() for variable in state.variables_kept()]
+    assert sum(not np.array_equal(*pair) for pair in zip(now, kept)) >= 6
+    state.restore()
+    now = [variable.numpy() for variable in state.variables_kept()]
+    assert all(np.array_equal(*pair) for pair in zip(now, kept))
+    print("as it should be", flush=True)
 """
