@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hvdlite import elastic
 from hvdlite.build import (
     ccl_built,
     cuda_built,
@@ -164,6 +165,7 @@ __all__ = [
     "average_metrics",
     # training
     "Compression",
+    "elastic",
     # what happens when
     "start_timeline",
     "stop_timeline",

@@ -123,6 +123,11 @@ class ProcessSets:
             )
         return found
 
+    @property
+    def added(self) -> list[ProcessSet]:
+        """Those that have been registered, beside that of all ranks, oldest first."""
+        return [process_set for number, process_set in sorted(self._sets.items()) if number]
+
     def find(self, process_set_id: int) -> ProcessSet:
         """The process set of a number.
 

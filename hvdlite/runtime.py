@@ -25,6 +25,8 @@ _sets: ProcessSets | None = None
 _forked = False  # whether this process is a child of the one that is a rank
 _hooked = False
 _run = Run("", 0)
+# Rank and size in a world that failed and has no successor.
+_lost: tuple[int, int] | None = None
 
 
 def engine(process_set: ProcessSet | None = None) -> Engine:
@@ -104,7 +106,7 @@ def init(
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
     """
-    global _engine, _forked, _run, _sets
+    global _engine, _forked, _run, _sets, _lost
     if _engine is not None:
         return
     if isinstance(process_sets, str) and process_sets != "dynamic":
@@ -120,6 +122,7 @@ def init(
     _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
     _engine = Engine(MPI, split, values)
     _forked = False
+    _lost = None
     world.enter(split)
     _sets = ProcessSets(MPI, split, _engine)
     _hook()
@@ -189,6 +192,20 @@ def stop_timeline() -> None:
     timeline.stop()
 
 
+def note_lost_world(rank: int, size: int) -> None:
+    """Have an exception that ends this rank end the job, although there is no world any more.
+
+    Does nothing where there is one.
+
+    Args:
+        rank: this rank's, in the world that there was.
+        size: of that world.
+    """
+    global _lost
+    if not world.is_initialized():
+        _lost = (rank, size)
+
+
 def _unavailable() -> Exception:
     if _engine is None:
         return NotInitializedError()
@@ -222,13 +239,13 @@ def _abort_on_exceptions() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not world.is_initialized() or world.size() == 1 or _forked:
+        rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
+        if size == 1 or _forked:
             previous(kind, error, trace)
             return
         try:
             text = "".join(traceback.format_exception(kind, error, trace))
             # One write, so that the lines of several ranks do not mix.
-            rank, size = world.rank(), world.size()
             sys.stderr.write(f"hvdlite: rank {rank} of {size} ends the job:\n{text}")
             sys.stderr.flush()
             sys.stdout.flush()

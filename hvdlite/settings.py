@@ -103,6 +103,16 @@ class Settings:
         default=30.0,
         metadata=_seconds(" above 0", lambda value: value > 0),
     )
+    #: Seconds in which the ranks have to come together again after a failure (`hvdlite.elastic`).
+    elastic_timeout: float = field(
+        default=600.0,
+        metadata=_seconds(" above 0", lambda value: value > 0),
+    )
+    #: Failures in a row, without a commit between them, that elastic training survives; 0: all.
+    elastic_retries: int = field(
+        default=3,
+        metadata=_number(int, "a number of failures, or 0 for no limit", lambda value: value >= 0),
+    )
     #: Let the ranks of a node exchange through memory that they share.
     shared_memory: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
     #: Ranks that count as one node; 0: as the hardware says. For tests of several nodes.

@@ -56,6 +56,7 @@ from hvdlite import (
     stop_timeline,
     warmup,
 )
+from hvdlite.tensorflow import elastic
 from hvdlite.tensorflow.collectives import (
     allgather,
     allreduce,
@@ -125,6 +126,7 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "broadcast_variables",
+    "elastic",
     # the recipe
     "pin_device",
     "shard",

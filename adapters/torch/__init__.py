@@ -62,6 +62,7 @@ from hvdlite import (
 )
 from hvdlite.exchange import Compression
 from hvdlite.recipe import Sharding
+from hvdlite.torch import elastic
 from hvdlite.torch.collectives import (
     allgather,
     allgather_async,
@@ -173,6 +174,7 @@ __all__ = [
     "DistributedOptimizer",
     "broadcast_parameters",
     "broadcast_optimizer_state",
+    "elastic",
     # the recipe
     "pin_device",
     "shard",

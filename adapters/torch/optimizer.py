@@ -128,6 +128,11 @@ class _Distributed:
         self._refuse_in_flight("set_backward_passes_per_step()")
         self._reducer.set_passes_per_step(_positive(passes))
 
+    def _restart(self) -> None:
+        """Give up the step that a failure has interrupted; the next begins anew."""
+        self._in_step = False
+        self._reducer.restart()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does.
 

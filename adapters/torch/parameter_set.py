@@ -83,6 +83,13 @@ class ParameterSet:
         self.exchange = self._reducer.make_exchange(self._label, self._parameters, self._memory)
         self._find_slots()
 
+    def restart(self) -> None:
+        """Make the exchange anew, and forget what has come for the one that there was."""
+        self._gradients.clear()
+        self._comparisons.clear()
+        self.connect()
+        self._begin()
+
     def _find_slots(self) -> None:
         numbers = range(len(self._parameters))
         self._slots = [self._tensor(self.exchange.slot(number)) for number in numbers]

@@ -125,6 +125,13 @@ class Reducer:
             for members in self._sets:
                 members.connect()
 
+    def restart(self) -> None:
+        """Forget the gradients of a step that was given up, and follow into the current world."""
+        self._engine = runtime.engine()
+        self._synchronized = False
+        for members in self._sets:
+            members.restart()
+
     def _by_memory(
         self, parameters: Sequence[torch.Tensor]
     ) -> list[tuple[CudaMemory | None, list[torch.Tensor]]]:

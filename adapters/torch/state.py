@@ -71,7 +71,7 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
 def _checked(name: Any, entry: Any) -> torch.Tensor:
     """Refuse what would stay as it is on this rank, so that ranks train from different states."""
     found = f"rank {world.rank()}: params[{name!r}] is a {type(entry).__name__}"
-    if str(name).rpartition(".")[-1] == _EXTRA_STATE:
+    if _is_extra_state(name):
         raise ValueError(
             f"{found} from get_extra_state(), which cannot be overwritten in place; use "
             "model.load_state_dict(hvd.broadcast_object(model.state_dict(), root_rank))"
@@ -83,6 +83,15 @@ def _checked(name: Any, entry: Any) -> torch.Tensor:
             "returns it"
         )
     return entry
+
+
+def _is_extra_state(name: Any) -> bool:
+    return str(name).rpartition(".")[-1] == _EXTRA_STATE
+
+
+def has_extra_state(module: torch.nn.Module) -> bool:
+    """Whether a module's state is more than tensors, which `broadcast_parameters` refuses."""
+    return any(_is_extra_state(name) for name in module.state_dict())
 
 
 def broadcast_optimizer_state(

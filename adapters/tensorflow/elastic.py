@@ -1,0 +1,90 @@
+"""Training with TensorFlow that goes on after a failure: ``hvd.elastic``."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite import HorovodInternalError, elastic
+from hvdlite._keras.elastic import ModelState
+from hvdlite.elastic import HostUpdate, ObjectState, State
+from hvdlite.elastic.variables import VariableState
+
+__all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+# What a graph's error says of the Python exception that it stands for.
+_OURS = re.compile(r"\b(HorovodInternalError|RankGoneError|MismatchError): ")
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a training function go on after failures: `hvdlite.elastic.run`, for graphs too.
+
+    A graph's errors have lost the class that they had in Python; it is found in their text.
+    """
+
+    @functools.wraps(func)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except tf.errors.OpError as error:
+            if isinstance(error, HorovodInternalError) or not _OURS.search(error.message):
+                raise
+            raise HorovodInternalError(error.message) from error
+
+    return elastic.run(translated)
+
+
+class TensorFlowState(VariableState):
+    """The state of variables and of other attributes.
+
+    Args:
+        variables: ``tf.Variable`` or Keras variables, in any nested structure; the attribute
+            ``variables``.
+        session: of TensorFlow 1; not supported.
+        **kwargs: the other attributes, and their values at the start.
+
+    Raises:
+        ValueError: there are no variables, a session is given, or the class has an attribute or
+            a method of such a name.
+    """
+
+    def __init__(self, variables: Any = None, session: Any = None, **kwargs: Any) -> None:
+        if session is not None:
+            raise ValueError(
+                "sessions belong to TensorFlow 1; run eagerly or in tf.function, without a session"
+            )
+        if variables is None:
+            raise ValueError(
+                "TensorFlow 2 keeps no list of all variables; pass those that training changes, "
+                "for example variables=[*model.variables, *optimizer.variables]"
+            )
+        self.variables = variables
+        super().__init__(**kwargs)
+
+    def variables_kept(self) -> Sequence[Any]:
+        """The variables, one after the other."""
+        return list(tf.nest.flatten(self.variables))
+
+
+class TensorFlowKerasState(ModelState):
+    """A Keras model's state; Horovod's arguments.
+
+    Args:
+        model: see `hvdlite.keras.elastic.KerasState`; Keras 3 or legacy Keras.
+        optimizer: likewise.
+        backend: not needed; accepted because Horovod takes it.
+        **kwargs: the other attributes, and their values at the start.
+
+    Raises:
+        ValueError: the model has not been built, or the class has an attribute or a method of
+            such a name.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(model, optimizer, **kwargs)

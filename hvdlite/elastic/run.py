@@ -1,0 +1,163 @@
+"""The loop that returns to the last commit."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from hvdlite import collectives, mpi, runtime, world
+from hvdlite.elastic.rendezvous import Rendezvous
+from hvdlite.elastic.reset import reset
+from hvdlite.elastic.state import State
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+_log = logging.getLogger("hvdlite")
+_NAMED = re.compile(r"\b(?:HorovodInternalError|RankGoneError|MismatchError): (.+)")
+
+_State = TypeVar("_State", bound=State)
+_Rest = ParamSpec("_Rest")
+_Result = TypeVar("_Result")
+
+
+def run(
+    func: Callable[Concatenate[_State, _Rest], _Result],
+) -> Callable[Concatenate[_State, _Rest], _Result]:
+    """Make a training function go on after failures, from the last commit of its state.
+
+    All ranks call the function together, after ``init()``::
+
+        @hvd.elastic.run
+        def train(state):
+            while state.epoch < 10:
+                ...
+                state.epoch += 1
+                state.commit()
+
+        train(hvd.elastic.ObjectState(epoch=0))
+
+    First the state is given to all ranks. When ``HorovodInternalError`` ends the function, on
+    whichever ranks, all return to their last commit, form the world again, and call the
+    function again. ``HostsUpdatedInterrupt`` does the same without going back. The ranks
+    return together: where one fails at the very end, the others do its last steps again.
+
+    A rank that has died cannot be done without yet: the others raise ``RankGoneError``, which
+    names it. Nor do the ranks fail for ever: after ``HVDLITE_ELASTIC_RETRIES`` (3) failures in
+    a row without a commit between them, the next is raised.
+
+    Args:
+        func: takes a `State` first, and whatever else it is called with.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
+        settings = runtime.engine().settings
+        collectives.barrier(name="elastic.start")  # unlike what follows, it tells who is missing
+        comm = world.current().comm.Dup()
+        rendezvous = Rendezvous(mpi.load(), comm, settings.elastic_timeout)
+        attempts = _Attempts(state, rendezvous, settings.elastic_retries)
+        try:
+            return attempts.until_done(lambda: func(state, *args, **kwargs))
+        except BaseException as error:
+            rendezvous.leave(f"{type(error).__name__}: {error}")
+            runtime.note_lost_world(comm.rank, comm.size)
+            raise
+
+    return wrapper
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others when they form the world again."""
+
+    error: str  # empty: none, the hosts have changed
+    failures: int
+    skip_sync: bool
+
+
+class _Attempts:
+    """The calls of a training function, and what is between them."""
+
+    def __init__(self, state: State, rendezvous: Rendezvous, retries: int) -> None:
+        self._state = state
+        self._rendezvous = rendezvous
+        self._retries = retries
+        self._failures = 0  # in a row
+        self._commits = state.commits  # when the last of them came
+        self._skip_sync = False
+
+    def until_done(self, train: Callable[[], _Result]) -> _Result:
+        """Call the function until all ranks have returned from it together."""
+        is_new = False  # the world, for the state
+        while True:
+            try:
+                self._prepare(is_new)
+                result = train()
+                self._end_together()
+                return result
+            except HorovodInternalError as error:
+                failure: HorovodInternalError | None = error
+                report = self._fail(error)
+            except HostsUpdatedInterrupt as update:
+                failure = None
+                report = _Report("", 0, update.skip_sync)
+            reports = reset(self._rendezvous, report)
+            self._learn(reports, failure)
+            is_new = True
+
+    def _prepare(self, is_new: bool) -> None:
+        """Make the state fit for the world, and the same on all ranks."""
+        if is_new:
+            self._state.on_reset()
+        if self._skip_sync:
+            self._state.merge()
+        else:
+            self._state.sync()
+
+    def _end_together(self) -> None:
+        if not world.is_initialized():  # the function has called shutdown()
+            self._rendezvous.leave("it has finished")
+            return
+        collectives.barrier(name="elastic.end")
+        self._rendezvous.close()
+
+    def _fail(self, error: HorovodInternalError) -> _Report:
+        """Return to the last commit, and say so."""
+        self._failures = self._failures + 1 if self._state.commits == self._commits else 1
+        self._commits = self._state.commits
+        self._state.restore()
+        return _Report(_brief(error), self._failures, False)
+
+    def _learn(self, reports: list[_Report], failure: HorovodInternalError | None) -> None:
+        """Go by what all ranks have told.
+
+        Raises:
+            HorovodInternalError: they fail again and again; on all of them.
+        """
+        self._skip_sync = all(report.skip_sync for report in reports)
+        # A rank may have failed once more than others, which had not begun yet.
+        self._failures = max(report.failures for report in reports)
+        told = {rank: report.error for rank, report in enumerate(reports) if report.error}
+        if not told:
+            _log.info("rank %d: the hosts have changed; training goes on", world.rank())
+            return
+        reasons = "; ".join(
+            f"{ranks_text([rank for rank in told if told[rank] == error])}: {error}"
+            for error in dict.fromkeys(told.values())
+        )
+        if self._retries and self._failures > self._retries:
+            raise HorovodInternalError(
+                f"rank {world.rank()}: training has failed {self._failures} times in a row without "
+                "a commit between, so it is not tried again (HVDLITE_ELASTIC_RETRIES="
+                f"{self._retries}): {reasons}"
+            ) from failure
+        if world.rank() == 0:
+            _log.warning("training failed and goes on from the last commit (%s)", reasons)
+
+
+def _brief(error: HorovodInternalError) -> str:
+    """What has happened, without the pages that a framework may have put around it."""
+    named = _NAMED.search(str(error))
+    return named[1] if named else str(error)

@@ -1,0 +1,346 @@
+"""Keras models and TensorFlow variables that are kept, and `fit` that goes on in the middle."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow")
+pytest.importorskip("keras")
+
+import keras
+import tensorflow as tf
+
+import hvdlite.tensorflow as hvd
+from hvdlite.keras.elastic import (
+    CommitStateCallback,
+    KerasState,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+    run,
+)
+from hvdlite.tensorflow.elastic import TensorFlowKerasState, TensorFlowState
+from tests.harness import ranks, run_script
+
+PATIENCE = 240.0  # to import TensorFlow on a busy machine takes a minute
+
+
+def make_model(seed, dropout=0.0):
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(5, activation="tanh"),
+            keras.layers.Dropout(dropout, seed=11),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def data(samples=32):
+    inputs = np.random.default_rng(5).normal(size=(samples, 3)).astype(np.float32)
+    return inputs, inputs.sum(1, keepdims=True)
+
+
+def values(variables):
+    return [np.array(variable.numpy()).tolist() for variable in variables]
+
+
+class TestStates:
+    def test_variables_come_back_and_twice(self):
+        first, second = tf.Variable([1.0, 2.0]), tf.Variable(3, dtype=tf.int64)
+        state = TensorFlowState({"a": first, "b": [second]}, epoch=0)
+        first.assign([5.0, 6.0])
+        state.save()
+        for _ in range(2):
+            first.assign_add([1.0, 1.0])
+            second.assign(9)
+            state.epoch = 4
+            state.restore()
+            assert values([first, second]) == [[5.0, 6.0], 3]
+            assert state.epoch == 0
+
+    @ranks(2, timeout=PATIENCE)
+    def test_variables_are_those_of_rank_0(self):
+        hvd.init()
+        rank = hvd.rank()
+        variable = tf.Variable([1.0 + rank])
+        state = TensorFlowState([variable], epoch=rank)
+        state.sync()
+        assert (values([variable]), state.epoch) == ([[1.0]], 0)
+        variable.assign([7.0])
+        state.restore()
+        assert values([variable]) == [[1.0]]
+        shape = [1 + rank]
+        with pytest.raises(hvd.HorovodInternalError, match=r"float32\[1\].*float32\[2\]"):
+            TensorFlowState([tf.Variable(tf.zeros(shape))]).sync()
+
+    def test_what_tensorflow_2_has_not_is_refused(self):
+        with pytest.raises(ValueError, match="sessions belong to TensorFlow 1"):
+            TensorFlowState([tf.Variable(1.0)], session=object())
+        with pytest.raises(ValueError, match="no list of all variables"):
+            TensorFlowState()
+
+    @pytest.mark.parametrize("kind", [KerasState, TensorFlowKerasState])
+    def test_a_model_and_its_optimizer_come_back(self, kind):
+        model = make_model(0, dropout=0.5)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        state = kind(model, batch=0, epoch=0)
+        assert state.optimizer is model.optimizer
+        everything = [*model.variables, *model.optimizer.variables]
+        before = values(everything)
+        for _ in range(2):
+            model.fit(*data(), epochs=1, verbose=0)
+            model.optimizer.learning_rate = 0.5
+            assert all(new != old for new, old in zip(values(everything), before, strict=True))
+            state.restore()
+            assert values(everything) == before
+
+    def test_a_model_that_is_not_built_is_refused(self):
+        with pytest.raises(ValueError, match=r"call model\.build"):
+            KerasState(keras.Sequential([keras.layers.Dense(1)]))
+
+    @ranks(2, timeout=PATIENCE)
+    def test_a_model_is_that_of_rank_0_and_its_seeds_are_its_own(self):
+        hvd.init()
+        model = make_model(hvd.rank(), dropout=0.5)
+        model.compile(keras.optimizers.SGD(0.1 + hvd.rank(), momentum=0.9), "mse")
+        weights = set(map(id, model.weights))
+        (seed,) = (variable for variable in model.variables if id(variable) not in weights)
+        seed.assign(seed.numpy() + np.uint32(hvd.rank()))
+        state = KerasState(model)
+        state.sync()
+        shared = hvd.allgather_object(values([*model.weights, *model.optimizer.variables]))
+        assert shared[0] == shared[1]
+        seeds = hvd.allgather_object(values([seed]))
+        assert seeds[0] != seeds[1]
+
+
+class Committed(KerasState):
+    """Remembers what has been committed."""
+
+    def save(self):
+        super().save()
+        if hasattr(self, "seen"):
+            self.seen.append((self.epoch, self.batch))
+
+
+def fit(order=1, every=3, stop=None, **where):
+    """Fit three epochs of eight batches, and write down what is committed and trained on."""
+    model = make_model(0)
+    batches = []
+
+    class Model(keras.Sequential):
+        def train_step(self, inputs):
+            tf.py_function(lambda x: batches.append(float(x[0, 0])), [inputs[0]], [])
+            return super().train_step(inputs)
+
+    model = Model(model.layers)
+    model.build((None, 3))
+    model.compile("sgd", "mse", run_eagerly=False, jit_compile=False)
+    state = Committed(model, batch=where.pop("batch", 0), epoch=where.pop("epoch", 0))
+    state.seen = []
+    callbacks = [
+        CommitStateCallback(state, every),
+        UpdateBatchStateCallback(state),
+        UpdateEpochStateCallback(state),
+    ]
+    model.fit(
+        *data(), batch_size=4, shuffle=False, verbose=0, callbacks=callbacks[::order], **where
+    )
+    return state, batches
+
+
+class TestCallbacks:
+    @ranks(1, timeout=PATIENCE)
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_commits_know_how_far_training_has_come(self, order):
+        hvd.init()
+        state, _ = fit(order, epochs=2)
+        ends = [(1, 0), (2, 0)]
+        assert state.seen == [(0, 3), (0, 6), ends[0], (1, 1), (1, 4), (1, 7), ends[1]]
+        assert (state.epoch, state.batch) == (2, 0)
+
+    @ranks(1, timeout=PATIENCE)
+    @pytest.mark.parametrize("order", [1, -1])
+    @pytest.mark.parametrize("where", [{"epochs": 2}, {"epochs": 3, "initial_epoch": 1}])
+    def test_an_epoch_goes_on_in_the_middle(self, order, where):
+        hvd.init()
+        _, whole = fit(epochs=1)
+        state, batches = fit(order, batch=5, epoch=1, **where)
+        assert batches == whole[5:] + whole
+        assert state.seen == [(1, 8), (2, 0), (2, 3), (2, 6), (3, 0)]
+
+    @ranks(1, timeout=PATIENCE)
+    def test_an_epoch_that_was_done_but_for_its_end(self):
+        hvd.init()
+        state, batches = fit(batch=8, epochs=1)
+        assert batches == []
+        assert (state.epoch, state.batch) == (1, 0)
+
+    def test_a_number_of_batches_below_one_is_refused(self):
+        with pytest.raises(ValueError, match="batches_per_commit=0"):
+            CommitStateCallback(None, 0)
+
+
+class Averaged(keras.optimizers.Adam):
+    """Averages its gradients, whatever else does."""
+
+    def apply(self, grads, trainable_variables=None):
+        grads = [hvd.allreduce(grad, name=f"g{n}") for n, grad in enumerate(grads)]
+        return super().apply(grads, trainable_variables)
+
+
+def train(failing):
+    logging.getLogger("hvdlite").handlers[:] = [logging.NullHandler()]
+    model = make_model(hvd.rank(), dropout=0.2)
+    model.compile(Averaged(0.01), "mse", jit_compile=False)
+    state = KerasState(model, batch=0, epoch=0)
+    begun, left = [], ["once"]
+
+    class Fail(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if (state.epoch, batch) == (1, 2) and left and failing:
+                left.pop()
+                if hvd.rank() == hvd.size() - 1:
+                    raise hvd.HorovodInternalError("made up")
+
+    callbacks = [
+        UpdateEpochStateCallback(state),
+        UpdateBatchStateCallback(state),
+        Fail(),
+        CommitStateCallback(state, 2),
+    ]
+    inputs, labels = (each[hvd.rank() :: hvd.size()] for each in data(24))
+
+    @run
+    def fit(state):
+        begun.append((state.epoch, state.batch))
+        state.model.fit(
+            inputs,
+            labels,
+            batch_size=2,
+            epochs=3 - state.epoch,
+            shuffle=False,
+            callbacks=callbacks,
+            verbose=0,
+        )
+
+    fit(state)
+    assert begun == ([(0, 0), (1, 2)] if failing else [(0, 0)])
+    return values([*model.weights, *model.optimizer.variables])
+
+
+@ranks(2, 3, timeout=PATIENCE)
+def test_fit_ends_with_the_weights_of_an_undisturbed_run(size):
+    hvd.init()
+    disturbed = train(failing=True)
+    assert hvd.allgather_object(disturbed) == [disturbed] * size
+    assert train(failing=False) == disturbed
+
+
+def test_variables_in_a_graph(tmp_path):
+    """A custom loop in tf.function; what the graph raises is known by its text."""
+    done = run_script(LOOP, np=2, timeout=PATIENCE, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[2.0, 2.0] after 2 calls") == 2
+
+
+LOOP = """
+import tensorflow as tf
+import hvdlite.tensorflow as hvd
+hvd.init()
+weight = tf.Variable([0.0, 0.0])
+calls = []
+
+@tf.function
+def step(share):
+    weight.assign_add(hvd.allreduce(share, name="share"))
+
+@hvd.elastic.run
+def train(state):
+    calls.append(state.step)
+    while state.step < 4:
+        step(tf.fill([2], hvd.rank() * 1.0))
+        if state.step == 2 and len(calls) == 1 and hvd.rank() == 1:
+            raise hvd.HorovodInternalError("made up")
+        state.step += 1
+        state.commit()
+
+train(hvd.elastic.TensorFlowState([weight], step=0))
+print(weight.numpy().tolist(), "after", len(calls), "calls", flush=True)
+"""
+
+
+@pytest.mark.parametrize("which", ["torch", "legacy"])
+def test_other_backends_and_legacy_keras(which):
+    pytest.importorskip("torch" if which == "torch" else "tf_keras")
+    done = run_script(OTHERS, np=1, args=[which], timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as it should be") == 2
+
+
+OTHERS = """
+import os, sys
+which = sys.argv[1]
+import numpy as np
+import hvdlite as hvd
+if which == "torch":
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+    from hvdlite.keras.elastic import (
+        CommitStateCallback, KerasState, UpdateBatchStateCallback, UpdateEpochStateCallback,
+    )
+else:
+    import tensorflow as tf
+    import tf_keras as keras
+    from hvdlite._keras.elastic import make_callbacks
+    from hvdlite.tensorflow.elastic import TensorFlowKerasState as KerasState
+    CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = make_callbacks(
+        keras.callbacks.Callback, __name__
+    )
+hvd.init()
+inputs = np.arange(32, dtype=np.float32)[:, None]
+trained = []
+
+class Model(keras.Sequential):
+    def train_step(self, data):
+        if which == "torch":
+            trained.append(float(data[0][0, 0]))
+        else:
+            tf.py_function(lambda x: trained.append(float(x[0, 0])), [data[0]], [])
+        return super().train_step(data)
+
+class State(KerasState):
+    def save(self):
+        super().save()
+        if hasattr(self, "seen"):
+            self.seen.append((self.epoch, self.batch))
+
+for order in (1, -1):
+    trained.clear()
+    model = Model([keras.layers.Dense(1)])
+    model.build((None, 1))
+    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    state = State(model, batch=5, epoch=1)
+    state.seen = []
+    callbacks = [
+        CommitStateCallback(state, 3),
+        UpdateBatchStateCallback(state),
+        UpdateEpochStateCallback(state),
+    ][::order]
+    where = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    model.fit(inputs, inputs, epochs=3, initial_epoch=1, callbacks=callbacks, **where)
+    assert trained == [20, 24, 28, *range(0, 32, 4)], trained
+    assert state.seen == [(1, 8), (2, 0), (2, 3), (2, 6), (3, 0)], state.seen
+    kept = [variable.numpy().copy() for variable in state.variables_kept()]
+    model.fit(inputs, inputs, **where)
+    now = [variable.numpy() for variable in state.variables_kept()]
+    assert sum(not np.array_equal(*pair) for pair in zip(now, kept)) >= 6
+    state.restore()
+    now = [variable.numpy() for variable in state.variables_kept()]
+    assert all(np.array_equal(*pair) for pair in zip(now, kept))
+    print("as it should be", flush=True)
+"""

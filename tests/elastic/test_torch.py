@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import hvdlite.torch as hvd
+from hvdlite.gradients.step import BucketExchange
+from hvdlite.torch.elastic import ElasticSampler, ObjectState, TorchState
+from tests.harness import ranks
+
+
+def make_model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 30), torch.nn.BatchNorm1d(30), torch.nn.ReLU(), torch.nn.Linear(30, 1)
+    )
+
+
+def copied(model):
+    return copy.deepcopy(model.state_dict())
+
+
+def same(mine, theirs):
+    return all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+
+
+OPTIMIZERS = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+}
+
+
+class TestState:
+    @ranks(1)
+    @pytest.mark.parametrize("kind", list(OPTIMIZERS))
+    @pytest.mark.parametrize("wrapped", [False, True])
+    def test_everything_comes_back_and_twice(self, kind, wrapped):
+        hvd.init()
+        model = make_model(0)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        if wrapped:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        state = TorchState(model, optimizer, scheduler=scheduler, epoch=0, notes=["a"])
+        assert (state.model, state.optimizer, state.scheduler) == (model, optimizer, scheduler)
+        step(model, optimizer)
+        scheduler.step()
+        state.epoch = 1
+        state.save()
+        weights, options = copied(model), copy.deepcopy(optimizer.state_dict())
+        for _ in range(2):
+            for _ in range(3):
+                step(model, optimizer)
+                scheduler.step()
+            state.epoch = 4
+            state.notes.append("b")
+            assert not same(model.state_dict(), weights)
+            state.restore()
+            assert same(model.state_dict(), weights)
+            assert (state.epoch, state.notes, scheduler.last_epoch) == (1, ["a"], 1)
+            found = optimizer.state_dict()
+            assert found["param_groups"] == options["param_groups"]
+            for number, entries in options["state"].items():
+                assert same(found["state"][number], entries)
+            assert all(parameter.grad is None for parameter in model.parameters())
+
+    @ranks(1)
+    def test_an_optimizer_without_state_gets_none(self):
+        hvd.init()
+        model = make_model(0)
+        optimizer = torch.optim.Adam(model.parameters())
+        state = TorchState(model, optimizer)
+        step(model, optimizer)
+        state.restore()
+        assert not optimizer.state
+
+    @ranks(1, 2, 3)
+    def test_sync_gives_everything_of_rank_0_and_keeps_it(self, size):
+        hvd.init()
+        rank = hvd.rank()
+        model = make_model(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank, momentum=0.9)
+        step(model, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5 + rank)
+        sampler = ElasticSampler(range(20))
+        sampler.set_epoch(3)
+        sampler.record_batch(0, 2)
+        state = TorchState(model, optimizer, scheduler=scheduler, sampler=sampler, epoch=rank)
+        state.sync()
+        for _ in range(2):
+            everybody = hvd.allgather_object(
+                (model.state_dict(), optimizer.state_dict()["state"], sampler.state_dict())
+            )
+            for weights, momenta, samples in everybody:
+                assert same(weights, everybody[0][0])
+                assert same(momenta[0], everybody[0][1][0])
+                assert samples["epoch"] == 3
+                assert len(samples["processed_indices"]) == 2 * size
+            assert optimizer.param_groups[0]["lr"] == 0.1
+            assert (scheduler.step_size, state.epoch) == (5, 0)
+            with torch.no_grad():
+                model[0].weight.zero_()
+            sampler.record_batch(1, 2)
+            state.epoch = 8
+            state.restore()
+
+    @ranks(2)
+    def test_a_rank_in_another_epoch_adds_nothing(self):
+        hvd.init()
+        sampler = ElasticSampler(range(20))
+        sampler.set_epoch(hvd.rank())
+        sampler.record_batch(0, 3)
+        state = TorchState(sampler=sampler)
+        mine = sampler.get_indices(0, 3)
+        state.merge()
+        assert sampler.epoch == 0
+        assert sampler.processed_indices == set(hvd.allgather_object(mine)[0])
+
+    @ranks(2)
+    def test_a_module_with_a_state_of_its_own(self):
+        hvd.init()
+
+        class Counted(torch.nn.Linear):
+            count = 0
+
+            def get_extra_state(self):
+                return self.count
+
+            def set_extra_state(self, count):
+                self.count = count
+
+        torch.manual_seed(hvd.rank())
+        model = Counted(2, 2)
+        model.count = 5 + hvd.rank()
+        TorchState(model).sync()
+        assert model.count == 5
+        assert hvd.allgather(model.weight.detach()[None]).unique(dim=0).shape[0] == 1
+
+    def test_names_that_are_taken_are_refused(self):
+        with pytest.raises(ValueError, match="'restore' is a part of TorchState"):
+            TorchState(restore=torch.nn.Linear(1, 1))
+
+    def test_it_is_where_horovod_has_it(self):
+        assert hvd.elastic.TorchState is TorchState
+        assert hvd.elastic.ObjectState is ObjectState
+        assert {"State", "run", "ElasticSampler"} <= set(vars(hvd.elastic))
+
+
+EPOCHS, SAMPLES, BATCH = 3, 48, 4
+
+
+def train(action, when, passes=1):
+    """Train, with something happening once in the middle; return all that is left of it."""
+    logging.getLogger("hvdlite").handlers[:] = [logging.NullHandler()]
+    torch.manual_seed(7)
+    inputs = torch.randn(SAMPLES, 4)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    model = make_model(hvd.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), backward_passes_per_step=passes
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    sampler = ElasticSampler(data)
+    loader = DataLoader(data, BATCH, sampler=sampler)
+    happens = [action]
+    begun = []
+
+    def look(place):
+        here = (state.epoch, state.batch) == (1, 2) and place == when
+        if here and happens:
+            happens.pop()()
+
+    @hvd.elastic.run
+    def run(state):
+        begun.append((state.epoch, state.batch))
+        while state.epoch < EPOCHS:
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    loss = torch.nn.functional.mse_loss(model(x), y)
+                    loss.backward()
+                    look("after backward")
+                look("before step")
+                optimizer.step()
+                look("after step")
+                state.sampler.record_batch(number, BATCH)
+                state.batch += 1
+                if state.batch % 2 == 0:
+                    state.commit()
+            scheduler.step()
+            state.epoch, state.batch = state.epoch + 1, 0
+            state.sampler.set_epoch(state.epoch)
+            state.commit()
+
+    state = TorchState(model, optimizer, scheduler=scheduler, sampler=sampler, epoch=0, batch=0)
+    run(state)
+    assert begun == ([(0, 0), (1, 2)] if action else [(0, 0)])
+    momentum = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+    return [*(p.detach() for p in model.parameters()), *momentum]
+
+
+def fail():
+    raise hvd.HorovodInternalError("made up")
+
+
+def mismatch():
+    hvd.allreduce(torch.ones(2 + hvd.rank()), name="shapes")
+
+
+def break_gradients():
+    """Have the next bucket of this rank raise between the meeting and the data."""
+    original = BucketExchange.execute
+
+    def execute(self, *args):
+        BucketExchange.execute = original
+        raise MemoryError("no room")
+
+    BucketExchange.execute = execute
+
+
+class TestTraining:
+    @ranks(2, 3, timeout=120)
+    @pytest.mark.parametrize("when", ["after backward", "before step", "after step"])
+    @pytest.mark.parametrize("action", [fail, mismatch, break_gradients])
+    def test_the_weights_are_those_of_an_undisturbed_run(self, action, when, size):
+        if action is break_gradients and when == "after step":
+            pytest.skip("no bucket is on its way then")
+        hvd.init()
+        everybody = action is mismatch or hvd.rank() == size - 1
+        disturbed = train(action if everybody else lambda: None, when)
+        for tensor in disturbed:
+            assert hvd.allgather(tensor[None]).unique(dim=0).shape[0] == 1
+        for mine, theirs in zip(disturbed, undisturbed(), strict=True):
+            assert torch.equal(mine, theirs)
+
+    @ranks(2, timeout=120)
+    def test_in_the_middle_of_an_accumulation(self):
+        hvd.init()
+        action = fail if hvd.rank() == 0 else lambda: None
+        for mine, theirs in zip(
+            train(action, "after backward", passes=2), undisturbed(passes=2), strict=True
+        ):
+            assert torch.equal(mine, theirs)
+
+
+def undisturbed(passes=1):
+    return train(None, "never", passes)
