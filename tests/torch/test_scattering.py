@@ -1,0 +1,241 @@
+import numpy as np
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import torch
+
+import hvdlite.torch as hvd
+
+ALL = ranks(1, 2, 3, 4, timeout=60)
+SEVERAL = ranks(2, 3, timeout=60)
+DTYPES = [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
+
+
+@ALL
+def test_alltoall_of_every_dtype(size):
+    hvd.init()
+    rank = hvd.rank()
+    for dtype in DTYPES:
+        own = torch.arange(2 * size).to(dtype) + rank
+        result = hvd.alltoall(own)
+        expected = torch.cat([torch.arange(2 * rank, 2 * rank + 2) + r for r in range(size)])
+        assert result.dtype == dtype
+        assert torch.equal(result, expected.to(dtype))
+
+
+@ALL
+def test_alltoall_with_splits_returns_what_came_from_whom(size):
+    hvd.init()
+    rank = hvd.rank()
+    splits = torch.tensor([(rank + r) % 3 for r in range(size)], dtype=torch.int32)
+    own = torch.full((int(splits.sum()), 2), float(rank))
+    for given in (splits, splits.tolist(), splits.numpy()):
+        result, received = hvd.alltoall(own, splits=given)
+        assert received.dtype == torch.int32
+        assert received.tolist() == [(rank + r) % 3 for r in range(size)]
+        assert result[:, 0].tolist() == [r for r in range(size) for _ in range((rank + r) % 3)]
+    handle = hvd.alltoall_async(own, splits)
+    assert torch.equal(hvd.synchronize(handle)[0], result)
+    handle = hvd.alltoall_async(torch.ones(size), name="no splits")
+    assert hvd.synchronize(handle).tolist() == [1.0] * size
+
+
+@ALL
+def test_gradients_of_an_alltoall_go_back(size):
+    hvd.init()
+    rank = hvd.rank()
+    splits = [(rank + r) % 3 for r in range(size)]
+    own = torch.zeros(sum(splits), 2, dtype=torch.float64, requires_grad=True)
+    result, received = hvd.alltoall(own, splits)
+    assert not received.requires_grad
+    (result * (rank + 1)).sum().backward()
+    weights = [r + 1.0 for r in range(size) for _ in range(splits[r])]
+    assert own.grad[:, 1].tolist() == weights
+
+
+@ALL
+def test_reducescatter(size):
+    hvd.init()
+    rank = hvd.rank()
+    for dtype in DTYPES:
+        own = torch.ones(size + 1, 2, dtype=dtype)
+        result = hvd.reducescatter(own, op=hvd.Sum)
+        rows = 2 if rank == 0 else 1
+        assert torch.equal(result, torch.full((rows, 2), size, dtype=dtype))
+    values = torch.arange(float(size)) * (rank + 1)
+    average = hvd.reducescatter(values)
+    assert average.tolist() == [rank * (size + 1) / 2]
+    handle = hvd.reducescatter_async(values, op=hvd.Max, prescale_factor=2.0)
+    assert hvd.synchronize(handle).tolist() == [2.0 * rank * size]
+    compressed = hvd.reducescatter(values, compression=hvd.Compression.fp16, op=hvd.Sum)
+    assert compressed.tolist() == [rank * size * (size + 1) / 2]
+
+
+@ALL
+def test_gradients_of_a_reducescatter_are_gathered(size):
+    hvd.init()
+    rank = hvd.rank()
+    for op, factor in ((hvd.Average, 1), (hvd.Sum, size)):  # Horovod's factor for sums
+        own = torch.zeros(2 * size + 1, dtype=torch.float64, requires_grad=True)
+        result = hvd.reducescatter(own, op=op, prescale_factor=2.0, postscale_factor=0.25)
+        (result * (rank + 1)).sum().backward()
+        weights = [r + 1.0 for r in range(size) for _ in range(2 + (r == 0))]
+        np.testing.assert_allclose(own.grad.numpy(), factor * 0.5 * np.array(weights))
+    own = torch.zeros(size, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="reducescatter with op=Min has no gradient"):
+        hvd.reducescatter(own, op=hvd.Min).sum().backward()
+
+
+@ALL
+def test_groups(size):
+    hvd.init()
+    rank = hvd.rank()
+    tensors = [torch.full((3,), rank + 1.0), torch.full((2, 2), rank, dtype=torch.int32)]
+    total = size * (size + 1) / 2
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum)
+    assert [result.dtype for result in results] == [torch.float32, torch.int32]
+    assert results[0].tolist() == [total] * 3
+    assert results[1].tolist() == [[size * (size - 1) // 2] * 2] * 2
+    handle = hvd.grouped_allreduce_async(tensors, op=hvd.Sum)
+    assert torch.equal(hvd.synchronize(handle)[0], results[0])
+    assert tensors[0].tolist() == [rank + 1.0] * 3
+
+    gathered = hvd.grouped_allgather([torch.full((rank,), rank), torch.tensor([rank])])
+    assert gathered[0].tolist() == [r for r in range(size) for _ in range(r)]
+    assert gathered[1].tolist() == list(range(size))
+    handle = hvd.grouped_allgather_async([torch.tensor([rank])], name="later")
+    assert hvd.synchronize(handle)[0].tolist() == list(range(size))
+
+    scattered = hvd.grouped_reducescatter([torch.ones(size), torch.ones(2 * size)], op=hvd.Sum)
+    assert [part.tolist() for part in scattered] == [[size], [size, size]]
+    handle = hvd.grouped_reducescatter_async([torch.ones(size)])
+    assert hvd.synchronize(handle)[0].tolist() == [1.0]
+
+
+@ALL
+def test_groups_in_place(size):
+    hvd.init()
+    rank = hvd.rank()
+    base = torch.full((4, 4), float(rank))
+    tensors = [torch.full((3,), rank + 1.0), base[:, ::2], torch.full((2,), rank * 1j).conj()]
+    versions = [tensor._version for tensor in tensors]
+    results = hvd.grouped_allreduce_(tensors, op=hvd.Sum)
+    for result, tensor, version in zip(results, tensors, versions, strict=True):
+        assert result is tensor
+        assert tensor._version > version
+    total = size * (size - 1) / 2
+    assert tensors[0].tolist() == [total + size] * 3
+    assert base[0].tolist() == [total, rank, total, rank]
+    assert tensors[2].resolve_conj().tolist() == [-total * 1j] * 2
+    handle = hvd.grouped_allreduce_async_(tensors[:1])
+    assert hvd.synchronize(handle)[0] is tensors[0]
+    assert tensors[0].tolist() == [total + size] * 3
+
+
+@ALL
+def test_gradients_through_groups(size):
+    hvd.init()
+    rank = hvd.rank()
+    first = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    second = torch.ones(rank + 1, 2, dtype=torch.float64, requires_grad=True)
+    reduced = hvd.grouped_allreduce([first, first * 2], op=hvd.Sum)
+    (reduced[0].sum() * (rank + 1) + reduced[1].sum()).backward()
+    assert first.grad.tolist() == [size * (size + 1) / 2 + 2 * size] * 3
+
+    (gathered,) = hvd.grouped_allgather([second])
+    (gathered * (rank + 1)).sum().backward()
+    assert second.grad.tolist() == [[(size + 1) / 2] * 2] * (rank + 1)  # the average
+
+    third = torch.ones(size, dtype=torch.float64, requires_grad=True)
+    (scattered,) = hvd.grouped_reducescatter([third])
+    (scattered * (rank + 1)).sum().backward()
+    assert third.grad.tolist() == [r + 1.0 for r in range(size)]
+
+
+@SEVERAL
+def test_double_backward(size):
+    hvd.init()
+    for function in (
+        lambda x: hvd.allreduce(x, op=hvd.Sum),
+        lambda x: hvd.grouped_allreduce([x], op=hvd.Sum)[0],
+        lambda x: hvd.alltoall(x),
+        lambda x: hvd.reducescatter(x),
+        lambda x: hvd.allgather(x),
+    ):
+        x = torch.full((size,), 2.0, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad((function(x) ** 3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.sum(), x)
+        assert torch.isfinite(second).all()
+        assert (second > 0).all()
+
+
+@SEVERAL
+def test_what_is_refused(size):
+    hvd.init()
+    with pytest.raises(ValueError, match="needs one tensor at least"):
+        hvd.grouped_allreduce([])
+    with pytest.raises(TypeError, match="expected a list of tensors"):
+        hvd.grouped_allgather(torch.ones(2))
+    with pytest.raises(ValueError, match="splits must be"):
+        hvd.alltoall(torch.ones(size), [1])
+    with pytest.raises(ValueError, match="Adasum is not defined for pieces"):
+        hvd.reducescatter(torch.ones(size), op=hvd.Adasum)
+    odd = hvd.rank() % 2 == 1
+    with pytest.raises(hvd.HorovodInternalError, match="dtype is float32 on rank"):
+        hvd.alltoall(torch.ones(size, dtype=torch.float64 if odd else torch.float32), name="rows")
+    assert hvd.alltoall(torch.ones(size)).tolist() == [1.0] * size
+
+
+@ranks(3, timeout=60)
+def test_process_sets():
+    hvd.shutdown()
+    hvd.init()
+    pair = hvd.add_process_set([0, 2])
+    rank = hvd.rank()
+    if not pair.included():
+        with pytest.raises(ValueError, match="rank 1 is not in"):
+            hvd.allreduce(torch.ones(1), process_set=pair)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).tolist() == [3.0]
+        return
+    own = torch.full((2,), float(rank), requires_grad=True)
+    total = hvd.allreduce(own, op=hvd.Sum, process_set=pair)
+    assert total.tolist() == [2.0, 2.0]
+    total.sum().backward()
+    assert own.grad.tolist() == [2.0, 2.0]
+    assert hvd.allgather(torch.tensor([rank]), process_set=pair).tolist() == [0, 2]
+    assert hvd.broadcast(torch.tensor([rank]), 2, process_set=pair).tolist() == [2]
+    in_place = torch.tensor([rank])
+    hvd.broadcast_(in_place, 2, process_set=pair)
+    assert in_place.tolist() == [2]
+    assert hvd.allreduce_(in_place, op=hvd.Sum, name="kept", process_set=pair).tolist() == [4]
+    assert hvd.allreduce_(in_place, op=hvd.Sum, name="kept", process_set=pair).tolist() == [8]
+    assert hvd.alltoall(torch.tensor([rank, rank]), process_set=pair).tolist() == [0, 2]
+    root = torch.zeros(1, requires_grad=True)
+    hvd.broadcast(root, 2, process_set=pair).sum().backward()
+    assert root.grad.tolist() == [1.0 if rank == 2 else 0.0]
+    hvd.barrier(process_set=pair)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).tolist() == [3.0]
+
+
+@SEVERAL
+def test_join(size):
+    hvd.init()
+    rank = hvd.rank()
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    torch.nn.init.ones_(model.weight)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), named_parameters=model.named_parameters()
+    )
+    for step in range(rank + 1):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), rank + 1.0).double()).sum().backward()
+        optimizer.step()
+        here = [r + 1.0 for r in range(size) if r >= step]
+        expected = sum(here) / size
+        np.testing.assert_allclose(model.weight.grad.numpy(), expected)
+    assert hvd.join() == size - 1
+    hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
+    assert len(set(hvd.allgather_object(model.weight.tolist().__repr__()))) == 1
