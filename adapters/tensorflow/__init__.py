@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 try:
     import tensorflow as _tensorflow  # noqa: F401
 except ImportError as error:
@@ -26,9 +28,7 @@ from hvdlite import (
     SettingsError,
     Sharding,
     Sum,
-    allgather_object,
     average_metrics,
-    broadcast_object,
     cross_rank,
     cross_size,
     init,
@@ -44,25 +44,26 @@ from hvdlite import (
     stop_timeline,
     warmup,
 )
-from hvdlite.tensorflow.collectives import (
-    allgather,
-    allreduce,
-    barrier,
-    broadcast,
+from hvdlite.tensorflow.collectives import allgather, allreduce, barrier, broadcast
+from hvdlite.tensorflow.data import shard, sharded
+from hvdlite.tensorflow.device import pin_device
+from hvdlite.tensorflow.objects import allgather_object, broadcast_object, broadcast_object_fn
+from hvdlite.tensorflow.rank_ops import (
     local_rank_op,
     local_size_op,
+    process_set_included_op,
     rank_op,
     size_op,
 )
-from hvdlite.tensorflow.data import shard, sharded
-from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.state import (
     TensorCheckpoint,
     assign_variables,
+    broadcast_,
     broadcast_variables,
     checkpoint,
 )
-from hvdlite.tensorflow.tape import DistributedGradientTape
+from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from hvdlite.tensorflow.version1 import BroadcastGlobalVariablesHook, broadcast_global_variables
 
 __all__ = [
     # start and end
@@ -81,6 +82,7 @@ __all__ = [
     "size_op",
     "local_rank_op",
     "local_size_op",
+    "process_set_included_op",
     # reductions
     "ReduceOp",
     "Average",
@@ -93,13 +95,19 @@ __all__ = [
     "allreduce",
     "allgather",
     "broadcast",
+    "broadcast_",
     "broadcast_object",
+    "broadcast_object_fn",
     "allgather_object",
     "barrier",
     # training
     "Compression",
     "DistributedGradientTape",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
     "broadcast_variables",
+    "broadcast_global_variables",
+    "BroadcastGlobalVariablesHook",
     # the recipe
     "pin_device",
     "shard",
@@ -122,3 +130,11 @@ __all__ = [
     "SettingsError",
     "CheckpointError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SyncBatchNormalization":  # imports Keras, which then has chosen its backend
+        from hvdlite.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+        return SyncBatchNormalization
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import HorovodInternalError, collectives, world
+from hvdlite import HorovodInternalError, MismatchError, collectives, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.plan import plan_buckets
 from hvdlite.exchange import Parameter, Reduction, Strategy
@@ -32,12 +32,20 @@ class Reducer:
         strategy: how buckets travel.
         reduction: sum or average.
         sparse_as_dense: make dense gradients of ``tf.IndexedSlices``.
+        process_set: the ranks that take part; None: all.
     """
 
-    def __init__(self, strategy: Strategy, reduction: Reduction, sparse_as_dense: bool) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        reduction: Reduction,
+        sparse_as_dense: bool,
+        process_set: Any = None,
+    ) -> None:
         self._strategy = strategy
         self._reduction = reduction
         self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
 
     def reduce(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
         """Return the reduced gradients.
@@ -48,9 +56,10 @@ class Reducer:
                 ranks.
 
         Raises:
-            HorovodInternalError: the ranks disagree, or communication failed.
+            MismatchError: the ranks disagree.
+            HorovodInternalError: communication failed.
         """
-        engine()
+        engine(self._process_set)
         if self._sparse_as_dense:
             gradients = [_dense(gradient) for gradient in gradients]
         slices = {
@@ -179,7 +188,7 @@ def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence:
     for position in np.flatnonzero(presence.any(axis=0) & ~presence.all(axis=0)):
         have = np.flatnonzero(presence[:, position]).tolist()
         lack = np.flatnonzero(~presence[:, position]).tolist()
-        raise HorovodInternalError(
+        raise MismatchError(
             f"the gradient of {exchange.parameters[members[position]].name!r} is None on "
             f"{ranks_text(lack)} but not on {ranks_text(have)}, and a tf.function cannot turn one "
             "into the other; on all ranks, call gradient(..., "

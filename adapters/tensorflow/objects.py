@@ -1,0 +1,78 @@
+"""Any Python object, from one rank or from all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite import collectives
+from hvdlite.tensorflow.errors import translated
+from hvdlite.tensorflow.tensors import engine
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: Any = None,
+) -> Any:
+    """Return rank ``root_rank``'s object on all ranks; between steps, not in ``tf.function``.
+
+    Args:
+        obj: anything that pickle takes; ignored on the other ranks.
+        root_rank: the rank whose object counts.
+        session: accepted for Horovod's sake, without effect.
+        name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part; None: all.
+
+    Raises:
+        ValueError: there is no such rank.
+        MismatchError: the ranks disagree.
+        HorovodInternalError: the object cannot be pickled (on all ranks), or communication
+            failed.
+        RuntimeError: inside ``tf.function``, which would do it when it is traced only.
+    """
+    _check(process_set)
+    return translated(collectives.broadcast_object)(obj, root_rank, name)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: Any = None,
+) -> Callable[[Any], Any]:
+    """Return a function of an object that does what `broadcast_object` does."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: Any = None
+) -> list[Any]:
+    """Return the objects of all ranks, by rank; between steps, not in ``tf.function``.
+
+    Args:
+        obj: anything that pickle takes.
+        session: accepted for Horovod's sake, without effect.
+        name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part; None: all.
+
+    Raises:
+        HorovodInternalError: an object cannot be pickled (on all ranks), or communication
+            failed.
+        RuntimeError: inside ``tf.function``, which would do it when it is traced only.
+    """
+    _check(process_set)
+    return translated(collectives.allgather_object)(obj, name)
+
+
+def _check(process_set: Any) -> None:
+    if tf.inside_function():
+        raise RuntimeError(
+            "objects are exchanged between steps, not inside tf.function, which would do it once, "
+            "when it is traced; exchange tensors there"
+        )
+    engine(process_set)
