@@ -307,10 +307,11 @@ def test_rank_and_size_as_tensors_and_barrier(size, mode):
 
     def numbers():
         hvd.barrier()
-        return hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()
+        own = (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op())
+        return *own, hvd.process_set_included_op()
 
     found = [int(number) for number in in_mode(mode, numbers)()]
-    assert found == [hvd.rank(), size, hvd.rank(), size]
+    assert found == [hvd.rank(), size, hvd.rank(), size, 1]
 
 
 @ranks(1)

@@ -5,6 +5,7 @@ from tests.harness import ranks
 
 pytest.importorskip("tensorflow")
 
+import keras
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
@@ -448,6 +449,51 @@ def test_local_sources_are_not_exchanged(size, mode, scale):
     assert equal(of_local, [[own_gradient]] * 2)
     assert equal(of_shared, [[1.5]] * 2)
     assert equal(tf.convert_to_tensor(of_table), [[0.0], [own_gradient]])
+
+
+@ranks(2, 3)
+@each_mode
+@pytest.mark.parametrize("scale", [True, False])
+def test_partial_tape_leaves_local_layers_to_their_rank(size, mode, scale):
+    hvd.init()
+    first, local = keras.layers.Dense(2, name="first"), keras.layers.Dense(1, name="local")
+    module = tf.Module()
+    module.weight = tf.Variable(1.0, name="of a module")
+    factor = 1.0 + hvd.rank()
+    x = tf.ones((1, 2))
+    made = []
+
+    def function():
+        options = {"local_layers": [local, module], "scale_local_gradients": scale}
+        with hvd.PartialDistributedGradientTape(tf.GradientTape(), **options) as tape:
+            y = local(first(x))  # made after the tape, in the first call
+            loss = factor * (tf.reduce_sum(first.bias) + tf.reduce_sum(local.bias) + module.weight)
+            loss += 0.0 * tf.reduce_sum(y)
+        made[:] = [first.bias, local.bias, module.weight]
+        shared, own, of_module = made
+        return tape.gradient(loss, {"shared": shared, "own": (own, [of_module])})
+
+    gradients = in_mode(mode, function)()
+    alone = factor / size if scale else factor
+    assert close(gradients["shared"], [(size + 1) / 2] * 2)
+    assert close(gradients["own"][0], [alone])
+    assert close(gradients["own"][1][0], alone)
+
+
+@ranks(2)
+def test_partial_tape_of_one_layer_or_none(size):
+    hvd.init()
+    layer = keras.layers.Dense(1)
+    layer.build((None, 1))
+    factor = 1.0 + hvd.rank()
+    for layers, expected in ((layer, factor / 2), (None, 1.5), ([], 1.5)):
+        with tf.GradientTape() as tape:
+            loss = factor * tf.reduce_sum(layer.kernel)
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=layers)
+        assert isinstance(tape, hvd.DistributedGradientTape)
+        assert close(tape.gradient(loss, layer.kernel), [[expected]])
+    with pytest.raises(TypeError, match=r"expected a layer or a tf\.Module, found 3"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3])
 
 
 @ranks(1)
