@@ -34,11 +34,12 @@ def moments(
     Returns:
         Mean and (biased) variance, with the axes that were reduced kept as 1.
     """
-    weights = None if mask is None else tf.cast(tf.broadcast_to(mask, tf.shape(x)), x.dtype)
+    if mask is not None:
+        mask = tf.broadcast_to(tf.cast(mask, tf.bool), tf.shape(x))
 
     @tf.custom_gradient
     def differentiable(x: tf.Tensor) -> tuple[Any, Callable[..., tf.Tensor]]:
-        joint = _join(*_local(x, axes, weights), process_set)
+        joint = _join(*_local(x, axes, mask), process_set)
         count, mean, variance = (tf.cast(each, x.dtype) for each in joint)
 
         @tf.custom_gradient
@@ -46,9 +47,7 @@ def moments(
             of_mean, of_variance = tf.unstack(
                 allreduce(tf.stack(upstream), op=Sum, process_set=process_set)
             )
-            slope = of_mean + 2.0 * of_variance * (x - mean)
-            if weights is not None:
-                slope *= weights
+            slope = _counted(of_mean + 2.0 * of_variance * (x - mean), mask)
             return tf.math.divide_no_nan(slope, count), _refuse
 
         return (mean, variance), gradient
@@ -57,28 +56,27 @@ def moments(
     return mean, variance
 
 
-def _local(x: tf.Tensor, axes: Sequence[int], weights: tf.Tensor | None) -> tuple[tf.Tensor, ...]:
+def _counted(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    return values if mask is None else tf.where(mask, values, tf.zeros_like(values))
+
+
+def _local(x: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None) -> tuple[tf.Tensor, ...]:
     """This rank's count, mean, and sum of squared deviations of each channel, in float64."""
-    if weights is None:
+    if mask is None:
         ones = tf.ones([1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)])
         elements = tf.reduce_prod([tf.shape(x, tf.int64)[axis] for axis in axes])
         count = tf.cast(ones, tf.float64) * tf.cast(elements, tf.float64)
     else:
-        count = tf.reduce_sum(tf.cast(weights, tf.float64), axes, keepdims=True)
+        count = tf.reduce_sum(tf.cast(mask, tf.float64), axes, keepdims=True)
 
-    def mean_of(values: tf.Tensor) -> tf.Tensor:
-        total = tf.cast(tf.reduce_sum(values, axes, keepdims=True), tf.float64)
-        return tf.math.divide_no_nan(total, count)
+    def sum_of(values: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.reduce_sum(values, axes, keepdims=True), tf.float64)
 
-    def counted(values: tf.Tensor) -> tf.Tensor:
-        return values if weights is None else tf.where(weights > 0, values, tf.zeros_like(x))
-
-    # What x's type cannot say of the mean is as large as many a deviation.
-    rough = tf.cast(mean_of(counted(x)), x.dtype)
-    deviations = counted(x - rough)
-    rest = mean_of(deviations)
-    total = tf.cast(tf.reduce_sum(tf.square(deviations), axes, keepdims=True), tf.float64)
-    squares = total - count * tf.square(rest)
+    rough = tf.cast(tf.math.divide_no_nan(sum_of(_counted(x, mask)), count), x.dtype)
+    # What that type cannot say of the mean is as large as many a deviation.
+    deviations = _counted(x - rough, mask)
+    rest = tf.math.divide_no_nan(sum_of(deviations), count)
+    squares = sum_of(tf.square(deviations)) - count * tf.square(rest)
     return count, tf.cast(rough, tf.float64) + rest, tf.maximum(squares, 0.0)
 
 

@@ -64,6 +64,7 @@ def broadcast_(
 
     def spread(*arrays: Any) -> list[Any]:
         prefix = name or engine(process_set).unnamed("broadcast_variables")
+        collectives._checked_root(root_rank)  # at once: what follows waits for the others
         layout = [(of, describe(np.asarray(a))) for of, a in zip(names, arrays, strict=True)]
         collectives.agree_on(f"{prefix}: its variables", layout)
         handles = [

@@ -67,7 +67,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         axis = _only(self.axis) % x.shape.rank
         if mask is not None:
-            mask = tf.expand_dims(mask, -1)
+            mask = _with_channels(mask, x)
         axes = [other for other in range(x.shape.rank) if other != axis]
         mean, variance = moments(x, axes, mask, self._process_set)
         self._move(self.moving_mean, mean)
@@ -83,6 +83,15 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _move(self, moving: Any, value: tf.Tensor) -> None:
         value = tf.cast(tf.reshape(tf.stop_gradient(value), moving.shape), moving.dtype)
         moving.assign(moving * self.momentum + value * (1.0 - self.momentum))
+
+
+def _with_channels(mask: Any, x: tf.Tensor) -> tf.Tensor:
+    mask = tf.convert_to_tensor(mask)
+    if mask.shape.rank != x.shape.rank - 1:
+        raise ArgumentError(
+            f"a mask has one axis less than the inputs; found {mask.shape} for {x.shape}"
+        )
+    return tf.expand_dims(mask, -1)
 
 
 def _only(axis: Any) -> int:

@@ -322,6 +322,19 @@ def test_xla_is_refused_while_tracing():
     inner = tf.function(lambda: hvd.allreduce(tf.ones(2)))
     with pytest.raises(ValueError, match="without jit_compile=True"):
         tf.function(lambda: inner(), jit_compile=True)()
+    variable = tf.Variable([1.0])
+    for call in (
+        lambda: hvd.allgather(tf.ones(2)),
+        lambda: hvd.broadcast(tf.ones(2), 0),
+        lambda: hvd.broadcast_([variable], 0),
+        lambda: hvd.broadcast_variables([variable], 0),
+        lambda: hvd.allreduce(tf.IndexedSlices(tf.ones(1), tf.constant([0]))),
+        hvd.barrier,
+        hvd.rank_op,
+        hvd.process_set_included_op,
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="without jit_compile=True"):
+            tf.function(call, jit_compile=True)()
 
 
 @ranks(1)

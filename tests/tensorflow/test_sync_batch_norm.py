@@ -126,6 +126,23 @@ def test_masked_elements_do_not_count(size, mode):
     assert close(y, expected.y[own], 1e-12)
     assert close(of_x, expected.of_x[own], 1e-12)
     assert close(layer.moving_mean, 0.25 * expected.mean, 1e-12)
+    with pytest.raises(ValueError, match="one axis less than the inputs"):
+        layer(own_parts[0], training=True, mask=own_parts[2][0])
+
+
+@ranks(2)
+def test_what_is_masked_may_be_anything():
+    hvd.init()
+    x = np.where(np.arange(4)[:, None] < 2, [[2.0 * hvd.rank(), 5.0]], np.nan)
+    layer = hvd.SyncBatchNormalization(dtype="float64", momentum=0.0)
+    x = tf.constant(x)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = layer(x, training=True, mask=tf.constant([0.5, 1.0, 0.0, 0.0]))  # not 0: it counts
+        loss = tf.reduce_sum(y[:2, 0] ** 3)
+    assert close(layer.moving_mean, [1.0, 5.0])
+    assert close(layer.moving_variance, [1.0, 0.0])
+    assert np.isfinite(tape.gradient(loss, x)[:2, 0]).all()
 
 
 @ranks(2)
