@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdlite.tensorflow.errors import ArgumentError
 from hvdlite.tensorflow.moments import moments
+from hvdlite.tensorflow.tensors import to_tensor
 
 # Keras 3, or tf_keras where TF_USE_LEGACY_KERAS is set.
 keras = tf.keras
@@ -63,6 +64,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         """Normalize, as ``BatchNormalization`` does."""
         if not training or not self.trainable:
             return super().call(inputs, training=False)
+        inputs = to_tensor(inputs)
         # Those that are narrower have too few digits for sums, and too small a range for squares.
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         axis = _only(self.axis) % x.shape.rank
