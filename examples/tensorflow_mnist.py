@@ -1,4 +1,4 @@
-"""Train a small convolutional network on handwritten digits with TensorFlow.
+"""Train a small convolutional network on handwritten digits, in a custom loop of TensorFlow 2.
 
     python tensorflow_mnist.py
     mpirun -np 2 python tensorflow_mnist.py --data-dir mnist

@@ -137,7 +137,9 @@ class ProcessSets:
         try:
             return self._sets[process_set_id]
         except KeyError:
-            raise ValueError(f"there is no process set {process_set_id}") from None
+            raise ValueError(
+                f"rank {world.rank()}: there is no process set with the id {process_set_id}"
+            ) from None
 
     def add(self, process_set: ProcessSet) -> None:
         """Register a process set; collective over all ranks.

@@ -133,6 +133,12 @@ def action():
     "broadcast": "array = np.ones(10**6)\naction = lambda: hvd.broadcast(array, 0)",
     "allgather": "action = lambda: hvd.allgather(np.ones((hvd.rank() + 1, 10**5)))",
     "16-bit allreduce": "array = np.ones(10**6, np.float16)\naction = lambda: hvd.allreduce(array)",
+    "alltoall": "action = lambda: hvd.alltoall(np.ones(10**6 // 12 * 12))",
+    "reducescatter": "action = lambda: hvd.reducescatter(np.ones(10**6))",
+    "torch": "import torch\nimport hvdlite.torch as hvt\n"
+    "action = lambda: hvt.allreduce(torch.ones(10**6))",
+    "tensorflow": "import tensorflow as tf\nimport hvdlite.tensorflow as hvt\n"
+    "action = lambda: hvt.allreduce(tf.ones(10**6))",
 }
 
 
@@ -145,10 +151,14 @@ class TestKilled:
             *((stream, 3, 1, 7) for stream in STREAMS),
             ("allreduce", 4, 3, 12),
             ("bucket", 4, 0, 13),
+            ("torch", 2, 0, 6),
+            ("tensorflow", 2, 1, 6),
         ],
     )
     def test_in_an_exchange(self, stream, size, victim, meeting):
         """At one of the meetings that an operation consists of."""
+        if stream in ("torch", "tensorflow"):
+            pytest.importorskip(stream)
         body = f"{STREAMS[stream]}\naction()\ndie_at_meeting({meeting})\nsurvive(action)"
         for seconds, message in survivors(body, size, victim):
             assert seconds < 2, message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 try:
     import tensorflow as _tensorflow  # noqa: F401
 except ImportError as error:
@@ -21,19 +23,20 @@ from hvdlite import (
     Min,
     MismatchError,
     NotInitializedError,
+    ProcessSet,
     Product,
     ReduceOp,
     SettingsError,
     Sharding,
     Sum,
-    allgather_object,
+    add_process_set,
     average_metrics,
-    broadcast_object,
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
+    global_process_set,
     gloo_built,
     gloo_enabled,
     init,
@@ -46,6 +49,7 @@ from hvdlite import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    remove_process_set,
     rocm_built,
     run,
     scale_lr,
@@ -57,25 +61,32 @@ from hvdlite import (
     warmup,
 )
 from hvdlite.tensorflow import elastic
-from hvdlite.tensorflow.collectives import (
-    allgather,
-    allreduce,
-    barrier,
-    broadcast,
+from hvdlite.tensorflow.collectives import allgather, allreduce, barrier, broadcast, join
+from hvdlite.tensorflow.data import shard, sharded
+from hvdlite.tensorflow.device import pin_device
+from hvdlite.tensorflow.grouped import (
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+)
+from hvdlite.tensorflow.objects import allgather_object, broadcast_object, broadcast_object_fn
+from hvdlite.tensorflow.rank_ops import (
     local_rank_op,
     local_size_op,
+    process_set_included_op,
     rank_op,
     size_op,
 )
-from hvdlite.tensorflow.data import shard, sharded
-from hvdlite.tensorflow.device import pin_device
+from hvdlite.tensorflow.scattering import alltoall, reducescatter
 from hvdlite.tensorflow.state import (
     TensorCheckpoint,
     assign_variables,
+    broadcast_,
     broadcast_variables,
     checkpoint,
 )
-from hvdlite.tensorflow.tape import DistributedGradientTape
+from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from hvdlite.tensorflow.version1 import BroadcastGlobalVariablesHook, broadcast_global_variables
 
 __all__ = [
     # start and end
@@ -96,6 +107,11 @@ __all__ = [
     "size_op",
     "local_rank_op",
     "local_size_op",
+    # process sets
+    "ProcessSet",
+    "global_process_set",
+    "add_process_set",
+    "remove_process_set",
     # what is installed
     "mpi_threads_supported",
     "mpi_enabled",
@@ -107,6 +123,7 @@ __all__ = [
     "ccl_built",
     "cuda_built",
     "rocm_built",
+    "process_set_included_op",
     # reductions
     "ReduceOp",
     "Average",
@@ -117,16 +134,28 @@ __all__ = [
     "Product",
     # collectives
     "allreduce",
+    "grouped_allreduce",
     "allgather",
+    "grouped_allgather",
     "broadcast",
+    "alltoall",
+    "reducescatter",
+    "grouped_reducescatter",
+    "join",
+    "broadcast_",
     "broadcast_object",
+    "broadcast_object_fn",
     "allgather_object",
     "barrier",
     # training
     "Compression",
     "DistributedGradientTape",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
     "broadcast_variables",
     "elastic",
+    "broadcast_global_variables",
+    "BroadcastGlobalVariablesHook",
     # the recipe
     "pin_device",
     "shard",
@@ -149,3 +178,11 @@ __all__ = [
     "SettingsError",
     "CheckpointError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SyncBatchNormalization":  # imports Keras, which then has chosen its backend
+        from hvdlite.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+        return SyncBatchNormalization
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import collectives, reduction, world
+from hvdlite import collectives, reduction
 from hvdlite.exchange import Compression, Strategy, check_strategy
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.tensorflow.tensors import as_it_is, like, run, to_tensor
+from hvdlite.tensorflow.rank_ops import rank_op, set_size
+from hvdlite.tensorflow.tensors import as_it_is, engine, like, rows_like, run, to_tensor
 
 
 def allreduce(
@@ -24,6 +26,7 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
+    process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
     """Reduce a tensor over all ranks: ``postscale * op(prescale * tensor)``.
@@ -31,9 +34,10 @@ def allreduce(
     Gradients flow through it: they are reduced by the same op. Min, Max and Product have
     no gradient here and raise in the backward pass.
 
-    Inside ``tf.function`` what is raised at run time arrives as TensorFlow's own classes,
-    with hvdlite's message in theirs: ``tf.errors.UnknownError`` for HorovodInternalError,
-    ``tf.errors.InvalidArgumentError`` for ValueError. That holds for all collectives.
+    What all collectives raise is the same in eager mode and out of a ``tf.function``, and both
+    hvdlite's and TensorFlow's: a MismatchError is a HorovodInternalError and a
+    ``tf.errors.FailedPreconditionError``; any other HorovodInternalError is a
+    ``tf.errors.UnknownError``; what is ValueError here is a ``tf.errors.InvalidArgumentError``.
 
     Args:
         tensor: a tensor, variable or array of any shape, alike on all ranks; bool, integers,
@@ -46,6 +50,7 @@ def allreduce(
         prescale_factor: multiplies the tensor before the reduction.
         postscale_factor: multiplies the result.
         name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
         ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
 
     Returns:
@@ -55,15 +60,17 @@ def allreduce(
         ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
             dtype, or an operation of this name is still on its way.
         NotImplementedError: slices, and an op that is not Sum or Average, or a factor.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        MismatchError: the ranks disagree.
+        HorovodInternalError: communication failed.
     """
     chosen = reduction.choose(average, op)
     check_strategy(compression)
     if isinstance(tensor, tf.IndexedSlices):
         if prescale_factor != 1.0 or postscale_factor != 1.0:
             raise NotImplementedError("tf.IndexedSlices are reduced without scaling factors")
-        return _allreduce_slices(tensor, chosen, name)
-    return _allreduce(tensor, name, compression, chosen, prescale_factor, postscale_factor)
+        return _allreduce_slices(tensor, chosen, name, process_set)
+    factors = (prescale_factor, postscale_factor)
+    return _allreduce(tensor, name, compression, chosen, factors, process_set)
 
 
 @as_it_is
@@ -72,52 +79,57 @@ def _allreduce(
     name: str | None,
     compression: Strategy,
     op: ReduceOp,
-    prescale: float,
-    postscale: float,
+    factors: tuple[float, float] = (1.0, 1.0),
+    process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
     def reduce(array: Any) -> list[Any]:
         result = collectives.allreduce(
             array,
             name=name,
             op=op,
-            prescale_factor=prescale,
-            postscale_factor=postscale,
+            prescale_factor=factors[0],
+            postscale_factor=factors[1],
             compression=compression,
+            process_set=process_set,
         )
         return [result]
 
     @tf.custom_gradient
     def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
-            if op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
-                raise NotImplementedError(
-                    f"allreduce with op={op.name.capitalize()} has no gradient; wrap its "
-                    "input in tf.stop_gradient, or use Sum or Average"
-                )
-            return _allreduce(upstream, _gradient_name(name), compression, op, prescale, postscale)
+            check_differentiable("allreduce", op)
+            back = gradient_name(name)
+            return _allreduce(upstream, back, compression, op, factors, process_set)
 
-        (result,) = run(reduce, [tensor], [like(tensor)])
+        (result,) = run(reduce, [tensor], [like(tensor)], process_set)
         return result, gradient
 
     return differentiable(to_tensor(tensor))
 
 
 @as_it_is
-def _allreduce_slices(slices: tf.IndexedSlices, op: ReduceOp, name: str | None) -> tf.IndexedSlices:
+def _allreduce_slices(
+    slices: tf.IndexedSlices, op: ReduceOp, name: str | None, process_set: ProcessSet
+) -> tf.IndexedSlices:
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise NotImplementedError(
             f"tf.IndexedSlices are reduced by Sum or Average, not {op.name.capitalize()}; "
             "convert them with tf.convert_to_tensor for other reductions"
         )
-    values = allgather(slices.values, None if name is None else f"{name}.values")
-    indices = allgather(slices.indices, None if name is None else f"{name}.indices")
+    values = allgather(slices.values, name and f"{name}.values", process_set=process_set)
+    indices = allgather(slices.indices, name and f"{name}.indices", process_set=process_set)
     if op is ReduceOp.AVERAGE:
-        values = tf.cast(values / tf.cast(size_op(), values.dtype), values.dtype)
+        values = tf.cast(values / tf.cast(set_size(process_set), values.dtype), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 @as_it_is
-def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False) -> tf.Tensor:
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
     """Concatenate the tensors of all ranks along axis 0, in the order of the ranks.
 
     Gradients flow through it: each rank gets its own slice of the ranks' average gradient
@@ -126,26 +138,29 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     Args:
         tensor: all axes but the first alike on all ranks; a scalar counts as one row.
         name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
         ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
 
     Raises:
-        HorovodInternalError: the ranks disagree, or communication failed.
+        MismatchError: the ranks disagree.
+        HorovodInternalError: communication failed.
     """
 
     def gather(array: Any) -> list[Any]:
-        whole, rows = collectives.allgather_rows_async(array, name).wait()
-        start = sum(rows[: world.rank()])
-        return [whole, np.int64(start), np.int64(start + rows[world.rank()])]
+        handle = collectives.allgather_rows_async(array, name, process_set=process_set)
+        whole, rows = handle.wait()
+        rank = engine(process_set).rank
+        start = sum(rows[:rank])
+        return [whole, np.int64(start), np.int64(start + rows[rank])]
 
     @tf.custom_gradient
     def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
-        rows = tf.TensorShape([None]) if tensor.shape.rank is not None else tf.TensorShape(None)
         bound = tf.TensorSpec((), tf.int64)
-        specs = [tf.TensorSpec(rows.concatenate(tensor.shape[1:]), tensor.dtype), bound, bound]
-        whole, start, stop = run(gather, [tensor], specs)
+        specs = [rows_like(tensor), bound, bound]
+        whole, start, stop = run(gather, [tensor], specs, process_set)
 
         def gradient(upstream: Any) -> tf.Tensor:
-            reduced = _average(upstream, _gradient_name(name))
+            reduced = _average(upstream, gradient_name(name), process_set)
             return tf.reshape(reduced[start:stop], tf.shape(tensor))
 
         return whole, gradient
@@ -155,7 +170,11 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
 
 @as_it_is
 def broadcast(
-    tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
     """Return rank ``root_rank``'s tensor on all ranks.
 
@@ -166,68 +185,80 @@ def broadcast(
         tensor: shape and dtype alike on all ranks.
         root_rank: the rank whose values count.
         name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
         ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
 
     Raises:
         ValueError: there is no such rank.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        MismatchError: the ranks disagree.
+        HorovodInternalError: communication failed.
     """
 
     def spread(array: Any) -> list[Any]:
-        return [collectives.broadcast(array, root_rank, name)]
+        return [collectives.broadcast(array, root_rank, name, process_set=process_set)]
 
     @tf.custom_gradient
     def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
-            reduced = _average(upstream, _gradient_name(name))
+            reduced = _average(upstream, gradient_name(name), process_set)
             return tf.where(tf.equal(rank_op(), root_rank), reduced, tf.zeros_like(reduced))
 
-        (result,) = run(spread, [tensor], [like(tensor)])
+        (result,) = run(spread, [tensor], [like(tensor)], process_set)
         return result, gradient
 
     return differentiable(to_tensor(tensor))
 
 
 @as_it_is
-def barrier(name: str | None = None) -> None:
-    """Return when every rank has called it; inside ``tf.function``, when it has run it."""
+def barrier(process_set: ProcessSet = global_process_set, name: str | None = None) -> None:
+    """Return when every rank has called it; inside ``tf.function``, when it has run it.
+
+    Args:
+        process_set: the ranks that take part.
+        name: pairs this call with those of the other ranks; None: by order.
+    """
 
     def meet() -> list[Any]:
-        collectives.barrier(name=name)
+        collectives.barrier(process_set, name)
         return []
 
-    run(meet, [], [])
-
-
-def _average(tensor: Any, name: str | None) -> tf.Tensor:
-    return _allreduce(tensor, name, Compression.none, Average, 1.0, 1.0)
-
-
-def rank_op() -> tf.Tensor:
-    """The rank as an int32 tensor, found out each time that a graph runs."""
-    return _number(world.rank)
-
-
-def size_op() -> tf.Tensor:
-    """The number of ranks as an int32 tensor, found out each time that a graph runs."""
-    return _number(world.size)
-
-
-def local_rank_op() -> tf.Tensor:
-    """The local rank as an int32 tensor, found out each time that a graph runs."""
-    return _number(world.local_rank)
-
-
-def local_size_op() -> tf.Tensor:
-    """The ranks on this node as an int32 tensor, found out each time that a graph runs."""
-    return _number(world.local_size)
+    run(meet, [], [], process_set)
 
 
 @as_it_is
-def _number(count: Callable[[], int]) -> tf.Tensor:
-    (result,) = run(lambda: [np.int32(count())], [], [tf.TensorSpec((), tf.int32)])
-    return result
+def join(device: int = -1, process_set: ProcessSet = global_process_set) -> tf.Tensor:
+    """Tell that this rank has no more data, and wait until all ranks do so.
+
+    See `hvdlite.join`. Inside ``tf.function``, it is done when that runs.
+
+    Args:
+        device: accepted for Horovod's sake, without effect.
+        process_set: the ranks that take part.
+
+    Returns:
+        The rank that joined last, the same on all; an int32 tensor.
+    """
+
+    def wait() -> list[Any]:
+        return [np.int32(collectives.join(process_set))]
+
+    (last,) = run(wait, [], [tf.TensorSpec((), tf.int32)], process_set)
+    return last
 
 
-def _gradient_name(name: str | None) -> str | None:
+def check_differentiable(call: str, op: ReduceOp) -> None:
+    """Refuse to make a gradient where there is none."""
+    if op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+        raise NotImplementedError(
+            f"{call} with op={op.name.capitalize()} has no gradient; wrap its input in "
+            "tf.stop_gradient, or use Sum or Average"
+        )
+
+
+def _average(tensor: Any, name: str | None, process_set: ProcessSet) -> tf.Tensor:
+    return _allreduce(tensor, name, Compression.none, Average, process_set=process_set)
+
+
+def gradient_name(name: str | None) -> str | None:
+    """What the exchange of the gradient is called."""
     return None if name is None else f"{name}.gradient"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,7 @@ from hvdlite.arrays import describe
 from hvdlite.engine import Engine
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientBuckets
+from hvdlite.process_sets import ProcessSet
 
 #: One for all layouts: ranks whose layouts differ meet under it and learn in what.
 LABEL = "DistributedGradientTape"
@@ -29,12 +30,14 @@ class Layout:
         sparse: positions in ``parameters`` whose gradients are gathered.
         strategy: how dense gradients travel.
         reduction: sum or average.
+        process_set: the ranks that take part.
     """
 
     parameters: tuple[Parameter, ...]
     sparse: frozenset[int]
     strategy: Strategy
     reduction: Reduction
+    process_set: ProcessSet = field(compare=False)  # it chooses the engine
 
     @cached_property
     def dense(self) -> tuple[int, ...]:
@@ -45,7 +48,7 @@ class Layout:
 
     def connect(self) -> GradientBuckets:
         """The exchange of the dense gradients in the world as it is now."""
-        exchanges = _exchanges.setdefault(runtime.engine(), OrderedDict())
+        exchanges = _exchanges.setdefault(runtime.engine(self.process_set), OrderedDict())
         if self not in exchanges:
             exchanges[self] = self._connect()
             if len(exchanges) > _MOST_EXCHANGES:
@@ -66,7 +69,7 @@ class Layout:
             for number, parameter in enumerate(self.parameters)
         ]
         return GradientBuckets(
-            runtime.engine(),
+            runtime.engine(self.process_set),
             LABEL,
             [self.parameters[position] for position in self.dense],
             self.strategy,

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import HorovodInternalError, collectives, world
+from hvdlite import HorovodInternalError, MismatchError, collectives, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.plan import plan_buckets
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientBuckets
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.layout import LABEL, Layout
 from hvdlite.tensorflow.names import unique_names
@@ -32,12 +33,20 @@ class Reducer:
         strategy: how buckets travel.
         reduction: sum or average.
         sparse_as_dense: make dense gradients of ``tf.IndexedSlices``.
+        process_set: the ranks that take part.
     """
 
-    def __init__(self, strategy: Strategy, reduction: Reduction, sparse_as_dense: bool) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        reduction: Reduction,
+        sparse_as_dense: bool,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
         self._strategy = strategy
         self._reduction = reduction
         self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
 
     def reduce(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
         """Return the reduced gradients.
@@ -48,9 +57,10 @@ class Reducer:
                 ranks.
 
         Raises:
-            HorovodInternalError: the ranks disagree, or communication failed.
+            MismatchError: the ranks disagree.
+            HorovodInternalError: communication failed.
         """
-        engine()
+        engine(self._process_set)
         if self._sparse_as_dense:
             gradients = [_dense(gradient) for gradient in gradients]
         slices = {
@@ -58,7 +68,13 @@ class Reducer:
             for position, gradient in enumerate(gradients)
             if isinstance(gradient, tf.IndexedSlices)
         }
-        layout = Layout(_describe(sources), frozenset(slices), self._strategy, self._reduction)
+        layout = Layout(
+            _describe(sources),
+            frozenset(slices),
+            self._strategy,
+            self._reduction,
+            self._process_set,
+        )
         dense = {
             number: gradients[position]
             for number, position in enumerate(layout.dense)
@@ -97,11 +113,11 @@ def _dense(gradient: Gradient) -> tf.Tensor | None:
 
 def _exchange(layout: Layout, gradients: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
     """Exchange dense gradients, by their number; return those that any rank has."""
-    settings = engine().settings
+    settings = engine(layout.process_set).settings
     parameters = [layout.parameters[position] for position in layout.dense]
     plan = plan_buckets(parameters, settings.fusion_threshold, settings.first_bucket_size)
     if not plan:
-        run(lambda: _compare(layout), [], [])
+        run(lambda: _compare(layout), [], [], layout.process_set)
     here = [number for members in plan for number in members if number in gradients]
     foreign: list[int] = []  # those that only other ranks have; in eager mode
 
@@ -117,7 +133,7 @@ def _exchange(layout: Layout, gradients: Mapping[int, tf.Tensor]) -> dict[int, t
         return [found[number] for number in (*here, *foreign)]
 
     own = [gradients[number] for number in here]
-    results = _differentiable(exchange, own, layout.reduction)
+    results = _differentiable(exchange, own, layout)
     return dict(zip((*here, *foreign), results, strict=True))
 
 
@@ -131,7 +147,7 @@ def _start(layout: Layout, plan: list[list[int]], index: int, own: Mapping[int, 
         exchange.start_bucket(index, dict(zip(here, map(np.asarray, arrays), strict=True)))
         return []
 
-    run(start, [own[number] for number in here], [])
+    run(start, [own[number] for number in here], [], layout.process_set)
 
 
 def _finish(
@@ -154,7 +170,8 @@ def _finish(
 
     sizes = {number: parameter.size for number, parameter in parameters.items()}
     dtype = tf.as_dtype(parameters[plan[index][0]].dtype)
-    (flat,) = run(finish, [], [tf.TensorSpec((sum(sizes.values()),), dtype)])
+    specs = [tf.TensorSpec((sum(sizes.values()),), dtype)]
+    (flat,) = run(finish, [], specs, layout.process_set)
     parts = dict(zip(sizes, tf.split(flat, list(sizes.values())), strict=True))
     return {number: tf.reshape(parts[number], parameters[number].shape) for number in wanted}
 
@@ -179,7 +196,7 @@ def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence:
     for position in np.flatnonzero(presence.any(axis=0) & ~presence.all(axis=0)):
         have = np.flatnonzero(presence[:, position]).tolist()
         lack = np.flatnonzero(~presence[:, position]).tolist()
-        raise HorovodInternalError(
+        raise MismatchError(
             f"the gradient of {exchange.parameters[members[position]].name!r} is None on "
             f"{ranks_text(lack)} but not on {ranks_text(have)}, and a tf.function cannot turn one "
             "into the other; on all ranks, call gradient(..., "
@@ -188,7 +205,7 @@ def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence:
 
 
 def _differentiable(
-    exchange: Callable[..., list[tf.Tensor]], own: Sequence[tf.Tensor], reduction: Reduction
+    exchange: Callable[..., list[tf.Tensor]], own: Sequence[tf.Tensor], layout: Layout
 ) -> list[tf.Tensor]:
     """Call ``exchange``, so that second derivatives are reduced as the first ones are."""
     if not own:
@@ -198,7 +215,11 @@ def _differentiable(
     def call(*own: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
         def gradient(*upstream: Any) -> list[tf.Tensor]:
             return [
-                allreduce(tf.convert_to_tensor(each), op=reduction.op)
+                allreduce(
+                    tf.convert_to_tensor(each),
+                    op=layout.reduction.op,
+                    process_set=layout.process_set,
+                )
                 for each in upstream[: len(own)]
             ]
 
@@ -214,15 +235,19 @@ def _gather(layout: Layout, position: int, gradient: tf.IndexedSlices) -> tf.Ind
 
     def gather(values: Any, indices: Any) -> list[Any]:
         handles = [
-            collectives.allgather_async(values, f"{name} values"),
-            collectives.allgather_async(indices, f"{name} indices"),
+            collectives.allgather_async(values, f"{name} values", process_set=layout.process_set),
+            collectives.allgather_async(indices, f"{name} indices", process_set=layout.process_set),
         ]
         all_values, all_indices = [handle.wait() for handle in handles]
-        return [layout.reduction.whole(world.size()).apply(all_values), all_indices]
+        return [
+            layout.reduction.whole(engine(layout.process_set).size).apply(all_values),
+            all_indices,
+        ]
 
     specs = [
         tf.TensorSpec((None, *parameter.shape[1:]), gradient.values.dtype),
         tf.TensorSpec((None,), tf.int64),
     ]
     indices = tf.cast(gradient.indices, tf.int64)
-    return tf.IndexedSlices(*run(gather, [gradient.values, indices], specs), gradient.dense_shape)
+    gathered = run(gather, [gradient.values, indices], specs, layout.process_set)
+    return tf.IndexedSlices(*gathered, gradient.dense_shape)

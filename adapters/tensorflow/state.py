@@ -10,49 +10,85 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import CheckpointError, collectives, runtime, world
+from hvdlite import CheckpointError, collectives, world
 from hvdlite.arrays import describe
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.tensorflow.names import name_of
-from hvdlite.tensorflow.tensors import as_it_is, like, run, to_array, to_tensor
+from hvdlite.tensorflow.tensors import as_it_is, engine, like, run, to_array, to_tensor
 
 _log = logging.getLogger("hvdlite")
 
 
-@as_it_is
-def broadcast_variables(variables: Any, root_rank: int) -> None:
+def broadcast_variables(
+    variables: Any,
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
     """Overwrite variables with those of rank ``root_rank``.
 
     Build the model before (call it once, or ``model.build``): until then it has none. The
     same holds for a Keras optimizer (``optimizer.build(model.trainable_variables)``).
 
     Args:
-        variables: ``tf.Variable`` or Keras variables, in any nested structure; e.g.
-            ``model.variables`` or ``optimizer.variables``.
+        variables: ``tf.Variable`` or Keras variables of any dtype, in any nested structure;
+            e.g. ``model.variables`` or ``optimizer.variables``.
         root_rank: the rank whose values count.
+        process_set: the ranks that take part.
+        inplace: accepted for Horovod's sake: variables stay the same objects in any case.
 
     Raises:
         TypeError: one of them is no variable.
         ValueError: there is no such rank.
-        HorovodInternalError: the ranks disagree on names, shapes or dtypes.
+        MismatchError: the ranks disagree on names, shapes or dtypes.
+        HorovodInternalError: communication failed.
+    """
+    broadcast_(variables, root_rank, process_set=process_set)
+
+
+@as_it_is
+def broadcast_(
+    variables: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Overwrite variables with those of rank ``root_rank``, and return their values.
+
+    Args:
+        variables: as `broadcast_variables`, and it raises the same.
+        root_rank: the rank whose values count.
+        name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
+
+    Returns:
+        The values, in the order of ``tf.nest.flatten(variables)``.
     """
     flat = _flat_variables(variables)
     names = [name_of(variable, number) for number, variable in enumerate(flat)]
 
     def spread(*arrays: Any) -> list[Any]:
-        prefix = runtime.engine().unnamed("broadcast_variables")
-        layout = [(name, describe(np.asarray(a))) for name, a in zip(names, arrays, strict=True)]
-        collectives.agree_on(f"{prefix}: its variables", layout)
+        prefix = name or engine(process_set).unnamed("broadcast_variables")
+        collectives.checked_root(
+            engine(process_set), root_rank
+        )  # at once: what follows waits for the others
+        layout = [(of, describe(np.asarray(a))) for of, a in zip(names, arrays, strict=True)]
+        collectives.agree_on(f"{prefix}: its variables", layout, process_set)
         handles = [
-            collectives.broadcast_async(array, root_rank, f"{prefix}: {number} {name}")
-            for number, (name, array) in enumerate(zip(names, arrays, strict=True))
+            collectives.broadcast_async(
+                array, root_rank, f"{prefix}: {number} {of}", process_set=process_set
+            )
+            for number, (of, array) in enumerate(zip(names, arrays, strict=True))
         ]
         return [handle.wait() for handle in handles]
 
     tensors = [to_tensor(variable) for variable in flat]
-    for variable, value in zip(flat, run(spread, tensors, list(map(like, tensors))), strict=True):
+    values = run(spread, tensors, list(map(like, tensors)), process_set)
+    for variable, value in zip(flat, values, strict=True):
         variable.assign(value)
+    return values
 
 
 def _flat_variables(variables: Any) -> list[Any]:

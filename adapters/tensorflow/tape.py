@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.exchange import Compression, Reduction, Strategy, check_groups, check_strategy
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.tensorflow.collectives import size_op
+from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
 from hvdlite.tensorflow.tensors import as_it_is
 
@@ -30,12 +31,11 @@ class DistributedGradientTape(tf.GradientTape):
 
     A source without a gradient counts as zeros where another rank has one; where no rank
     has one, its gradient is None. Inside ``tf.function`` ranks must agree on which are None
-    (a HorovodInternalError says so), because graphs have a fixed structure. A gradient that
+    (a MismatchError says so), because graphs have a fixed structure. A gradient that
     is ``tf.IndexedSlices`` on one rank must be so on all, unless ``sparse_as_dense``.
 
-    Inside ``tf.function`` errors at run time arrive as ``tf.errors.UnknownError`` with the
-    message in theirs. Functions with ``jit_compile=True`` are refused while they are traced:
-    XLA cannot compile the exchange.
+    Functions with ``jit_compile=True`` are refused while they are traced: XLA cannot compile
+    the exchange. So are strategies of ``tf.distribute`` with several replicas.
 
     ``jacobian`` and ``batch_jacobian`` are those of this rank alone.
 
@@ -50,6 +50,7 @@ class DistributedGradientTape(tf.GradientTape):
             before the sum.
         num_groups: accepted for Horovod's sake: buckets do what groups are for.
         groups: likewise.
+        process_set: the ranks that take part.
         scale_local_gradients: divide the gradients of local sources by the number of ranks,
             so that they count as much as an average does.
 
@@ -69,6 +70,7 @@ class DistributedGradientTape(tf.GradientTape):
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         groups: int | list[Any] | None = None,
+        process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
         # The parent's constructor is left out: all state is the inner tape's.
@@ -82,13 +84,29 @@ class DistributedGradientTape(tf.GradientTape):
             check_strategy(compression),
             Reduction(ReduceOp(op), gradient_predivide_factor),
             sparse_as_dense,
+            process_set,
         )
+        self._process_set = process_set
         self._local_sources: list[Any] = []
+        self._local_layers: list[Any] = []
         self._scale_local_gradients = scale_local_gradients
 
     def register_local_source(self, source: Any) -> None:
         """Keep a variable's gradients to this rank: they are not exchanged."""
         self._local_sources.append(source)
+
+    def register_local_layer(self, layer: Any) -> None:
+        """Keep the gradients of a layer's variables to this rank, also of those to be made yet.
+
+        Args:
+            layer: of Keras, or a ``tf.Module``; with all that it contains.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        if not hasattr(layer, "variables"):
+            raise TypeError(f"expected a layer or a tf.Module, found {layer!r}")
+        self._local_layers.append(layer)
 
     @as_it_is
     def gradient(
@@ -112,17 +130,20 @@ class DistributedGradientTape(tf.GradientTape):
             Reduced gradients in the structure of ``sources``.
 
         Raises:
-            HorovodInternalError: the ranks disagree, or communication failed.
-            ValueError: inside a function that XLA compiles.
+            MismatchError: the ranks disagree.
+            HorovodInternalError: communication failed.
+            ValueError: inside a function that XLA compiles, or in the scope of a strategy of
+                ``tf.distribute`` with several replicas.
         """
         own = self._inner.gradient(target, sources, output_gradients, unconnected_gradients)
         flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
+        local = self._locals()
         shared = []
         for number, source in enumerate(flat_sources):
-            if not self._is_local(source):
+            if id(_variable(source)) not in local:
                 shared.append(number)
             elif self._scale_local_gradients:
-                gradients[number] = _divided(gradients[number])
+                gradients[number] = _divided(gradients[number], self._process_set)
         reduced = self._reducer.reduce(
             [gradients[number] for number in shared], [flat_sources[number] for number in shared]
         )
@@ -130,8 +151,10 @@ class DistributedGradientTape(tf.GradientTape):
             gradients[number] = gradient
         return tf.nest.pack_sequence_as(sources, gradients)
 
-    def _is_local(self, source: Any) -> bool:
-        return any(source is local for local in self._local_sources)
+    def _locals(self) -> set[int]:
+        """The identities of all local sources; layers are asked now, when they are built."""
+        of_layers = [variable for layer in self._local_layers for variable in layer.variables]
+        return {id(_variable(source)) for source in (*self._local_sources, *of_layers)}
 
     def __enter__(self) -> DistributedGradientTape:
         self._inner.__enter__()
@@ -175,9 +198,59 @@ class DistributedGradientTape(tf.GradientTape):
         return getattr(self._inner, name)
 
 
-def _divided(gradient: Gradient) -> Gradient:
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Strategy = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp | int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> DistributedGradientTape:
+    """Return a `DistributedGradientTape` that leaves some layers' gradients to their rank.
+
+    Args:
+        gradtape: as there, like all other arguments.
+        local_layers: a layer or ``tf.Module``, or several; built or not.
+
+    Raises:
+        ValueError, TypeError: as there; and one of the layers is none.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    if local_layers is not None:
+        single = not isinstance(local_layers, list | tuple | set | frozenset)
+        for layer in [local_layers] if single else local_layers:
+            tape.register_local_layer(layer)
+    return tape
+
+
+def _variable(source: Any) -> Any:
+    """What a Keras variable stands for; others as they are."""
+    inner = getattr(source, "value", None)
+    return inner if isinstance(inner, tf.Variable) else source
+
+
+def _divided(gradient: Gradient, process_set: ProcessSet) -> Gradient:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(gradient.values), gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(size_op(), gradient.dtype)
+        values = _divided(gradient.values, process_set)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(set_size(process_set), gradient.dtype)

@@ -10,19 +10,23 @@ import tensorflow as tf
 
 from hvdlite import NotInitializedError, runtime
 from hvdlite.engine import Engine
+from hvdlite.tensorflow.errors import ArgumentError, translated
 
 #: Keeps AutoGraph from rewriting a function of ours, and what it calls, when it is traced.
 as_it_is = tf.autograph.experimental.do_not_convert
 
 
-def engine() -> Engine:
-    """The engine of this process.
+def engine(process_set: Any = None) -> Engine:
+    """The engine that collectives of a process set go through.
 
     Raises:
         ValueError: before ``init()`` and after ``shutdown()``.
+        ArgumentError: this rank is not in the process set; in the scope of a ``tf.distribute``
+            strategy with several replicas.
     """
+    _refuse_replicas()
     try:
-        return runtime.engine()
+        return translated(runtime.engine)(process_set)
     except NotInitializedError as error:
         if tf.executing_eagerly():
             raise
@@ -60,6 +64,7 @@ def run(
     function: Callable[..., Sequence[Any]],
     tensors: Sequence[tf.Tensor],
     specs: Sequence[tf.TensorSpec],
+    process_set: Any = None,
 ) -> list[tf.Tensor]:
     """Run a function of arrays on tensors.
 
@@ -71,11 +76,15 @@ def run(
             arrays that nobody changes afterwards: TensorFlow goes on using their memory.
         tensors: what it works on.
         specs: dtypes and shapes of what it returns.
+        process_set: the ranks that take part; None: all.
 
     Raises:
         ValueError: before ``init()``, or inside a function that XLA compiles.
+        MismatchError, HorovodInternalError, ArgumentError: the function raises, in hvdlite's
+            core; those of `hvdlite.tensorflow.errors`. Out of a graph, when it runs.
     """
-    engine()
+    engine(process_set)
+    function = translated(function)
     if tf.executing_eagerly():
         results = function(*map(to_array, tensors))
         return [tf.convert_to_tensor(result) for result in results]
@@ -94,13 +103,33 @@ def like(tensor: tf.Tensor) -> tf.TensorSpec:
     return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
+def rows_like(tensor: tf.Tensor) -> tf.TensorSpec:
+    """The same with any number of rows; a scalar counts as one."""
+    if tensor.shape.rank is None:
+        return tf.TensorSpec(None, tensor.dtype)
+    return tf.TensorSpec(tf.TensorShape([None]).concatenate(tensor.shape[1:]), tensor.dtype)
+
+
+def _refuse_replicas() -> None:
+    if not tf.distribute.has_strategy():
+        return
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync > 1:
+        raise ArgumentError(
+            f"{type(strategy).__name__} has {strategy.num_replicas_in_sync} replicas in this "
+            "process, or exchanges gradients with other processes itself, and hvdlite needs a "
+            "process for each; leave the strategy out, start one process for each accelerator "
+            "(hvdliterun -np N) and call hvd.pin_device()"
+        )
+
+
 def _refuse_xla() -> None:
     try:
         from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
     except ImportError:  # not a public name; without it XLA itself reports, less clearly
         return
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise ValueError(
+        raise ArgumentError(
             "hvdlite's operations call Python, which XLA cannot compile; use tf.function without "
             "jit_compile=True (in Keras: model.compile(..., jit_compile=False)) around them, and "
             "compile the parts in between"

@@ -141,7 +141,7 @@ def test_broadcast_from_every_root(size, mode):
 @each_mode
 def test_bad_arguments_are_refused_and_the_next_call_works(size, mode):
     hvd.init()
-    kind = ValueError if mode == "eager" else tf.errors.InvalidArgumentError
+    kind = tf.errors.InvalidArgumentError
     with pytest.raises(kind, match=f"root_rank={size} is not a rank"):
         in_mode(mode, lambda: hvd.broadcast(tf.zeros(1), size))()
     with pytest.raises(kind, match="Max is not defined for dtype complex64"):
@@ -156,7 +156,7 @@ def test_bad_arguments_are_refused_and_the_next_call_works(size, mode):
 @each_mode
 def test_ranks_that_disagree_get_an_error_on_every_rank(size, mode):
     hvd.init()
-    kind = hvd.MismatchError if mode == "eager" else tf.errors.UnknownError
+    kind = tf.errors.FailedPreconditionError
     rank = hvd.rank()
     cases = [
         (lambda name: hvd.allreduce(tf.ones(2 + rank), name=name), r"shape is \(2,\) on rank 0"),
@@ -307,10 +307,11 @@ def test_rank_and_size_as_tensors_and_barrier(size, mode):
 
     def numbers():
         hvd.barrier()
-        return hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()
+        own = (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op())
+        return *own, hvd.process_set_included_op()
 
     found = [int(number) for number in in_mode(mode, numbers)()]
-    assert found == [hvd.rank(), size, hvd.rank(), size]
+    assert found == [hvd.rank(), size, hvd.rank(), size, 1]
 
 
 @ranks(1)
@@ -321,6 +322,19 @@ def test_xla_is_refused_while_tracing():
     inner = tf.function(lambda: hvd.allreduce(tf.ones(2)))
     with pytest.raises(ValueError, match="without jit_compile=True"):
         tf.function(lambda: inner(), jit_compile=True)()
+    variable = tf.Variable([1.0])
+    for call in (
+        lambda: hvd.allgather(tf.ones(2)),
+        lambda: hvd.broadcast(tf.ones(2), 0),
+        lambda: hvd.broadcast_([variable], 0),
+        lambda: hvd.broadcast_variables([variable], 0),
+        lambda: hvd.allreduce(tf.IndexedSlices(tf.ones(1), tf.constant([0]))),
+        hvd.barrier,
+        hvd.rank_op,
+        hvd.process_set_included_op,
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="without jit_compile=True"):
+            tf.function(call, jit_compile=True)()
 
 
 @ranks(1)

@@ -31,6 +31,36 @@ def test_broadcast_of_nested_variables_of_every_dtype(size, mode):
 
 
 @ranks(2, 3)
+@each_mode
+def test_broadcast_in_place(size, mode):
+    hvd.init()
+    rank = hvd.rank()
+    variables = [tf.Variable([rank, 2 * rank]), tf.Variable(tf.cast(rank, tf.bfloat16))]
+    spread = in_mode(mode, lambda: hvd.broadcast_(variables, 1, name="some variables"))
+    for _ in range(2):
+        values = spread()
+        for found in (values, variables):
+            assert equal(found[0], [1, 2])
+            assert equal(found[1], 1.0)
+        assert [value.dtype for value in values] == [tf.int32, tf.bfloat16]
+        variables[0].assign([rank, 2 * rank])
+    (value,) = in_mode(mode, lambda: hvd.broadcast_(variables[0], root_rank=0))()
+    assert equal(value, [0, 0])
+    variables[0].assign([rank, rank])
+    hvd.broadcast_variables(variables[:1], root_rank=size - 1, inplace=True)
+    assert equal(variables[0], [size - 1] * 2)
+
+
+@ranks(2, 3)
+def test_objects_with_the_arguments_of_horovod(size):
+    hvd.init()
+    rank = hvd.rank()
+    assert hvd.broadcast_object({"rank": rank}, 1, None, "an object") == {"rank": 1}
+    assert hvd.broadcast_object_fn(root_rank=1, name="a function's")(rank) == 1
+    assert hvd.allgather_object([rank], session=None, name="all") == [[n] for n in range(size)]
+
+
+@ranks(2, 3)
 def test_broadcast_of_a_keras_model_and_its_optimizer():
     hvd.init()
     keras.utils.set_random_seed(hvd.rank())
@@ -50,14 +80,14 @@ def test_broadcast_of_a_keras_model_and_its_optimizer():
 @each_mode
 def test_ranks_with_different_variables_get_an_error_on_every_rank(size, mode):
     hvd.init()
-    kind = hvd.MismatchError if mode == "eager" else tf.errors.UnknownError
+    kind = tf.errors.FailedPreconditionError
     same = tf.Variable([1.0], name="same")
     other = tf.Variable(tf.ones(2 + hvd.rank()), name="other")
     with pytest.raises(kind, match=r"(?s)disagree.*'other', 'float32\[2\]'.*on rank 0"):
         in_mode(mode, lambda: hvd.broadcast_variables([same, other], 0))()
     with pytest.raises(kind, match=r"(?s)disagree.*'same', 'float32\[1\]'"):
         in_mode(mode, lambda: hvd.broadcast_variables([same] * (1 + hvd.rank()), 0))()
-    bad_root = ValueError if mode == "eager" else tf.errors.InvalidArgumentError
+    bad_root = tf.errors.InvalidArgumentError
     with pytest.raises(bad_root, match=f"root_rank={size} is not a rank"):
         in_mode(mode, lambda: hvd.broadcast_variables([same], size))()
     hvd.broadcast_variables([same], 0)

@@ -1,0 +1,131 @@
+"""Errors that are both TensorFlow's and hvdlite's, in eager mode and out of graphs.
+
+::
+
+    what has happened                   what is raised            it is also
+    the ranks disagree                  MismatchError             FailedPreconditionError
+    a bad argument on this rank         ArgumentError             InvalidArgumentError
+    a rank is gone, or MPI has failed   HorovodInternalError      UnknownError
+
+The first and the last are subclasses of hvdlite's classes of the same names, `ArgumentError` is a
+ValueError; the right column is in ``tf.errors``. So a script may catch either kind.
+
+A graph knows status codes instead of exceptions: what Python raises in one of its operations
+becomes text under the code UNKNOWN or INVALID_ARGUMENT, and the caller of the graph gets the class
+that belongs to the code. Here the class that the text names is put in its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import tensorflow as tf
+
+from hvdlite import errors
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class _Constructor:
+    """Makes an error as TensorFlow does; or of its message alone, as Keras copies errors."""
+
+    # The names are those by which AutoGraph recognises what it can copy.
+    def __init__(
+        self, node_def: Any = None, op: Any = None, message: str | None = None, *args: Any
+    ) -> None:
+        if message is None:
+            node_def, message = None, str(node_def)
+        super().__init__(node_def, op, message, *args)  # type: ignore[call-arg]
+        self.args = (message,)
+
+
+class MismatchError(_Constructor, tf.errors.FailedPreconditionError, errors.MismatchError):
+    """Two ranks submitted different operations under the same name."""
+
+
+class HorovodInternalError(_Constructor, tf.errors.UnknownError, errors.HorovodInternalError):
+    """A collective failed, or a rank is gone."""
+
+
+class ArgumentError(_Constructor, tf.errors.InvalidArgumentError, ValueError):
+    """An argument that this rank alone can tell to be wrong."""
+
+
+def translated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Wrap a function that calls the core: what it raises becomes one of the classes here."""
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except (errors.HorovodInternalError, ValueError) as error:
+            kind = _kind_of(error)
+            if kind is None:
+                raise
+            # Without "from None" all of it would be printed twice, into a graph's status too.
+            raise kind(None, None, str(error)).with_traceback(error.__traceback__) from None
+
+    return call
+
+
+def _kind_of(error: Exception) -> type[tf.errors.OpError] | None:
+    if isinstance(error, tf.errors.OpError | errors.NotInitializedError):
+        return None
+    if isinstance(error, errors.MismatchError):
+        return MismatchError
+    if isinstance(error, errors.HorovodInternalError):
+        return HorovodInternalError
+    return ArgumentError
+
+
+_KINDS = {
+    (tf.errors.UNKNOWN, "MismatchError"): MismatchError,
+    (tf.errors.UNKNOWN, "HorovodInternalError"): HorovodInternalError,
+    (tf.errors.INVALID_ARGUMENT, "ArgumentError"): ArgumentError,
+    (tf.errors.INVALID_ARGUMENT, "NotInitializedError"): ArgumentError,
+}
+_NAMED = re.compile(rf"(?<!\S)({'|'.join(name for _, name in _KINDS)}): ")
+
+
+def named_by(error: Exception) -> Exception:
+    """The error in the class that its text names; itself where it names none of ours."""
+    if not isinstance(error, tf.errors.OpError):
+        return error
+    named = _NAMED.search(error.message)
+    kind = _KINDS.get((error.error_code, named[1])) if named else None
+    if kind is None:
+        return error
+    return kind(error.node_def, error.op, error.message, error.experimental_payloads)
+
+
+def _translate_calls_of_graphs() -> None:
+    """Have `named_by` see what TensorFlow raises for a graph.
+
+    There is no public place for that: of a Python operation's exceptions TensorFlow keeps five
+    built-in classes. Should this one go, a graph's errors have the code's class and the same text.
+    """
+    try:
+        from tensorflow.python.eager.context import Context
+
+        original = Context.call_function
+    except (ImportError, AttributeError):
+        return
+
+    @functools.wraps(original)
+    def call_function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except tf.errors.OpError as error:
+            named = named_by(error)
+            if named is error:
+                raise
+            raise named.with_traceback(error.__traceback__) from None
+
+    Context.call_function = call_function
+
+
+_translate_calls_of_graphs()

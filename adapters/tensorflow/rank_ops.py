@@ -1,0 +1,68 @@
+"""Ranks and sizes as tensors, found out each time that a graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import runtime, world
+from hvdlite.process_sets import ProcessSet
+from hvdlite.tensorflow.tensors import as_it_is, engine, run
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """The rank as an int32 tensor; ``name`` is accepted for Horovod's sake, here and below."""
+    return _number(world.rank)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """The number of ranks in a process set as an int32 tensor.
+
+    Args:
+        process_set_id: of the set; 0 is that of all ranks.
+        name: accepted for Horovod's sake.
+
+    Raises:
+        ValueError: there is no such set; from a graph, when it runs.
+    """
+    return _number(lambda: len(_find(process_set_id).ranks or ()))
+
+
+def set_size(process_set: ProcessSet) -> tf.Tensor:
+    """The number of ranks in a process set that this one is in, as an int32 tensor."""
+    return _number(lambda: engine(process_set).size)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """The local rank as an int32 tensor."""
+    return _number(world.local_rank)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """The number of ranks on this node as an int32 tensor."""
+    return _number(world.local_size)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Whether this rank belongs to a process set, as an int32 tensor: 1 or 0.
+
+    Args:
+        process_set_id: of the set; 0 is that of all ranks.
+        name: accepted for Horovod's sake.
+
+    Raises:
+        ValueError: there is no such set; from a graph, when it runs.
+    """
+    return _number(lambda: bool(_find(process_set_id).included()))
+
+
+def _find(process_set_id: int) -> ProcessSet:
+    return runtime.process_sets().find(process_set_id)
+
+
+@as_it_is
+def _number(count: Callable[[], int]) -> tf.Tensor:
+    (result,) = run(lambda: [np.int32(count())], [], [tf.TensorSpec((), tf.int32)])
+    return result

@@ -1,0 +1,259 @@
+"""Every kind of error that a TensorFlow user can get, on whom, and that the next call works."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from tests.harness import ranks, run_script
+
+pytest.importorskip("tensorflow")
+
+import keras
+import tensorflow as tf
+
+import hvdlite
+import hvdlite.tensorflow as hvd
+from hvdlite.errors import RankGoneError
+from hvdlite.tensorflow import errors
+from hvdlite.tensorflow.tensors import run
+from tests.tensorflow.modes import each_mode, equal, in_mode
+
+
+def alive(size):
+    return hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy() == [size]
+
+
+def all_raise(kinds, said, function, mode):
+    """The error that a function raises, of all these kinds."""
+    with pytest.raises(kinds[0], match=said) as caught:
+        in_mode(mode, function)()
+    for kind in kinds:
+        assert isinstance(caught.value, kind), kind
+    return caught.value
+
+
+MISMATCH = (tf.errors.FailedPreconditionError, hvd.MismatchError, hvd.HorovodInternalError)
+ARGUMENT = (tf.errors.InvalidArgumentError, ValueError)
+INTERNAL = (hvd.HorovodInternalError, tf.errors.UnknownError)
+
+
+@ranks(2, 3)
+@each_mode
+def test_ranks_disagree(size, mode):
+    hvd.init()
+    rank = hvd.rank()
+    other = min(rank, 1)
+    variables = [tf.Variable(tf.ones(2 + other), name="w")]
+
+    def gradient():
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(variables[0])
+        return tape.gradient(loss, variables)
+
+    cases = {
+        "shape": lambda: hvd.allreduce(tf.ones(2 + other), name="x"),
+        "dtype": lambda: hvd.allreduce(tf.ones(2, (tf.float32, tf.int32)[other]), name="x"),
+        "op": lambda: hvd.allreduce(tf.ones(2), op=(hvd.Sum, hvd.Max)[other], name="x"),
+        "factor": lambda: hvd.allreduce(tf.ones(2), prescale_factor=1.0 + other, name="x"),
+        "root": lambda: hvd.broadcast(tf.ones(2), other, name="x"),
+        "rows": lambda: hvd.allgather(tf.ones((2, 2 + other)), name="x"),
+        "variables": lambda: hvd.broadcast_variables(variables, 0),
+        "named variables": lambda: hvd.broadcast_(variables, 0, name="x"),
+        "gradients": gradient,
+    }
+    for what, disagree in cases.items():
+        error = all_raise(MISMATCH, "disagree", disagree, mode)
+        assert "on rank 0" in error.message, what
+        assert alive(size), what
+    if mode == "eager":
+        all_raise(MISMATCH, "root_rank", lambda: hvd.broadcast_object(1, other, name="x"), mode)
+        assert alive(size)
+
+
+@ranks(2, 3)
+@each_mode
+def test_bad_argument_of_one_rank(size, mode):
+    """The rank gets its error at once, the others do not notice."""
+    hvd.init()
+    variable, number = tf.Variable([1.0]), tf.ones(1, tf.complex64)
+    if hvd.rank() == size - 1:  # by names, because the others do not count what it does
+        for said, wrong in (
+            (f"root_rank={size} is not a rank", lambda: hvd.broadcast(tf.ones(1), size, "b")),
+            ("root_rank=-1 is not a rank", lambda: hvd.broadcast_([variable], -1, name="w")),
+            ("complex64", lambda: hvd.allreduce(number, op=hvd.Max, name="c")),
+            ("no process set with the id 7", lambda: hvd.size_op(7)),
+            ("no process set with the id 7", lambda: hvd.process_set_included_op(7)),
+        ):
+            all_raise(ARGUMENT, said, wrong, mode)
+        if mode == "eager":
+            all_raise(
+                ARGUMENT, "is not a rank", lambda: hvd.broadcast_object(1, size, name="o"), mode
+            )
+            all_raise(
+                ARGUMENT, "is not a rank", lambda: hvd.broadcast_object_fn(size, None, "f")(1), mode
+            )
+    hvd.barrier(name="after")
+    assert hvd.allreduce(tf.ones(1), op=hvd.Sum, name="after").numpy() == [size]
+
+
+@ranks(2, 3)
+@each_mode
+def test_name_that_is_on_its_way(size, mode):
+    hvd.init()
+    name = f"twice {mode}"
+    if hvd.rank() == 0:
+        first = hvdlite.allreduce_async(np.ones(2, np.float32), name=name, op=hvd.Sum)
+        again = lambda: hvd.allreduce(tf.ones(2), name=name)  # noqa: E731
+        all_raise(ARGUMENT, name, again, mode)
+    hvd.barrier(name="refused")
+    if hvd.rank() == 0:
+        assert first.wait().tolist() == [size, size]
+    else:
+        assert equal(hvd.allreduce(tf.ones(2), op=hvd.Sum, name=name), [size, size])
+    assert alive(size)
+
+
+@ranks(2, 3)
+@each_mode
+def test_rank_that_is_gone(size, mode):
+    hvd.init()
+    variable = tf.Variable([1.0])
+
+    def gradient():
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(variable)
+        return tape.gradient(loss, variable)
+
+    for call in (gradient, lambda: hvd.allreduce(tf.ones(2))):
+        if hvd.rank() < size - 1:
+            error = all_raise(INTERNAL, f"rank {size - 1}", call, mode)
+            assert not isinstance(error, hvd.MismatchError)
+        hvd.shutdown()
+        hvd.init()
+        assert alive(size)
+
+
+@ranks(1)
+@each_mode
+def test_kinds_of_errors_of_the_core(mode):
+    hvd.init()
+
+    def failing(error):
+        def function():
+            raise error
+
+        return lambda: run(function, [], [])
+
+    gone = all_raise(INTERNAL, "rank 1 has ended", failing(RankGoneError("rank 1 has ended")), mode)
+    assert not isinstance(gone, hvd.MismatchError)
+    all_raise(INTERNAL, "MPI", failing(hvd.HorovodInternalError("MPI failed")), mode)
+    all_raise(MISMATCH, "differ", failing(hvd.MismatchError("differ")), mode)
+    all_raise(ARGUMENT, "splits", failing(ValueError("bad splits")), mode)
+    with pytest.raises(TypeError if mode == "eager" else tf.errors.InvalidArgumentError):
+        in_mode(mode, failing(TypeError("not ours")))()
+    with pytest.raises(KeyError if mode == "eager" else tf.errors.UnknownError) as caught:
+        in_mode(mode, failing(KeyError("not ours")))()
+    assert not isinstance(caught.value, hvd.HorovodInternalError)
+
+
+@ranks(1)
+def test_shutdown_since_the_graph_was_traced():
+    hvd.init()
+    function = tf.function(lambda: hvd.allreduce(tf.ones(1)))
+    function()
+    hvd.shutdown()
+    try:
+        all_raise(ARGUMENT, r"call hvd.init\(\) first", function, "eager")
+    finally:
+        hvd.init()
+
+
+@ranks(1)
+def test_errors_pass_through_autograph_keras_and_pickle():
+    hvd.init()
+
+    class Layer(keras.layers.Layer):
+        def call(self, inputs):
+            return hvd.broadcast(inputs, 5)
+
+    said = "root_rank=5 is not a rank"
+    error = all_raise(ARGUMENT, said, lambda: Layer()(tf.ones(1)), "eager")
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), Layer()])
+    model.compile("sgd", "mse", jit_compile=False)
+    all_raise(
+        ARGUMENT, said, lambda: model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0), "eager"
+    )
+
+    @tf.function
+    def traced():
+        hvd.broadcast_object(1)
+
+    with pytest.raises(RuntimeError, match=r"not inside tf\.function"):
+        traced()
+    for kind in (errors.MismatchError, errors.HorovodInternalError, errors.ArgumentError):
+        copied = pickle.loads(pickle.dumps(kind(None, None, "a message")))
+        assert type(copied) is kind
+        assert str(copied) == copied.message == str(kind("a message")) == "a message"
+    assert said in error.message
+
+
+@ranks(1)
+def test_what_belongs_to_version_1_is_refused():
+    for call in (hvd.broadcast_global_variables, hvd.BroadcastGlobalVariablesHook):
+        with pytest.raises(RuntimeError, match=r"call hvd.broadcast_variables\(model.variables"):
+            call(0)
+
+
+STRATEGY = """
+import tensorflow as tf
+import hvdlite.tensorflow as hvd
+
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+hvd.init()
+both, one = (tf.distribute.MirroredStrategy(cpus) for cpus in (["CPU:0", "CPU:1"], ["CPU:0"]))
+variable = tf.Variable([1.0])
+
+def gradient():
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(variable)
+    return tape.gradient(loss, variable)
+
+calls = {
+    "allreduce": lambda: hvd.allreduce(tf.ones(1)),
+    "allgather": lambda: hvd.allgather(tf.ones(1)),
+    "broadcast": lambda: hvd.broadcast(tf.ones(1), 0),
+    "broadcast_variables": lambda: hvd.broadcast_variables([variable], 0),
+    "broadcast_object": lambda: hvd.broadcast_object(1),
+    "tape": gradient,
+}
+
+def refused(function):
+    try:
+        function()
+    except tf.errors.InvalidArgumentError as error:
+        assert "MirroredStrategy has 2 replicas" in str(error), error
+        assert "leave the strategy out" in str(error), error
+        return True
+    return False
+
+with both.scope():
+    for name, call in calls.items():
+        assert refused(call), name
+for name in ("allreduce", "tape"):
+    assert refused(lambda: both.run(calls[name])), name
+    assert refused(tf.function(lambda: both.run(calls[name]))), name
+with one.scope():
+    for call in calls.values():
+        call()
+assert float(one.run(calls["tape"])[0]) == 1.0
+assert float(gradient()[0]) == 1.0
+print("refused and alive")
+"""
+
+
+def test_strategies_with_several_replicas_are_refused():
+    done = run_script(STRATEGY, 1, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "refused and alive" in done.stdout
