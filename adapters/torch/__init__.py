@@ -62,6 +62,7 @@ from hvdlite.torch.device import pin_device
 from hvdlite.torch.handles import poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.sampler import ShardSampler
+from hvdlite.torch.sparse import sparse_allreduce_async
 from hvdlite.torch.state import (
     TensorCheckpoint,
     broadcast_optimizer_state,
@@ -103,6 +104,7 @@ __all__ = [
     "broadcast_async_",
     "broadcast_object",
     "allgather_object",
+    "sparse_allreduce_async",
     "barrier",
     "poll",
     "synchronize",

@@ -12,6 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import timeline
 from hvdlite.torch.arrivals import Arrivals
+from hvdlite.torch.collectives import allreduce_async
+from hvdlite.torch.sparse import empty_like, sparse_allreduce_async
 from hvdlite.torch.tensors import to_tensor
 
 if TYPE_CHECKING:
@@ -161,7 +163,7 @@ class ParameterSet:
                 self._swap(number)
         self._remember([number], [self._parameters[number].grad])
         if self._steps == 0:  # its exact order is of interest
-            self.exchange.mark(number)
+            self._mark([number])
             return
         index = self._bucket_of[number]
         arrivals = self._arrivals[index]
@@ -189,7 +191,14 @@ class ParameterSet:
         if small or quick:
             gradients = self._copy(quick + small)
             self._remember(quick, gradients)
-        self.exchange.mark(*told, *quick)
+        self._mark([*told, *quick])
+
+    def _mark(self, numbers: Sequence[int]) -> None:
+        if not self._sparse:
+            self.exchange.mark(*numbers)
+            return
+        sparse = {n: self._sparse[n].sparse_dim() for n in numbers if n in self._sparse}
+        self.exchange.mark(*(n for n in numbers if n not in sparse), sparse=sparse)
 
     def _quick_ones(self, arrivals: Arrivals) -> list[int]:
         """Those that have come quickly; each has come once, or too often."""
@@ -210,17 +219,26 @@ class ParameterSet:
         self._versions.update(zip(numbers, versions, strict=False))
 
     def _copy(self, numbers: Sequence[int]) -> list[Any]:
-        """Copy gradients into their buckets, and return them."""
+        """Copy gradients into their buckets, if they have a place there; return all of them."""
         gradients: list[Any] = [self._parameters[number].grad for number in numbers]
-        dense = [
-            gradient
-            if gradient.layout is torch.strided
-            else self._reducer.dense(self._parameters[number], gradient)
-            for number, gradient in zip(numbers, gradients, strict=True)
-        ]
-        with torch.no_grad():
-            torch._foreach_copy_([self._slots[number] for number in numbers], dense)
+        copied = dict(zip(numbers, gradients, strict=True))
+        plain = all(gradient.layout is torch.strided for gradient in gradients)
+        if not plain or self.exchange.apart:
+            sparse = {n: each for n, each in copied.items() if self._reducer.is_apart(each)}
+            self._sparse.update(sparse)
+            copied = {
+                n: each if each.layout is torch.strided else each.to_dense()
+                for n, each in copied.items()
+                if self._has_place(n)
+            }
+        if copied:
+            with torch.no_grad():
+                torch._foreach_copy_([self._slots[n] for n in copied], [*copied.values()])
         return gradients
+
+    def _has_place(self, number: int) -> bool:
+        """Whether the gradient of this step goes into a bucket."""
+        return number not in self._sparse and number not in self.exchange.apart
 
     def _may_swap(self, gradient: torch.Tensor) -> bool:
         """Whether the memory of a gradient may be exchanged for other memory."""
@@ -238,7 +256,7 @@ class ParameterSet:
         are touched, and less is needed at a time.
         """
         gradient, slot = self._parameters[number].grad, self._slots[number]
-        if gradient is not None and self._may_swap(gradient):
+        if gradient is not None and self._has_place(number) and self._may_swap(gradient):
             gradient.data = slot
             self._samples[number] = slot.view(-1)[:_SAMPLE].clone()
 
@@ -256,7 +274,7 @@ class ParameterSet:
             The names of those that were changed since their hook took them.
         """
         self._gradients = gradients = [parameter.grad for parameter in self._parameters]
-        if self._untouched and any(gradient is not None for gradient in gradients):
+        if self._untouched:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
         for index, arrivals in enumerate(self._arrivals):
             if arrivals.absent or arrivals.told:
@@ -264,7 +282,7 @@ class ParameterSet:
         changed = self._changed()
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         for number in self._suspects():
-            if number in self._taken and self._has_changed(number):
+            if number in self._taken and self._has_place(number) and self._has_changed(number):
                 changed.append(number)
         names = [self._reducer.names[self._parameters[number]] for number in changed]
         return self._found_to_differ() + names
@@ -303,7 +321,8 @@ class ParameterSet:
     def _has_changed(self, number: int) -> bool:
         gradient = self._taken[number]
         parameter, sample = self._parameters[number], self._samples.get(number)
-        slot, dense = self._slots[number], self._reducer.dense(parameter, gradient).detach()
+        slot = self._slots[number]
+        dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
         if self._steps >= _STEPS_COMPARED:
             slot, dense = slot.reshape(-1)[:_SAMPLE], dense.reshape(-1)[:_SAMPLE]
         slot = slot if sample is None else sample
@@ -328,7 +347,10 @@ class ParameterSet:
             self._begin()
             self._steps += 1
         gradients, self._gradients = self._gradients, []
-        there = [number for number, anywhere in enumerate(found) if anywhere]
+        everywhere = [number for number, anywhere in enumerate(found) if anywhere]
+        there = [number for number in everywhere if number not in self.exchange.apart]
+        if self.exchange.sparse or len(there) < len(everywhere):
+            self._reduce_apart(gradients, everywhere)
         for number in there:
             if gradients[number] is None or gradients[number].layout is not torch.strided:
                 parameter = self._parameters[number]
@@ -344,6 +366,28 @@ class ParameterSet:
             averages = [self._average(number) for number in there]
             with torch.no_grad():
                 torch._foreach_copy_([gradients[number] for number in there], averages)
+
+    def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
+        """Reduce what has no place in a bucket: all ranks do it for the same parameters."""
+        sparse_axes, reduced = self.exchange.sparse, []
+        for number in sorted({*sparse_axes} | (self.exchange.apart & {*dense})):
+            parameter, gradient = self._parameters[number], gradients[number]
+            name = f"{self._label}: {self._name(number)!r}"
+            if number in sparse_axes:
+                own = empty_like(parameter, sparse_axes[number]) if gradient is None else gradient
+                wait = sparse_allreduce_async(own, name, self._reducer.op)
+            else:
+                own = torch.zeros_like(parameter) if gradient is None else gradient
+                wait = allreduce_async(own.detach(), name=name, op=self._reducer.op).wait
+            reduced.append((parameter, wait))
+        errors = []
+        for parameter, wait in reduced:  # to the last, whatever becomes of one
+            try:
+                parameter.grad = wait()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
@@ -374,6 +418,8 @@ class ParameterSet:
         self._versions: dict[int, int] = {}
         # Of gradients that are their own copy: what some elements were.
         self._samples: dict[int, torch.Tensor] = {}
+        # Those that are exchanged as sparse ones.
+        self._sparse: dict[int, torch.Tensor] = {}
         self._whole = 0  # buckets that have all their gradients
         #: What to say of gradients that came too often.
         self.repeated: list[str] = []

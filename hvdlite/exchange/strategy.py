@@ -43,7 +43,7 @@ class Strategy(ABC):
             send: flat, of all the elements; bfloat16 as uint16. It is left as it is.
             result: where the reduction goes, likewise.
             dtype: what the elements are.
-            reduction: sum or average.
+            reduction: sum or average; Adasum is for buckets on the host.
             transport: runs the collectives; this is called inside its ``enqueue``.
         """
         raise NotImplementedError(f"{self!r} does not work on device arrays")
@@ -65,7 +65,7 @@ class Dense(Strategy):
             bucket.result[...] = bucket.send
             bucket.result[...] = reduction.before.apply(bucket.result)
             send = bucket.result
-        transport.allreduce(send, bucket.result, ReduceOp.SUM, reduction.after(transport.size))
+        bucket.reduce(transport, send, bucket.result, reduction.after(transport.size))
 
     def exchange_on_device(
         self,
@@ -114,7 +114,7 @@ class Cast(Strategy):
             gradients[...] = send[piece]
             with np.errstate(over="ignore"):  # inf is what an overflow has to become
                 halves.narrow(scaling.apply(gradients), rounded[piece])
-        transport.allreduce(rounded, rounded, ReduceOp.SUM, Scaling())
+        bucket.reduce(transport, rounded, rounded, Scaling())
         halves.widen(rounded, result)
 
     def exchange_on_device(

@@ -14,13 +14,19 @@ from hvdlite.exchange import Bucket, Strategy
 from hvdlite.transport import Transport
 
 
+# What a bucket's payload says of a gradient; a sparse one is DENSE and the number of its sparse
+# axes, which a rank that has no gradient has to know.
+ABSENT, DENSE = 0, 1
+
+
 class BucketStep:
     """A bucket, and how far it has come in the current step.
 
     Attributes:
         bucket: the arrays.
         absent: how many gradients are not here yet.
-        presence: after the exchange, bools of shape (ranks, parameters): who had which.
+        kinds: after the exchange, numbers of shape (ranks, parameters): 0 where a rank had no
+            gradient, 1 for a dense one, and for a sparse one 1 more than its sparse axes.
         handle: of the exchange, once it is on its way.
         renews: whether each exchange writes to a result array of its own.
     """
@@ -28,7 +34,8 @@ class BucketStep:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self._size = len(bucket.parameters)
-        self.presence: Any = None
+        self._all_dense = bytes([DENSE]) * self._size
+        self.kinds: Any = None
         self.renews = True
         self.reset()
 
@@ -42,6 +49,16 @@ class BucketStep:
     def begun(self) -> bool:
         """Whether a gradient has come."""
         return self.absent < self._size
+
+    @property
+    def presence(self) -> Any:
+        """After the exchange, bools of shape (ranks, parameters): who had which gradient."""
+        return self.kinds != ABSENT
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a gradient has not come, or not as a dense one."""
+        return self.present != self._all_dense
 
     def check(self, position: int) -> None:
         """Refuse a second gradient of a parameter in one step.
@@ -60,19 +77,24 @@ class BucketStep:
         for position in positions:
             if self.present[position]:
                 self.check(position)
-            self.present[position] = 1
+            self.present[position] = DENSE
             self.absent -= 1
+
+    def mark_sparse(self, position: int, sparse_axes: int) -> None:
+        """Take note that a gradient is sparse, and comes to the others in another way."""
+        self.mark(position)
+        self.present[position] = DENSE + sparse_axes
 
     def learn(self, payloads: Sequence[bytes]) -> None:
         """Take note of which gradients the ranks have, by rank."""
-        presence = np.frombuffer(b"".join(payloads), bool)
-        self.presence = presence.reshape(len(payloads), self._size)
+        kinds = np.frombuffer(b"".join(payloads), np.uint8)
+        self.kinds = kinds.reshape(len(payloads), self._size)
 
     def fill(self) -> None:
-        """Write zeros for the gradients that have not come."""
-        if self.absent:
-            for position, present in enumerate(self.present):
-                if not present:
+        """Write zeros for the gradients that have not come, or not as dense ones."""
+        if self.has_gaps:
+            for position, kind in enumerate(self.present):
+                if kind != DENSE:
                     self.bucket.send_slot(position)[...] = 0
 
     def operation(self, name: str, signature: Signature, strategy: Strategy) -> Operation:
@@ -104,10 +126,10 @@ class BucketExchange(Operation):
         self.nbytes = step.bucket.send.nbytes
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Exchange the bucket, unless no rank has any of its gradients."""
+        """Exchange the bucket, unless no rank has any of its gradients as a dense one."""
         self._step.learn(payloads)
-        if self._step.presence.any():
-            bucket = self._step.bucket
+        bucket = self._step.bucket
+        if bucket.send.size and (self._step.kinds == DENSE).any():
             if self._step.renews:
                 bucket.renew()
             with timeline.span(self.lane, timeline.EXCHANGE):
