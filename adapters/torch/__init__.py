@@ -69,6 +69,7 @@ from hvdlite.torch.state import (
     broadcast_parameters,
     checkpoint,
 )
+from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     # start and end
@@ -111,6 +112,8 @@ __all__ = [
     # training
     "Compression",
     "DistributedOptimizer",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
     "broadcast_parameters",
     "broadcast_optimizer_state",
     # the recipe

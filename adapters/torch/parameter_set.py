@@ -11,9 +11,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import timeline
+from hvdlite.torch.apart import Apart, reduce_apart
 from hvdlite.torch.arrivals import Arrivals
-from hvdlite.torch.collectives import allreduce_async
-from hvdlite.torch.sparse import empty_like, sparse_allreduce_async
 from hvdlite.torch.tensors import to_tensor
 
 if TYPE_CHECKING:
@@ -273,13 +272,13 @@ class ParameterSet:
         Returns:
             The names of those that were changed since their hook took them.
         """
-        self._gradients = gradients = [parameter.grad for parameter in self._parameters]
+        self._gradients = [parameter.grad for parameter in self._parameters]
         if self._untouched:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
         for index, arrivals in enumerate(self._arrivals):
             if arrivals.absent or arrivals.told:
                 self._complete(index)
-        changed = self._changed()
+        changed = [number for number in self._changed() if self._differs(number)]
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         for number in self._suspects():
             if number in self._taken and self._has_place(number) and self._has_changed(number):
@@ -301,6 +300,18 @@ class ParameterSet:
             if self._gradients[number] is not taken or taken._version != self._versions[number]
         )
 
+    def _differs(self, number: int) -> bool:
+        """Whether a gradient of another version is another gradient.
+
+        Gradients that are views of one tensor, as a function of the user's own may return them,
+        share their version: where one is accumulated in place, so it seems are the others.
+        """
+        is_copied = self._has_place(number) and number not in self._samples
+        if self._memory is not None or not is_copied:
+            return True
+        replaced = self._gradients[number] is not self._taken[number]
+        return replaced or self._has_changed(number, whole=True)
+
     def _complete(self, index: int) -> None:
         """Bring what there is of a bucket that no hook has found to be complete."""
         arrivals = self._arrivals[index]
@@ -318,12 +329,12 @@ class ParameterSet:
             return range(len(self._parameters))
         return {*self._samples, self._steps % len(self._parameters)}
 
-    def _has_changed(self, number: int) -> bool:
+    def _has_changed(self, number: int, whole: bool = False) -> bool:
         gradient = self._taken[number]
         parameter, sample = self._parameters[number], self._samples.get(number)
         slot = self._slots[number]
         dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
-        if self._steps >= _STEPS_COMPARED:
+        if self._steps >= _STEPS_COMPARED and not whole:
             slot, dense = slot.reshape(-1)[:_SAMPLE], dense.reshape(-1)[:_SAMPLE]
         slot = slot if sample is None else sample
         if self._memory is not None:  # found out later: the host does not wait for the device
@@ -369,25 +380,20 @@ class ParameterSet:
 
     def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
         """Reduce what has no place in a bucket: all ranks do it for the same parameters."""
-        sparse_axes, reduced = self.exchange.sparse, []
-        for number in sorted({*sparse_axes} | (self.exchange.apart & {*dense})):
-            parameter, gradient = self._parameters[number], gradients[number]
-            name = f"{self._label}: {self._name(number)!r}"
-            if number in sparse_axes:
-                own = empty_like(parameter, sparse_axes[number]) if gradient is None else gradient
-                wait = sparse_allreduce_async(own, name, self._reducer.op)
-            else:
-                own = torch.zeros_like(parameter) if gradient is None else gradient
-                wait = allreduce_async(own.detach(), name=name, op=self._reducer.op).wait
-            reduced.append((parameter, wait))
-        errors = []
-        for parameter, wait in reduced:  # to the last, whatever becomes of one
-            try:
-                parameter.grad = wait()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        sparse_axes = self.exchange.sparse
+        numbers = sorted({*sparse_axes} | (self.exchange.apart & {*dense}))
+        reduce_apart(
+            [
+                Apart(
+                    f"{self._label}: {self._name(number)!r}",
+                    self._parameters[number],
+                    gradients[number],
+                    sparse_axes.get(number),
+                )
+                for number in numbers
+            ],
+            self._reducer.op,
+        )
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
@@ -432,6 +438,13 @@ class ParameterSet:
             and self._reducer.passes_per_step == 1
             and timeline.current is None
         )
+
+
+def release(parameters: Iterable[torch.Tensor]) -> None:
+    """Take parameters from the optimizer that was wrapped last, which exchanges them no more."""
+    for parameter in parameters:
+        if parameter in _hooks:
+            _hooks.pop(parameter).remove()
 
 
 def _lend(gradient: torch.Tensor, average: torch.Tensor) -> None:

@@ -21,6 +21,8 @@ class Strategy(ABC):
     name: str
     #: Whether it works on device arrays, too; else these are exchanged by way of the host.
     on_device = False
+    #: What it can compute; anything else is refused before it is tried.
+    ops: tuple[ReduceOp, ...] = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
     @abstractmethod
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
@@ -57,6 +59,7 @@ class Dense(Strategy):
 
     name = "none"
     on_device = True
+    ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Reduce in place in ``result`` where gradients are divided before the sum."""
@@ -94,6 +97,7 @@ class Cast(Strategy):
     """
 
     on_device = True
+    ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
 
     def __init__(self, name: str, dtype: Any) -> None:
         self.name = name

@@ -42,7 +42,8 @@ class GradientBuckets:
         overlaps: whether buckets leave as soon as they are complete, and not together at last.
 
     Raises:
-        ValueError: the reduction has no meaning for a parameter's dtype, or not on a device.
+        ValueError: Adasum has no meaning for a parameter's dtype or on a device, or the
+            strategy does not compute it.
     """
 
     def __init__(
@@ -61,8 +62,7 @@ class GradientBuckets:
         self.parameters = tuple(parameters)
         self._reduction = reduction
         self._memory = memory
-        if reduction.op is ReduceOp.ADASUM:
-            _check_adasum(self.parameters, memory)
+        _check_op(reduction.op, strategy, self.parameters, memory)
         settings = engine.settings
         self._caps = settings.fusion_threshold, settings.first_bucket_size
         # A device works beside its host in any case.
@@ -202,11 +202,22 @@ class GradientBuckets:
         step.handle = self._lane.submit(operation, begin)
 
 
-def _check_adasum(parameters: Sequence[Parameter], memory: DeviceMemory | None) -> None:
-    if memory is not None:
-        raise ValueError("Adasum combines gradients on the host; leave out memory")
-    for parameter in parameters:
-        check(ReduceOp.ADASUM, parameter.dtype)
+def _check_op(
+    op: ReduceOp,
+    strategy: Strategy,
+    parameters: Sequence[Parameter],
+    memory: DeviceMemory | None,
+) -> None:
+    if op not in strategy.ops:
+        raise ValueError(
+            f"{strategy!r} does not compute hvd.{op.name.capitalize()}; use one of "
+            + ", ".join(f"hvd.{each.name.capitalize()}" for each in strategy.ops)
+        )
+    if op is ReduceOp.ADASUM:
+        if memory is not None:
+            raise ValueError("Adasum combines gradients on the host; leave out memory")
+        for parameter in parameters:
+            check(op, parameter.dtype)
 
 
 class _NoBucket(Operation):

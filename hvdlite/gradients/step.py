@@ -13,7 +13,6 @@ from hvdlite.engine.operation import Signature
 from hvdlite.exchange import Bucket, Strategy
 from hvdlite.transport import Transport
 
-
 # What a bucket's payload says of a gradient; a sparse one is DENSE and the number of its sparse
 # axes, which a rank that has no gradient has to know.
 ABSENT, DENSE = 0, 1

@@ -50,7 +50,8 @@ def adasum(
     """
     bounds, rows = _deal(transport, send)
     mine = np.clip(np.asarray(tensors) - bounds[transport.rank], 0, rows.shape[1])
-    halves.narrow(scaling.apply(_combine_pairwise(transport, rows, mine)), rows[0])
+    with np.errstate(over="ignore", invalid="ignore"):  # inf and nan have to go on as they are
+        halves.narrow(scaling.apply(_combine_pairwise(transport, rows, mine)), rows[0])
     transport.allgather(_bytes(rows[0]), _pieces(result, bounds))
 
 

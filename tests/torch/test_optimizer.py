@@ -110,8 +110,13 @@ def test_sum_and_predivide(size):
         ({"op": hvd.Sum}, size),
         ({"gradient_predivide_factor": 4.0}, 1),
         ({"gradient_predivide_factor": 0.5, "compression": hvd.Compression.none}, 1),
+        ({"gradient_predivide_factor": 4.0, "groups": 2}, 1),
+        ({"gradient_predivide_factor": 4.0, "num_groups": 2, "op": hvd.Average}, 1),
+        ({"gradient_predivide_factor": 4.0, "groups": lambda p: [p[:2], p[3:]]}, 1),
     ):
         model = make_model()
+        if callable(groups := options.get("groups")):
+            options = {**options, "groups": groups(list(model.parameters()))}
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
         loss_of(model, own(x), own(y)).backward()
         optimizer.synchronize()
@@ -480,6 +485,19 @@ def test_refused_arguments():
         wrap(op=hvd.Max)
     with pytest.raises(TypeError, match="compression"):
         wrap(compression="fp16")
+    parameters = list(model.parameters())
+    with pytest.raises(ValueError, match="must not be negative"):
+        wrap(num_groups=-1)
+    with pytest.raises(ValueError, match="neither a number nor a list"):
+        wrap(groups="all")
+    with pytest.raises(ValueError, match=r"groups\[1\] is a Parameter"):
+        wrap(groups=[parameters[:2], parameters[2]])
+    with pytest.raises(ValueError, match=r"groups\[0\] has a Parameter that is no parameter of"):
+        wrap(groups=[[torch.nn.Parameter(torch.zeros(1))]])
+    with pytest.raises(
+        ValueError, match=r"groups\[1\] has a parameter that stands in groups twice"
+    ):
+        wrap(groups=[parameters[:2], parameters[1:3]])
 
 
 @ranks(2)

@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
+from tests.torch.checks import assert_close, assert_identical_on_all_ranks
 
 ROWS, COLUMNS = 7, 3
 
@@ -36,8 +37,8 @@ def test_sums_and_averages(size):
             assert reduced.is_coalesced()
             assert reduced.dtype == dtype
             expected = (dense_sum(size) / divisor).to(dtype)
-            torch.testing.assert_close(reduced.to_dense(), expected)
-            assert len(set(hvd.allgather_object(reduced.values().double().tolist().__repr__()))) == 1
+            assert_close(reduced.to_dense(), expected)
+            assert len(set(map(str, hvd.allgather_object(reduced.values().tolist())))) == 1
             assert reduced._nnz() == (dense_sum(size).sum(1) != 0).sum()
 
 
@@ -149,9 +150,8 @@ def make_optimizer(model):
 
 def assert_alike(model, reference):
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    bytes_ = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-    assert len(set(map(str, hvd.allgather_object(bytes_)))) == 1
+        assert_close(mine, theirs, 1e-12)
+    assert_identical_on_all_ranks(model)
 
 
 @ranks(1, 2, 3, 4)
@@ -240,12 +240,14 @@ def test_sparse_here_and_dense_there_is_an_error_on_all_ranks(size, steps_before
     table, step = dense_and_sparse()
     for _ in range(steps_before):
         step(sparse=True)
-    with pytest.raises(hvd.HorovodInternalError, match="'table' is dense on ranks? 0.* and sparse"):
+    with pytest.raises(
+        hvd.HorovodInternalError, match=r"'table' is dense on ranks? 0.* and sparse"
+    ):
         step(sparse=hvd.rank() > 0)
     step(sparse=True)
     done = torch.zeros(ROWS)
     done[:size] = -(steps_before + 1) / size
-    torch.testing.assert_close(table.detach(), done.unsqueeze(1).expand(ROWS, COLUMNS))
+    assert_close(table, done.unsqueeze(1).expand(ROWS, COLUMNS), 1e-6)
 
 
 @ranks(1, 2, 3)
@@ -258,7 +260,7 @@ def test_dense_on_all_ranks_after_sparse_ones(size):
         assert table.grad.is_sparse == sparse
     done = torch.zeros(ROWS)
     done[:size] = -len(kinds) / size
-    torch.testing.assert_close(table.detach(), done.unsqueeze(1).expand(ROWS, COLUMNS))
+    assert_close(table, done.unsqueeze(1).expand(ROWS, COLUMNS), 1e-6)
 
 
 @ranks(2)
