@@ -107,7 +107,12 @@ class ParameterSet:
         parameter = self._parameters[number]
         if parameter in _hooks:
             _hooks[parameter].remove()
+        frozen = not parameter.requires_grad
+        if frozen:  # torch takes no hooks then, but keeps those it has
+            parameter.requires_grad_(True)
         _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        if frozen:
+            parameter.requires_grad_(False)
         return _hooks[parameter]
 
     def _choose_hooks(self, arrivals: Arrivals, quick: list[int]) -> None:
