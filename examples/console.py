@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,9 +20,17 @@ from tqdm import tqdm
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
-def parse_options(description: str) -> argparse.Namespace:
-    """Return the options of the command line."""
+def parse_options(
+    description: str, add_more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+) -> argparse.Namespace:
+    """Return the options of the command line.
+
+    Args:
+        description: of the script; its first line is shown.
+        add_more: adds the options that only this script has.
+    """
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    add_more(parser)
     add = parser.add_argument
     add("--data-dir", help="folder of MNIST's IDX files; without it: scikit-learn's digits")
     add("--epochs", type=_positive, help="default: 30, for MNIST 6")
@@ -42,11 +50,22 @@ def parse_options(description: str) -> argparse.Namespace:
 
 
 def load_data(hvd: Any, data_dir: str | Path | None) -> digits.Digits:
-    """Load the data on every rank, or end the job with one line if a rank cannot."""
+    """Load the digits on every rank, or end the job with one line if a rank cannot."""
+    return agree(hvd, lambda: digits.load(data_dir), digits.DataError)
+
+
+def agree(hvd: Any, load: Callable[[], Any], expected: type[Exception]) -> Any:
+    """Load something on every rank, or end the job with one line if a rank cannot.
+
+    Args:
+        hvd: the adapter of the framework.
+        load: returns it.
+        expected: the error whose message is that line.
+    """
     data, failure = None, None
     try:
-        data = digits.load(data_dir)
-    except digits.DataError as error:
+        data = load()
+    except expected as error:
         failure = str(error)
     failures = {rank: text for rank, text in enumerate(hvd.allgather_object(failure)) if text}
     if failures:

@@ -439,3 +439,94 @@ class TestSingleBuckets:
         if hvd.rank() == 1:
             made.start_bucket(0, {})
         made.finish_bucket(0)
+
+
+class TestAdasum:
+    @ALL
+    @pytest.mark.parametrize("threshold", [0, 80, 10**6])
+    def test_of_each_parameter_by_itself(self, threshold):
+        hvd.init()
+        made = exchange(
+            "model", model(dtypes=DTYPES), reduction=Reduction(hvd.Adasum), threshold=threshold
+        )
+        for step in range(2):
+            mark_all(made, step)
+            made.finish()
+            check(made, step, hvd.Adasum)
+
+    @ranks(1)
+    def test_what_it_cannot_be_used_with(self):
+        hvd.init()
+        reduction = Reduction(hvd.Adasum)
+        with pytest.raises(ValueError, match="Adasum is not defined for dtype complex64"):
+            exchange("model", [parameter("a", (2,), "complex64")], reduction=reduction)
+
+        class Averaging(type(Compression.none)):
+            name = "averaging"
+            ops = (hvd.Average,)
+
+        with pytest.raises(ValueError, match=r"Compression.averaging does not compute hvd.Adasum"):
+            exchange("model", model(), Averaging(), reduction)
+
+
+class TestSparse:
+    """Gradients that are told of and not copied."""
+
+    @ALL
+    def test_everybody_hears_of_them_and_they_leave_the_buckets(self, size):
+        hvd.init()
+        made = exchange("model", model())
+        for step in range(3):
+            assert made.begin() == (step == 1)
+            dense = [n for n in range(12) if n not in (3, 5)]
+            mark_all(made, step, dense)
+            made.mark(sparse={3: 1})
+            if hvd.rank() == size - 1:
+                made.mark(sparse={5: 2})
+            assert made.finish() == [n in dense for n in range(12)]
+            assert made.sparse == {3: 1, 5: 2}
+            for number in dense:
+                check_reduction(
+                    made.result_slot(number), gradients(made, number, step), hvd.Average
+                )
+        assert made.apart == {3, 5}
+        assert made.slot(3).size == made.slot(5).size == 0
+        assert made.plan[-1] == [3, 5]
+
+    @TWO
+    def test_dense_here_and_sparse_there_is_an_error_on_all_ranks(self):
+        hvd.init()
+        made = exchange("model", model())
+        for step in range(3):
+            made.begin()
+            if hvd.rank() == 0:
+                made.mark(sparse={3: 1})
+            else:
+                made.mark(3)
+            with pytest.raises(
+                hvd.HorovodInternalError,
+                match=r"'p3' is dense on rank 1 and sparse in 1 of its axes on rank 0",
+            ):
+                made.finish()
+            made.begin()
+            mark_all(made, step, [n for n in range(12) if n != 3])
+            assert sum(made.finish()) == 11
+            assert made.sparse == {}
+
+
+@TWO
+def test_a_rank_without_a_gradient_takes_over_the_new_order(size):
+    """The step after the first: one rank has all gradients, the other none."""
+    hvd.init()
+    made = exchange("model", model(), threshold=0)
+    for number in range(12):  # the reverse of what the plan expects
+        made.put(number, gradient(made, number, 0, hvd.rank()))
+        made.mark(number)
+    made.finish()
+    assert made.begin()
+    if hvd.rank() == 0:
+        mark_all(made, 1)
+    made.finish()
+    for number in range(12):
+        mine = gradient(made, number, 1, 0)
+        check_reduction(made.result_slot(number), [mine, np.zeros_like(mine)], hvd.Average)

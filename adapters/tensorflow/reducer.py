@@ -14,6 +14,7 @@ from hvdlite.engine.plan import plan_buckets
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientBuckets
 from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.reduction import ReduceOp
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.layout import LABEL, Layout
 from hvdlite.tensorflow.names import unique_names
@@ -68,6 +69,10 @@ class Reducer:
             for position, gradient in enumerate(gradients)
             if isinstance(gradient, tf.IndexedSlices)
         }
+        if slices and self._reduction.op is ReduceOp.ADASUM:
+            raise NotImplementedError(
+                "hvd.Adasum is not defined for tf.IndexedSlices; use sparse_as_dense=True"
+            )
         layout = Layout(
             _describe(sources),
             frozenset(slices),

@@ -94,12 +94,14 @@ from hvdlite.torch.grouped import (
 from hvdlite.torch.handles import poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.sampler import ShardSampler
+from hvdlite.torch.sparse import sparse_allreduce_async
 from hvdlite.torch.state import (
     TensorCheckpoint,
     broadcast_optimizer_state,
     broadcast_parameters,
     checkpoint,
 )
+from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     # start and end
@@ -166,12 +168,15 @@ __all__ = [
     "broadcast_object",
     "allgather_object",
     "join",
+    "sparse_allreduce_async",
     "barrier",
     "poll",
     "synchronize",
     # training
     "Compression",
     "DistributedOptimizer",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
     "broadcast_parameters",
     "broadcast_optimizer_state",
     "elastic",

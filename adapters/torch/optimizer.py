@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from hvdlite.exchange import Compression, Reduction, Strategy, check_groups, check_strategy
+from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.torch.adasum import wrap_for_adasum
 from hvdlite.torch.reducer import Reducer
+from hvdlite.torch.wrapping import (
+    Wrapped,
+    change_class,
+    check_groups,
+    check_optimizer,
+    checked_passes,
+    names_of,
+)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -46,12 +55,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         compression: how gradients travel.
         backward_passes_per_step: backward passes that add up before an exchange. A step
             after fewer of them is fine.
-        op: Average or Sum.
+        op: Average, Sum or Adasum. With Adasum (Maleki et al. 2020, arXiv:2006.02924) every
+            rank takes its own step, and the changes of the weights are combined, tensor by
+            tensor, as in Horovod: in ``step()``, so gradients stay this rank's own, and may be
+            clipped at any time. It takes a copy of the weights.
         gradient_predivide_factor: with Average, the part of the division that happens
             before the sum.
         num_groups: accepted for Horovod's sake: buckets do what groups are for.
-        groups: likewise.
-        sparse_as_dense: exchange sparse gradients as dense ones.
+        groups: likewise; a number, or lists of parameters.
+        sparse_as_dense: exchange sparse gradients as dense ones. Else the entries of all ranks
+            are gathered and added up, which pays while they are few; they are not compressed.
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()`` and
@@ -59,30 +72,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Raises:
         ValueError: it is wrapped already, ``named_parameters`` is malformed, has a name
-            twice or lacks a parameter, or an argument is out of range.
+            twice or lacks a parameter, ``groups`` has something else than parameters of the
+            optimizer, or an argument is out of range.
         TypeError: it is no torch optimizer, or ``compression`` is no strategy.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    if isinstance(optimizer, _Distributed):
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
-    if not getattr(type(optimizer).step, "hooked", False):
-        raise TypeError(
-            f"{type(optimizer).__name__} does not run torch's step hooks, on which the exchange "
-            "relies; call super().__init__() in its constructor"
-        )
-    reducer = Reducer(
-        names=_names(optimizer, named_parameters),
-        strategy=check_strategy(compression),
-        reduction=Reduction(ReduceOp(op), gradient_predivide_factor),
-        passes_per_step=_positive(backward_passes_per_step),
-        sparse_as_dense=sparse_as_dense,
-    )
-    check_groups(num_groups, groups)
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
-    wrapped: Any = optimizer
+    check_optimizer(optimizer)
+    check_groups(optimizer, num_groups, groups)
+    names = names_of(optimizer, named_parameters)
+    strategy = check_strategy(compression)
+    reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
+    passes = checked_passes(backward_passes_per_step)
+    if reduction.op is ReduceOp.ADASUM:
+        return wrap_for_adasum(optimizer, names, strategy, reduction)
+    reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense)
+    wrapped = change_class(optimizer, _Distributed)
     wrapped._reducer = reducer
+    wrapped._parameter_names = reducer.names
     wrapped._skipping = False
     wrapped._in_step = False
     reducer.attach(wrapped._trainable())
@@ -91,13 +96,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return optimizer
 
 
-class _Distributed:
+class _Distributed(Wrapped):
     """What `DistributedOptimizer` adds to an optimizer's class."""
 
     _reducer: Reducer
     _skipping: bool
     _in_step: bool  # whether it was step() that synchronized last
-    param_groups: list[dict[str, Any]]
 
     def synchronize(self) -> None:
         """Wait for the exchange; afterwards every ``p.grad`` is the average over the ranks.
@@ -126,7 +130,7 @@ class _Distributed:
             RuntimeError: an exchange has begun that no step or ``synchronize()`` has ended.
         """
         self._refuse_in_flight("set_backward_passes_per_step()")
-        self._reducer.set_passes_per_step(_positive(passes))
+        self._reducer.set_passes_per_step(checked_passes(passes))
 
     def _restart(self) -> None:
         """Give up the step that a failure has interrupted; the next begins anew."""
@@ -150,18 +154,6 @@ class _Distributed:
                 "while gradients are being exchanged; call optimizer.synchronize() first"
             )
 
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        return self._reducer.names
-
-    def _trainable(self) -> list[torch.Tensor]:
-        return [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-
     def _prepare_step(self) -> None:
         """Make sure that what is stepped on is what all ranks agreed on."""
         if self._reducer.synchronized:
@@ -176,18 +168,6 @@ class _Distributed:
             self.synchronize()
             # A step() that calls its parent's comes here twice.
             self._in_step = True
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
-        raise TypeError(
-            "a DistributedOptimizer cannot be copied or pickled: a copy's parameters would not "
-            "be exchanged; copy optimizer.state_dict(), or the model, and wrap a new optimizer"
-        )
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,40 +203,6 @@ def _find_closure(
     if len(args) > 1 and callable(args[1]):
         return args[1], lambda closure: ((args[0], closure, *args[2:]), kwargs)
     return None, lambda closure: None
-
-
-def _names(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-) -> dict[torch.Tensor, str]:
-    """Names by parameter, in the order of registration."""
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if named_parameters is None:
-        return {parameter: f"parameter.{number}" for number, parameter in enumerate(own)}
-    pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError(
-            "named_parameters must be pairs of a name and a parameter, such as "
-            "model.named_parameters()"
-        )
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"named_parameters has these names more than once: {', '.join(twice)}")
-    unnamed = len(set(own) - {parameter for _, parameter in pairs})
-    if unnamed:
-        raise ValueError(
-            f"{unnamed} of the optimizer's {len(own)} parameters are not in named_parameters; "
-            "pass the named parameters of every module that the optimizer updates"
-        )
-    members = set(own)
-    return {parameter: name for name, parameter in pairs if parameter in members}
-
-
-def _positive(passes: int) -> int:
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step={passes} is not a whole number above 0")
-    return int(passes)
 
 
 def _warn_of_second_synchronization() -> None:

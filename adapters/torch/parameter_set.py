@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import timeline
+from hvdlite.torch.apart import Apart, reduce_apart
 from hvdlite.torch.arrivals import Arrivals
 from hvdlite.torch.tensors import to_tensor
 
@@ -113,7 +114,12 @@ class ParameterSet:
         parameter = self._parameters[number]
         if parameter in _hooks:
             _hooks[parameter].remove()
+        frozen = not parameter.requires_grad
+        if frozen:  # torch takes no hooks then, but keeps those it has
+            parameter.requires_grad_(True)
         _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        if frozen:
+            parameter.requires_grad_(False)
         return _hooks[parameter]
 
     def _choose_hooks(self, arrivals: Arrivals, quick: list[int]) -> None:
@@ -168,7 +174,7 @@ class ParameterSet:
                 self._swap(number)
         self._remember([number], [self._parameters[number].grad])
         if self._steps == 0:  # its exact order is of interest
-            self.exchange.mark(number)
+            self._mark([number])
             return
         index = self._bucket_of[number]
         arrivals = self._arrivals[index]
@@ -196,7 +202,14 @@ class ParameterSet:
         if small or quick:
             gradients = self._copy(quick + small)
             self._remember(quick, gradients)
-        self.exchange.mark(*told, *quick)
+        self._mark([*told, *quick])
+
+    def _mark(self, numbers: Sequence[int]) -> None:
+        if not self._sparse:
+            self.exchange.mark(*numbers)
+            return
+        sparse = {n: self._sparse[n].sparse_dim() for n in numbers if n in self._sparse}
+        self.exchange.mark(*(n for n in numbers if n not in sparse), sparse=sparse)
 
     def _quick_ones(self, arrivals: Arrivals) -> list[int]:
         """Those that have come quickly; each has come once, or too often."""
@@ -217,17 +230,26 @@ class ParameterSet:
         self._versions.update(zip(numbers, versions, strict=False))
 
     def _copy(self, numbers: Sequence[int]) -> list[Any]:
-        """Copy gradients into their buckets, and return them."""
+        """Copy gradients into their buckets, if they have a place there; return all of them."""
         gradients: list[Any] = [self._parameters[number].grad for number in numbers]
-        dense = [
-            gradient
-            if gradient.layout is torch.strided
-            else self._reducer.dense(self._parameters[number], gradient)
-            for number, gradient in zip(numbers, gradients, strict=True)
-        ]
-        with torch.no_grad():
-            torch._foreach_copy_([self._slots[number] for number in numbers], dense)
+        copied = dict(zip(numbers, gradients, strict=True))
+        plain = all(gradient.layout is torch.strided for gradient in gradients)
+        if not plain or self.exchange.apart:
+            sparse = {n: each for n, each in copied.items() if self._reducer.is_apart(each)}
+            self._sparse.update(sparse)
+            copied = {
+                n: each if each.layout is torch.strided else each.to_dense()
+                for n, each in copied.items()
+                if self._has_place(n)
+            }
+        if copied:
+            with torch.no_grad():
+                torch._foreach_copy_([self._slots[n] for n in copied], [*copied.values()])
         return gradients
+
+    def _has_place(self, number: int) -> bool:
+        """Whether the gradient of this step goes into a bucket."""
+        return number not in self._sparse and number not in self.exchange.apart
 
     def _may_swap(self, gradient: torch.Tensor) -> bool:
         """Whether the memory of a gradient may be exchanged for other memory."""
@@ -245,7 +267,7 @@ class ParameterSet:
         are touched, and less is needed at a time.
         """
         gradient, slot = self._parameters[number].grad, self._slots[number]
-        if gradient is not None and self._may_swap(gradient):
+        if gradient is not None and self._has_place(number) and self._may_swap(gradient):
             gradient.data = slot
             self._samples[number] = slot.view(-1)[:_SAMPLE].clone()
 
@@ -262,16 +284,16 @@ class ParameterSet:
         Returns:
             The names of those that were changed since their hook took them.
         """
-        self._gradients = gradients = [parameter.grad for parameter in self._parameters]
-        if self._untouched and any(gradient is not None for gradient in gradients):
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        if self._untouched:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
         for index, arrivals in enumerate(self._arrivals):
             if arrivals.absent or arrivals.told:
                 self._complete(index)
-        changed = self._changed()
+        changed = [number for number in self._changed() if self._differs(number)]
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         for number in self._suspects():
-            if number in self._taken and self._has_changed(number):
+            if number in self._taken and self._has_place(number) and self._has_changed(number):
                 changed.append(number)
         names = [self._reducer.names[self._parameters[number]] for number in changed]
         return self._found_to_differ() + names
@@ -290,6 +312,18 @@ class ParameterSet:
             if self._gradients[number] is not taken or taken._version != self._versions[number]
         )
 
+    def _differs(self, number: int) -> bool:
+        """Whether a gradient of another version is another gradient.
+
+        Gradients that are views of one tensor, as a function of the user's own may return them,
+        share their version: where one is accumulated in place, so it seems are the others.
+        """
+        is_copied = self._has_place(number) and number not in self._samples
+        if self._memory is not None or not is_copied:
+            return True
+        replaced = self._gradients[number] is not self._taken[number]
+        return replaced or self._has_changed(number, whole=True)
+
     def _complete(self, index: int) -> None:
         """Bring what there is of a bucket that no hook has found to be complete."""
         arrivals = self._arrivals[index]
@@ -307,11 +341,12 @@ class ParameterSet:
             return range(len(self._parameters))
         return {*self._samples, self._steps % len(self._parameters)}
 
-    def _has_changed(self, number: int) -> bool:
+    def _has_changed(self, number: int, whole: bool = False) -> bool:
         gradient = self._taken[number]
         parameter, sample = self._parameters[number], self._samples.get(number)
-        slot, dense = self._slots[number], self._reducer.dense(parameter, gradient).detach()
-        if self._steps >= _STEPS_COMPARED:
+        slot = self._slots[number]
+        dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
+        if self._steps >= _STEPS_COMPARED and not whole:
             slot, dense = slot.reshape(-1)[:_SAMPLE], dense.reshape(-1)[:_SAMPLE]
         slot = slot if sample is None else sample
         if self._memory is not None:  # found out later: the host does not wait for the device
@@ -335,7 +370,10 @@ class ParameterSet:
             self._begin()
             self._steps += 1
         gradients, self._gradients = self._gradients, []
-        there = [number for number, anywhere in enumerate(found) if anywhere]
+        everywhere = [number for number, anywhere in enumerate(found) if anywhere]
+        there = [number for number in everywhere if number not in self.exchange.apart]
+        if self.exchange.sparse or len(there) < len(everywhere):
+            self._reduce_apart(gradients, everywhere)
         for number in there:
             if gradients[number] is None or gradients[number].layout is not torch.strided:
                 parameter = self._parameters[number]
@@ -351,6 +389,23 @@ class ParameterSet:
             averages = [self._average(number) for number in there]
             with torch.no_grad():
                 torch._foreach_copy_([gradients[number] for number in there], averages)
+
+    def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
+        """Reduce what has no place in a bucket: all ranks do it for the same parameters."""
+        sparse_axes = self.exchange.sparse
+        numbers = sorted({*sparse_axes} | (self.exchange.apart & {*dense}))
+        reduce_apart(
+            [
+                Apart(
+                    f"{self._label}: {self._name(number)!r}",
+                    self._parameters[number],
+                    gradients[number],
+                    sparse_axes.get(number),
+                )
+                for number in numbers
+            ],
+            self._reducer.op,
+        )
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
@@ -381,6 +436,8 @@ class ParameterSet:
         self._versions: dict[int, int] = {}
         # Of gradients that are their own copy: what some elements were.
         self._samples: dict[int, torch.Tensor] = {}
+        # Those that are exchanged as sparse ones.
+        self._sparse: dict[int, torch.Tensor] = {}
         self._whole = 0  # buckets that have all their gradients
         #: What to say of gradients that came too often.
         self.repeated: list[str] = []
@@ -393,6 +450,13 @@ class ParameterSet:
             and self._reducer.passes_per_step == 1
             and timeline.current is None
         )
+
+
+def release(parameters: Iterable[torch.Tensor]) -> None:
+    """Take parameters from the optimizer that was wrapped last, which exchanges them no more."""
+    for parameter in parameters:
+        if parameter in _hooks:
+            _hooks.pop(parameter).remove()
 
 
 def _lend(gradient: torch.Tensor, average: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 from hvdlite import runtime
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientExchange
+from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.parameter_set import ParameterSet
@@ -143,6 +144,11 @@ class Reducer:
             groups.setdefault(index, (memory, []))[1].append(parameter)
         return [groups[index] for index in sorted(groups)]
 
+    @property
+    def op(self) -> ReduceOp:
+        """Sum or average."""
+        return self._reduction.op
+
     def make_exchange(
         self, label: str, parameters: Sequence[torch.Tensor], memory: CudaMemory | None
     ) -> GradientExchange:
@@ -155,13 +161,6 @@ class Reducer:
             self._engine, label, described, self._strategy, self._reduction, memory=memory
         )
 
-    def dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient as it goes into a bucket."""
-        if gradient.layout is torch.strided:
-            return gradient
-        if not self._sparse_as_dense:
-            raise ValueError(
-                f"the gradient of {self.names[parameter]!r} is sparse; wrap the optimizer with "
-                "sparse_as_dense=True, or make the layer with sparse=False"
-            )
-        return gradient.to_dense()
+    def is_apart(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is exchanged as a sparse one, beside the buckets."""
+        return gradient.layout is torch.sparse_coo and not self._sparse_as_dense

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport import Transport, slices
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What becomes of the gradients: a sum or an average, with Horovod's predivision.
+    """What becomes of the gradients: a sum, an average (with Horovod's predivision), or Adasum.
 
     An average over n ranks with ``predivide`` f is a sum of gradients divided by f that is
     multiplied by f/n: it moves a part of the division before the sum.
@@ -49,9 +50,10 @@ class Reduction:
     predivide: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
             raise ValueError(
-                f"gradients are reduced by hvd.Average or hvd.Sum, not {self.op.name.capitalize()}"
+                "gradients are reduced by hvd.Average, hvd.Sum or hvd.Adasum, not "
+                f"{self.op.name.capitalize()}"
             )
         if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
             raise ValueError("gradient_predivide_factor needs op=hvd.Average")
@@ -65,7 +67,7 @@ class Reduction:
 
     def after(self, size: int) -> Scaling:
         """The scaling after the sum over ``size`` ranks."""
-        if self.op is ReduceOp.SUM:
+        if self.op is not ReduceOp.AVERAGE:
             return Scaling()
         return Scaling(self.predivide, size)
 
@@ -104,6 +106,20 @@ class Bucket:
         """Get another array for the result: the one before is its users' as long as they like."""
         self.result: Any = None  # its memory may be what comes back
         self.result = self._empty(self._bounds[-1], self.parameters[0].dtype)
+
+    def reduce(self, transport: Transport, send: Any, result: Any, scaling: Scaling) -> None:
+        """Write ``scaling.apply(the reduction of all ranks' send)`` into ``result``.
+
+        Args:
+            transport: of the ranks.
+            send: flat, of as many elements as the bucket, of any float type.
+            result: likewise, of the same type; it may be ``send``.
+            scaling: applied after the reduction.
+        """
+        if self.reduction.op is ReduceOp.ADASUM:
+            slices.adasum(transport, send, result, scaling, self._bounds)
+        else:
+            transport.allreduce(send, result, ReduceOp.SUM, scaling)
 
     def send_slot(self, position: int) -> Any:
         """The part of ``send`` that belongs to a parameter, in the parameter's shape."""

@@ -21,6 +21,8 @@ class Strategy(ABC):
     name: str
     #: Whether it works on device arrays, too; else these are exchanged by way of the host.
     on_device = False
+    #: What it can compute; anything else is refused before it is tried.
+    ops: tuple[ReduceOp, ...] = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """What the elements of an array become that travels in another way than `exchange`.
@@ -51,7 +53,7 @@ class Strategy(ABC):
             send: flat, of all the elements; bfloat16 as uint16. It is left as it is.
             result: where the reduction goes, likewise.
             dtype: what the elements are.
-            reduction: sum or average.
+            reduction: sum or average; Adasum is for buckets on the host.
             transport: runs the collectives; this is called inside its ``enqueue``.
         """
         raise NotImplementedError(f"{self!r} does not work on device arrays")
@@ -65,6 +67,7 @@ class Dense(Strategy):
 
     name = "none"
     on_device = True
+    ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """What they are."""
@@ -77,7 +80,7 @@ class Dense(Strategy):
             bucket.result[...] = bucket.send
             bucket.result[...] = reduction.before.apply(bucket.result)
             send = bucket.result
-        transport.allreduce(send, bucket.result, ReduceOp.SUM, reduction.after(transport.size))
+        bucket.reduce(transport, send, bucket.result, reduction.after(transport.size))
 
     def exchange_on_device(
         self,
@@ -106,6 +109,7 @@ class Cast(Strategy):
     """
 
     on_device = True
+    ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
 
     def __init__(self, name: str, dtype: Any) -> None:
         self.name = name
@@ -130,7 +134,7 @@ class Cast(Strategy):
             gradients[...] = send[piece]
             with np.errstate(over="ignore"):  # inf is what an overflow has to become
                 halves.narrow(scaling.apply(gradients), rounded[piece])
-        transport.allreduce(rounded, rounded, ReduceOp.SUM, Scaling())
+        bucket.reduce(transport, rounded, rounded, Scaling())
         halves.widen(rounded, result)
 
     def exchange_on_device(

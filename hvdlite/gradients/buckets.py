@@ -14,6 +14,7 @@ from hvdlite.engine.plan import plan_buckets
 from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy
 from hvdlite.gradients.device_step import DeviceStep
 from hvdlite.gradients.step import BucketStep
+from hvdlite.reduction import ReduceOp, check
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
@@ -29,16 +30,21 @@ class GradientBuckets:
         label: unique, and the same on all ranks; it begins the names of the buckets.
         parameters: in the order of their registration, the same on all ranks.
         strategy: what happens to a bucket on its way.
-        reduction: sum or average.
+        reduction: sum, average or Adasum.
         also: what else must be equal on all ranks, in pairs.
         memory: of the device that all gradients lie on; slots are tensors there, and so are
-            results, which all steps share: their owner copies from them. None: the host's.
+            results, which all steps share: their owner copies from them. None: the host's,
+            as Adasum needs it.
 
     Attributes:
         label: as given.
         parameters: as given.
         plan: for each bucket its parameters, by number.
         overlaps: whether buckets leave as soon as they are complete, and not together at last.
+
+    Raises:
+        ValueError: Adasum has no meaning for a parameter's dtype or on a device, or the
+            strategy does not compute it.
     """
 
     def __init__(
@@ -58,16 +64,15 @@ class GradientBuckets:
         self.parameters = tuple(parameters)
         self._reduction = reduction
         self._memory = memory
+        _check_op(reduction.op, strategy, self.parameters, memory)
         settings = engine.settings
         self._caps = settings.fusion_threshold, settings.first_bucket_size
         # A device works beside its host in any case.
         self.overlaps = settings.overlap != "0" or memory is not None
-        self._signature = Signature(
-            (
-                *also,
-                ("device", "cpu" if memory is None else "cuda"),
-                *_signature(self.parameters, strategy, reduction, settings),
-            )
+        self._entries = (
+            *also,
+            ("device", "cpu" if memory is None else "cuda"),
+            *_signature(self.parameters, strategy, reduction, settings),
         )
         self._pack(self._planned(range(len(self.parameters))))
 
@@ -79,14 +84,16 @@ class GradientBuckets:
 
     def _pack(self, plan: list[list[int]]) -> None:
         self.plan = plan
-        self._steps = [self._step([self.parameters[n] for n in members]) for members in plan]
+        self._signature = Signature((*self._entries, ("the buckets", plan)))
+        self._steps = [self._step(members) for members in plan]
         self._places = {
             member: (self._steps[index], position)
             for index, members in enumerate(self.plan)
             for position, member in enumerate(members)
         }
 
-    def _step(self, parameters: Sequence[Parameter]) -> BucketStep:
+    def _step(self, members: Sequence[int]) -> BucketStep:
+        parameters = [self.parameters[number] for number in members]
         if self._memory is None:
             return BucketStep(Bucket(parameters, self._reduction, self._lane.empty))
         return DeviceStep(Bucket(parameters, self._reduction, self._memory.empty), self._memory)
@@ -195,6 +202,24 @@ class GradientBuckets:
         step.fill()
         operation = step.operation(f"{self.label}: bucket {index}", self._signature, self._strategy)
         step.handle = self._lane.submit(operation, begin)
+
+
+def _check_op(
+    op: ReduceOp,
+    strategy: Strategy,
+    parameters: Sequence[Parameter],
+    memory: DeviceMemory | None,
+) -> None:
+    if op not in strategy.ops:
+        raise ValueError(
+            f"{strategy!r} does not compute hvd.{op.name.capitalize()}; use one of "
+            + ", ".join(f"hvd.{each.name.capitalize()}" for each in strategy.ops)
+        )
+    if op is ReduceOp.ADASUM:
+        if memory is not None:
+            raise ValueError("Adasum combines gradients on the host; leave out memory")
+        for parameter in parameters:
+            check(op, parameter.dtype)
 
 
 class _NoBucket(Operation):

@@ -9,7 +9,7 @@ from hvdlite.engine import Operation
 from hvdlite.engine.device import DeviceMemory, DeviceOperation
 from hvdlite.engine.operation import Signature
 from hvdlite.exchange import Bucket, Strategy
-from hvdlite.gradients.step import BucketStep
+from hvdlite.gradients.step import DENSE, BucketStep
 from hvdlite.transport.device import DeviceTransport
 
 
@@ -50,7 +50,7 @@ class DeviceStep(BucketStep):
 
     def fill(self) -> None:
         """Write zeros for the gradients that have not come."""
-        if self.absent:
+        if self.has_gaps:
             super().fill()
             self._streams.add(self.memory.stream())
             self._seal()
@@ -95,9 +95,9 @@ class DeviceBucketExchange(DeviceOperation):
         self._step.learn(payloads)
 
     def exchange(self, transport: DeviceTransport) -> None:
-        """Exchange the bucket, unless no rank has any of its gradients."""
+        """Exchange the bucket, unless no rank has any of its gradients as a dense one."""
         bucket, memory = self._step.bucket, self.memory
-        if self._step.presence.any():
+        if (self._step.kinds == DENSE).any():
             send, result = memory.array(bucket.send), memory.array(bucket.result)
             dtype = bucket.parameters[0].dtype
             with timeline.span(self.lane, timeline.EXCHANGE):

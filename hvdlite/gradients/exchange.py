@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from hvdlite import timeline
 from hvdlite.engine import Handle, Operation
+from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.operations import Barrier, BroadcastBytes
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.exchange import Bucket
 from hvdlite.gradients.buckets import GradientBuckets
-from hvdlite.gradients.step import BucketStep
+from hvdlite.gradients.step import ABSENT, DENSE, BucketStep
 from hvdlite.transport import Transport
 
 _ROW = "step"  # of the timeline
@@ -34,12 +38,25 @@ class GradientExchange(GradientBuckets):
     Ranks compare their parameters before the first exchange, and with every bucket which
     gradients are there.
 
+    A sparse gradient is marked and not copied: its owner exchanges it after `finish`, which
+    says on all ranks alike of which parameters there are any. From the next step on these
+    have no place in a bucket, and are `apart`.
+
     Args:
         *args, **kwargs: as `GradientBuckets`.
+
+    Attributes:
+        apart: the parameters whose gradients were sparse before, by number. Their slots are
+            empty, and their owner exchanges what dense gradients they have, too.
+        sparse: after `finish`, of the parameters that had sparse gradients anywhere, by
+            number, how many of the axes are sparse.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.apart: frozenset[int] = frozenset()
+        self.sparse: dict[int, int] = {}
         super().__init__(*args, **kwargs)
+        self._sequence: Sequence[int] = range(len(self.parameters))
         # The order in which gradients came in the first step, until the plan follows it.
         self._order: list[int] | None = []
         self._reordering: Handle | None = None
@@ -55,7 +72,18 @@ class GradientExchange(GradientBuckets):
         """Whether a step has begun that `finish` has not ended."""
         return any(step.begun for step in self._steps)
 
-    def mark(self, *numbers: int) -> None:
+    def _planned(self, order: Sequence[int]) -> list[list[int]]:
+        """Plan as usual, but for those apart, of which ranks only tell which are there."""
+        plan = super()._planned([number for number in order if number not in self.apart])
+        return [*plan, sorted(self.apart)] if self.apart else plan
+
+    def _step(self, members: Sequence[int]) -> BucketStep:
+        if self.apart.isdisjoint(members):
+            return super()._step(members)
+        told = [replace(self.parameters[number], shape=(0,)) for number in members]
+        return BucketStep(Bucket(told, self._reduction, self._lane.empty))
+
+    def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
         """Tell that gradients have been copied into their slots; start what is complete.
 
         A marked slot may be on its way already, so a second copy must not even be made:
@@ -63,6 +91,10 @@ class GradientExchange(GradientBuckets):
         the step, since earlier buckets are on their way.
 
         In the first step they start as soon as the ranks have compared their parameters.
+
+        Args:
+            *numbers: of the parameters.
+            sparse: of further ones, whose gradients are sparse, the numbers of sparse axes.
 
         Raises:
             ValueError: one has been marked in this step before.
@@ -76,12 +108,16 @@ class GradientExchange(GradientBuckets):
             for number in numbers:
                 step, position = self._places[number]
                 places.setdefault(step, []).append(position)
+            for number, axes in sparse.items():
+                step, position = self._places[number]
+                places.setdefault(step, [])
+                step.mark_sparse(position, axes)
             for step, positions in places.items():
                 step.mark(*positions)
                 if not step.absent:
                     complete = True
             if self._order is not None:
-                self._order.extend(numbers)
+                self._order.extend((*numbers, *sparse))
             if not self._agreed:
                 self._compare()
             elif complete:
@@ -91,18 +127,22 @@ class GradientExchange(GradientBuckets):
         """Exchange what is not yet on its way, and wait for all of it.
 
         Returns:
-            For each parameter whether any rank had a gradient; if so its average is in
-            its `result_slot`, on every rank.
+            For each parameter whether any rank had a dense gradient; if so its average is
+            in its `result_slot`, on every rank, unless it is `apart`.
 
         Raises:
-            HorovodInternalError: the ranks disagree, or communication failed. The next
-                step begins anew.
+            HorovodInternalError: the ranks disagree, one's gradient is sparse where another's
+                is dense, or communication failed. The next step begins anew.
         """
         try:
             with timeline.span(_ROW, timeline.SYNCHRONIZE):
                 self._complete()
             self._reorder()
-            return self._anywhere()
+            kinds = self._kinds()
+            self.sparse = self._find_sparse(kinds)
+            self._check_kinds(kinds)
+            anywhere: list[bool] = (kinds == DENSE).any(axis=0).tolist()
+            return anywhere
         finally:
             self._reset()
 
@@ -118,9 +158,12 @@ class GradientExchange(GradientBuckets):
             step.wait()
 
     def begin(self) -> bool:
-        """Before the first `slot` or `mark` of a step: once, pack the buckets anew.
+        """Before the first `slot` or `mark` of a step, or its `finish`: pack the buckets anew.
 
-        After the first step, they follow the order in which rank 0's gradients came.
+        After the first step, they follow the order in which rank 0's gradients came. After a
+        step with the first sparse gradients of a parameter, it is `apart`. Every rank begins
+        every step, also one in which it has no gradients: it could not finish the others'
+        buckets otherwise.
 
         Returns:
             Whether slots are other arrays now.
@@ -128,15 +171,16 @@ class GradientExchange(GradientBuckets):
         Raises:
             HorovodInternalError: communication failed.
         """
-        if self._reordering is None:
+        if self._reordering is None and self.apart.issuperset(self.sparse):
             return False
-        # Waited for here and not in `finish`, where it would order the steps of several
-        # exchanges, which may come in another order on other ranks.
-        handle, self._reordering = self._reordering, None
-        order = np.frombuffer(handle.wait(), np.int64).tolist()
-        if not order:  # rank 0 has joined
-            return False
-        plan = self._planned(order)
+        if self._reordering is not None:
+            # Waited for here and not in `finish`, where it would order the steps of several
+            # exchanges, which may come in another order on other ranks.
+            handle, self._reordering = self._reordering, None
+            order = np.frombuffer(handle.wait(), np.int64).tolist()
+            self._sequence = order or self._sequence  # none, where rank 0 has joined
+        self.apart = self.apart.union(self.sparse)
+        plan = self._planned(self._sequence)
         if plan == self.plan:
             return False
         self._pack(plan)
@@ -197,13 +241,33 @@ class GradientExchange(GradientBuckets):
             with contextlib.suppress(HorovodInternalError):
                 step.wait()
 
-    def _anywhere(self) -> list[bool]:
-        """For each parameter whether any rank had a gradient."""
-        found = [False] * len(self.parameters)
+    def _kinds(self) -> Any:
+        """What gradients the ranks had, of shape (ranks, parameters)."""
+        size = 0 if not self._steps else len(self._steps[0].kinds)
+        kinds = np.zeros((size, len(self.parameters)), np.uint8)
         for members, step in zip(self.plan, self._steps, strict=True):
-            for number, has in zip(members, step.presence.any(axis=0).tolist(), strict=True):
-                found[number] = has
-        return found
+            kinds[:, members] = step.kinds
+        return kinds
+
+    def _find_sparse(self, kinds: Any) -> dict[int, int]:
+        """Of the parameters with sparse gradients, how many of the axes are sparse."""
+        most = kinds.max(axis=0, initial=ABSENT)
+        return {int(number): int(most[number]) - DENSE for number in np.flatnonzero(most > DENSE)}
+
+    def _check_kinds(self, kinds: Any) -> None:
+        """Refuse gradients that cannot be added up because they are not of one kind."""
+        for number in self.sparse:
+            column = kinds[:, number]
+            if len({*column.tolist()} - {ABSENT}) > 1:
+                by_kind = [
+                    f"{_kind_text(kind)} on {ranks_text(np.flatnonzero(column == kind).tolist())}"
+                    for kind in np.unique(column[column != ABSENT]).tolist()
+                ]
+                raise MismatchError(
+                    f"the gradient of {self.parameters[number].name!r} is "
+                    f"{' and '.join(by_kind)}; make the layer alike on all ranks, or wrap the "
+                    "optimizer with sparse_as_dense=True"
+                )
 
     def _reset(self) -> None:
         trace = timeline.current
@@ -213,6 +277,10 @@ class GradientExchange(GradientBuckets):
         self._launched = 0
         for step in self._steps:
             step.reset()
+
+
+def _kind_text(kind: int) -> str:
+    return "dense" if kind == DENSE else f"sparse in {kind - DENSE} of its axes"
 
 
 class _Comparison(Operation):

@@ -14,6 +14,10 @@ from hvdlite.engine.operation import Signature
 from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy
 from hvdlite.transport import Transport
 
+# What a bucket's payload says of a gradient; a sparse one is DENSE and the number of its sparse
+# axes, which a rank that has no gradient has to know.
+ABSENT, DENSE = 0, 1
+
 
 class BucketStep:
     """A bucket, and how far it has come in the current step.
@@ -21,7 +25,8 @@ class BucketStep:
     Attributes:
         bucket: the arrays.
         absent: how many gradients are not here yet.
-        presence: after the exchange, bools of shape (ranks, parameters): who had which.
+        kinds: after the exchange, numbers of shape (ranks, parameters): 0 where a rank had no
+            gradient, 1 for a dense one, and for a sparse one 1 more than its sparse axes.
         handle: of the exchange, once it is on its way.
         renews: whether each exchange writes to a result array of its own.
     """
@@ -29,7 +34,8 @@ class BucketStep:
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self._size = len(bucket.parameters)
-        self.presence: Any = None
+        self._all_dense = bytes([DENSE]) * self._size
+        self.kinds: Any = None
         self.renews = True
         self.reset()
 
@@ -43,6 +49,16 @@ class BucketStep:
     def begun(self) -> bool:
         """Whether a gradient has come."""
         return self.absent < self._size
+
+    @property
+    def presence(self) -> Any:
+        """After the exchange, bools of shape (ranks, parameters): who had which gradient."""
+        return self.kinds != ABSENT
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a gradient has not come, or not as a dense one."""
+        return self.present != self._all_dense
 
     def check(self, position: int) -> None:
         """Refuse a second gradient of a parameter in one step.
@@ -61,24 +77,29 @@ class BucketStep:
         for position in positions:
             if self.present[position]:
                 self.check(position)
-            self.present[position] = 1
+            self.present[position] = DENSE
             self.absent -= 1
+
+    def mark_sparse(self, position: int, sparse_axes: int) -> None:
+        """Take note that a gradient is sparse, and comes to the others in another way."""
+        self.mark(position)
+        self.present[position] = DENSE + sparse_axes
 
     def learn(self, payloads: Sequence[bytes]) -> None:
         """Take note of which gradients the ranks have, by rank.
 
         A rank that has joined, whose payload is empty, counts as one that has what any has.
         """
-        here = np.frombuffer(b"".join(payloads), bool).reshape(-1, self._size)
-        anywhere = here.any(axis=0)
+        here = np.frombuffer(b"".join(payloads), np.uint8).reshape(-1, self._size)
+        anywhere = here.max(axis=0)
         rows = iter(here)
-        self.presence = np.array([next(rows) if payload else anywhere for payload in payloads])
+        self.kinds = np.array([next(rows) if payload else anywhere for payload in payloads])
 
     def fill(self) -> None:
-        """Write zeros for the gradients that have not come."""
-        if self.absent:
-            for position, present in enumerate(self.present):
-                if not present:
+        """Write zeros for the gradients that have not come, or not as dense ones."""
+        if self.has_gaps:
+            for position, kind in enumerate(self.present):
+                if kind != DENSE:
                     self.bucket.send_slot(position)[...] = 0
 
     def operation(self, name: str, signature: Signature, strategy: Strategy) -> Operation:
@@ -118,10 +139,10 @@ class BucketExchange(Operation):
         return partial(NoGradients, self.name, self.signature, self._strategy, *described)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Exchange the bucket, unless no rank has any of its gradients."""
+        """Exchange the bucket, unless no rank has any of its gradients as a dense one."""
         self._step.learn(payloads)
-        if self._step.presence.any():
-            bucket = self._step.bucket
+        bucket = self._step.bucket
+        if bucket.send.size and (self._step.kinds == DENSE).any():
             if self._step.renews:
                 bucket.renew()
             with timeline.span(self.lane, timeline.EXCHANGE):
@@ -153,8 +174,8 @@ class NoGradients(Operation):
         self._reduction = reduction
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Exchange zeros, unless no rank has any of the gradients."""
-        if any(map(any, payloads)):
-            bucket = Bucket(self._parameters, self._reduction, transport.empty)
+        """Exchange zeros, unless no rank has any of the gradients as a dense one."""
+        bucket = Bucket(self._parameters, self._reduction, transport.empty)
+        if bucket.send.size and any(DENSE in payload for payload in payloads):
             bucket.send[...] = 0
             self._strategy.exchange(bucket, transport)

@@ -39,14 +39,20 @@ class TestReduction:
         assert reduction.after(4).apply(before) == [2.0]
         assert reduction.whole(4).apply(np.array([8.0])) == [2.0]
 
-    @pytest.mark.parametrize("op", [Min, Max, Product, Adasum])
-    def test_only_sum_and_average(self, op):
+    @pytest.mark.parametrize("op", [Min, Max, Product])
+    def test_only_sums_averages_and_adasum(self, op):
         with pytest.raises(ValueError, match=f"not {op.name.capitalize()}"):
             Reduction(op)
 
-    def test_predivision_is_for_averages(self):
+    @pytest.mark.parametrize("op", [Sum, Adasum])
+    def test_predivision_is_for_averages(self, op):
         with pytest.raises(ValueError, match=r"gradient_predivide_factor needs op=hvd\.Average"):
-            Reduction(Sum, predivide=2.0)
+            Reduction(op, predivide=2.0)
+
+    def test_nothing_but_an_average_is_scaled(self):
+        for op in (Sum, Adasum):
+            for scaling in (Reduction(op).before, Reduction(op).after(3), Reduction(op).whole(3)):
+                assert scaling.is_identity
 
     @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
     def test_predivision_is_above_0(self, factor):

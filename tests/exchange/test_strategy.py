@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from hvdlite.exchange import Bucket, Compression, Parameter, Reduction, check_strategy
-from hvdlite.reduction import Average, Sum
+from hvdlite.reduction import Adasum, Average, Sum
 from hvdlite.transport.simulated import Simulation
-from tests.references import check_reduction, dtype_of, samples
+from tests.references import adasum, check_reduction, dtype_of, samples
 from tests.simulation import on_all_ranks
 
 SIZES = [1, 2, 3, 4]
@@ -99,3 +99,48 @@ def test_names():
 def test_what_is_no_strategy_is_refused(other):
     with pytest.raises(TypeError, match=r"use hvd\.Compression\.none, \.fp16 or \.bf16"):
         check_strategy(other)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
+def test_adasum_combines_each_tensor_by_itself(size, name):
+    """How much of two gradients is kept depends on their angle, which differs by tensor."""
+    shapes = [(3, 4), (), (0, 2), (7,), (1,), (5, 1)]
+    tensors = [samples(size, "float64", shape, seed) for seed, shape in enumerate(shapes)]
+    tensors[3][0][:] = 0  # a rank without a gradient
+    tensors[5] = [row * 10.0**rank for rank, row in enumerate(tensors[5])]
+    strategy = getattr(Compression, name)
+
+    def on_rank(transport):
+        parameters = [
+            Parameter(str(n), shape, np.dtype("float64")) for n, shape in enumerate(shapes)
+        ]
+        bucket = Bucket(parameters, Reduction(Adasum))
+        for number, rows in enumerate(tensors):
+            bucket.send_slot(number)[...] = rows[transport.rank]
+        before = bucket.send.copy()
+        strategy.exchange(bucket, transport)
+        np.testing.assert_array_equal(bucket.send, before)
+        return bucket
+
+    buckets = on_all_ranks(on_rank, Simulation(size).transports)
+    assert len({bucket.result.tobytes() for bucket in buckets}) == 1
+    tolerance = {"none": 1e-12, "fp16": 5e-3, "bf16": 5e-2}[name]
+    for number, rows in enumerate(tensors):
+        expected = adasum([row.ravel() for row in rows]).reshape(shapes[number])
+        scale = max(np.abs(row).max(initial=1e-300) for row in rows)
+        found = buckets[0].result_slot(number)
+        np.testing.assert_allclose(found / scale, expected / scale, tolerance, tolerance)
+
+
+def test_adasum_sums_what_is_orthogonal_and_averages_what_is_parallel():
+    """Maleki et al. 2020, figure 2; in one bucket, and once more for three ranks."""
+    a, b = np.array([3.0, 0.0]), np.array([0.0, 5.0])
+    assert exchange(Compression.none, [a, b], Reduction(Adasum)).tolist() == [3.0, 5.0]
+    assert exchange(Compression.none, [a, a], Reduction(Adasum)).tolist() == [3.0, 0.0]
+    assert exchange(Compression.none, [a, a, b], Reduction(Adasum)).tolist() == [3.0, 5.0]
+
+
+def test_adasum_of_what_is_out_of_range_is_not_a_number_and_no_warning():
+    arrays = [np.array([np.inf, 1.0]), np.array([2.0, 1.0])]
+    assert np.isnan(exchange(Compression.none, arrays, Reduction(Adasum))).any()

@@ -110,8 +110,13 @@ def test_sum_and_predivide(size):
         ({"op": hvd.Sum}, size),
         ({"gradient_predivide_factor": 4.0}, 1),
         ({"gradient_predivide_factor": 0.5, "compression": hvd.Compression.none}, 1),
+        ({"gradient_predivide_factor": 4.0, "groups": 2}, 1),
+        ({"gradient_predivide_factor": 4.0, "num_groups": 2, "op": hvd.Average}, 1),
+        ({"gradient_predivide_factor": 4.0, "groups": lambda p: [p[:2], p[3:]]}, 1),
     ):
         model = make_model()
+        if callable(groups := options.get("groups")):
+            options = {**options, "groups": groups(list(model.parameters()))}
         optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
         loss_of(model, own(x), own(y)).backward()
         optimizer.synchronize()
@@ -426,7 +431,7 @@ def test_models_that_differ_by_rank_are_named_in_step_one(size):
 
 
 @ranks(2)
-def test_sparse_gradients_need_to_be_asked_for():
+def test_sparse_gradients_as_dense_ones():
     hvd.init()
     torch.manual_seed(0)
     rows = torch.tensor([hvd.rank(), 2, 2])
@@ -439,12 +444,6 @@ def test_sparse_gradients_need_to_be_asked_for():
     optimizer.synchronize()
     expected = torch.tensor([0.5, 0.5, 2.0, 0.0]).unsqueeze(1).expand(4, 3)
     assert torch.equal(table.weight.grad, expected)
-    refusing = torch.nn.Embedding(4, 3, sparse=True)
-    hvd.DistributedOptimizer(
-        torch.optim.SGD(refusing.parameters(), lr=1.0), refusing.named_parameters()
-    )
-    with pytest.raises(ValueError, match=r"'weight' is sparse.*sparse_as_dense"):
-        refusing(rows).sum().backward()
 
 
 @ranks(2)
@@ -486,6 +485,19 @@ def test_refused_arguments():
         wrap(op=hvd.Max)
     with pytest.raises(TypeError, match="compression"):
         wrap(compression="fp16")
+    parameters = list(model.parameters())
+    with pytest.raises(ValueError, match="must not be negative"):
+        wrap(num_groups=-1)
+    with pytest.raises(ValueError, match="neither a number nor a list"):
+        wrap(groups="all")
+    with pytest.raises(ValueError, match=r"groups\[1\] is a Parameter"):
+        wrap(groups=[parameters[:2], parameters[2]])
+    with pytest.raises(ValueError, match=r"groups\[0\] has a Parameter that is no parameter of"):
+        wrap(groups=[[torch.nn.Parameter(torch.zeros(1))]])
+    with pytest.raises(
+        ValueError, match=r"groups\[1\] has a parameter that stands in groups twice"
+    ):
+        wrap(groups=[parameters[:2], parameters[1:3]])
 
 
 @ranks(2)

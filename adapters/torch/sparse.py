@@ -1,0 +1,161 @@
+"""The allreduce of sparse tensors: everybody's entries are gathered, and added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvdlite import collectives, reduction, runtime
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.errors import MismatchError
+from hvdlite.reduction import ReduceOp
+from hvdlite.torch.device_memory import lend
+from hvdlite.torch.tensors import dtype_of, taken, to_array, to_tensor, to_tensor_like
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: ReduceOp | int | None, process_set: Any = None
+) -> Callable[[], torch.Tensor]:
+    """Start to reduce a sparse tensor over all ranks.
+
+    What travels is each rank's entries, so it pays as long as these are few. Entries of one
+    place are added up, here and across ranks, 16-bit floats in float32.
+
+    Args:
+        tensor: sparse (COO), of a shape, a dtype and a number of sparse axes that are alike
+            on all ranks; with any number of entries. It must not change until the end.
+        name: pairs this call with those of the other ranks; None: by order.
+        op: Sum or Average.
+        process_set: the ranks that take part; None: all.
+
+    Returns:
+        A function that waits, and returns the reduced tensor, coalesced. It raises
+        HorovodInternalError where the ranks disagree or communication failed.
+
+    Raises:
+        ValueError: the tensor is not sparse, or its dtype cannot be reduced so.
+        NotImplementedError: another op.
+    """
+    # Before anything can be refused: a refusal must not shift the names of later calls.
+    options = {} if process_set is None else {"process_set": process_set}
+    name = name or runtime.engine(**options).unnamed("sparse_allreduce")
+    chosen = reduction.choose(None, op)
+    _check(tensor, chosen)
+    own = _coalesced(tensor.detach())
+    handles = [
+        collectives.allgather_rows_async(array, f"{name}.{part}", **options)
+        for part, array in (
+            ("indices", to_array(_described(own, chosen))),
+            ("values", to_array(own.values().reshape(-1), lend)),
+        )
+    ]
+
+    def wait() -> torch.Tensor:
+        results, errors = [], []
+        for handle in handles:  # to the last, whatever becomes of the first
+            try:
+                results.append(taken(handle.wait()))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        (described, rows), (values, _) = results
+        indices = _indices(name, to_tensor(described).split(rows), own, chosen)
+        size = len(rows) if chosen is ReduceOp.AVERAGE else 1
+        return _sum(indices.to(own.device), to_tensor_like(values, own.values()), own, size)
+
+    return wait
+
+
+def empty_like(tensor: torch.Tensor, sparse_axes: int) -> torch.Tensor:
+    """A sparse tensor without entries.
+
+    Args:
+        tensor: gives shape, dtype and device.
+        sparse_axes: how many axes, the first ones, are sparse.
+    """
+    indices = torch.empty((sparse_axes, 0), dtype=torch.int64, device=tensor.device)
+    entry = tensor.shape[sparse_axes:]
+    values = torch.empty((0, *entry), dtype=tensor.dtype, device=tensor.device)
+    return _sparse(indices, values, tensor.shape, is_coalesced=True)
+
+
+def _check(tensor: torch.Tensor, op: ReduceOp) -> None:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise ValueError(
+            f"expected a sparse tensor (torch.sparse_coo), found {kind}; call .to_sparse() "
+            "first, or use hvd.allreduce"
+        )
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise NotImplementedError(
+            f"sparse tensors are reduced by hvd.Sum or hvd.Average, not {op.name.capitalize()}; "
+            "use hvd.allreduce(tensor.to_dense(), op=...) for the others"
+        )
+    reduction.check(op, dtype_of(tensor.dtype))
+
+
+def _coalesced(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with one entry for each place, added up in float32 if it is of 16 bits."""
+    if tensor.is_coalesced() or tensor.dtype not in (torch.float16, torch.bfloat16):
+        return tensor.coalesce()
+    return tensor.float().coalesce().to(tensor.dtype)
+
+
+def _described(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """What ranks have to agree on, and then the indices, of shape (entries, sparse axes), flat."""
+    head = torch.tensor(_head(tensor, op), dtype=torch.int64)
+    return torch.cat([head, tensor.indices().cpu().t().reshape(-1)])
+
+
+def _head(tensor: torch.Tensor, op: ReduceOp) -> list[int]:
+    return [int(op), tensor.sparse_dim(), tensor.dim(), *tensor.shape]
+
+
+def _indices(
+    name: str, parts: Sequence[torch.Tensor], own: torch.Tensor, op: ReduceOp
+) -> torch.Tensor:
+    """All ranks' indices, of shape (sparse axes, entries), if the ranks agree on the rest."""
+    heads = [part[: 3 + int(part[2])].tolist() for part in parts]
+    if any(head != heads[0] for head in heads):
+        found = {_text(head): None for head in heads}
+        by_rank = [
+            f"{text} on {ranks_text([r for r, head in enumerate(heads) if _text(head) == text])}"
+            for text in found
+        ]
+        raise MismatchError(
+            f"the ranks submitted different sparse tensors as {name!r}: {'; '.join(by_rank)}; "
+            "submit the same operation with the same shape on all ranks"
+        )
+    flat = torch.cat([part[len(heads[0]) :] for part in parts])
+    return flat.reshape(-1, own.sparse_dim()).t()
+
+
+def _text(head: Sequence[int]) -> str:
+    op, sparse_axes, _, *shape = head
+    return f"{ReduceOp(op).name.capitalize()} of shape {shape}, {sparse_axes} of its axes sparse"
+
+
+def _sum(
+    indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor, divisor: int
+) -> torch.Tensor:
+    """Add up entries, and divide the sums."""
+    wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+    values = values.reshape(indices.shape[1], *like.shape[like.sparse_dim() :]).to(wide)
+    total = _sparse(indices, values, like.shape).coalesce()
+    sums = total.values()
+    if divisor > 1:
+        whole = not (wide.is_floating_point or wide.is_complex)
+        sums = torch.div(sums, divisor, rounding_mode="trunc") if whole else sums / divisor
+    return _sparse(total.indices(), sums.to(like.dtype), like.shape, is_coalesced=True)
+
+
+def _sparse(
+    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool | None = None
+) -> torch.Tensor:
+    # They come from tensors that were made of them before; and torch wants to be told.
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=is_coalesced, check_invariants=False
+    )

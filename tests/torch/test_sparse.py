@@ -1,0 +1,279 @@
+import contextlib
+
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import torch
+
+import hvdlite.torch as hvd
+from tests.torch.checks import assert_close, assert_identical_on_all_ranks
+
+ROWS, COLUMNS = 7, 3
+
+
+def entries(rank, dtype=torch.float64, count=4):
+    """What a rank brings: some places twice, and small whole numbers, which add up exactly."""
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randint(ROWS, (1, count), generator=generator)
+    indices[:, -1:] = indices[:, :1]
+    values = torch.randint(1, 9, (count, COLUMNS), generator=generator).to(dtype)
+    return torch.sparse_coo_tensor(indices, values, (ROWS, COLUMNS), check_invariants=True)
+
+
+def dense_sum(size, **options):
+    return sum(entries(rank, **options).to_dense().double() for rank in range(size))
+
+
+@ranks(1, 2, 3, 4)
+def test_sums_and_averages(size):
+    hvd.init()
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        mine = entries(hvd.rank(), dtype)
+        for op, divisor in ((hvd.Sum, 1), (hvd.Average, size)):
+            reduced = hvd.sparse_allreduce_async(mine, name="table", op=op)()
+            assert reduced.is_coalesced()
+            assert reduced.dtype == dtype
+            expected = (dense_sum(size) / divisor).to(dtype)
+            assert_close(reduced.to_dense(), expected)
+            assert len(set(map(str, hvd.allgather_object(reduced.values().tolist())))) == 1
+            assert reduced._nnz() == (dense_sum(size).sum(1) != 0).sum()
+
+
+@ranks(2, 3)
+def test_whole_numbers_are_cut_towards_zero(size):
+    hvd.init()
+    mine = torch.tensor([0, 0, -1 - hvd.rank()], dtype=torch.int32).to_sparse()
+    average = hvd.sparse_allreduce_async(mine, None, hvd.Average)().to_dense()
+    assert average.tolist() == [0, 0, -((size * (size + 1) // 2) // size)]
+
+
+@ranks(2, 3)
+def test_numbers_of_entries_differ_and_axes_are_many(size):
+    hvd.init()
+    dense = torch.zeros(3, 4, 5)
+    dense[hvd.rank() % 3, : hvd.rank(), 1] = 1.0  # rank 0 has none
+    for sparse_axes in (1, 2, 3):
+        total = hvd.sparse_allreduce_async(dense.to_sparse(sparse_axes), None, hvd.Sum)()
+        assert total.sparse_dim() == sparse_axes
+        assert torch.equal(total.to_dense(), hvd.allreduce(dense, op=hvd.Sum))
+
+
+@ranks(2)
+def test_several_are_on_their_way_at_once():
+    hvd.init()
+    order = range(5) if hvd.rank() == 0 else reversed(range(5))
+    waits = {
+        n: hvd.sparse_allreduce_async(entries(hvd.rank() + 10 * n), f"t{n}", hvd.Sum) for n in order
+    }
+    for n, wait in waits.items():
+        expected = entries(10 * n).to_dense() + entries(10 * n + 1).to_dense()
+        assert torch.equal(wait().to_dense(), expected)
+
+
+@ranks(2, 3)
+def test_what_cannot_be_reduced_is_refused_at_once():
+    hvd.init()
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        with pytest.raises(NotImplementedError, match=f"not {op.name.capitalize()}"):
+            hvd.sparse_allreduce_async(entries(0), "table", op)
+    for found in (torch.zeros(3), [1.0]):
+        with pytest.raises(ValueError, match="expected a sparse tensor"):
+            hvd.sparse_allreduce_async(found, "table", hvd.Sum)
+    with pytest.raises(ValueError, match="Average is not defined for dtype bool"):
+        hvd.sparse_allreduce_async(torch.ones(2, dtype=torch.bool).to_sparse(), "b", hvd.Average)
+    # The refusals have not shifted the names of what follows.
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+@ranks(2, 3)
+def test_ranks_that_disagree_get_an_error_on_all(size):
+    hvd.init()
+    last = hvd.rank() == size - 1
+    differing = (
+        (torch.eye(4 + last).to_sparse(), hvd.Sum, r"\[4, 4\].* on ranks? 0.*\[5, 5\]"),
+        (torch.eye(4).to_sparse(1 + last), hvd.Sum, "1 of its axes sparse.*2 of its axes sparse"),
+        (torch.eye(4).to_sparse(), hvd.Sum if last else hvd.Average, "Average of shape.*; Sum"),
+        (torch.eye(4, dtype=torch.float64 if last else None).to_sparse(), hvd.Sum, "dtype"),
+    )
+    for tensor, op, said in differing:
+        wait = hvd.sparse_allreduce_async(tensor, "table", op)
+        with pytest.raises(hvd.HorovodInternalError, match=said):
+            wait()
+        found = hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "table", hvd.Sum)()
+        assert torch.equal(found.to_dense(), size * torch.eye(2))
+
+
+class Tables(torch.nn.Module):
+    """A sparse table, a second one that only some ranks use, and a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Embedding(ROWS, COLUMNS, sparse=True, dtype=torch.float64)
+        self.second = torch.nn.Embedding(ROWS, COLUMNS, sparse=True, dtype=torch.float64)
+        self.layer = torch.nn.Linear(COLUMNS, 2, dtype=torch.float64)
+
+    def forward(self, rows, second):
+        found = self.first(rows)
+        if second:
+            found = found + self.second(rows)
+        return self.layer(found.sum(0)).square().mean()
+
+
+def rows_of(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(ROWS, (3 + rank,), generator=generator)
+
+
+def uses_second(rank, step):
+    return (rank + step) % 3 == 0
+
+
+def trained_alone(size, steps, make, op=hvd.Average):
+    """One process that adds up all ranks' gradients."""
+    model = Tables()
+    optimizer = make(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        total = sum(model(rows_of(r, step), uses_second(r, step)) for r in range(size))
+        (total / size if op is hvd.Average else total).backward()
+        optimizer.step()
+    return model
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def assert_alike(model, reference):
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(mine, theirs, 1e-12)
+    assert_identical_on_all_ranks(model)
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_training_with_sparse_gradients_equals_one_process(size, op):
+    """A table that is not used here in a step, or nowhere, is no hang."""
+    hvd.init()
+    model = Tables()
+    optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters(), op=op)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(rows_of(hvd.rank(), step), uses_second(hvd.rank(), step)).backward()
+        optimizer.synchronize()
+        assert model.first.weight.grad.is_sparse
+        anywhere = any(uses_second(rank, step) for rank in range(size))
+        assert (model.second.weight.grad is not None) == anywhere
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert_alike(model, trained_alone(size, 6, make_optimizer, op))
+
+
+@ranks(2)
+def test_sparse_tables_take_no_room_in_buckets_after_the_first_step():
+    hvd.init()
+    model = Tables()
+    optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(rows_of(hvd.rank(), step), second=True).backward()
+        optimizer.step()
+    exchange = optimizer._reducer._sets[0].exchange
+    assert exchange.apart == {0, 1}
+    assert [exchange.slot(number).size for number in range(4)] == [0, 0, 6, 2]
+
+
+@ranks(2)
+def test_sparse_adam_and_accumulation_and_a_step_without_backward(size):
+    hvd.init()
+    table = torch.nn.Embedding(ROWS, COLUMNS, sparse=True, dtype=torch.float64)
+    reference = torch.nn.Embedding(ROWS, COLUMNS, sparse=True, dtype=torch.float64)
+    for each in (table, reference):
+        torch.nn.init.constant_(each.weight, 1.0)
+    plain = torch.optim.SparseAdam(reference.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SparseAdam(table.parameters(), lr=0.1),
+        table.named_parameters(),
+        backward_passes_per_step=2,
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for part in range(2):
+            for rank in range(size):
+                if step == 2 and rank == 1:
+                    continue  # takes its step without a gradient
+                own, one = (
+                    each(rows_of(rank, 2 * step + part)).square().sum()
+                    for each in (table, reference)
+                )
+                (one / size).backward()
+                if rank == hvd.rank():
+                    own.backward()
+        optimizer.step()
+        plain.step()
+    assert_alike(table, reference)
+
+
+def dense_and_sparse():
+    """A table that can be read in both ways."""
+    table = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=1.0), [("table", table)])
+
+    def step(sparse):
+        optimizer.zero_grad()
+        rows = torch.tensor([hvd.rank()])
+        torch.nn.functional.embedding(rows, table, sparse=sparse).sum().backward()
+        optimizer.step()
+
+    return table, step
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("steps_before", [0, 1, 4])
+def test_sparse_here_and_dense_there_is_an_error_on_all_ranks(size, steps_before):
+    hvd.init()
+    table, step = dense_and_sparse()
+    for _ in range(steps_before):
+        step(sparse=True)
+    with pytest.raises(
+        hvd.HorovodInternalError, match=r"'table' is dense on ranks? 0.* and sparse"
+    ):
+        step(sparse=hvd.rank() > 0)
+    step(sparse=True)
+    done = torch.zeros(ROWS)
+    done[:size] = -(steps_before + 1) / size
+    assert_close(table, done.unsqueeze(1).expand(ROWS, COLUMNS), 1e-6)
+
+
+@ranks(1, 2, 3)
+def test_dense_on_all_ranks_after_sparse_ones(size):
+    hvd.init()
+    table, step = dense_and_sparse()
+    kinds = [True, False, True, True, False, False, True]
+    for sparse in kinds:
+        step(sparse)
+        assert table.grad.is_sparse == sparse
+    done = torch.zeros(ROWS)
+    done[:size] = -len(kinds) / size
+    assert_close(table, done.unsqueeze(1).expand(ROWS, COLUMNS), 1e-6)
+
+
+@ranks(2)
+def test_a_sparse_gradient_that_is_changed_too_early_is_an_error():
+    hvd.init()
+    model = Tables()
+    optimizer = hvd.DistributedOptimizer(make_optimizer(model), model.named_parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(rows_of(hvd.rank(), 0), second=True).backward()
+        model.first.weight.grad.mul_(2)
+        with pytest.raises(RuntimeError, match=r"'first.weight' was changed after backward"):
+            optimizer.step()
+    with contextlib.suppress(RuntimeError):
+        optimizer.zero_grad()
+    optimizer.step()

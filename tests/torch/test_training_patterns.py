@@ -1,0 +1,410 @@
+"""What programs do around a training step, against one process on all ranks' data."""
+
+import warnings
+
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import hvdlite.torch as hvd
+from tests.torch.checks import assert_close, assert_identical_on_all_ranks
+
+STEPS = 5
+SAMPLES = 12  # divisible by 1, 2, 3 and 4
+
+
+def make_model(seed=0, inputs=4, outputs=2):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(inputs, 8), torch.nn.Tanh(), torch.nn.Linear(8, outputs)
+    ).double()
+
+
+def data_of(step, columns=4):
+    """All ranks' samples of a step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(SAMPLES, columns, generator=generator, dtype=torch.float64)
+
+
+def own(whole):
+    share = SAMPLES // hvd.size()
+    return whole[hvd.rank() * share :][:share]
+
+
+def everything(whole):
+    return whole
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+
+
+def distribute(optimizer, **options):
+    return hvd.DistributedOptimizer(optimizer, **options)
+
+
+def check_alike(train, *models_of, tolerance=1e-11):
+    """Run ``train(models, wrap, part)`` here with all ranks, and alone on everything."""
+    hvd.init()
+    mine, alone = ([make() for make in models_of] for _ in range(2))
+    train(mine, distribute, own)
+    train(alone, lambda optimizer, **options: optimizer, everything)
+    for model, reference in zip(mine, alone, strict=True):
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_close(parameter, expected, tolerance)
+        assert_identical_on_all_ranks(model)
+
+
+@ranks(2, 3)
+def test_two_networks_that_train_against_each_other():
+    """A GAN: the generator's pass leaves gradients in the critic, which are thrown away."""
+
+    def train(models, wrap, part):
+        generator, critic = models
+        optimizers = [wrap(sgd(model)) for model in models]
+        for step in range(STEPS):
+            real, noise = part(data_of(step, 2)), part(data_of(100 + step))
+            optimizers[1].zero_grad()
+            (critic(generator(noise).detach()).mean() - critic(real).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            optimizers[1].zero_grad()
+            for parameter in critic.parameters():
+                parameter.requires_grad_(False)
+            (critic(generator(noise)) - 1).square().mean().backward()
+            for parameter in critic.parameters():
+                parameter.requires_grad_(True)
+            optimizers[0].step()
+
+    check_alike(train, make_model, lambda: make_model(1, 2, 1))
+
+
+@ranks(2)
+def test_two_optimizers_on_one_model_one_of_them_every_other_step():
+    def train(models, wrap, part):
+        (model,) = models
+        first = wrap(torch.optim.SGD(model[0].parameters(), lr=0.1))
+        second = wrap(torch.optim.Adam(model[2].parameters(), lr=0.01), backward_passes_per_step=2)
+        for step in range(6):
+            first.zero_grad()
+            model(part(data_of(step))).square().mean().backward()
+            first.step()
+            if step % 2:
+                second.step()
+                second.zero_grad()
+
+    check_alike(train, make_model)
+
+
+class Tied(torch.nn.Module):
+    """The first and the last layer have one weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inside = torch.nn.Linear(4, 6, bias=False, dtype=torch.float64)
+        self.outside = torch.nn.Linear(6, 4, dtype=torch.float64)
+        self.again = torch.nn.Linear(4, 6, bias=False, dtype=torch.float64)
+        self.again.weight = self.inside.weight
+
+    def forward(self, x):
+        return self.again(self.outside(torch.tanh(self.inside(x))))
+
+
+@ranks(2, 3)
+def test_shared_parameters():
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer = wrap(sgd(model))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(part(data_of(step))).square().mean().backward()
+            optimizer.step()
+
+    check_alike(train, Tied)
+
+
+@ranks(2)
+def test_a_gradient_penalty():
+    """``create_graph=True``: the second derivative is one of the step's gradients."""
+
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer = wrap(sgd(model))
+        for step in range(STEPS):
+            x = part(data_of(step)).clone().requires_grad_()
+            optimizer.zero_grad()
+            output = model(x)
+            (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+            (output.square().mean() + slope.square().sum(1).mean()).backward()
+            optimizer.step()
+
+    check_alike(train, make_model)
+
+
+@ranks(2)
+def test_backward_with_create_graph():
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    for step in range(5):
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*create_graph=True")
+            model(own(data_of(step))).square().mean().backward(create_graph=True)
+        optimizer.step()
+        assert_identical_on_all_ranks(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers(reentrant):
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer = wrap(sgd(model))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = part(data_of(step)).clone().requires_grad_()
+            hidden = checkpoint(model[:2], x, use_reentrant=reentrant)
+            checkpoint(model[2], hidden, use_reentrant=reentrant).square().mean().backward()
+            optimizer.step()
+
+    check_alike(train, make_model)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str
+)
+def test_implementations_of_the_step(options):
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer = wrap(sgd(model, **options))
+        for step in range(STEPS):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            model(part(data_of(step))).square().mean().backward()
+            optimizer.step()
+
+    check_alike(train, make_model)
+
+
+@ranks(2)
+def test_layers_that_are_frozen_and_thawed_between_steps():
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer = wrap(sgd(model))
+        for step in range(8):
+            for parameter in model[0].parameters():
+                parameter.requires_grad_(step % 3 != 1)
+            optimizer.zero_grad()
+            model(part(data_of(step))).square().mean().backward()
+            optimizer.step()
+
+    check_alike(train, make_model)
+
+
+@ranks(2, 3)
+def test_layers_of_several_types():
+    hvd.init()
+    torch.manual_seed(0)
+    kinds = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+    model = torch.nn.ModuleList(torch.nn.Linear(3, 3, dtype=dtype) for dtype in kinds)
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = own(data_of(step, 3))
+        for layer, dtype in zip(model, kinds, strict=True):
+            x = layer(x.to(dtype)).tanh()
+        x.square().mean().backward()
+        optimizer.step()
+        assert [layer.weight.grad.dtype for layer in model] == kinds
+    assert_identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_hooks_of_the_users_own():
+    """A tensor's hook changes what is exchanged; a hook after accumulation sees it before."""
+
+    def train(models, wrap, part):
+        (model,) = models
+        seen = []
+
+        def see(parameter):
+            seen.append(parameter.grad.clone())
+
+        weight, bias = model[0].weight, model[0].bias
+        weight.register_hook(lambda gradient: gradient * 2)
+        bias.register_post_accumulate_grad_hook(
+            lambda parameter: seen.append(parameter.grad.clone())
+        )
+        optimizer = wrap(sgd(model))
+        weight.register_hook(lambda gradient: gradient * 1.5)
+        bias.register_post_accumulate_grad_hook(
+            lambda parameter: seen.append(parameter.grad.clone())
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(part(data_of(step))).square().mean().backward()
+            optimizer.step()
+        assert len(seen) == 2 * STEPS
+        assert all(map(torch.equal, seen[::2], seen[1::2]))  # this rank's own, both
+
+    check_alike(train, make_model)
+
+
+def double(parameter):
+    parameter.grad.mul_(2)
+
+
+@ranks(2)
+def test_a_hook_that_changes_the_gradient_after_ours_is_noticed():
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    model[0].weight.register_post_accumulate_grad_hook(double)
+    for step in range(5):
+        optimizer.zero_grad()
+        model(own(data_of(step))).square().mean().backward()
+        with pytest.raises(RuntimeError, match="was changed after backward"):
+            optimizer.step()
+
+
+@ranks(2)
+def test_a_hook_before_ours_may_change_the_gradient_in_place():
+    def train(models, wrap, part):
+        (model,) = models
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(double)
+        optimizer = wrap(sgd(model))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(part(data_of(step))).square().mean().backward()
+            optimizer.step()
+
+    check_alike(train, make_model)
+
+
+class Scaled(torch.autograd.Function):
+    """Returns gradients that are views of one tensor."""
+
+    @staticmethod
+    def forward(ctx, x, scale, shift):
+        ctx.save_for_backward(x, scale)
+        return x * scale + shift
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, scale = ctx.saved_tensors
+        both = torch.stack([(upstream * x).sum(0), upstream.sum(0)])
+        return upstream * scale, both[0], both[1]
+
+
+class ScaledLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+        self.shift = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x):
+        return Scaled.apply(x, self.scale, self.shift)
+
+
+@ranks(2)
+def test_gradients_that_share_memory_while_they_are_accumulated():
+    """They share a version, too, so that one seems to be changed when the other is added to."""
+
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer = wrap(sgd(model), backward_passes_per_step=2)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for half in range(2):
+                model(part(data_of(2 * step + half))).square().mean().backward()
+            optimizer.step()
+
+    check_alike(train, ScaledLayer)
+
+
+@ranks(2, 3)
+def test_autocast_with_a_scaler_clipping_and_an_overflow_on_one_rank(size):
+    hvd.init()
+    model = make_model().float()
+    optimizer = hvd.DistributedOptimizer(sgd(model))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(own(data_of(step)).float())
+        loss = output.float().square().mean()
+        if step == 3 and hvd.rank() == size - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm.isfinite() == (step != 3)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        moved = not all(map(torch.equal, model.parameters(), before))
+        assert moved == (step != 3)
+        assert_identical_on_all_ranks(model)
+        scheduler.step()
+    assert scaler.get_scale() == 512.0
+
+
+@ranks(2, 3)
+def test_branches_that_only_one_rank_takes(size):
+    """In turns, and with another optimizer's parameters in between."""
+    hvd.init()
+    branches, references = (
+        torch.nn.ModuleList(make_model(seed) for seed in range(3)) for _ in range(2)
+    )
+    optimizer = hvd.DistributedOptimizer(sgd(branches))
+    plain = sgd(references)
+
+    def chosen(rank, step):
+        return (rank + step) % 3 if step != 2 else 0
+
+    share = SAMPLES // size
+    for step in range(7):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        whole = data_of(step)
+        branches[chosen(hvd.rank(), step)](own(whole)).square().mean().backward()
+        for rank in range(size):
+            part = whole[rank * share :][:share]
+            (references[chosen(rank, step)](part).square().mean() / size).backward()
+        optimizer.step()
+        plain.step()
+    for parameter, expected in zip(branches.parameters(), references.parameters(), strict=True):
+        assert_close(parameter, expected)
+    assert_identical_on_all_ranks(branches)
+
+
+@ranks(2)
+def test_the_loss_itself_is_averaged_through_hvd():
+    """A loss that is reduced by a differentiable collective, beside the exchange."""
+
+    def train(models, wrap, part):
+        (model,) = models
+        optimizer = wrap(sgd(model))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            output = model(part(data_of(step)))
+            loss = mse_loss(output, torch.ones_like(output))
+            if part is own:
+                loss = hvd.allreduce(loss, op=hvd.Average)
+                loss = loss * 1.0
+            loss.backward()
+            optimizer.step()
+
+    check_alike(train, make_model)
