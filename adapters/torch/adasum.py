@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 
-from hvdlite import runtime, world
+from hvdlite import runtime
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientExchange
+from hvdlite.process_sets import ProcessSet
+from hvdlite.torch.labels import next_label
 from hvdlite.torch.parameter_set import release
 from hvdlite.torch.tensors import dtype_of, to_tensor
 from hvdlite.torch.wrapping import Wrapped, change_class, checked_passes
-
-_numbers = itertools.count()
 
 
 def wrap_for_adasum(
@@ -24,6 +23,7 @@ def wrap_for_adasum(
     names: dict[torch.Tensor, str],
     strategy: Strategy,
     reduction: Reduction,
+    process_set: ProcessSet,
 ) -> Any:
     """Make an optimizer combine the ranks' steps.
 
@@ -32,8 +32,9 @@ def wrap_for_adasum(
         names: of its parameters, in the order of their registration.
         strategy: how the changes of the weights travel.
         reduction: Adasum.
+        process_set: the ranks that take part.
     """
-    steps = Steps(names, strategy, reduction)
+    steps = Steps(names, strategy, reduction, process_set)
     wrapped = change_class(optimizer, _DistributedAdasum)
     wrapped._steps = steps
     wrapped._parameter_names = names
@@ -94,15 +95,21 @@ class Steps:
         names: of the parameters, in the order of their registration.
         strategy: how changes travel.
         reduction: how they are combined.
+        process_set: the ranks that take part.
     """
 
     def __init__(
-        self, names: dict[torch.Tensor, str], strategy: Strategy, reduction: Reduction
+        self,
+        names: dict[torch.Tensor, str],
+        strategy: Strategy,
+        reduction: Reduction,
+        process_set: ProcessSet,
     ) -> None:
         self._names = names
         self._strategy = strategy
         self._reduction = reduction
-        self._engine = runtime.engine()
+        self._process_set = process_set
+        self._engine = runtime.engine(process_set)
         self._sets: list[_Set] = []
         self._attached: set[int] = set()  # by id; the sets keep them alive
 
@@ -116,7 +123,8 @@ class Steps:
             self._names.setdefault(parameter, f"parameter.{len(self._names)}")
         fresh.sort(key=lambda parameter: order.get(parameter, len(order)))
         release(fresh)
-        self._sets.append(_Set(fresh, f"DistributedOptimizer for Adasum {next(_numbers)}"))
+        label = next_label("DistributedOptimizer for Adasum", self._process_set)
+        self._sets.append(_Set(fresh, label))
         self._connect(self._sets[-1])
         self._attached.update(map(id, fresh))
 
@@ -131,12 +139,12 @@ class Steps:
 
     def begin(self) -> None:
         """Remember the weights as they are, before a step."""
-        engine = runtime.engine()
+        engine = runtime.engine(self._process_set)
         if engine is not self._engine:  # after shutdown() and init()
             self._engine = engine
             for members in self._sets:
                 self._connect(members)
-        if world.size() > 1:
+        if engine.size > 1:
             for members in self._sets:
                 members.begin()
 

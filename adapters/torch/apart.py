@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.collectives import allreduce_async
 from hvdlite.torch.sparse import empty_like, sparse_allreduce_async
@@ -29,14 +30,14 @@ class Apart(NamedTuple):
     sparse_axes: int | None
 
 
-def reduce_apart(members: Sequence[Apart], op: ReduceOp) -> None:
+def reduce_apart(members: Sequence[Apart], op: ReduceOp, process_set: ProcessSet) -> None:
     """Write reduced gradients into parameters' ``grad``; all ranks do it for the same ones.
 
     Raises:
         HorovodInternalError: the ranks disagree, or communication failed; after the last has
             been waited for.
     """
-    waits = [_start(member, op) for member in members]
+    waits = [_start(member, op, process_set) for member in members]
     errors: list[Exception] = []
     for member, wait in zip(members, waits, strict=True):
         try:
@@ -47,10 +48,10 @@ def reduce_apart(members: Sequence[Apart], op: ReduceOp) -> None:
         raise errors[0]
 
 
-def _start(member: Apart, op: ReduceOp) -> Callable[[], torch.Tensor]:
+def _start(member: Apart, op: ReduceOp, process_set: ProcessSet) -> Callable[[], torch.Tensor]:
     name, parameter, gradient, sparse_axes = member
     if sparse_axes is not None:
         own = empty_like(parameter, sparse_axes) if gradient is None else gradient
-        return sparse_allreduce_async(own, name, op)
+        return sparse_allreduce_async(own, name, op, process_set)
     own = torch.zeros_like(parameter) if gradient is None else gradient
-    return allreduce_async(own.detach(), name=name, op=op).wait
+    return allreduce_async(own.detach(), name=name, op=op, process_set=process_set).wait

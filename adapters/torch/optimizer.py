@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch.adasum import wrap_for_adasum
 from hvdlite.torch.reducer import Reducer
@@ -33,6 +34,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     num_groups: int = 0,
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Make an optimizer average its gradients over all ranks before it steps.
 
@@ -65,6 +67,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups: likewise; a number, or lists of parameters.
         sparse_as_dense: exchange sparse gradients as dense ones. Else the entries of all ranks
             are gathered and added up, which pays while they are few; they are not compressed.
+        process_set: the ranks that take part, which alone make this optimizer.
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()`` and
@@ -73,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         ValueError: it is wrapped already, ``named_parameters`` is malformed, has a name
             twice or lacks a parameter, ``groups`` has something else than parameters of the
-            optimizer, or an argument is out of range.
+            optimizer, this rank is not in the process set, or an argument is out of range.
         TypeError: it is no torch optimizer, or ``compression`` is no strategy.
     """
     check_optimizer(optimizer)
@@ -83,8 +86,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
     passes = checked_passes(backward_passes_per_step)
     if reduction.op is ReduceOp.ADASUM:
-        return wrap_for_adasum(optimizer, names, strategy, reduction)
-    reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense)
+        return wrap_for_adasum(optimizer, names, strategy, reduction, process_set)
+    reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense, process_set)
     wrapped = change_class(optimizer, _Distributed)
     wrapped._reducer = reducer
     wrapped._parameter_names = reducer.names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvdlite import timeline
 from hvdlite.torch.apart import Apart, reduce_apart
 from hvdlite.torch.arrivals import Arrivals
+from hvdlite.torch.labels import next_label
 from hvdlite.torch.tensors import to_tensor
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ _LARGE = 2**16
 # back, and every step would fetch it anew, page by page, which takes longer than a copy.
 _HUGE = 2**25
 
-_numbers = itertools.count()
 # Of each parameter, the hook of the optimizer that was wrapped last.
 _hooks = WeakTensorKeyDictionary()
 
@@ -54,9 +53,7 @@ class ParameterSet:
         parameters: Sequence[torch.Tensor],
         memory: CudaMemory | None = None,
     ) -> None:
-        # Ranks make their optimizers in the same order. The number outlives the engine, so
-        # that exchanges keep their names whoever is the first to use a new world.
-        self._label = f"DistributedOptimizer {next(_numbers)}"
+        self._label = next_label("DistributedOptimizer", reducer.process_set)
         self._reducer = reducer
         self._parameters = list(parameters)
         self._memory = memory
@@ -405,6 +402,7 @@ class ParameterSet:
                 for number in numbers
             ],
             self._reducer.op,
+            self._reducer.process_set,
         )
 
     def _average(self, number: int) -> torch.Tensor:

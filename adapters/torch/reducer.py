@@ -9,6 +9,7 @@ import torch
 from hvdlite import runtime
 from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientExchange
+from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
@@ -25,6 +26,10 @@ class Reducer:
         reduction: sum or average.
         passes_per_step: backward passes after which a gradient is complete.
         sparse_as_dense: take sparse gradients, as dense ones.
+        process_set: the ranks that take part.
+
+    Attributes:
+        process_set: as given.
     """
 
     def __init__(
@@ -34,14 +39,16 @@ class Reducer:
         reduction: Reduction,
         passes_per_step: int,
         sparse_as_dense: bool,
+        process_set: ProcessSet,
     ) -> None:
+        self.process_set = process_set
         self.names = names
         self._strategy = strategy
         self._reduction = reduction
         self._sparse_as_dense = sparse_as_dense
         self.passes_per_step = passes_per_step
         self._synchronized = False
-        self._engine = runtime.engine()
+        self._engine = runtime.engine(process_set)
         self._sets: list[ParameterSet] = []
         self._attached: set[int] = set()  # by id; the sets keep them alive
 
@@ -120,7 +127,7 @@ class Reducer:
 
     def reconnect(self) -> None:
         """Follow ``shutdown()`` and ``init()`` into the new world."""
-        engine = runtime.engine()
+        engine = runtime.engine(self.process_set)
         if engine is not self._engine:
             self._engine = engine
             for members in self._sets:
@@ -128,7 +135,7 @@ class Reducer:
 
     def restart(self) -> None:
         """Forget the gradients of a step that was given up, and follow into the current world."""
-        self._engine = runtime.engine()
+        self._engine = runtime.engine(self.process_set)
         self._synchronized = False
         for members in self._sets:
             members.restart()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from hvdlite import collectives, reduction, runtime
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import MismatchError
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.device_memory import lend
 from hvdlite.torch.tensors import dtype_of, taken, to_array, to_tensor, to_tensor_like
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None, op: ReduceOp | int | None, process_set: Any = None
+    tensor: torch.Tensor,
+    name: str | None,
+    op: ReduceOp | int | None,
+    process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
     """Start to reduce a sparse tensor over all ranks.
 
@@ -28,7 +31,7 @@ def sparse_allreduce_async(
             on all ranks; with any number of entries. It must not change until the end.
         name: pairs this call with those of the other ranks; None: by order.
         op: Sum or Average.
-        process_set: the ranks that take part; None: all.
+        process_set: the ranks that take part.
 
     Returns:
         A function that waits, and returns the reduced tensor, coalesced. It raises
@@ -39,13 +42,12 @@ def sparse_allreduce_async(
         NotImplementedError: another op.
     """
     # Before anything can be refused: a refusal must not shift the names of later calls.
-    options = {} if process_set is None else {"process_set": process_set}
-    name = name or runtime.engine(**options).unnamed("sparse_allreduce")
+    name = name or runtime.engine(process_set).unnamed("sparse_allreduce")
     chosen = reduction.choose(None, op)
     _check(tensor, chosen)
     own = _coalesced(tensor.detach())
     handles = [
-        collectives.allgather_rows_async(array, f"{name}.{part}", **options)
+        collectives.allgather_rows_async(array, f"{name}.{part}", process_set=process_set)
         for part, array in (
             ("indices", to_array(_described(own, chosen))),
             ("values", to_array(own.values().reshape(-1), lend)),

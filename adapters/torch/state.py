@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hvdlite import collectives, objects, runtime, world
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.collectives import broadcast_async_
@@ -24,7 +25,9 @@ Parameters = (
 )
 
 
-def broadcast_parameters(params: Parameters, root_rank: int) -> None:
+def broadcast_parameters(
+    params: Parameters, root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
     """Overwrite tensors with those of rank ``root_rank``.
 
     Args:
@@ -32,18 +35,21 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
             list or generator of names and tensors or of tensors alone, or a module (its
             state_dict). Entries that are None are left alone.
         root_rank: the rank whose values count.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: there is no such rank, or ``params`` holds something else, or what a module
             returns from ``get_extra_state``, which cannot be overwritten in place.
         HorovodInternalError: the ranks disagree on names, shapes or dtypes.
     """
-    prefix = runtime.engine().unnamed("broadcast_parameters")
+    engine = runtime.engine(process_set)
+    prefix = engine.unnamed("broadcast_parameters")
+    collectives.checked_root(engine, root_rank)  # at once: what follows waits for the others
     tensors = [(name, _checked(name, entry)) for name, entry in _named(params) if entry is not None]
     layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
-    collectives.agree_on(f"{prefix}: its tensors", layout)
+    collectives.agree_on(f"{prefix}: its tensors", layout, process_set)
     handles = [
-        broadcast_async_(tensor, root_rank, f"{prefix}: {number} {name}")
+        broadcast_async_(tensor, root_rank, f"{prefix}: {number} {name}", process_set)
         for number, (name, tensor) in enumerate(tensors)
     ]
     for handle in handles:
@@ -95,7 +101,10 @@ def has_extra_state(module: torch.nn.Module) -> bool:
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: Any = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give every rank's optimizer the state and the options of rank ``root_rank``'s.
 
@@ -105,6 +114,7 @@ def broadcast_optimizer_state(
         optimizer: any torch optimizer, wrapped or not; on all ranks over the same parameters.
         root_rank: the rank whose state counts.
         model: not needed; accepted because Horovod takes it.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: there is no such rank.
@@ -115,11 +125,14 @@ def broadcast_optimizer_state(
         [(tuple(parameter.shape), str(parameter.dtype)) for parameter in group["params"]]
         for group in optimizer.param_groups
     ]
-    name = runtime.engine().unnamed("broadcast_optimizer_state")
-    collectives.agree_on(f"{name}: its parameters", [str(group) for group in groups])
+    engine = runtime.engine(process_set)
+    name = engine.unnamed("broadcast_optimizer_state")
+    collectives.checked_root(engine, root_rank)  # at once: what follows waits for the others
+    described = [str(group) for group in groups]
+    collectives.agree_on(f"{name}: its parameters", described, process_set)
     is_root = world.rank() == root_rank
     state = map_leaves(_to_host, optimizer.state_dict()) if is_root else None
-    received = objects.broadcast_object(state, root_rank, name)
+    received = objects.broadcast_object(state, root_rank, name, process_set)
     if not is_root:
         optimizer.load_state_dict(received)
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdlite import runtime, world
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Sum
 from hvdlite.torch.collectives import allgather, allreduce
 
@@ -31,7 +32,7 @@ class SyncBatchNorm(_BatchNorm):
             before.
         affine: whether there are a weight and a bias.
         track_running_stats: whether there are running statistics, for evaluation.
-        process_set: the ranks whose batches belong together; None: all.
+        process_set: the ranks whose batches belong together.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_set: Any = None,
+        process_set: ProcessSet = global_process_set,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -62,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
             HorovodInternalError: the ranks disagree, or communication failed.
         """
         self._check_input_dim(input)
-        if not self.training or _ranks(self.process_set)[1] == 1:
+        if not self.training or runtime.engine(self.process_set).size == 1:
             return self._normalised_alone(input)
         moments = _whole_moments(input, self.process_set)
         self._check_count(input, moments.count)
@@ -74,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: torch.nn.Module, process_set: Any = None
+        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
         """As `convert_sync_batchnorm`, where `torch.nn.SyncBatchNorm` has it."""
         return convert_sync_batchnorm(module, process_set)
@@ -129,7 +130,9 @@ class SyncBatchNorm(_BatchNorm):
                 running.mul_(1 - momentum).add_(found.to(running.dtype), alpha=momentum)
 
 
-def convert_sync_batchnorm(module: torch.nn.Module, process_set: Any = None) -> torch.nn.Module:
+def convert_sync_batchnorm(
+    module: torch.nn.Module, process_set: ProcessSet = global_process_set
+) -> torch.nn.Module:
     """Replace every batch normalisation in a module by a `SyncBatchNorm`.
 
     Parameters, buffers, hooks and the mode stay what they are; a layer that occurs several
@@ -149,7 +152,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_set: Any = None) -> 
 
 
 def _converted(
-    module: torch.nn.Module, process_set: Any, done: dict[int, torch.nn.Module]
+    module: torch.nn.Module, process_set: ProcessSet, done: dict[int, torch.nn.Module]
 ) -> torch.nn.Module:
     if id(module) in done:
         return done[id(module)]
@@ -186,21 +189,6 @@ class Moments(NamedTuple):
     name: str
 
 
-def _ranks(process_set: Any) -> tuple[str, int]:
-    """What the exchanges of a set of ranks are called, and how many ranks it has.
-
-    The one place, beside `_options`, that knows of process sets.
-    """
-    if process_set is None:
-        runtime.engine()  # raises before init(): alone, a layer would not be synchronised
-        return "sync_batch_norm", world.size()
-    return f"sync_batch_norm of process set {process_set.process_set_id}", process_set.size()
-
-
-def _options(process_set: Any) -> dict[str, Any]:
-    return {} if process_set is None else {"process_set": process_set}
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The type of statistics; 16 bits do not hold them."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -212,13 +200,13 @@ def _axes(input: torch.Tensor) -> list[int]:
 
 
 @torch.no_grad()
-def _whole_moments(input: torch.Tensor, process_set: Any) -> Moments:
+def _whole_moments(input: torch.Tensor, process_set: ProcessSet) -> Moments:
     """The moments of all ranks' inputs together.
 
     Ranks send moments about their own means, and not sums of squares, whose difference would
     lose the variance of values far from 0 (Chan et al. 1979, STAN-CS-79-773).
     """
-    name = runtime.engine(**_options(process_set)).unnamed(_ranks(process_set)[0])
+    name = runtime.engine(process_set).unnamed("sync_batch_norm")
     channels, wide = input.size(1), _wide(input.dtype)
     count = input.numel() // channels if channels else 0
     # In float64, which counts exactly and adds nothing to the error of the sums.
@@ -226,7 +214,7 @@ def _whole_moments(input: torch.Tensor, process_set: Any) -> Moments:
     if count:
         variance, mean = torch.var_mean(input.to(wide), _axes(input), correction=0)
         own[0, :channels], own[0, channels:-1], own[0, -1] = mean, variance, count
-    rows = allgather(own, name=name, **_options(process_set))
+    rows = allgather(own, name=name, process_set=process_set)
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = counts.sum()
     shares = counts / total.clamp(min=1)
@@ -246,7 +234,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         moments: Moments,
         eps: float,
-        process_set: Any,
+        process_set: ProcessSet,
     ) -> torch.Tensor:
         scale = torch.rsqrt(moments.variance + eps)
         ctx.save_for_backward(input, weight, moments.mean, scale)
@@ -268,9 +256,10 @@ class _Normalise(torch.autograd.Function):
             of_weight = None if weight is None else of_scale.to(weight.dtype)
             of_bias = None if ctx.bias_dtype is None else of_shift.to(ctx.bias_dtype)
             # By all ranks, whether this one needs it or not: another does.
-            options = _options(ctx.process_set)
             sums = torch.stack([of_shift, of_scale])  # a copy: gradients must not share memory
-            whole = allreduce(sums, name=f"{ctx.name}.gradient", op=Sum, **options)
+            whole = allreduce(
+                sums, name=f"{ctx.name}.gradient", op=Sum, process_set=ctx.process_set
+            )
             first, second = whole / max(1, ctx.count)
             of_input = upstream - normal.mul_(_per_channel(second, input))
             of_input -= _per_channel(first, input)

@@ -260,7 +260,7 @@ class GradientExchange(GradientBuckets):
             column = kinds[:, number]
             if len({*column.tolist()} - {ABSENT}) > 1:
                 by_kind = [
-                    f"{_kind_text(kind)} on {ranks_text(np.flatnonzero(column == kind).tolist())}"
+                    f"{_kind_text(kind)} on {ranks_text(self._ranks_of(column == kind))}"
                     for kind in np.unique(column[column != ABSENT]).tolist()
                 ]
                 raise MismatchError(
@@ -268,6 +268,9 @@ class GradientExchange(GradientBuckets):
                     f"{' and '.join(by_kind)}; make the layer alike on all ranks, or wrap the "
                     "optimizer with sparse_as_dense=True"
                 )
+
+    def _ranks_of(self, positions: Any) -> list[int]:
+        return [self._lane.members[rank] for rank in np.flatnonzero(positions).tolist()]
 
     def _reset(self) -> None:
         trace = timeline.current

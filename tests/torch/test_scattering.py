@@ -239,3 +239,41 @@ def test_join(size):
     assert hvd.join() == size - 1
     hvd.broadcast_parameters(model.state_dict(), root_rank=size - 1)
     assert len(set(hvd.allgather_object(model.weight.tolist().__repr__()))) == 1
+
+
+@ranks(3, timeout=60)
+def test_optimizers_of_process_sets():
+    hvd.shutdown()
+    hvd.init()
+    pair = hvd.add_process_set([0, 2])
+    rank = hvd.rank()
+
+    def trained(process_set, steps):
+        torch.manual_seed(rank)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).double()
+        model = hvd.SyncBatchNorm.convert_sync_batchnorm(model, process_set)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        hvd.broadcast_parameters(model.state_dict(), 2, process_set)
+        hvd.broadcast_optimizer_state(optimizer, 2, process_set=process_set)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), process_set=process_set
+        )
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 3).double()) ** 2).sum().backward()
+            optimizer.step()
+        return [tensor.tolist() for tensor in model.state_dict().values()]
+
+    if pair.included():  # as many more optimizers than on rank 1
+        weights = trained(pair, 3)
+        others = hvd.allgather_object(weights, process_set=pair)
+        assert others[0] == others[1]
+    everybody = hvd.allgather_object(trained(hvd.global_process_set, 2))
+    assert everybody[0] == everybody[1] == everybody[2]
+    if not pair.included():
+        with pytest.raises(ValueError, match="rank 1 is not in"):
+            trained(pair, 1)
+    table = torch.sparse_coo_tensor([[rank]], [1.0], (4,), check_invariants=True)
+    if pair.included():
+        total = hvd.sparse_allreduce_async(table, "table", hvd.Sum, pair)()
+        assert total.to_dense().tolist() == [1.0, 0.0, 1.0, 0.0]
