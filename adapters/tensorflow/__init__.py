@@ -56,6 +56,7 @@ from hvdlite.tensorflow.collectives import (
 )
 from hvdlite.tensorflow.data import shard, sharded
 from hvdlite.tensorflow.device import pin_device
+from hvdlite.tensorflow.optimizer import DistributedOptimizer
 from hvdlite.tensorflow.state import (
     TensorCheckpoint,
     assign_variables,
@@ -99,6 +100,7 @@ __all__ = [
     # training
     "Compression",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "broadcast_variables",
     # the recipe
     "pin_device",

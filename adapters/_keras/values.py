@@ -1,0 +1,122 @@
+"""The collectives on values: arrays, numbers and tensors go in, arrays come out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdlite import collectives
+from hvdlite._keras.options import check_process_set
+from hvdlite._keras.state import broadcast_variables, variables_of
+from hvdlite.exchange import Compression, Strategy
+from hvdlite.reduction import ReduceOp
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | int | None = None,
+    compression: Strategy = Compression.none,
+    process_set: Any = None,
+) -> Any:
+    """Reduce a value over all ranks: ``postscale * op(prescale * value)``.
+
+    Args:
+        value: a number, an array, a tensor or a variable; of one shape on all ranks.
+        name: pairs this call with those of the other ranks; None: by order.
+        average: deprecated; True is Average, False is Sum.
+        prescale_factor: multiplies the value before the reduction.
+        postscale_factor: multiplies the result.
+        op: one of the six reductions; None is Average.
+        compression: how floats travel.
+        process_set: None, or that of all ranks.
+
+    Returns:
+        A numpy array of the value's shape.
+
+    Raises:
+        ValueError: ``op`` and ``average`` contradict, or the reduction has no meaning for the
+            dtype.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    check_process_set(process_set)
+    return collectives.allreduce(
+        to_array(value),
+        average=average,
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+    )
+
+
+def allgather(value: Any, name: str | None = None, process_set: Any = None) -> Any:
+    """Concatenate the values of all ranks along axis 0, in the order of the ranks.
+
+    Args:
+        value: as for `allreduce`; all axes but the first alike on all ranks.
+        name: pairs this call with those of the other ranks; None: by order.
+        process_set: None, or that of all ranks.
+
+    Returns:
+        A numpy array.
+
+    Raises:
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    check_process_set(process_set)
+    return collectives.allgather(to_array(value), name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
+    """Return rank ``root_rank``'s value on all ranks.
+
+    Args:
+        value: as for `allreduce`.
+        root_rank: the rank whose value counts.
+        name: pairs this call with those of the other ranks; None: by order.
+        process_set: None, or that of all ranks.
+
+    Returns:
+        A numpy array of the value's shape.
+
+    Raises:
+        ValueError: there is no such rank.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    check_process_set(process_set)
+    return collectives.broadcast(to_array(value), root_rank, name)
+
+
+def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
+    """Overwrite the weights of a model, and its optimizer's variables, with rank ``root_rank``'s.
+
+    Args:
+        root_rank: the rank whose values count.
+        model: a built one. Horovod needs none in TensorFlow 1, where variables are global.
+
+    Raises:
+        ValueError: there is no model, or no such rank.
+        HorovodInternalError: the ranks disagree on names, shapes or dtypes.
+    """
+    if model is None:
+        raise ValueError(
+            "there are no global variables in TensorFlow 2 and Keras 3; pass "
+            "broadcast_global_variables(root_rank, model=model), or let fit have "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank)"
+        )
+    broadcast_variables([*model.weights, *variables_of(model.optimizer)], root_rank)
+
+
+def to_array(value: Any) -> Any:
+    """A value as a numpy array, on the host."""
+    if hasattr(value, "detach"):  # PyTorch's, which may be bfloat16 and on a device
+        from hvdlite.torch.tensors import to_array as torch_to_array
+
+        return torch_to_array(value.detach())
+    return np.asarray(value)
