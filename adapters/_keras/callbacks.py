@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite import collectives, world
-from hvdlite._keras.state import broadcast_variables, variables_of
+from hvdlite._keras.state import broadcast_variables, to_array, variables_of
 from hvdlite.recipe import average_metrics
 
 
@@ -88,7 +88,7 @@ class MetricAverage:
             HorovodInternalError: ranks have different metrics.
         """
         logs = {} if logs is None else logs
-        arrays = {key: np.asarray(logs[key]) for key in sorted(logs)}
+        arrays = {key: to_array(logs[key]) for key in sorted(logs)}
         # Arrays take part as zeros, so that all names are compared.
         scalars = {key: 0.0 if array.ndim else array for key, array in arrays.items()}
         averages: dict[str, Any] = dict(average_metrics(scalars))
@@ -240,8 +240,7 @@ class LearningRateWarmup(LearningRateSchedule):
 
 def learning_rate(optimizer: Any) -> float:
     """The learning rate of an optimizer of any Keras."""
-    rate = optimizer.learning_rate
-    return float(rate.numpy() if hasattr(rate, "numpy") else rate)
+    return float(to_array(optimizer.learning_rate))
 
 
 def _velocities(optimizer: Any) -> list[Any]:

@@ -25,7 +25,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
         HorovodInternalError: the ranks disagree on names, shapes or dtypes.
     """
     prefix = runtime.engine().unnamed("broadcast_variables")
-    arrays = [np.asarray(variable.numpy()) for variable in variables]
+    arrays = [to_array(variable) for variable in variables]
     names = [getattr(variable, "path", None) or variable.name for variable in variables]
     layout = [(name, describe(array)) for name, array in zip(names, arrays, strict=True)]
     collectives.agree_on(f"{prefix}: its variables", layout)
@@ -35,3 +35,15 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
     ]
     for variable, handle in zip(variables, handles, strict=True):
         variable.assign(handle.wait())
+
+
+def to_array(value: Any) -> Any:
+    """A number, an array, a tensor or a variable as a numpy array, on the host."""
+    inner = getattr(value, "value", None)
+    if inner is not None and not callable(inner):  # a Keras variable
+        return to_array(inner)
+    if hasattr(value, "detach"):  # PyTorch's, which may be bfloat16, and on a device
+        from hvdlite.torch.tensors import to_array as torch_to_array
+
+        return torch_to_array(value.detach())
+    return np.asarray(value)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from hvdlite import collectives
 from hvdlite._keras.options import check_process_set
-from hvdlite._keras.state import broadcast_variables, variables_of
+from hvdlite._keras.state import broadcast_variables, to_array, variables_of
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.reduction import ReduceOp
 
@@ -111,12 +109,3 @@ def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
             "hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank)"
         )
     broadcast_variables([*model.weights, *variables_of(model.optimizer)], root_rank)
-
-
-def to_array(value: Any) -> Any:
-    """A value as a numpy array, on the host."""
-    if hasattr(value, "detach"):  # PyTorch's, which may be bfloat16 and on a device
-        from hvdlite.torch.tensors import to_array as torch_to_array
-
-        return torch_to_array(value.detach())
-    return np.asarray(value)

@@ -35,7 +35,9 @@ class PassCounter:
                 for variable in variables
             ]
 
-    def run(self, pairs: _Pairs, step: Callable[[_Pairs], Any], skip: Callable[[], Any]) -> tf.Tensor:
+    def run(
+        self, pairs: _Pairs, step: Callable[[_Pairs], Any], skip: Callable[[], Any]
+    ) -> tf.Tensor:
         """Add gradients up; then step on what has come together, or skip the step.
 
         Args:
