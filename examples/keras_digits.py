@@ -8,7 +8,7 @@ The numbered comments are the steps that make a script for one process one for N
 
 from __future__ import annotations
 
-import math
+import argparse
 from pathlib import Path
 
 import console
@@ -21,7 +21,7 @@ import hvdlite.keras as hvd
 
 def main() -> None:
     """Train, evaluate and report."""
-    options = console.parse_options(__doc__)
+    options = parse_options()
 
     # 1. Initialise: from here on, this process has a rank.
     hvd.init()
@@ -60,7 +60,7 @@ def main() -> None:
         hvd.callbacks.LearningRateScheduleCallback(
             rate,
             multiplier=lambda epoch: 1 - epoch / options.epochs,
-            start_epoch=math.ceil(options.warmup_epochs),
+            start_epoch=options.warmup_epochs,
         ),
     ]
     if options.checkpoint_dir:
@@ -86,6 +86,22 @@ def main() -> None:
         "identical": identical,
     }
     console.report(hvd, options.json, result)
+
+
+def parse_options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--data-dir", help="folder of MNIST's IDX files; without it: scikit-learn's digits")
+    add("--epochs", type=int, default=12)
+    add("--warmup-epochs", type=int, default=2, help="until the learning rate is scaled")
+    add("--batch-size", type=int, default=32, help="images per process and step")
+    add("--lr", type=float, default=0.03, help="learning rate of one process")
+    add("--seed", type=int, default=1)
+    add("--compression", choices=("none", "fp16", "bf16"), default="none")
+    add("--checkpoint-dir", help="keep the best model there")
+    add("--json", action="store_true", help="end with a line of JSON on standard output")
+    return parser.parse_args()
 
 
 class Shard(keras.utils.PyDataset):

@@ -20,6 +20,7 @@ class Options:
         passes: backward passes whose gradients add up before an exchange.
         average_passes: whether these are averaged, and not summed.
         scale_local: divide gradients that are not exchanged by the number of ranks.
+        process_set: with which ranks; None: with all.
     """
 
     strategy: Strategy
@@ -28,6 +29,7 @@ class Options:
     passes: int
     average_passes: bool
     scale_local: bool
+    process_set: Any = None
 
     @property
     def pass_factor(self) -> int:
@@ -66,6 +68,7 @@ def check_options(
         int(backward_passes_per_step),
         average_aggregated_gradients,
         scale_local_gradients,
+        process_set,
     )
 
 

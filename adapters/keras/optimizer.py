@@ -141,10 +141,11 @@ class KerasDistributed(Distributed):
         """
         if trainable_variables is None and self.built:  # type: ignore[attr-defined]
             trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
-        if trainable_variables is None or len(grads) != len(trainable_variables):
+        variables = list(trainable_variables or ())
+        if len(grads) != len(variables):
             super().apply(grads, trainable_variables)  # type: ignore[misc] # which says what is wrong
             return
-        gradients, variables = list(grads), list(trainable_variables)
+        gradients = list(grads)
         factor = self._hvdlite.options.pass_factor
         if factor != 1:  # Keras will divide by as much
             gradients = [None if g is None else ops.multiply(g, factor) for g in gradients]

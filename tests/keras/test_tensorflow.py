@@ -76,11 +76,6 @@ def test_other_backends_are_refused(backend):
     assert "KERAS_BACKEND" in last
 
 
-def test_without_keras_the_pip_command_is_told():
-    done = _python("import sys; sys.modules['keras'] = None; import hvdlite.keras")
-    assert "`pip install hvdlite[keras]`" in done.stderr.strip().splitlines()[-1]
-
-
 def _python(source, **variables):
     return subprocess.run(
         [sys.executable, "-c", source],
