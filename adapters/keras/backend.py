@@ -23,8 +23,13 @@ if NAME == "tensorflow":
         """Whether this is run once, to make a graph of it."""
         return not tf.executing_eagerly()
 
+    def as_dense(gradient: Any) -> Any:
+        """Return a gradient as a tensor of the variable's shape."""
+        return tf.convert_to_tensor(gradient)
+
 elif NAME == "torch":
     from hvdlite.keras.on_torch import TorchBackend as Backend
+    from hvdlite.keras.on_torch import as_dense
     from hvdlite.torch.device import pin_device
 
     def as_it_is(function: _Function) -> _Function:
@@ -42,4 +47,4 @@ else:
         "before Keras is imported"
     )
 
-__all__ = ["NAME", "Backend", "as_it_is", "is_traced", "pin_device"]
+__all__ = ["NAME", "Backend", "as_dense", "as_it_is", "is_traced", "pin_device"]

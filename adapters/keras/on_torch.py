@@ -46,7 +46,7 @@ class TorchBackend:
         for index, members in enumerate(exchange.plan):
             own = {number: gradients[number] for number in members}
             exchange.start_bucket(
-                index, {number: to_array(_dense(g)) for number, g in own.items() if g is not None}
+                index, {number: to_array(as_dense(g)) for number, g in own.items() if g is not None}
             )
         # All are on their way before the first is waited for.
         reduced: list[torch.Tensor | None] = [None] * len(gradients)
@@ -85,5 +85,6 @@ def _describe(variables: Sequence[Any]) -> tuple[Parameter, ...]:
     return tuple(parameters)
 
 
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
+def as_dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a tensor of the variable's shape."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -13,7 +13,7 @@ from hvdlite._keras.options import Options, check_options
 from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite._keras.training import distributed_part, keep_local
 from hvdlite.exchange import Compression, Strategy
-from hvdlite.keras.backend import Backend, as_it_is, is_traced
+from hvdlite.keras.backend import Backend, as_dense, as_it_is, is_traced
 from hvdlite.keras.training import install
 from hvdlite.reduction import Average, ReduceOp
 
@@ -189,19 +189,19 @@ def accumulated(optimizer: Any, gradients: list[Any], variables: list[Any]) -> l
             return None
         earlier = ops.multiply(slots[number], scale)
         gradient = gradients[number]
-        return earlier if gradient is None else ops.add(_dense(gradient), earlier)
+        return earlier if gradient is None else ops.add(as_dense(gradient), earlier)
 
     def exchange() -> list[Any]:
         sums = [total(number) for number in range(len(variables))]
         reduced = synchronizer.reduce(sums, variables)
         for slot in slots:
             slot.assign(ops.zeros(slot.shape, slot.dtype))
-        return [None if g is None else _dense(g) for g in reduced]
+        return [None if g is None else as_dense(g) for g in reduced]
 
     def keep() -> list[Any]:
         if all(gradient is None for gradient in gradients):  # Keras would refuse to count the pass
             return [ops.zeros_like(variable) for variable in variables]
-        return [None if g is None else _dense(g) for g in gradients]
+        return [None if g is None else as_dense(g) for g in gradients]
 
     updates = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
     if traced:
@@ -211,10 +211,6 @@ def accumulated(optimizer: Any, gradients: list[Any], variables: list[Any]) -> l
     result = exchange()
     synchronizer.pending.clear()
     return result
-
-
-def _dense(gradient: Any) -> Any:
-    return ops.convert_to_tensor(gradient)
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:

@@ -133,7 +133,7 @@ def steps_are_compiled_without_xla():
     expected = reference(keras.optimizers.SGD(0.1))
     training._say_that_xla_is_off.cache_clear()  # an earlier test may have heard it
     try:
-        for jit in ("auto", True, True):
+        for jit in ("auto", True):
             model = make_model()
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
             with exchanges() as count, warnings.catch_warnings():
