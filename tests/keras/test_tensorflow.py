@@ -18,6 +18,9 @@ import hvdlite.tensorflow.keras as tf_keras_hvd
 from tests.keras import checks, more_checks, tensorflow_checks
 from tests.keras.counting import exchanges
 
+# Keras' own, with numpy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 ALL = [*checks.CHECKS, *more_checks.CHECKS, *tensorflow_checks.CHECKS]
 
 
