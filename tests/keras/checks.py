@@ -201,14 +201,17 @@ def mixed_precision_of_a_model():
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = make_model()
-        with exchanges() as count:
-            fit(
-                model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), *map(own, data()), BATCH
-            )
-        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     finally:
         keras.config.set_dtype_policy("float32")
+    # A small loss at a large rate: Keras begins with a large scale, and no step is to overflow.
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(6.4))
+    model.compile(optimizer=optimizer, loss="mse", loss_weights=1 / 64)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    x, y = map(own, data())
+    with exchanges() as count:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     assert len(count) == STEPS
+    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == STEPS
     assert same_on_all_ranks(model.get_weights())
     assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)), 2e-2)
 
@@ -224,8 +227,15 @@ def loss_scaling_around_accumulation():
 def a_model_that_was_trained_before_its_optimizer_was_wrapped():
     expected, model = make_model(), make_model()
     x, y = data()
+    # In batches of the size that follows: a compiled step would be used again.
     for each in (expected, model):
-        fit(each, keras.optimizers.SGD(0.1, momentum=0.9), x, y, BATCH * hvd.size())
+        fit(
+            each,
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            x[: BATCH * STEPS],
+            y[: BATCH * STEPS],
+            BATCH,
+        )
     optimizer = hvd.DistributedOptimizer(model.optimizer)
     assert optimizer.iterations.numpy() == STEPS
     options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}

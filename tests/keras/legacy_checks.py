@@ -145,8 +145,9 @@ def what_was_trained_before_and_what_is_saved():
     for kind in KINDS:
         x, y = data()
         expected, model = make_model(), make_model()
+        # In batches of the size that follows: a compiled step would be used again.
         for each in (expected, model):
-            fit(each, kind(0.1, momentum=0.9), x, y, BATCH * hvd.size())
+            fit(each, kind(0.1, momentum=0.9), x[: BATCH * STEPS], y[: BATCH * STEPS], BATCH)
         hvd.DistributedOptimizer(model.optimizer)
         options = {"shuffle": False, "verbose": 0}
         expected.fit(x, y, batch_size=BATCH * hvd.size(), **options)
