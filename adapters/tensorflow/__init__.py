@@ -70,6 +70,7 @@ from hvdlite.tensorflow.grouped import (
     grouped_reducescatter,
 )
 from hvdlite.tensorflow.objects import allgather_object, broadcast_object, broadcast_object_fn
+from hvdlite.tensorflow.optimizer import DistributedOptimizer
 from hvdlite.tensorflow.rank_ops import (
     local_rank_op,
     local_size_op,
@@ -152,6 +153,7 @@ __all__ = [
     "DistributedGradientTape",
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",
+    "DistributedOptimizer",
     "broadcast_variables",
     "elastic",
     "broadcast_global_variables",

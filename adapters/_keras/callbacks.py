@@ -1,0 +1,317 @@
+"""What the callbacks do, whichever Keras their other base class comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdlite import collectives, world
+from hvdlite._keras.state import broadcast_variables, to_array, variables_of
+from hvdlite.recipe import average_metrics
+
+
+class BroadcastGlobalVariables:
+    """Give every rank the weights and the optimizer's variables of rank ``root_rank``.
+
+    What exists on all ranks when training begins is broadcast then, and what the first batch
+    has to build, after it. Metrics and the seeds of random layers stay each rank's own.
+
+    Args:
+        root_rank: the rank whose values count.
+        device: accepted for Horovod's sake, without effect.
+    """
+
+    model: Any
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.broadcast_done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast what there is on all ranks."""
+        if self.broadcast_done:
+            return
+        weights, state = self._built()
+        counts = collectives.allgather_object(
+            (len(weights), len(state)), "BroadcastGlobalVariablesCallback"
+        )
+        if not all(count for count, _ in counts):
+            return
+        broadcast_variables(weights, self.root_rank)
+        # Some of an optimizer's variables exist before it is built.
+        if len({count for _, count in counts}) == 1 and _is_built(self.model.optimizer):
+            broadcast_variables(state, self.root_rank)
+            self.broadcast_done = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast once more after the first batch what was not there before."""
+        if self.broadcast_done:
+            return
+        # The weights, too: ranks whose optimizers differed have moved them differently.
+        weights, state = self._built()
+        broadcast_variables(weights, self.root_rank)
+        broadcast_variables(state, self.root_rank)
+        self.broadcast_done = True
+
+    def _built(self) -> tuple[list[Any], list[Any]]:
+        weights = list(self.model.weights) if self.model.built else []
+        return weights, variables_of(getattr(self.model, "optimizer", None))
+
+
+def _is_built(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "built", False) or getattr(optimizer, "_built", False))
+
+
+class MetricAverage:
+    """Average the logs of each epoch over the ranks.
+
+    They are changed in place: callbacks that come later in the list (checkpoints, early
+    stopping) and the history see the averages, and decide alike on all ranks. Every rank counts
+    the same, however many samples it has had.
+
+    Args:
+        device: accepted for Horovod's sake, without effect.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average what is in the logs.
+
+        Raises:
+            HorovodInternalError: ranks have different metrics.
+        """
+        logs = {} if logs is None else logs
+        arrays = {key: to_array(logs[key]) for key in sorted(logs)}
+        # Arrays take part as zeros, so that all names are compared.
+        scalars = {key: 0.0 if array.ndim else array for key, array in arrays.items()}
+        averages: dict[str, Any] = dict(average_metrics(scalars))
+        for key, array in arrays.items():
+            if array.ndim:
+                averages[key] = collectives.allreduce(
+                    array.astype(np.float64), name=f"MetricAverageCallback: {key}"
+                )
+        logs.update(averages)
+
+
+class LearningRateSchedule:
+    """Multiply the learning rate as the epochs go by: ``initial_lr * multiplier(epoch)``.
+
+    With momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 2.1) the velocity,
+    which has the rate of past steps in it, is scaled by new rate over old whenever the rate
+    changes. That is the same as to scale the momentum for one batch, as Horovod does, and works
+    in compiled steps, where the momentum is a constant.
+
+    Args:
+        initial_lr: what is multiplied.
+        multiplier: a number, or a function of the epoch (from 0; with fractions if not
+            ``staircase``).
+        start_epoch: the first epoch in which to set the rate.
+        end_epoch: the first in which not to any more; None: to the end.
+        staircase: set the rate at the beginning of each epoch, and not of each batch. A number
+            as multiplier implies it.
+        momentum_correction: see above; for optimizers that have momentum.
+        steps_per_epoch: batches per epoch; None: as Keras says.
+    """
+
+    model: Any
+    params: dict[str, Any]
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("initial_lr=None: pass the learning rate that is to be multiplied")
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase or not callable(multiplier)
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            factor = float(multiplier)
+            self.multiplier = lambda epoch: factor
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how many batches an epoch has.
+
+        Raises:
+            ValueError: it is needed, and Keras does not know it.
+        """
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    "Keras does not know the number of batches per epoch; pass steps_per_epoch to "
+                    f"{type(self).__name__}"
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Take note of the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the rate of this batch."""
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._set(self.initial_lr * self.multiplier(epoch + batch / self.steps_per_epoch))
+        elif batch == 0:
+            self._set(self.initial_lr * self.multiplier(epoch))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the rate, as ``lr``."""
+        if logs is not None:
+            logs["lr"] = learning_rate(self.model.optimizer)
+
+    def _set(self, rate: float) -> None:
+        optimizer = self.model.optimizer
+        old = learning_rate(optimizer)
+        optimizer.learning_rate = rate
+        if self.momentum_correction and old > 0 and rate != old:
+            for velocity in _velocities(optimizer):
+                velocity.assign(velocity * (rate / old))
+
+
+class LearningRateWarmup(LearningRateSchedule):
+    """Let the learning rate grow from ``initial_lr / size`` to ``initial_lr``.
+
+    This is the gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2), batch by
+    batch. The rate is that of the end of each batch, so the last of the warm-up has
+    ``initial_lr``.
+
+    Args:
+        initial_lr: the rate after the warm-up, scaled by the number of ranks already.
+        warmup_epochs: how long it takes.
+        momentum_correction: as for the schedule.
+        steps_per_epoch: batches per epoch; None: as Keras says.
+        verbose: 1: rank 0 says when it is over.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None
+            done = (epoch + 1.0 / self.steps_per_epoch) / warmup_epochs
+            return (1.0 + done * (world.size() - 1)) / world.size()
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Log the rate, and say when the warm-up is over."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch == epoch + 1 and self.verbose > 0 and world.rank() == 0:
+            rate = learning_rate(self.model.optimizer)
+            print(f"\nEpoch {epoch + 1}: the learning rate's warm-up has ended at {rate:g}.")
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The learning rate of an optimizer of any Keras."""
+    return float(to_array(optimizer.learning_rate))
+
+
+def _velocities(optimizer: Any) -> list[Any]:
+    """The variables in which an optimizer's momentum has the learning rate of past steps."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not hasattr(optimizer, "momentum"):
+        return []
+    for name in ("momentums", "_momentums"):  # SGD's, RMSprop's
+        variables = getattr(optimizer, name, None)
+        if variables is not None:
+            return [variable for variable in variables if variable is not None]
+    if "momentum" in getattr(optimizer, "get_slot_names", list)():  # legacy optimizers
+        return [v for v in variables_of(optimizer) if "/momentum" in v.name]
+    return []
+
+
+class RankZeroCheckpoint:
+    """Keep the best model: that of the epoch whose ``monitor`` is best, written by rank 0.
+
+    Put `MetricAverageCallback` before it, so that the best is that of all ranks.
+
+    Args:
+        monitor: what tells how good a model is.
+        verbose: 1: say when it is written.
+        save_weights_only: write weights alone.
+        mode: whether ``monitor`` should be ``"min"`` or ``"max"``; ``"auto"``: by its name.
+        save_freq: ``"epoch"``, or a number of batches.
+        filepath: of the model (``.keras``), or of weights (``.weights.h5``); it may be set as an
+            attribute later.
+    """
+
+    filepath: Any
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: Any = None,
+    ) -> None:
+        later = "later.weights.h5" if save_weights_only else "later.keras"
+        super().__init__(
+            filepath=later if filepath is None else filepath,  # type: ignore[call-arg]
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """See that there is a path.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.filepath is None:
+            raise ValueError("BestModelCheckpoint has no path; pass filepath= or set .filepath")
+        super().on_train_begin(logs)  # type: ignore[misc]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Keep the model if it is time to, and it is the best."""
+        if world.rank() == 0:
+            super().on_train_batch_end(batch, logs)  # type: ignore[misc]
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Keep the model if it is the best."""
+        if world.rank() == 0:
+            super().on_epoch_end(epoch, logs)  # type: ignore[misc]

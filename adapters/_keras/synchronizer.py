@@ -1,0 +1,116 @@
+"""The exchange of a Keras optimizer's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from hvdlite._keras.options import Options
+
+
+class Backend(Protocol):
+    """What the exchange needs to know of the framework below Keras."""
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients reduced over all ranks; None where no rank has one."""
+
+    def divide_by_size(self, gradient: Any) -> Any:
+        """Return a gradient, or None, divided by the number of ranks."""
+
+
+class Synchronizer:
+    """The exchange of one optimizer's gradients.
+
+    Args:
+        options: how.
+        backend: of the framework.
+
+    Attributes:
+        options: as given.
+        finished: whether someone around the optimizer has exchanged already.
+        pending: variables that had a gradient since the last exchange, by position.
+        train_functions: the compiled functions of models that were made with the exchange.
+        passes: what adds up the gradients of several passes, where Keras does not.
+    """
+
+    def __init__(self, options: Options, backend: Backend) -> None:
+        self.options = options
+        self.finished = False
+        self.pending: set[int] = set()
+        self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
+        self.passes: Any = None
+        self._backend = backend
+        self._local_variables: list[Any] = []
+        self._local_layers: list[Any] = []
+
+    def keep_local(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
+        """Exchange the gradients of these variables, and of these layers' variables, no more.
+
+        Args:
+            variables: of Keras, or of the framework.
+            layers: one, or several; they need not be built yet.
+        """
+        self._local_variables += variables
+        self._local_layers += _as_list(layers)
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Leave the exchange to the caller, as long as this lasts."""
+        before, self.finished = self.finished, True
+        try:
+            yield
+        finally:
+            self.finished = before
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduce gradients over all ranks, except those of local variables.
+
+        Args:
+            gradients: of this rank; None counts as zeros where another rank has one.
+            variables: what they are the gradients of; alike on all ranks.
+
+        Returns:
+            For each variable the reduced gradient; None where no rank has one.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        local = self._local_identities()
+        result = list(gradients)
+        shared = []
+        for number, variable in enumerate(variables):
+            if local.isdisjoint(_identities(variable)):
+                shared.append(number)
+            elif self.options.scale_local:
+                result[number] = self._backend.divide_by_size(result[number])
+        reduced = self._backend.reduce(
+            [result[number] for number in shared], [variables[number] for number in shared]
+        )
+        for number, gradient in zip(shared, reduced, strict=True):
+            result[number] = gradient
+        return result
+
+    def _local_identities(self) -> set[int]:
+        # Layers are asked each time: they may have been built since.
+        of_layers = [v for layer in self._local_layers for v in layer.trainable_variables]
+        return {
+            identity
+            for variable in (*self._local_variables, *of_layers)
+            for identity in _identities(variable)
+        }
+
+
+def _identities(variable: Any) -> set[int]:
+    """A Keras variable is known by itself and by the framework's variable in it."""
+    inner = getattr(variable, "value", None)
+    # TensorFlow's own variables have a method of this name.
+    return {id(variable)} if inner is None or callable(inner) else {id(variable), id(inner)}
+
+
+def _as_list(layers: Any) -> list[Any]:
+    """One layer, several, or None, as a list."""
+    if layers is None:
+        return []
+    return list(layers) if isinstance(layers, (list, tuple, set)) else [layers]

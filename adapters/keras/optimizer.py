@@ -1,0 +1,239 @@
+"""A Keras 3 optimizer that applies the average of all ranks' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from hvdlite._keras.distributed import Distributed, make_distributed
+from hvdlite._keras.options import Options, check_options
+from hvdlite._keras.synchronizer import Synchronizer
+from hvdlite._keras.training import distributed_part, keep_local
+from hvdlite.exchange import Compression, Strategy
+from hvdlite.keras.backend import Backend, as_dense, as_it_is, is_traced
+from hvdlite.keras.training import install
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.reduction import Average, ReduceOp
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Strategy = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp | int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make a Keras optimizer average its gradients over all ranks before it applies them.
+
+    That is where ``apply`` begins, which ``fit``, ``train_on_batch``, ``apply_gradients`` and
+    loops of one's own come to. What Keras does after it (clipping, weight decay, moving
+    averages) works on the averages. Where Keras adds up gradients itself
+    (``gradient_accumulation_steps``), they are exchanged once for each update. Where it scales
+    the loss (``LossScaleOptimizer``, around this or inside), they are averaged first and looked
+    at then, so all ranks apply a step or none does; there every pass is exchanged.
+
+    The optimizer itself is changed and returned: its class becomes a subclass of what it was,
+    of the same name, and its variables, schedules and settings stay. A model that is saved with
+    it can be loaded without hvdlite; `load_model` makes it distributed again.
+
+    XLA cannot compile the exchange: ``fit`` compiles its steps without it, and says so.
+
+    Args:
+        optimizer: any Keras optimizer, or the name of one.
+        name: accepted for Horovod's sake, without effect; so are the devices.
+        device_dense: see above.
+        device_sparse: see above.
+        compression: how dense gradients travel.
+        sparse_as_dense: exchange ``tf.IndexedSlices`` as dense gradients.
+        gradient_predivide_factor: with Average, the part of the division that happens before
+            the sum.
+        op: Average or Sum.
+        backward_passes_per_step: calls of ``apply`` whose gradients add up before an exchange and
+            an update. It sets the optimizer's ``gradient_accumulation_steps``.
+        average_aggregated_gradients: whether these gradients are averaged, not summed.
+        num_groups: accepted for Horovod's sake: buckets do what groups are for.
+        groups: likewise.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks, so
+            that they count as much as an average does.
+
+    Returns:
+        The optimizer, with ``register_local_var(variable)``.
+
+    Raises:
+        ValueError: it is distributed already, or an argument is out of range.
+        TypeError: it is no Keras optimizer, or ``compression`` is no strategy.
+    """
+    options = check_options(
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    return distribute(optimizer, options)
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Any:
+    """`DistributedOptimizer`, except that some layers' gradients stay with their rank.
+
+    Args:
+        optimizer: as there.
+        *args: as there.
+        local_layers: a layer or a list of layers; they need not be built yet.
+        **kwargs: as there.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError, TypeError: as there.
+    """
+    return keep_local(DistributedOptimizer(optimizer, *args, **kwargs), local_layers)
+
+
+def distribute(optimizer: Any, options: Options) -> Any:
+    """Do what `DistributedOptimizer` does, with arguments that have been checked.
+
+    Raises:
+        ValueError: it is distributed already, or cannot add up gradients.
+        TypeError: it is no Keras optimizer.
+    """
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"expected a Keras optimizer, found {type(optimizer).__name__}")
+    if distributed_part(optimizer) is not None:
+        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    if options.passes > 1:
+        _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
+    install()
+    return make_distributed(optimizer, KerasDistributed, Synchronizer(options, Backend(options)))
+
+
+class KerasDistributed(Distributed):
+    """What `DistributedOptimizer` adds to an optimizer's class."""
+
+    @as_it_is
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Average the gradients over all ranks, and apply them as Keras does.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        if trainable_variables is None and self.built:  # type: ignore[attr-defined]
+            trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
+        variables = list(trainable_variables or ())
+        if len(grads) != len(variables):
+            super().apply(grads, trainable_variables)  # type: ignore[misc] # which says what is wrong
+            return
+        gradients = list(grads)
+        factor = self._hvdlite.options.pass_factor
+        if factor != 1:  # Keras will divide by as much
+            gradients = [None if g is None else ops.multiply(g, factor) for g in gradients]
+        if not self._hvdlite.finished:
+            gradients = self._synchronized(gradients, variables)
+        super().apply(gradients, variables)  # type: ignore[misc]
+
+    def _synchronized(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """What Keras is to apply, or to add up."""
+        if getattr(self, "gradient_accumulation_steps", None):
+            return accumulated(self, gradients, variables)
+        return self._hvdlite.reduce(gradients, variables)
+
+
+def accumulated(optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    """Leave the adding up to Keras, and exchange the sums where it will update.
+
+    There its accumulators, with this pass's gradients, are what is exchanged, and are zeros then.
+
+    Args:
+        optimizer: a distributed one.
+        gradients: of this rank and pass.
+        variables: what they are the gradients of.
+
+    Returns:
+        What to hand to Keras.
+    """
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+    synchronizer, traced = optimizer._hvdlite, is_traced()
+    pending: set[int] = set() if traced else synchronizer.pending
+    indices = [optimizer._get_variable_index(variable) for variable in variables]
+    pending.update(i for i, g in zip(indices, gradients, strict=True) if g is not None)
+    slots = [optimizer._accumulated_gradients[index] for index in indices]
+    # Keras divides by this before it adds a gradient up.
+    scale = getattr(optimizer, "loss_scale_factor", None) or 1.0
+
+    def total(number: int) -> Any:
+        if indices[number] not in pending:
+            return None
+        earlier = ops.multiply(slots[number], scale)
+        gradient = gradients[number]
+        return earlier if gradient is None else ops.add(as_dense(gradient), earlier)
+
+    def exchange() -> list[Any]:
+        sums = [total(number) for number in range(len(variables))]
+        reduced = synchronizer.reduce(sums, variables)
+        for slot in slots:
+            slot.assign(ops.zeros(slot.shape, slot.dtype))
+        return [None if g is None else as_dense(g) for g in reduced]
+
+    def keep() -> list[Any]:
+        if all(gradient is None for gradient in gradients):  # Keras would refuse to count the pass
+            return [ops.zeros_like(variable) for variable in variables]
+        return [None if g is None else as_dense(g) for g in gradients]
+
+    updates = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+    if traced:
+        return list(ops.cond(updates, exchange, keep))
+    if not bool(updates):
+        return keep()
+    result = exchange()
+    synchronizer.pending.clear()
+    return result
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Let Keras add up the gradients of so many passes.
+
+    Raises:
+        ValueError: it does so already, of another number, or cannot.
+    """
+    if isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "optimizers"):
+        raise ValueError(
+            f"backward_passes_per_step={passes} with a {type(optimizer).__name__}: pass "
+            "gradient_accumulation_steps to the optimizers that it consists of"
+        )
+    own = optimizer.gradient_accumulation_steps
+    if own not in (None, passes):
+        raise ValueError(
+            f"backward_passes_per_step={passes}, and the optimizer has "
+            f"gradient_accumulation_steps={own}; leave one of them out"
+        )
+    optimizer.gradient_accumulation_steps = passes
+    if optimizer.built and not own:
+        optimizer._accumulated_gradients = [
+            optimizer.add_variable_from_reference(variable, name="gradient_accumulator")
+            for variable in optimizer._trainable_variables
+        ]

@@ -1,0 +1,73 @@
+"""Where Keras has to know that an optimizer is distributed.
+
+Two of its methods are replaced, once, when the first optimizer is made distributed. For other
+optimizers they do what they did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from hvdlite import world
+from hvdlite._keras.distributed import Distributed
+from hvdlite._keras.training import exchanging
+from hvdlite.keras.backend import NAME, as_it_is
+
+_log = logging.getLogger("hvdlite")
+
+
+@functools.cache
+def install() -> None:
+    """Replace the methods."""
+    model, scaling = keras.Model, keras.optimizers.LossScaleOptimizer
+    model.make_train_function = exchanging(model.make_train_function, _without_xla)
+    scaling.apply = _averaging_first(scaling.apply)
+
+
+@contextlib.contextmanager
+def _without_xla(model: Any) -> Iterator[None]:
+    """Training steps alone are compiled without XLA; evaluation and prediction may have it."""
+    if NAME != "tensorflow" or not model.jit_compile:
+        yield
+        return
+    _say_that_xla_is_off()
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = True
+
+
+@functools.cache
+def _say_that_xla_is_off() -> None:
+    if world.rank() == 0:
+        _log.warning(
+            "training steps are compiled without XLA, which cannot exchange gradients with other "
+            "ranks; model.compile(..., jit_compile=False) says that this is meant"
+        )
+
+
+def _averaging_first(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    @as_it_is
+    def apply(
+        self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
+    ) -> None:
+        """Average before Keras looks whether gradients are finite: all ranks find the same."""
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed) or inner._hvdlite.finished:
+            original(self, grads, trainable_variables)
+            return
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        reduced = inner._hvdlite.reduce(list(grads), list(trainable_variables))
+        with inner._hvdlite.elsewhere():
+            original(self, reduced, list(trainable_variables))
+
+    return apply

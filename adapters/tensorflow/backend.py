@@ -1,0 +1,41 @@
+"""What Keras optimizers, of any Keras, need of TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite._keras.options import Options
+from hvdlite.tensorflow.rank_ops import set_size
+from hvdlite.tensorflow.reducer import Gradient, Reducer
+from hvdlite.tensorflow.tensors import as_it_is
+
+
+class TensorFlowBackend:
+    """Gradients as TensorFlow has them, in eager mode and inside ``tf.function``.
+
+    Args:
+        options: how they are exchanged.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._process_set = options.process_set
+        self._reducer = Reducer(
+            options.strategy, options.reduction, options.sparse_as_dense, options.process_set
+        )
+
+    @as_it_is
+    def reduce(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+        """Return the gradients reduced over all ranks; None where no rank has one."""
+        return self._reducer.reduce(gradients, variables)
+
+    def divide_by_size(self, gradient: Gradient) -> Gradient:
+        """Return a gradient, or None, divided by the number of ranks."""
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            values = self.divide_by_size(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient / tf.cast(set_size(self._process_set), gradient.dtype)

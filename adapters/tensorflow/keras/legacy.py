@@ -1,0 +1,130 @@
+"""Optimizers of legacy Keras (``tf_keras``) that apply the average of all ranks' gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from hvdlite._keras.distributed import Distributed, make_distributed
+from hvdlite._keras.options import Options
+from hvdlite._keras.synchronizer import Synchronizer
+from hvdlite._keras.training import exchanging
+from hvdlite.tensorflow.backend import TensorFlowBackend
+from hvdlite.tensorflow.passes import PassCounter
+from hvdlite.tensorflow.tensors import as_it_is
+
+_Pairs = list[tuple[Any, Any]]
+
+# The class that users name, and those of which it makes instances.
+_LOSS_SCALING: tuple[type[Any], ...] = (
+    tf_keras.mixed_precision.LossScaleOptimizer,
+    *tf_keras.mixed_precision.LossScaleOptimizer.__subclasses__(),
+)
+
+
+def is_legacy(optimizer: Any) -> bool:
+    """Whether it is an optimizer of ``tf_keras``, of either kind."""
+    kinds = tf_keras.optimizers
+    return isinstance(optimizer, (kinds.Optimizer, kinds.legacy.Optimizer))
+
+
+def distribute(optimizer: Any, options: Options) -> Any:
+    """Do what `DistributedOptimizer` does, for an optimizer of ``tf_keras``.
+
+    Raises:
+        ValueError: it is distributed already.
+    """
+    if isinstance(optimizer, Distributed) or isinstance(_inner(optimizer), Distributed):
+        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    synchronizer = Synchronizer(options, TensorFlowBackend(options))
+    _install()
+    if _inner(optimizer) is not None:
+        # Its class is tied to its kind of inner optimizer, and asks that one first.
+        make_distributed(_inner(optimizer), LegacyDistributed, synchronizer)
+        return optimizer
+    return make_distributed(optimizer, LegacyDistributed, synchronizer)
+
+
+class LegacyDistributed(Distributed):
+    """What `DistributedOptimizer` adds to the class of an optimizer of ``tf_keras``."""
+
+    iterations: tf.Variable
+
+    @as_it_is
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Average the gradients over all ranks, and apply them as Keras does.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        synchronizer, pairs = self._hvdlite, list(grads_and_vars)
+        exchanged = synchronizer.finished
+        apply = super().apply_gradients  # type: ignore[misc]
+
+        def step(pairs: _Pairs) -> Any:
+            return apply(pairs if exchanged else reduced(synchronizer, pairs), *args, **kwargs)
+
+        if synchronizer.options.passes == 1:
+            return step(pairs)
+        if synchronizer.passes is None:
+            options = synchronizer.options
+            synchronizer.passes = PassCounter(options.passes, options.average_passes)
+        variables = [variable for _, variable in pairs]
+        synchronizer.passes.build(variables)
+        with tf.init_scope():
+            _build(self, variables)
+        # As in Keras 3, each pass counts as an iteration.
+        done = synchronizer.passes.run(pairs, step, lambda: self.iterations.assign_add(1))
+        is_older = isinstance(self, tf_keras.optimizers.legacy.Optimizer)
+        return tf.group(done) if is_older else self.iterations
+
+
+def reduced(synchronizer: Synchronizer, pairs: _Pairs) -> _Pairs:
+    """Pairs of gradients and variables, with the gradients of all ranks."""
+    gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+    return list(zip(synchronizer.reduce(gradients, variables), variables, strict=True))
+
+
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    """Make the optimizer's variables: inside a branch of a graph they could not be made."""
+    if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer):
+        optimizer._create_all_weights(variables)
+    else:
+        optimizer.build(variables)
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.inner_optimizer if isinstance(optimizer, _LOSS_SCALING) else None
+
+
+@functools.cache
+def _install() -> None:
+    """Replace methods of Keras that have to know of distributed optimizers."""
+    model = tf_keras.Model
+    # An explicit jit_compile=True is refused where the step is traced.
+    model.make_train_function = exchanging(model.make_train_function, contextlib.nullcontext)
+    for kind in _LOSS_SCALING[1:]:
+        kind.apply_gradients = _averaging_first(kind.apply_gradients)
+
+
+def _averaging_first(original: Any) -> Any:
+    @functools.wraps(original)
+    @as_it_is
+    def apply_gradients(
+        self: Any, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any
+    ) -> Any:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed) or inner._hvdlite.finished:
+            return original(self, grads_and_vars, *args, **kwargs)
+        pairs = reduced(inner._hvdlite, list(grads_and_vars))
+        with inner._hvdlite.elsewhere():
+            return original(self, pairs, *args, **kwargs)
+
+    return apply_gradients

@@ -1,0 +1,137 @@
+"""Optimizers of every kind that TensorFlow users have, on the average of all ranks' gradients."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import tensorflow as tf
+
+from hvdlite._keras.distributed import Distributed, make_distributed
+from hvdlite._keras.options import Options, check_options
+from hvdlite._keras.synchronizer import Synchronizer
+from hvdlite.exchange import Compression, Strategy
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.reduction import Average, ReduceOp
+from hvdlite.tensorflow.backend import TensorFlowBackend
+from hvdlite.tensorflow.tensors import as_it_is
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Strategy = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp | int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make an optimizer average its gradients over all ranks before it applies them.
+
+    Optimizers of Keras 3 and of legacy Keras become what `hvdlite.tensorflow.keras` makes of
+    them. One of ``tf.compat.v1.train`` averages in ``compute_gradients``, eagerly and inside
+    ``tf.function``.
+
+    Args:
+        optimizer: any of these; it is changed, and keeps its state.
+        name: accepted for Horovod's sake, without effect; so are ``use_locking`` and the devices.
+        use_locking: see above.
+        device_dense: see above.
+        device_sparse: see above.
+        compression: how dense gradients travel.
+        sparse_as_dense: exchange ``tf.IndexedSlices`` as dense gradients.
+        backward_passes_per_step: steps whose gradients add up before an exchange; Keras alone.
+        op: Average or Sum.
+        gradient_predivide_factor: with Average, the part of the division that happens before
+            the sum.
+        average_aggregated_gradients: whether gradients of several steps are averaged, not summed.
+        num_groups: accepted for Horovod's sake: buckets do what groups are for.
+        groups: likewise.
+        process_set: the ranks that take part.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: it is distributed already, or an argument is out of range.
+        TypeError: it is none of these optimizers, or ``compression`` is no strategy.
+    """
+    options = check_options(
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    return distribute(optimizer, options)
+
+
+def distribute(optimizer: Any, options: Options) -> Any:
+    """Do what `DistributedOptimizer` does, with arguments that have been checked.
+
+    Raises:
+        ValueError, TypeError: as there.
+    """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return _distribute_v1(optimizer, options)
+    if isinstance(optimizer, str):
+        optimizer = tf.keras.optimizers.get(optimizer)
+    # Neither Keras is imported for the other's sake.
+    if "tf_keras" in sys.modules:
+        from hvdlite.tensorflow.keras import legacy
+
+        if legacy.is_legacy(optimizer):
+            return legacy.distribute(optimizer, options)
+    if "keras" in sys.modules:
+        from hvdlite.keras import optimizer as keras_optimizer
+
+        return keras_optimizer.distribute(optimizer, options)
+    raise TypeError(f"expected an optimizer of TensorFlow or Keras, found {type(optimizer)}")
+
+
+class _DistributedV1(Distributed):
+    """What `DistributedOptimizer` adds to the class of a ``tf.compat.v1.train.Optimizer``."""
+
+    @as_it_is
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """Compute gradients as TensorFlow does, and average them over all ranks.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+            NotImplementedError: in a graph that a session runs.
+        """
+        if not (tf.executing_eagerly() or tf.inside_function()):
+            raise NotImplementedError(
+                "hvdlite exchanges gradients in eager mode and inside tf.function, not in a graph "
+                "for a tf.compat.v1.Session, where nothing orders the exchanges; leave out "
+                "tf.compat.v1.disable_eager_execution(), and call minimize() in a tf.function"
+            )
+        pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        return list(zip(self._hvdlite.reduce(gradients, variables), variables, strict=True))
+
+
+def _distribute_v1(optimizer: Any, options: Options) -> Any:
+    if isinstance(optimizer, Distributed):
+        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    if options.passes > 1:
+        raise ValueError(
+            f"backward_passes_per_step={options.passes} with {type(optimizer).__name__}: it needs "
+            "a Keras optimizer; use the one of this name in tf.keras.optimizers"
+        )
+    synchronizer = Synchronizer(options, TensorFlowBackend(options))
+    return make_distributed(optimizer, _DistributedV1, synchronizer)

@@ -1,0 +1,159 @@
+"""Train a small convolutional network on handwritten digits with Keras's fit.
+
+    KERAS_BACKEND=tensorflow python keras_digits.py
+    KERAS_BACKEND=torch mpirun -np 2 python keras_digits.py --data-dir mnist
+
+The numbered comments are the steps that make a script for one process one for N.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import console
+import keras
+import numpy as np
+from digits import CLASSES, Samples
+
+import hvdlite.keras as hvd
+
+
+def main() -> None:
+    """Train, evaluate and report."""
+    options = parse_options()
+
+    # 1. Initialise: from here on, this process has a rank.
+    hvd.init()
+
+    # 2. Pin one accelerator to this process or, where there is none, its share of the cores.
+    hvd.pin_device()
+
+    # 3. Shard the data: every image exactly once per epoch, over all ranks.
+    data = console.load_data(hvd, options.data_dir)
+    batches = Shard(data.train, options.batch_size, options.seed)
+
+    # The ranks begin with different weights on purpose: step 6 makes them equal.
+    keras.utils.set_random_seed(options.seed + hvd.rank())
+    model = make_model(*data.train.images.shape[1:])
+
+    # 4. Scale the learning rate with the number of ranks, after a warm-up.
+    rate = hvd.scale_lr(options.lr)
+
+    # 5. Wrap the optimizer: it applies the average of all ranks' gradients.
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(rate, momentum=0.9),
+        compression=getattr(hvd.Compression, options.compression),
+    )
+    model.compile(
+        optimizer=optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        jit_compile=False,
+    )
+    callbacks = [
+        # 6. Broadcast the initial state: all ranks begin with that of rank 0.
+        hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank=0),
+        # 7. Average the metrics over all ranks, before anything else looks at them.
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=options.warmup_epochs),
+        hvd.callbacks.LearningRateScheduleCallback(
+            rate,
+            multiplier=lambda epoch: 1 - epoch / options.epochs,
+            start_epoch=options.warmup_epochs,
+        ),
+    ]
+    if options.checkpoint_dir:
+        # 8. Checkpoint: rank 0 alone writes the file.
+        path = Path(options.checkpoint_dir, "keras_digits.keras")
+        callbacks.append(hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=path))
+
+    history = model.fit(
+        batches,
+        epochs=options.epochs,
+        shuffle=False,  # the batches come in an order of their own already, alike on all ranks
+        callbacks=callbacks,
+        verbose=2 if hvd.rank() == 0 and not options.json else 0,
+    )
+
+    sha256, identical = console.compare_weights(hvd, model.get_weights())
+    result = {
+        "framework": f"keras on {keras.backend.backend()}",
+        "processes": hvd.size(),
+        "train_loss": history.history["loss"][-1],
+        "test_accuracy": evaluate(model, data.test),
+        "weights_sha256": sha256,
+        "identical": identical,
+    }
+    console.report(hvd, options.json, result)
+
+
+def parse_options() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--data-dir", help="folder of MNIST's IDX files; without it: scikit-learn's digits")
+    add("--epochs", type=int, default=12)
+    add("--warmup-epochs", type=int, default=2, help="until the learning rate is scaled")
+    add("--batch-size", type=int, default=32, help="images per process and step")
+    add("--lr", type=float, default=0.03, help="learning rate of one process")
+    add("--seed", type=int, default=1)
+    add("--compression", choices=("none", "fp16", "bf16"), default="none")
+    add("--checkpoint-dir", help="keep the best model there")
+    add("--json", action="store_true", help="end with a line of JSON on standard output")
+    return parser.parse_args()
+
+
+class Shard(keras.utils.PyDataset):
+    """This rank's batches, in another order in each epoch.
+
+    The third part of a batch are weights: 1, except where a remainder gives one rank an image
+    more than another. They make the average over the ranks the average over the images.
+    """
+
+    def __init__(self, samples: Samples, batch_size: int, seed: int) -> None:
+        super().__init__()
+        self._images, self._labels = samples.images[..., None], samples.labels
+        self._sharding = hvd.Sharding(len(self._labels), batch_size, seed=seed)
+        self._epoch = 0
+        self._indices = self._sharding.indices(0)
+
+    def __len__(self) -> int:
+        return self._sharding.steps
+
+    def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        indices = self._indices[step]
+        weights = np.full(len(indices), self._sharding.weights[step], np.float32)
+        return self._images[indices], self._labels[indices], weights
+
+    def on_epoch_end(self) -> None:
+        """Go on to the next epoch's order."""
+        self._epoch += 1
+        self._indices = self._sharding.indices(self._epoch)
+
+
+def make_model(height: int, width: int) -> keras.Model:
+    """Return the network, for images of this size."""
+    return keras.Sequential(
+        [
+            keras.Input((height, width, 1)),
+            keras.layers.Conv2D(16, kernel_size=5, padding="same", activation="relu"),
+            keras.layers.MaxPool2D(pool_size=3, strides=2, padding="same"),
+            keras.layers.Conv2D(32, kernel_size=5, padding="same", activation="relu"),
+            keras.layers.MaxPool2D(pool_size=3, strides=2, padding="same"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def evaluate(model: keras.Model, test: Samples) -> float:
+    """Return the accuracy on the test images, each counted once over all ranks."""
+    indices = np.arange(len(test.labels))[hvd.rank() :: hvd.size()]
+    logits = model.predict(test.images[indices, ..., None], batch_size=256, verbose=0)
+    accuracy = float(np.mean(logits.argmax(axis=1) == test.labels[indices]))
+    return hvd.average_metrics({"accuracy": accuracy}, weight=len(indices))["accuracy"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""What must hold of training with Keras 3 on whichever framework it runs on.
+
+Each check runs on every rank of a job. Expected weights come from Keras itself: the same
+training without hvdlite, in one process, on the union of the ranks' batches.
+"""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+
+import hvdlite.keras as hvd
+from tests.keras.counting import close, exchanges, flat, same_on_all_ranks
+
+BATCH, STEPS = 4, 6
+TORCH = keras.backend.backend() == "torch"
+
+
+def data(scale=1.0):
+    """Inputs and targets of all ranks for STEPS steps; row i belongs to rank i % size."""
+    draw = np.random.default_rng(0).normal
+    rows = BATCH * STEPS * hvd.size()
+    x = draw(size=(rows, 5)).astype(np.float32)
+    return x, (scale * np.sin(x.sum(axis=1, keepdims=True))).astype(np.float32)
+
+
+def own(array):
+    return array[hvd.rank() :: hvd.size()]
+
+
+def make_model(seed=1):
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(6, activation="tanh", name="first"),
+            keras.layers.Dense(1, name="second"),
+        ]
+    )
+    draw = np.random.default_rng(seed).normal
+    model.set_weights([draw(size=weight.shape) / 2 for weight in model.get_weights()])
+    return model
+
+
+def fit(model, optimizer, x, y, batch, jit_compile=False, **options):
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=jit_compile)
+    options = {"epochs": 1, "shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, batch_size=batch, **options)
+
+
+def reference(optimizer, **options):
+    """The weights that one process ends with, which has all ranks' batches."""
+    model = make_model()
+    fit(model, optimizer, *data(), BATCH * hvd.size(), **options)
+    return model.get_weights()
+
+
+def check_fit(optimizer, expected, steps=STEPS, **options):
+    """Train by fit; the weights are as expected, alike on all ranks, and exchanged each step."""
+    model = make_model()
+    with exchanges() as count:
+        fit(model, optimizer, *map(own, data()), BATCH, **options)
+    assert len(count) == steps, count
+    assert same_on_all_ranks(model.get_weights())
+    assert close(model.get_weights(), expected)
+    assert not close(model.get_weights(), make_model().get_weights(), 1e-3)
+    return model
+
+
+def fit_exchanges_in_every_step():
+    def make():
+        return keras.optimizers.SGD(0.1, momentum=0.9)
+
+    optimizer = make()
+    wrapped = hvd.DistributedOptimizer(optimizer)
+    assert wrapped is optimizer
+    assert isinstance(wrapped, keras.optimizers.SGD)
+    assert type(wrapped) is not type(make())
+    assert type(wrapped).__name__ == "SGD"
+    check_fit(wrapped, reference(make()))
+
+
+def an_optimizer_may_be_named():
+    check_fit(hvd.DistributedOptimizer("adam"), reference("adam"))
+
+
+def schedules_stay():
+    def make():
+        return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.8))
+
+    check_fit(hvd.DistributedOptimizer(make()), reference(make()))
+
+
+def train_on_batch():
+    x, y = data()
+    expected, model = make_model(), make_model()
+    expected.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse", jit_compile=False)
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), loss="mse")
+    with exchanges() as count:
+        for step in range(STEPS):
+            rows = slice(step * BATCH * hvd.size(), (step + 1) * BATCH * hvd.size())
+            expected.train_on_batch(x[rows], y[rows])
+            model.train_on_batch(own(x[rows]), own(y[rows]))
+    assert len(count) == STEPS
+    assert same_on_all_ranks(model.get_weights())
+    assert close(model.get_weights(), expected.get_weights())
+
+
+def clipping_works_on_the_averages():
+    for clip in ({"clipnorm": 0.05}, {"global_clipnorm": 0.1}, {"clipvalue": 0.02}):
+        check_fit(
+            hvd.DistributedOptimizer(keras.optimizers.SGD(2.0, **clip)),
+            reference(keras.optimizers.SGD(2.0, **clip)),
+        )
+
+
+def weight_decay_and_moving_averages():
+    def make():
+        return keras.optimizers.AdamW(
+            0.05, weight_decay=0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4
+        )
+
+    check_fit(hvd.DistributedOptimizer(make()), reference(make()))
+
+
+def keras_adds_up_and_one_exchange_is_made_for_an_update():
+    def make(**options):
+        return keras.optimizers.SGD(0.2, momentum=0.5, gradient_accumulation_steps=3, **options)
+
+    for options in ({}, {"global_clipnorm": 0.1}, {"loss_scale_factor": 64.0}):
+        check_fit(hvd.DistributedOptimizer(make(**options)), reference(make(**options)), STEPS // 3)
+
+
+def backward_passes_add_up():
+    average = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    wrapped = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    check_fit(wrapped, reference(average), STEPS // 2)
+    total = keras.optimizers.SGD(0.2, gradient_accumulation_steps=2)
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    check_fit(wrapped, reference(total), STEPS // 2)
+
+
+def backward_passes_of_a_built_optimizer():
+    built = keras.optimizers.SGD(0.1)
+    model = make_model()
+    built.build(model.trainable_variables)
+    hvd.DistributedOptimizer(built, backward_passes_per_step=2, average_aggregated_gradients=True)
+    with exchanges() as count:
+        fit(model, built, *map(own, data()), BATCH)
+    assert len(count) == STEPS // 2
+    expected = reference(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    assert close(model.get_weights(), expected)
+
+
+def sums_and_compression():
+    scaled = reference(keras.optimizers.SGD(0.02 * hvd.size()))
+    check_fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.02), op=hvd.Sum), scaled)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), compression=hvd.Compression.fp16, gradient_predivide_factor=2.0
+    )
+    fit(model, optimizer, *map(own, data()), BATCH)
+    assert same_on_all_ranks(model.get_weights())
+    assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)), 1e-2)
+
+
+def steps_that_overflow_on_one_rank_are_skipped_on_all():
+    def inside():
+        return keras.optimizers.LossScaleOptimizer(
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), initial_scale=2.0**10
+        )
+
+    def outside():
+        return hvd.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**10)
+        )
+
+    x, y = data()
+    plain = reference(keras.optimizers.SGD(0.1))
+    bad = y.copy()
+    bad[2 * BATCH * hvd.size() + hvd.size() - 1] = np.inf  # the last rank's, in the third step
+    keep = np.r_[: 2 * BATCH * hvd.size(), 3 * BATCH * hvd.size() : len(x)]
+    skipping = make_model()
+    fit(skipping, keras.optimizers.SGD(0.1), x[keep], y[keep], BATCH * hvd.size())
+    for make in (inside, outside):
+        check_fit(make(), plain)
+        model, optimizer = make_model(), make()
+        with exchanges() as count:
+            fit(model, optimizer, own(x), own(bad), BATCH)
+        assert len(count) == STEPS
+        assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 2.0**9
+        assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == STEPS - 1
+        assert same_on_all_ranks([v.numpy() for v in optimizer.variables])
+        assert close(model.get_weights(), skipping.get_weights())
+
+
+def mixed_precision_of_a_model():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = make_model()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    # A small loss at a large rate: Keras begins with a large scale, and no step is to overflow.
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(6.4))
+    model.compile(optimizer=optimizer, loss="mse", loss_weights=1 / 64)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    x, y = map(own, data())
+    with exchanges() as count:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert len(count) == STEPS
+    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == STEPS
+    assert same_on_all_ranks(model.get_weights())
+    assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)), 2e-2)
+
+
+def loss_scaling_around_accumulation():
+    def make(wrap):
+        inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        return keras.optimizers.LossScaleOptimizer(wrap(inner), initial_scale=2.0**8)
+
+    check_fit(make(hvd.DistributedOptimizer), reference(make(lambda inner: inner)))
+
+
+def a_model_that_was_trained_before_its_optimizer_was_wrapped():
+    expected, model = make_model(), make_model()
+    x, y = data()
+    # In batches of the size that follows: a compiled step would be used again.
+    for each in (expected, model):
+        fit(
+            each,
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            x[: BATCH * STEPS],
+            y[: BATCH * STEPS],
+            BATCH,
+        )
+    optimizer = hvd.DistributedOptimizer(model.optimizer)
+    assert optimizer.iterations.numpy() == STEPS
+    options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+    with exchanges() as count:
+        model.fit(own(x), own(y), **options)
+    expected.fit(x, y, **{**options, "batch_size": BATCH * hvd.size()})
+    assert len(count) == STEPS
+    assert close(model.get_weights(), expected.get_weights())
+
+
+def local_layers_are_not_exchanged():
+    x, y = data()
+    for scale in (True, False):
+        model, alone = make_model(), make_model()
+        optimizer = hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.1), local_layers=model.layers[0], scale_local_gradients=scale
+        )
+        optimizer.register_local_var(model.layers[1].bias)
+        rows = slice(0, BATCH * hvd.size())
+        fit(model, optimizer, own(x[rows]), own(y[rows]), BATCH)
+        fit(alone, keras.optimizers.SGD(0.1), own(x[rows]), own(y[rows]), BATCH)
+        whole = make_model()
+        fit(whole, keras.optimizers.SGD(0.1), x[rows], y[rows], BATCH * hvd.size())
+        start, moved, solo = (m.get_weights() for m in (make_model(), model, alone))
+        part = hvd.size() if scale else 1
+        for number in (0, 1, 3):
+            step = start[number] + (solo[number] - start[number]) / part
+            assert close([moved[number]], [step])
+        assert close([moved[2]], [whole.get_weights()[2]])
+
+
+def keras_and_other_optimizers_are_as_they_were():
+    with exchanges() as count:
+        fit(make_model(), keras.optimizers.SGD(0.1), *map(own, data()), BATCH)
+    assert count == []
+
+
+def what_is_refused():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    refusals = [
+        (ValueError, "wrap it once", lambda: hvd.DistributedOptimizer(optimizer)),
+        (
+            ValueError,
+            "wrap it once",
+            lambda: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)),
+        ),
+        (TypeError, "expected a Keras optimizer, found int", lambda: hvd.DistributedOptimizer(1)),
+        (
+            ValueError,
+            "gradient_accumulation_steps=3",
+            lambda: hvd.DistributedOptimizer(
+                keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
+                backward_passes_per_step=2,
+            ),
+        ),
+        (
+            NotImplementedError,
+            "process_set",
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=object()),
+        ),
+        (TypeError, "cannot be copied", lambda: copy.deepcopy(optimizer)),
+        (TypeError, "cannot be copied", lambda: pickle.dumps(optimizer)),
+    ]
+    for kind, words, call in refusals:
+        with pytest.raises(kind, match=words):
+            call()
+    assert flat([v.numpy() for v in optimizer.variables]).size == 2
+
+
+CHECKS = [
+    fit_exchanges_in_every_step,
+    an_optimizer_may_be_named,
+    schedules_stay,
+    train_on_batch,
+    clipping_works_on_the_averages,
+    weight_decay_and_moving_averages,
+    keras_adds_up_and_one_exchange_is_made_for_an_update,
+    backward_passes_add_up,
+    backward_passes_of_a_built_optimizer,
+    sums_and_compression,
+    steps_that_overflow_on_one_rank_are_skipped_on_all,
+    mixed_precision_of_a_model,
+    loss_scaling_around_accumulation,
+    a_model_that_was_trained_before_its_optimizer_was_wrapped,
+    local_layers_are_not_exchanged,
+    keras_and_other_optimizers_are_as_they_were,
+    what_is_refused,
+]

@@ -1,0 +1,259 @@
+"""What must hold of legacy Keras (``tf_keras``); for processes with TF_USE_LEGACY_KERAS=1."""
+
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdlite.tensorflow as tf_hvd
+import hvdlite.tensorflow.keras as hvd
+from tests.keras.counting import close, exchanges, same_on_all_ranks
+
+BATCH, STEPS = 4, 6
+keras = tf.keras
+KINDS = [keras.optimizers.SGD, keras.optimizers.legacy.SGD]
+
+
+def data():
+    draw = np.random.default_rng(0).normal
+    x = draw(size=(BATCH * STEPS * hvd.size(), 5)).astype(np.float32)
+    return x, np.sin(x.sum(axis=1, keepdims=True))
+
+
+def own(array):
+    return array[hvd.rank() :: hvd.size()]
+
+
+def make_model(seed=1):
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)]
+    )
+    draw = np.random.default_rng(seed).normal
+    model.set_weights([draw(size=weight.shape) / 2 for weight in model.get_weights()])
+    return model
+
+
+def fit(model, optimizer, x, y, batch, callbacks=(), **options):
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    return model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=[*callbacks])
+
+
+def reference(optimizer, passes=1):
+    model = make_model()
+    fit(model, optimizer, *data(), BATCH * hvd.size() * passes)
+    return model.get_weights()
+
+
+def check_fit(optimizer, expected, steps=STEPS, model=None):
+    model = model or make_model()
+    with exchanges() as count:
+        fit(model, optimizer, *map(own, data()), BATCH)
+    assert len(count) == steps, count
+    assert same_on_all_ranks(model.get_weights())
+    assert close(model.get_weights(), expected)
+
+
+def legacy_keras_it_is():
+    assert keras.Model.__module__.startswith("tf_keras")
+    assert "hvdlite.keras" not in sys.modules
+
+
+def fit_exchanges_in_every_step():
+    for kind in KINDS:
+        optimizer = kind(0.1, momentum=0.9)
+        wrapped = hvd.DistributedOptimizer(optimizer)
+        assert wrapped is optimizer
+        assert isinstance(wrapped, kind)
+        check_fit(wrapped, reference(kind(0.1, momentum=0.9)))
+        check_fit(
+            tf_hvd.DistributedOptimizer(kind(0.02), op=hvd.Sum), reference(kind(0.02 * hvd.size()))
+        )
+        check_fit(
+            hvd.DistributedOptimizer(kind(2.0, global_clipnorm=0.1)),
+            reference(kind(2.0, global_clipnorm=0.1)),
+        )
+
+
+def loops_of_ones_own():
+    for kind in KINDS:
+        expected = reference(kind(0.1))
+        for mode in (lambda step: step, tf.function):
+            model, optimizer = make_model(), hvd.DistributedOptimizer(kind(0.1))
+
+            @mode
+            def step(x, y, model=model, optimizer=optimizer):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(model(x) - y))
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+            with exchanges() as count:
+                for x, y in zip(*(np.split(own(array), STEPS) for array in data()), strict=True):
+                    step(tf.constant(x), tf.constant(y))
+            assert len(count) == STEPS
+            assert close(model.get_weights(), expected)
+            assert same_on_all_ranks(model.get_weights())
+
+
+def backward_passes_add_up():
+    # As many samples in one batch.
+    for kind in KINDS:
+        draw = np.arange(BATCH * STEPS * hvd.size()).reshape(STEPS // 2, 2, BATCH, hvd.size())
+        x, y = data()
+        model = make_model()
+        fit(model, kind(0.1), x[draw.reshape(-1)], y[draw.reshape(-1)], 2 * BATCH * hvd.size())
+        expected = model.get_weights()
+        for average, rate in ((True, 0.1), (False, 0.05)):
+            optimizer = hvd.DistributedOptimizer(
+                kind(rate), backward_passes_per_step=2, average_aggregated_gradients=average
+            )
+            check_fit(optimizer, expected, STEPS // 2)
+            assert int(optimizer.iterations) == STEPS
+
+
+def steps_that_overflow_on_one_rank_are_skipped_on_all():
+    scaling = keras.mixed_precision.LossScaleOptimizer
+    x, y = data()
+    bad = y.copy()
+    bad[2 * BATCH * hvd.size() + hvd.size() - 1] = np.inf  # the last rank's, in the third step
+    keep = np.r_[: 2 * BATCH * hvd.size(), 3 * BATCH * hvd.size() : len(x)]
+    for kind in KINDS:
+        skipping = make_model()
+        fit(skipping, kind(0.1), x[keep], y[keep], BATCH * hvd.size())
+        for make in (
+            lambda kind=kind: scaling(hvd.DistributedOptimizer(kind(0.1)), initial_scale=2.0**10),
+            lambda kind=kind: hvd.DistributedOptimizer(scaling(kind(0.1), initial_scale=2.0**10)),
+        ):
+            check_fit(make(), reference(kind(0.1)))
+            model, optimizer = make_model(), make()
+            fit(model, optimizer, own(x), own(bad), BATCH)
+            assert float(optimizer.loss_scale) == 2.0**9
+            assert same_on_all_ranks(model.get_weights())
+            assert close(model.get_weights(), skipping.get_weights())
+        twice = hvd.DistributedOptimizer(scaling(kind(0.05)), backward_passes_per_step=2)
+        model = make_model()
+        fit(model, twice, own(x), own(y), BATCH)
+        assert same_on_all_ranks(model.get_weights())
+        assert close(model.get_weights(), reference(kind(0.1), passes=2))
+
+
+def what_was_trained_before_and_what_is_saved():
+    for kind in KINDS:
+        x, y = data()
+        expected, model = make_model(), make_model()
+        # In batches of the size that follows: a compiled step would be used again.
+        for each in (expected, model):
+            fit(each, kind(0.1, momentum=0.9), x[: BATCH * STEPS], y[: BATCH * STEPS], BATCH)
+        hvd.DistributedOptimizer(model.optimizer)
+        options = {"shuffle": False, "verbose": 0}
+        expected.fit(x, y, batch_size=BATCH * hvd.size(), **options)
+        with exchanges() as count:
+            model.fit(own(x), own(y), batch_size=BATCH, **options)
+        assert len(count) == STEPS
+        assert close(model.get_weights(), expected.get_weights())
+        folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+        # The state of the older optimizers is in the older files alone.
+        suffix = "keras" if kind is keras.optimizers.SGD else "h5"
+        path = folder / f"model-{hvd.rank()}.{suffix}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras recommends the newer ones
+            model.save(path)
+        plain = keras.models.load_model(path)
+        assert type(plain.optimizer) is kind
+        loaded = hvd.load_model(path)
+        expected.fit(x, y, batch_size=BATCH * hvd.size(), **options)
+        with exchanges() as count:
+            loaded.fit(own(x), own(y), batch_size=BATCH, **options)
+        assert len(count) == STEPS
+        assert close(loaded.get_weights(), expected.get_weights())
+
+
+def callbacks():
+    class Spy(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            alike.append(same_on_all_ranks(self.model.get_weights()))
+
+        def on_epoch_end(self, epoch, logs=None):
+            logged.append(dict(logs))
+
+    for kind in KINDS:
+        alike, logged = [], []
+        model = make_model(seed=hvd.rank())
+        history = fit(
+            model,
+            hvd.DistributedOptimizer(kind(0.2, momentum=0.9)),
+            *map(own, data()),
+            BATCH,
+            callbacks=[
+                hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+                hvd.callbacks.MetricAverageCallback(),
+                hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=1),
+                Spy(),
+            ],
+        )
+        assert all(alike)
+        assert len({str(logs) for logs in hvd.allgather_object(logged)}) == 1
+        assert history.history["loss"] == [logged[0]["loss"]]
+        assert abs(history.history["lr"][0] - 0.1) < 1e-6
+        assert same_on_all_ranks(model.get_weights())
+
+
+def momentum_is_corrected_when_the_rate_changes():
+    rates = [0.1, 0.1, 0.2, 0.05]
+    for kind in KINDS:
+        weight = tf.Variable([0.0])
+        optimizer = hvd.DistributedOptimizer(kind(rates[0], momentum=0.9))
+        callback = hvd.callbacks.LearningRateScheduleCallback(1.0, lambda epoch: rates[epoch])
+        callback.set_model(type("Model", (), {"optimizer": optimizer})())
+        expected, velocity, old = 0.0, 0.0, rates[0]
+        for epoch, rate in enumerate(rates):
+            callback.on_epoch_begin(epoch)
+            callback.on_train_batch_begin(0)
+            optimizer.apply_gradients([(tf.ones(1), weight)])
+            velocity = 0.9 * velocity * rate / old - rate
+            expected, old = expected + velocity, rate
+            assert abs(float(weight[0]) - expected) < 1e-6
+
+
+def what_is_refused():
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(ValueError, match="wrap it once"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(TypeError, match="expected an optimizer"):
+        hvd.DistributedOptimizer(1)
+    model = make_model()
+    with pytest.raises(ValueError, match="jit_compile=False"):
+        fit(model, optimizer, *map(own, data()), BATCH, jit_compile=True)
+    hvd.broadcast_global_variables(0, model=model)
+
+
+def local_layers_are_not_exchanged():
+    model, alone = make_model(), make_model()
+    x, y = (own(array)[:BATCH] for array in data())
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1), local_layers=[model.layers[0]], scale_local_gradients=False
+    )
+    with exchanges():
+        fit(model, optimizer, x, y, BATCH)
+    fit(alone, keras.optimizers.SGD(0.1), x, y, BATCH)
+    assert close(model.get_weights()[:2], alone.get_weights()[:2])
+    assert same_on_all_ranks(model.get_weights()[2:])
+    assert not same_on_all_ranks(model.get_weights()[:2])
+
+
+CHECKS = [
+    legacy_keras_it_is,
+    fit_exchanges_in_every_step,
+    loops_of_ones_own,
+    backward_passes_add_up,
+    steps_that_overflow_on_one_rank_are_skipped_on_all,
+    what_was_trained_before_and_what_is_saved,
+    callbacks,
+    momentum_is_corrected_when_the_rate_changes,
+    what_is_refused,
+    local_layers_are_not_exchanged,
+]

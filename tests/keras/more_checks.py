@@ -1,0 +1,371 @@
+"""What must hold of loops of one's own, saved models, callbacks and values, with Keras 3."""
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import hvdlite.keras as hvd
+from hvdlite.keras import training
+from tests.keras.checks import (
+    BATCH,
+    STEPS,
+    TORCH,
+    check_fit,
+    data,
+    fit,
+    make_model,
+    own,
+    reference,
+)
+from tests.keras.counting import close, exchanges, same_on_all_ranks
+
+
+def gradients_of(model, x, y):
+    """This rank's gradients of the mean squared error."""
+    if TORCH:
+        model.zero_grad()
+        loss = keras.ops.mean(keras.ops.square(model(x) - keras.ops.convert_to_tensor(y)))
+        loss.backward()
+        return [variable.value.grad for variable in model.trainable_variables]
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+
+def modes():
+    if TORCH:
+        return [lambda step: step]
+    import tensorflow as tf
+
+    return [lambda step: step, tf.function]
+
+
+def loops_of_ones_own():
+    expected = reference(keras.optimizers.SGD(0.1, momentum=0.5))
+    for mode in modes():
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5))
+        optimizer.build(model.trainable_variables)
+
+        @mode
+        def step(x, y, model=model, optimizer=optimizer):
+            gradients = gradients_of(model, x, y)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        x, y = map(own, data())
+        with exchanges() as count:
+            for number in range(STEPS):
+                rows = slice(number * BATCH, (number + 1) * BATCH)
+                step(keras.ops.convert_to_tensor(x[rows]), keras.ops.convert_to_tensor(y[rows]))
+        assert len(count) == STEPS
+        assert close(model.get_weights(), expected)
+        assert same_on_all_ranks(model.get_weights())
+
+
+def gradients_that_only_some_ranks_have():
+    model = make_model()
+    variables = model.trainable_variables
+    before = model.get_weights()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    last = hvd.rank() == hvd.size() - 1
+
+    def ones(variable):
+        return keras.ops.ones(variable.shape)
+
+    # The first: the last rank alone has it; the last: none has; those between: all.
+    gradients = [
+        ones(v) if 0 < n < 3 or (n == 0 and last) else None for n, v in enumerate(variables)
+    ]
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply(gradients, variables)
+    moved = [a - b for a, b in zip(before, model.get_weights(), strict=True)]
+    for found, expected in zip(moved, (1 / hvd.size(), 1, 1, 0), strict=True):
+        np.testing.assert_allclose(found, np.full_like(found, expected), atol=1e-6)
+    # A rank without any gradient takes part.
+    optimizer.apply([ones(v) if last else None for v in variables], variables)
+    assert same_on_all_ranks(model.get_weights())
+
+
+def passes_in_which_only_some_ranks_have_gradients():
+    model = make_model()
+    before = model.get_weights()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    variables = model.trainable_variables
+    some = [keras.ops.ones(v.shape) for v in variables]
+    none = [None] * len(variables)
+    optimizer.apply(some if hvd.rank() == 0 else none, variables)
+    optimizer.apply(none, variables)
+    for found, start in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(found, start - 0.5 / hvd.size(), atol=1e-6)
+
+
+def ranks_with_different_variables_get_an_error_on_every_rank():
+    units = 2 + hvd.rank() % 2
+    layer = keras.layers.Dense(units, name="odd")
+    layer.build((None, 3))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    gradients = [keras.ops.ones(v.shape) for v in layer.trainable_variables]
+    with pytest.raises(hvd.HorovodInternalError, match=r"odd/kernel.*float32\[3, 2\]"):
+        optimizer.apply(gradients, layer.trainable_variables)
+    check_fit(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), reference(keras.optimizers.SGD(0.1))
+    )
+
+
+def steps_are_compiled_without_xla():
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("hvdlite").addHandler(handler)
+    expected = reference(keras.optimizers.SGD(0.1))
+    training._say_that_xla_is_off.cache_clear()  # an earlier test may have heard it
+    try:
+        for jit in ("auto", True):
+            model = make_model()
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            with exchanges() as count, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch.compile
+                fit(model, optimizer, *map(own, data()), BATCH, jit_compile=jit)
+            assert len(count) == STEPS
+            assert close(model.get_weights(), expected)
+        assert model.jit_compile
+    finally:
+        logging.getLogger("hvdlite").removeHandler(handler)
+    words = [message for message in messages if "without XLA" in message]
+    assert len(words) == (0 if TORCH or hvd.rank() else 1)
+
+
+def saved_models_know_nothing_of_hvdlite():
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+    path = folder / f"model-{hvd.rank()}.keras"
+    wrapped, plain = make_model(), make_model()
+    fit(wrapped, hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), *map(own, data()), BATCH)
+    fit(plain, keras.optimizers.Adam(0.05), *data(), BATCH * hvd.size())
+    wrapped.save(path)
+    plain.save(folder / f"plain-{hvd.rank()}.keras")
+    assert optimizer_config(path) == optimizer_config(folder / f"plain-{hvd.rank()}.keras")
+    if hvd.rank() == 0:
+        code = (
+            "import sys; sys.modules['hvdlite'] = None; import keras;"
+            f"model = keras.saving.load_model({str(path)!r});"
+            "print(type(model.optimizer).__name__, int(model.optimizer.iterations.numpy()))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.split() == ["Adam", str(STEPS)], done.stderr
+    loaded = hvd.load_model(path)
+    x, y = data()
+    options = {"shuffle": False, "verbose": 0}
+    with exchanges() as count:
+        loaded.fit(own(x), own(y), batch_size=BATCH, **options)
+    assert len(count) == STEPS
+    plain.fit(x, y, batch_size=BATCH * hvd.size(), **options)
+    assert close(loaded.get_weights(), plain.get_weights())
+
+
+def optimizer_config(path):
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+    found = config["compile_config"]["optimizer"]
+    found["config"].pop("name")
+    return found
+
+
+def custom_optimizers_are_saved_by_their_registered_name():
+    @keras.saving.register_keras_serializable("somewhere")
+    class Own(keras.optimizers.SGD):
+        pass
+
+    plain = keras.saving.serialize_keras_object(Own(0.1, name="own"))
+    wrapped = keras.saving.serialize_keras_object(hvd.DistributedOptimizer(Own(0.1, name="own")))
+    assert wrapped == plain
+    assert wrapped["registered_name"] == "somewhere>Own"
+    copy = type(hvd.DistributedOptimizer(Own(0.1))).from_config({"learning_rate": 0.5})
+    assert type(copy) is Own
+
+
+class Spy(keras.callbacks.Callback):
+    """Whether ranks are alike after every batch, and what it sees of logs and rates."""
+
+    def __init__(self):
+        super().__init__()
+        self.alike, self.rates, self.logs = [], [], []
+
+    def on_train_begin(self, logs=None):
+        self.alike.append(same_on_all_ranks(self.model.get_weights()))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.alike.append(same_on_all_ranks(self.model.get_weights()))
+        self.rates.append(hvd.broadcast(self.model.optimizer.learning_rate, 0).item())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.logs.append(dict(logs))
+
+
+def variables_are_broadcast_before_the_first_update():
+    for built in (True, False):
+        model = make_model(seed=hvd.rank())
+        if not built:  # until the first batch
+            model = keras.Sequential(
+                [keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
+            )
+        keras.utils.set_random_seed(hvd.rank())
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (hvd.rank() + 1)))
+        spy = Spy()
+        callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(hvd.size() - 1), spy]
+        fit(model, optimizer, *map(own, data()), BATCH, callbacks=callbacks)
+        assert all(spy.alike), spy.alike
+        np.testing.assert_allclose(spy.rates, 0.01 * hvd.size(), rtol=1e-6)
+        assert same_on_all_ranks([hvd.allreduce(v, op=hvd.Sum) for v in optimizer.variables])
+
+
+def metrics_are_averaged_before_others_see_them():
+    spy, before = Spy(), Spy()
+    model = make_model()
+    model.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse", metrics=["mae"]
+    )
+    x, y = map(own, data(scale=1 + hvd.rank()))
+    history = model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=2,
+        verbose=0,
+        validation_data=(x, y),
+        callbacks=[before, hvd.callbacks.MetricAverageCallback(), spy],
+    )
+    everyone = hvd.allgather_object(before.logs)
+    for epoch, logs in enumerate(spy.logs):
+        assert set(logs) == {"loss", "mae", "val_loss", "val_mae"}
+        for key, value in logs.items():
+            values = [rank[epoch][key] for rank in everyone]
+            assert len(set(values)) == hvd.size()
+            assert abs(value - np.mean(values)) < 1e-6
+            assert history.history[key][epoch] == value
+    callback = hvd.callbacks.MetricAverageCallback()
+    with pytest.raises(hvd.HorovodInternalError, match="'extra' is missing on ranks"):
+        callback.on_epoch_end(0, {"loss": 1.0, **({"extra": 1.0} if hvd.rank() else {})})
+    logs = {"loss": float(hvd.rank()), "parts": np.full(2, hvd.rank())}
+    callback.on_epoch_end(0, logs)
+    assert logs["loss"] == (hvd.size() - 1) / 2
+    assert logs["parts"].tolist() == [(hvd.size() - 1) / 2] * 2
+
+
+def learning_rates_follow_their_schedules():
+    size = hvd.size()
+    x, y = (array[: 3 * BATCH] for array in map(own, data()))
+
+    def rates(*callbacks, epochs=4):
+        spy = Spy()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
+        fit(make_model(), optimizer, x, y, BATCH, epochs=epochs, callbacks=[*callbacks, spy])
+        return spy.rates, [logs["lr"] for logs in spy.logs]
+
+    found, logged = rates(hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_epochs=2), epochs=3)
+    ramp = [0.3 * (1 + (step + 1) / 6 * (size - 1)) / size for step in range(6)]
+    np.testing.assert_allclose(found, ramp + [0.3] * 3, rtol=1e-5)
+    np.testing.assert_allclose(logged, [ramp[2], 0.3, 0.3], rtol=1e-5)
+    schedule = hvd.callbacks.LearningRateScheduleCallback
+    found, _ = rates(
+        schedule(0.3, 1.0, end_epoch=1), schedule(0.3, lambda epoch: 0.1**epoch, start_epoch=2)
+    )
+    np.testing.assert_allclose(found, [0.3] * 6 + [0.003] * 3 + [0.0003] * 3, rtol=1e-5)
+    found, _ = rates(schedule(0.3, lambda epoch: 1 + epoch, staircase=False, end_epoch=1))
+    np.testing.assert_allclose(found, [0.3, 0.4, 0.5] + [0.5] * 9, rtol=1e-5)
+    callback = hvd.callbacks.LearningRateWarmupCallback(0.3)
+    callback.set_params({"steps": None})
+    with pytest.raises(ValueError, match="steps_per_epoch"):
+        callback.on_train_begin()
+
+
+def momentum_is_corrected_when_the_rate_changes():
+    """As SGD in float64, whose velocity is scaled by new rate over old."""
+    gradient, momentum, rates = 1.0, 0.9, [0.1, 0.1, 0.2, 0.05]
+    for correction in (True, False):
+        layer = keras.layers.Dense(1, use_bias=False)
+        layer.build((None, 1))
+        layer.kernel.assign([[0.0]])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rates[0], momentum=momentum))
+        optimizer.build(layer.trainable_variables)
+        callback = hvd.callbacks.LearningRateScheduleCallback(
+            1.0, lambda epoch: rates[int(epoch)], momentum_correction=correction
+        )
+        callback.set_model(type("Model", (), {"optimizer": optimizer})())
+        weight, velocity, old = 0.0, 0.0, rates[0]
+        for epoch, rate in enumerate(rates):
+            callback.on_epoch_begin(epoch)
+            callback.on_train_batch_begin(0)
+            optimizer.apply([keras.ops.ones((1, 1))], layer.trainable_variables)
+            velocity = momentum * velocity * (rate / old if correction else 1) - rate * gradient
+            weight, old = weight + velocity, rate
+            assert abs(float(layer.kernel.numpy()[0, 0]) - weight) < 1e-6
+
+
+def the_best_model_is_kept_by_rank_zero():
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp())) / str(hvd.rank())
+    folder.mkdir()
+    callback = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath=folder / "best.keras")
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05))
+    callbacks = [hvd.callbacks.MetricAverageCallback(), callback]
+    history = fit(model, optimizer, *map(own, data()), BATCH, epochs=2, callbacks=callbacks)
+    assert [path.name for path in folder.iterdir()] == ([] if hvd.rank() else ["best.keras"])
+    if hvd.rank() == 0:
+        assert callback.best == min(history.history["loss"])
+        keras.saving.load_model(folder / "best.keras")
+    with pytest.raises(ValueError, match="no path"):
+        hvd.callbacks.BestModelCheckpoint().on_train_begin()
+
+
+def values():
+    size, rank = hvd.size(), hvd.rank()
+    assert hvd.allreduce(float(rank)) == (size - 1) / 2
+    assert hvd.allreduce(rank, op=hvd.Sum) == size * (size - 1) // 2
+    tensor = keras.ops.full((2,), float(rank))
+    assert (
+        hvd.allreduce(tensor, op=hvd.Max, postscale_factor=2.0).tolist() == [2.0 * (size - 1)] * 2
+    )
+    variable = keras.Variable(np.full((1, 2), rank, np.float32))
+    assert hvd.allgather(variable).tolist() == [[float(each)] * 2 for each in range(size)]
+    assert hvd.broadcast([rank, 7], root_rank=size - 1).tolist() == [size - 1, 7]
+    narrow = keras.ops.cast(keras.ops.ones((2,)), "bfloat16")
+    assert hvd.allreduce(narrow, op=hvd.Sum).astype(float).tolist() == [float(size)] * 2
+    with pytest.raises(NotImplementedError, match="process_set"):
+        hvd.allreduce(1.0, process_set=object())
+    with pytest.raises(ValueError, match="pass broadcast_global_variables"):
+        hvd.broadcast_global_variables(0)
+    model = make_model(seed=rank)
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * (1 + rank))))
+    hvd.broadcast_global_variables(0, model=model)
+    assert same_on_all_ranks(model.get_weights())
+    assert abs(hvd.allreduce(model.optimizer.learning_rate, op=hvd.Max) - 0.1) < 1e-6
+
+
+CHECKS = [
+    loops_of_ones_own,
+    gradients_that_only_some_ranks_have,
+    passes_in_which_only_some_ranks_have_gradients,
+    ranks_with_different_variables_get_an_error_on_every_rank,
+    steps_are_compiled_without_xla,
+    saved_models_know_nothing_of_hvdlite,
+    custom_optimizers_are_saved_by_their_registered_name,
+    variables_are_broadcast_before_the_first_update,
+    metrics_are_averaged_before_others_see_them,
+    learning_rates_follow_their_schedules,
+    momentum_is_corrected_when_the_rate_changes,
+    the_best_model_is_kept_by_rank_zero,
+    values,
+]

@@ -1,0 +1,120 @@
+"""What must hold of Keras 3 on TensorFlow alone."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdlite.keras as hvd
+import hvdlite.tensorflow as tf_hvd
+import hvdlite.tensorflow.keras as tf_keras_hvd
+from tests.keras.checks import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
+from tests.keras.counting import close, exchanges, same_on_all_ranks
+
+
+def every_adapter_makes_the_same_optimizer():
+    expected = reference(keras.optimizers.SGD(0.1))
+    for adapter in (tf_hvd, tf_keras_hvd):
+        check_fit(adapter.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), expected)
+        scaled = reference(keras.optimizers.SGD(0.02 * hvd.size()))
+        optimizer = adapter.DistributedOptimizer(
+            keras.optimizers.SGD(0.02), op=hvd.Sum, num_groups=1
+        )
+        check_fit(optimizer, scaled)
+
+
+def several_steps_in_one_execution():
+    model = make_model()
+    model.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        loss="mse",
+        steps_per_execution=3,
+    )
+    x, y = map(own, data())
+    with exchanges() as count:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert len(count) == STEPS
+    assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)))
+
+
+def eager_fit():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+    x, y = map(own, data())
+    with exchanges() as count:
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert len(count) == STEPS // 2
+    expected = reference(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    assert close(model.get_weights(), expected)
+
+
+def embeddings():
+    def make():
+        model = keras.Sequential(
+            [keras.Input((2,), dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.Dense(1)]
+        )
+        draw = np.random.default_rng(3).normal
+        model.set_weights([draw(size=weight.shape) for weight in model.get_weights()])
+        return model
+
+    draw = np.random.default_rng(4)
+    x = draw.integers(0, 7, (BATCH * STEPS * hvd.size(), 2))
+    y = draw.normal(size=(len(x), 2, 1))
+    for options in ({}, {"sparse_as_dense": True}, {"backward_passes_per_step": 2}):
+        passes = options.get("backward_passes_per_step")
+        plain = keras.optimizers.SGD(0.1 * (passes or 1), gradient_accumulation_steps=passes)
+        expected, model = make(), make()
+        fit(expected, plain, x, y, BATCH * hvd.size())
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **options)
+        fit(model, optimizer, own(x), own(y), BATCH)
+        assert close(model.get_weights(), expected.get_weights())
+        assert same_on_all_ranks(model.get_weights())
+
+
+def xla_in_a_loop_of_ones_own_is_refused():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(jit_compile=True)
+    def step():
+        optimizer.apply([tf.ones(v.shape) for v in model.trainable_variables])
+
+    with pytest.raises(ValueError, match="jit_compile"):
+        step()
+    check_fit(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), reference(keras.optimizers.SGD(0.1))
+    )
+
+
+def a_gradient_that_only_some_ranks_have_in_a_graph():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step():
+        gradients = [tf.ones(v.shape) for v in model.trainable_variables]
+        if hvd.rank():
+            gradients[0] = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras says that there is none
+            optimizer.apply(gradients, model.trainable_variables)
+
+    with pytest.raises(tf.errors.OpError, match="first/kernel' is None on rank"):
+        step()
+
+
+CHECKS = [
+    every_adapter_makes_the_same_optimizer,
+    several_steps_in_one_execution,
+    eager_fit,
+    embeddings,
+    xla_in_a_loop_of_ones_own_is_refused,
+    a_gradient_that_only_some_ranks_have_in_a_graph,
+]
