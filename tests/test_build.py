@@ -78,3 +78,9 @@ def test_mpi_threads_supported():
         hvdlite.mpi_threads_supported()
     hvdlite.init()
     assert hvdlite.mpi_threads_supported() is True
+
+
+def test_what_is_no_part_of_hvdlite():
+    """Scripts ask for Horovod's other ways to communicate, and have to be told the truth."""
+    assert hvdlite.gloo_built() is hvdlite.gloo_enabled() is False
+    assert hvdlite.ddl_built() is hvdlite.ccl_built() is False

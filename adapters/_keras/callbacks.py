@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, world
+from hvdlite import collectives, objects, world
 from hvdlite._keras.state import broadcast_variables, to_array, variables_of
 from hvdlite.recipe import average_metrics
 
@@ -36,7 +36,7 @@ class BroadcastGlobalVariables:
         if self.broadcast_done:
             return
         weights, state = self._built()
-        counts = collectives.allgather_object(
+        counts = objects.allgather_object(
             (len(weights), len(state)), "BroadcastGlobalVariablesCallback"
         )
         if not all(count for count, _ in counts):

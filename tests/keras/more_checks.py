@@ -343,7 +343,11 @@ def values():
     assert hvd.broadcast([rank, 7], root_rank=size - 1).tolist() == [size - 1, 7]
     narrow = keras.ops.cast(keras.ops.ones((2,)), "bfloat16")
     assert hvd.allreduce(narrow, op=hvd.Sum).astype(float).tolist() == [float(size)] * 2
-    with pytest.raises(NotImplementedError, match="process_set"):
+    rows = hvd.reducescatter(np.arange(size + 1.0) * (rank + 1), op=hvd.Sum)
+    factor = size * (size + 1) / 2
+    expected = [0.0, factor] if rank == 0 else [factor * (rank + 1)]
+    np.testing.assert_allclose(rows, expected)
+    with pytest.raises(ValueError, match="not a registered process set"):
         hvd.allreduce(1.0, process_set=object())
     with pytest.raises(ValueError, match="pass broadcast_global_variables"):
         hvd.broadcast_global_variables(0)
@@ -352,6 +356,32 @@ def values():
     hvd.broadcast_global_variables(0, model=model)
     assert same_on_all_ranks(model.get_weights())
     assert abs(hvd.allreduce(model.optimizer.learning_rate, op=hvd.Max) - 0.1) < 1e-6
+
+
+def process_sets():
+    rank = hvd.rank()
+    last = hvd.add_process_set([hvd.size() - 1])
+    try:
+        if last.included():
+            assert hvd.allreduce(rank, op=hvd.Sum, process_set=last) == rank
+            model = make_model(seed=0)
+            model.compile(
+                hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=last), loss="mse"
+            )
+            before = model.get_weights()
+            model.train_on_batch(*[np.ones((4, *shape[1:])) for shape in shapes_of(model)])
+            assert not all(map(np.array_equal, before, model.get_weights()))
+        else:
+            with pytest.raises(ValueError, match="is not in ProcessSet"):
+                hvd.allreduce(rank, process_set=last)
+            with pytest.raises(ValueError, match="is not in ProcessSet"):
+                hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=last)
+    finally:
+        hvd.remove_process_set(last)
+
+
+def shapes_of(model):
+    return [(None, *model.inputs[0].shape[1:]), (None, *model.outputs[0].shape[1:])]
 
 
 CHECKS = [
@@ -368,4 +398,5 @@ CHECKS = [
     momentum_is_corrected_when_the_rate_changes,
     the_best_model_is_kept_by_rank_zero,
     values,
+    process_sets,
 ]

@@ -277,3 +277,19 @@ def test_optimizers_of_process_sets():
     if pair.included():
         total = hvd.sparse_allreduce_async(table, "table", hvd.Sum, pair)()
         assert total.to_dense().tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+@ALL
+def test_broadcasts_in_place_are_asynchronous_too(size):
+    hvd.init()
+    rank = hvd.rank()
+    tensors = [torch.full((3,), float(rank)), torch.arange(6.0).reshape(2, 3).T * (rank + 1)]
+    handles = [
+        hvd.broadcast_async_(tensor, size - 1, name=f"broadcast {number}")
+        for number, tensor in enumerate(tensors)
+    ]
+    for handle, tensor in zip(handles[::-1], tensors[::-1], strict=True):
+        assert hvd.synchronize(handle) is tensor
+        assert hvd.poll(handle)
+    assert tensors[0].tolist() == [size - 1.0] * 3
+    assert torch.equal(tensors[1], torch.arange(6.0).reshape(2, 3).T * size)

@@ -1,0 +1,316 @@
+"""The table of the public interface in docs/api.md, from the code: ``python -m tests.api_table``.
+
+For each call of the interface it shows the signature, and a test that uses it: of the functions in
+`tests` that do, the one whose name and whose other calls fit best.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hvdlite.exchange import Strategy
+from hvdlite.process_sets import global_process_set
+
+ROOT = Path(__file__).parent.parent
+TABLE = ROOT / "docs" / "api.md"
+
+INTRODUCTION = """# The public interface
+
+Made from the code by `python -m tests.api_table`; a test sees that it is up to date. Names,
+arguments and defaults are Horovod's wherever Horovod has them. Docstrings say more:
+`help(hvd.allreduce)`.
+
+Every adapter (`hvdlite.torch`, `hvdlite.tensorflow`, `hvdlite.keras`, `hvdlite.tensorflow.keras`)
+has what `hvdlite` has, on its own tensors.
+
+## Errors
+
+| what | who gets it | PyTorch, numpy | TensorFlow |
+|---|---|---|---|
+| ranks disagree on shape, dtype, operation, op, root, factors or device | every member; \
+later calls work | `MismatchError`, a `HorovodInternalError` | also a \
+`tf.errors.FailedPreconditionError` |
+| a bad argument: a name that is on its way, no member, an unknown set, a bad root, bad splits | \
+the caller, at once | `ValueError` | also a `tf.errors.InvalidArgumentError` |
+| a rank has died, or communication failed | every survivor | `HorovodInternalError` | \
+`HorovodInternalError` |
+| nothing heard of a tensor for `HVDLITE_STALL_CHECK_TIME_SECONDS` (60) | who waits: a warning \
+that names tensor and ranks; after `HVDLITE_STALL_SHUTDOWN_TIME_SECONDS`, if set, an error | \
+`HorovodInternalError` | `HorovodInternalError` |
+"""
+
+# For each module: a heading, and its calls. A name with a dot is a method or an attribute.
+SECTIONS: list[tuple[str, str, str]] = [
+    (
+        "hvdlite",
+        "Everywhere",
+        """init shutdown is_initialized rank size local_rank local_size cross_rank cross_size
+        is_homogeneous mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built
+        nccl_built ddl_built ccl_built cuda_built rocm_built Average Sum Adasum Min Max Product
+        ProcessSet ProcessSet.process_set_id ProcessSet.ranks ProcessSet.size ProcessSet.rank
+        ProcessSet.included global_process_set add_process_set remove_process_set start_timeline
+        stop_timeline run spawn HorovodInternalError HostsUpdatedInterrupt
+        HostsUpdatedInterrupt.skip_sync shard scale_lr warmup checkpoint average_metrics allreduce
+        allreduce_async grouped_allreduce grouped_allreduce_async allgather allgather_async
+        grouped_allgather grouped_allgather_async broadcast broadcast_async alltoall alltoall_async
+        reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async
+        broadcast_object allgather_object join barrier poll synchronize""",
+    ),
+    (
+        "hvdlite.torch",
+        "PyTorch",
+        """allreduce allreduce_ allreduce_async allreduce_async_ grouped_allreduce
+        grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ sparse_allreduce_async
+        allgather allgather_async grouped_allgather grouped_allgather_async broadcast broadcast_
+        broadcast_async broadcast_async_ alltoall alltoall_async reducescatter reducescatter_async
+        grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize
+        broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object
+        DistributedOptimizer DistributedOptimizer.synchronize DistributedOptimizer.skip_synchronize
+        DistributedOptimizer.set_backward_passes_per_step DistributedOptimizer.zero_grad
+        DistributedOptimizer._parameter_names SyncBatchNorm convert_sync_batchnorm
+        SyncBatchNorm.convert_sync_batchnorm Compression ShardSampler pin_device checkpoint""",
+    ),
+    (
+        "hvdlite.torch.elastic",
+        "PyTorch, elastic",
+        """run State ObjectState TorchState TorchState.commit TorchState.restore TorchState.save
+        TorchState.sync TorchState.check_host_updates TorchState.register_reset_callbacks
+        ElasticSampler ElasticSampler.set_epoch ElasticSampler.record_batch
+        ElasticSampler.state_dict ElasticSampler.load_state_dict""",
+    ),
+    (
+        "hvdlite.tensorflow",
+        "TensorFlow",
+        """allreduce grouped_allreduce allgather grouped_allgather broadcast broadcast_ alltoall
+        reducescatter grouped_reducescatter join barrier rank_op size_op local_rank_op local_size_op
+        process_set_included_op broadcast_variables broadcast_object broadcast_object_fn
+        allgather_object SyncBatchNormalization DistributedGradientTape
+        DistributedGradientTape.gradient DistributedGradientTape.register_local_source
+        PartialDistributedGradientTape DistributedOptimizer broadcast_global_variables
+        BroadcastGlobalVariablesHook pin_device shard checkpoint""",
+    ),
+    (
+        "hvdlite.tensorflow.elastic",
+        "TensorFlow, elastic",
+        "run TensorFlowState TensorFlowKerasState",
+    ),
+    (
+        "hvdlite.keras",
+        "Keras 3, and `hvdlite.tensorflow.keras` for `tf.keras`",
+        """DistributedOptimizer PartialDistributedOptimizer allreduce allgather broadcast
+        reducescatter broadcast_global_variables load_model""",
+    ),
+    (
+        "hvdlite.keras.callbacks",
+        "Keras, callbacks",
+        """BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback
+        LearningRateWarmupCallback BestModelCheckpoint""",
+    ),
+    (
+        "hvdlite.keras.elastic",
+        "Keras, elastic",
+        "KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback",
+    ),
+]
+
+
+# Where tests of a module are, if not in a folder of its name.
+_PLACES = {
+    "hvdlite.torch.elastic": "elastic",
+    "hvdlite.tensorflow.elastic": "elastic",
+    "hvdlite.keras.elastic": "elastic",
+    "hvdlite.keras.callbacks": "keras",
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of a test file, with what it calls in the same file.
+
+    Attributes:
+        label: where it is.
+        imports: what the file imports of hvdlite: the names it has there, and its own.
+        text: its source, and that of its file's functions that it calls.
+    """
+
+    label: str
+    imports: tuple[tuple[str, str], ...]
+    text: str
+
+
+def table() -> str:
+    """The text of docs/api.md."""
+    parts = [INTRODUCTION]
+    for module, heading, names in SECTIONS:
+        parts.append(f"\n## {heading}: `{module}`\n\n| call | signature | test |\n|---|---|---|\n")
+        for name in names.split():
+            row = (f"`{name}`", f"`{signature(module, name)}`", f"`{covering_test(module, name)}`")
+            parts.append(f"| {' | '.join(row)} |\n")
+    return "".join(parts)
+
+
+def signature(module: str, name: str) -> str:
+    """How a call is made, without annotations; the value of what is no call."""
+    found: Any = importlib.import_module(module)
+    if name.startswith("DistributedOptimizer.") and module == "hvdlite.torch":
+        found = importlib.import_module("hvdlite.torch.optimizer")._Distributed
+        name = name.partition(".")[2]
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, enum.Enum):
+        return str(int(found))
+    if not callable(found):
+        return "attribute"
+    if isinstance(found, type) and issubclass(found, BaseException):
+        return "(message)"
+    parameters = [
+        _parameter(parameter)
+        for parameter in inspect.signature(found).parameters.values()
+        if parameter.name not in ("self", "_")
+    ]
+    return f"({', '.join(parameters)})".replace("|", "\\|")
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    text = stars.get(parameter.kind, "") + parameter.name
+    if parameter.default is inspect.Parameter.empty:
+        return text
+    default = parameter.default
+    if default is global_process_set:
+        return f"{text}=global_process_set"
+    if isinstance(default, enum.Enum):
+        return f"{text}={default.name.capitalize()}"
+    if isinstance(default, Strategy):
+        return f"{text}={default!r}"
+    return f"{text}={re.sub(' at 0x[0-9a-f]+', '', repr(default))}"
+
+
+def covering_test(module: str, name: str) -> str:
+    """Where a test is that uses a call.
+
+    Raises:
+        LookupError: there is none.
+    """
+    fits = [(_fit(function, module, name), function.label) for function in _functions()]
+    best, label = max(fits, key=lambda fit: (fit[0], -len(fit[1]), fit[1]))
+    if not best:
+        raise LookupError(f"no test uses {module}.{name}")
+    return label
+
+
+def _fit(function: Function, module: str, name: str) -> float:
+    """How well a function serves as the test of a call; 0: not at all."""
+    owner, _, member = name.partition(".")
+    wanted = _resolve(f"{module}.{owner}")
+    if not any(_uses(function, *imported, owner, wanted) for imported in function.imports):
+        return 0.0
+    if member and not re.search(rf"\.{member}\b", function.text):
+        return 0.0
+    words = set((member or owner).lower().strip("_").split("_"))
+    named = len(words & set(re.split(r"\W|_", function.label.lower()))) / len(words)
+    others = len(set(re.findall(r"\b(?:t?hvd|hvt)\.\w+", function.text)))
+    place = _PLACES.get(module, module.removeprefix("hvdlite").strip(".").replace(".", "/"))
+    at_home = re.match(rf"tests/{place}" if place else r"tests/test_\w+\.py", function.label)
+    return 1.0 + named + (0.5 if at_home else 0.0) + 1.0 / (2.0 + others)
+
+
+def _uses(function: Function, alias: str, path: str, owner: str, wanted: Any) -> bool:
+    """Whether a function uses an object by a name that its file has imported."""
+    ways = {path: alias}
+    for inner in ("", "elastic.", "callbacks."):
+        ways[f"{path}.{inner}{owner}"] = f"{alias}.{inner}{owner}"
+    return any(
+        _resolve(where) is wanted and re.search(rf"\b{re.escape(way)}\b", function.text)
+        for where, way in ways.items()
+    )
+
+
+@cache
+def _resolve(path: str) -> Any:
+    """The module or the object of a name; a new object where there is none."""
+    parent, _, name = path.rpartition(".")
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        found = _resolve(parent) if parent else object()
+        return getattr(found, name, object())
+
+
+@cache
+def _functions() -> list[Function]:
+    return [
+        function
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for function in _functions_of(path)
+    ]
+
+
+def _functions_of(path: Path) -> Iterator[Function]:
+    source = path.read_text()
+    imports = tuple(_imports_of(source))
+    defined = {
+        node.name: (node, prefix)
+        for prefix, body in _scopes(ast.parse(source))
+        for node in body
+        if isinstance(node, ast.FunctionDef)
+    }
+    lines = source.splitlines()
+    texts = {name: _text(lines, node) for name, (node, _) in defined.items()}
+    for node in ast.parse(source).body:  # scripts, among others
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            texts[node.targets[0].id] = _text(lines, node)
+    for name, (_, prefix) in defined.items():
+        is_test = name.startswith("test_") or path.name.endswith("checks.py")
+        if is_test and not name.startswith("_"):
+            called = [text for other, text in texts.items() if _calls(texts[name], other, name)]
+            label = f"{path.relative_to(ROOT)}::{prefix}{name}"
+            yield Function(label, imports, "\n".join([texts[name], *called]))
+
+
+def _imports_of(source: str) -> Iterator[tuple[str, str]]:
+    """Also those of scripts that a file has as strings."""
+    for module, alias in re.findall(r"import (hvdlite[\w.]*) as (\w+)", source):
+        yield alias, module
+    yield "hvdlite", "hvdlite"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvdlite"):
+            for name in node.names:
+                yield name.asname or name.name, f"{node.module}.{name.name}"
+
+
+def _text(lines: list[str], node: ast.FunctionDef | ast.Assign) -> str:
+    """The source of a node, with its decorators."""
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+    return "\n".join(lines[first - 1 : node.end_lineno])
+
+
+def _calls(text: str, other: str, name: str) -> bool:
+    return other != name and re.search(rf"\b{other}\b", text) is not None
+
+
+def _scopes(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
+    yield "", tree.body
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield f"{node.name}::", node.body
+
+
+def main() -> None:
+    """Write the table."""
+    TABLE.write_text(table())
+    print(f"{TABLE.relative_to(ROOT)}: {table().count(chr(10))} lines")
+
+
+if __name__ == "__main__":
+    main()

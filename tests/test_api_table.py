@@ -1,0 +1,30 @@
+"""docs/api.md shows the interface as it is, and a test of each call."""
+
+import pytest
+
+from tests import api_table
+
+
+@pytest.fixture(scope="module")
+def table():
+    for module in ("torch", "tensorflow", "keras"):
+        pytest.importorskip(module)
+    return api_table.table()
+
+
+def test_it_is_up_to_date(table):
+    assert api_table.TABLE.read_text() == table, "run `python -m tests.api_table`"
+
+
+def test_no_cell_is_empty(table):
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) > 170
+    for row in rows:
+        cells = [cell.strip(" `") for cell in row.replace("\\|", "").strip("|").split("|")]
+        assert len(cells) == 3, row
+        assert all(cells), row
+
+
+def test_a_call_without_a_test_is_noticed():
+    with pytest.raises(LookupError, match=r"no test uses hvdlite\.no_such_call"):
+        api_table.covering_test("hvdlite", "no_such_call")
