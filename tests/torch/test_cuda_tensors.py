@@ -97,14 +97,13 @@ class Memory(device_memory.CudaMemory):
 def run(monkeypatch):
     """Call a function on every rank of a job, whose tensors all are on devices."""
 
-    class Numbers:
-        def __next__(self):
-            return next(here.numbers)
+    def next_label(kind, process_set):
+        return f"{kind} {next(here.numbers)}"
 
-    monkeypatch.setattr(runtime, "engine", lambda: here.rank)
+    monkeypatch.setattr(runtime, "engine", lambda process_set=None: here.rank)
     monkeypatch.setattr(world, "rank", lambda: here.rank.rank)
     monkeypatch.setattr(world, "size", lambda: here.size)
-    monkeypatch.setattr(parameter_set, "_numbers", Numbers())
+    monkeypatch.setattr(parameter_set, "next_label", next_label)
     monkeypatch.setattr(device_memory, "find", lambda tensor: here.rank.memory)
     made = []
 
@@ -166,6 +165,54 @@ def test_collectives(run, size):
             assert (read(rank, source) == rank.rank).all()
             assert hvd.broadcast_(source, root) is source
             assert (read(rank, source) == root).all()
+
+    run(size, use)
+
+
+@SIZES
+def test_collectives_that_give_every_rank_something_else(run, size):
+    def use(rank):
+        own = rank.memory.produce(torch.arange(2 * size) + 100 * rank.rank)
+        expected = [100 * r + 2 * rank.rank + n for r in range(size) for n in (0, 1)]
+        assert read(rank, hvd.alltoall(own)).tolist() == expected
+        splits = [(rank.rank + r) % 3 for r in range(size)]
+        rows = rank.memory.produce(torch.full((sum(splits), 2), float(rank.rank)))
+        came, received = hvd.alltoall(rows, splits)
+        assert received.tolist() == splits
+        assert read(rank, came)[:, 0].tolist() == [r for r in range(size) for _ in range(splits[r])]
+
+        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            array = rank.memory.produce(torch.full((size + 1, 2), rank.rank + 1, dtype=dtype))
+            part = read(rank, hvd.reducescatter(array, op=hvd.Sum, prescale_factor=2.0))
+            assert part.dtype == dtype
+            assert part.tolist() == [[size * (size + 1)] * 2] * (2 if rank.rank == 0 else 1)
+            assert (read(rank, array) == rank.rank + 1).all()
+        large = rank.memory.produce(torch.full((size,), 60000.0))
+        average = hvd.reducescatter(large, compression=Compression.fp16)
+        np.testing.assert_allclose(read(rank, average), 60000.0, rtol=1e-3)
+
+    run(size, use)
+
+
+@SIZES
+def test_groups(run, size):
+    def use(rank):
+        first = rank.memory.produce(torch.full((3,), rank.rank + 1.0))
+        second = rank.memory.produce(torch.full((2, 2), rank.rank, dtype=torch.int32))
+        results = hvd.grouped_allreduce([first, second], op=hvd.Sum)
+        assert read(rank, results[0]).tolist() == [size * (size + 1) / 2] * 3
+        assert read(rank, results[1]).tolist() == [[size * (size - 1) // 2] * 2] * 2
+        assert hvd.grouped_allreduce_([first, second], op=hvd.Sum)[0] is first
+        assert read(rank, first).tolist() == [size * (size + 1) / 2] * 3
+        rows = rank.memory.produce(torch.full((rank.rank, 2), rank.rank))
+        gathered = hvd.synchronize(hvd.grouped_allgather_async([rows, first[:1]]))
+        assert read(rank, gathered[0])[:, 0].tolist() == [r for r in range(size) for _ in range(r)]
+        assert read(rank, gathered[1]).tolist() == [size * (size + 1) / 2] * size
+        ones = rank.memory.produce(torch.ones(2 * size))
+        (part,) = hvd.grouped_reducescatter([ones], op=hvd.Sum)
+        assert read(rank, part).tolist() == [size] * 2
+        with pytest.raises(ValueError, match="must lie on one device"):
+            hvd.grouped_allreduce_async([first, torch.ones(1)])
 
     run(size, use)
 

@@ -110,6 +110,10 @@ class DeviceRanks:
         )
         return SimpleNamespace(
             rank=rank,
+            size=len(self.simulations[0].transports),
+            world=SimpleNamespace(
+                ranks=range(len(self.simulations[0].transports)), comm=SimpleNamespace(rank=rank)
+            ),
             gradients=gradients,
             named=named,
             settings=self.settings,
