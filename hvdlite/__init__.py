@@ -26,15 +26,11 @@ from hvdlite.collectives import (
     allgather_async,
     allreduce,
     allreduce_async,
-    alltoall,
-    alltoall_async,
     barrier,
     broadcast,
     broadcast_async,
     join,
     poll,
-    reducescatter,
-    reducescatter_async,
     synchronize,
 )
 from hvdlite.errors import (
@@ -74,6 +70,12 @@ from hvdlite.runtime import (
     shutdown,
     start_timeline,
     stop_timeline,
+)
+from hvdlite.scattering import (
+    alltoall,
+    alltoall_async,
+    reducescatter,
+    reducescatter_async,
 )
 from hvdlite.world import (
     cross_rank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlite import collectives
+from hvdlite import collectives, scattering
 from hvdlite._keras.state import broadcast_variables, to_array, variables_of
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
@@ -124,7 +124,7 @@ def reducescatter(
         ValueError: ``op`` is Adasum or has no meaning for the dtype.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    return collectives.reducescatter(
+    return scattering.reducescatter(
         to_array(value),
         name,
         op,

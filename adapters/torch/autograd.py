@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdlite import collectives, grouped, runtime
+from hvdlite import collectives, grouped, runtime, scattering
 from hvdlite.engine.device import DeviceArray
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet
@@ -170,7 +170,7 @@ class Alltoall(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, splits: Any, name: str, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.name, ctx.process_set = name, process_set
-        handle = collectives.alltoall_async(
+        handle = scattering.alltoall_async(
             to_array(tensor, lend), splits, name, process_set=process_set
         )
         result, received = taken(handle.wait())
@@ -201,7 +201,7 @@ class Reducescatter(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> torch.Tensor:
         ctx.arguments = name, op, prescale * postscale, process_set
-        result = collectives.reducescatter(
+        result = scattering.reducescatter(
             to_array(tensor, lender(compression)),
             name,
             op,

@@ -206,6 +206,18 @@ class TestFailures:
         state.register_reset_callbacks([lambda: once(FAILING_STEP)])
         train(fail, state=state)
 
+    @ranks(3)
+    def test_process_sets_are_there_again(self):
+        hvd.shutdown()
+        listen()
+        hvd.init()
+        pair = hvd.add_process_set([0, 2])
+        train(fail if hvd.rank() == 0 else None)
+        assert (pair.process_set_id, pair.ranks) == (1, [0, 2])
+        if pair.included():
+            assert hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=pair) == [2]
+        hvd.remove_process_set(pair)
+
     @ranks(2)
     def test_a_list_of_ranks_stays_the_world(self):
         hvd.shutdown()
