@@ -292,8 +292,8 @@ def what_is_refused():
             ),
         ),
         (
-            NotImplementedError,
-            "process_set",
+            ValueError,
+            "is not a registered process set",
             lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=object()),
         ),
         (TypeError, "cannot be copied", lambda: copy.deepcopy(optimizer)),
