@@ -361,10 +361,10 @@ def values():
 def process_sets():
     rank = hvd.rank()
     last = hvd.add_process_set([hvd.size() - 1])
+    model = make_model(seed=0)  # on all ranks: Keras numbers its layers
     try:
         if last.included():
             assert hvd.allreduce(rank, op=hvd.Sum, process_set=last) == rank
-            model = make_model(seed=0)
             model.compile(
                 hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=last), loss="mse"
             )
