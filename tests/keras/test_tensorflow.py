@@ -21,12 +21,19 @@ from tests.keras.counting import exchanges
 # Keras' own, with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-ALL = [*checks.CHECKS, *more_checks.CHECKS, *tensorflow_checks.CHECKS]
-
 
 @ranks(2, 3, timeout=240)
-@pytest.mark.parametrize("check", ALL, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
 def test_training(check):
+    hvd.init()
+    check()
+
+
+@ranks(2, timeout=240)
+@pytest.mark.parametrize(
+    "check", [*more_checks.CHECKS, *tensorflow_checks.CHECKS], ids=lambda check: check.__name__
+)
+def test_training_further(check):
     hvd.init()
     check()
 

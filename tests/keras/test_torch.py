@@ -14,9 +14,18 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-@ranks(2, 3, fresh=True, timeout=400, env={"KERAS_BACKEND": "torch"})
-@pytest.mark.parametrize("module", ["checks", "more_checks"])
-def test_training(module):
+# Each at one number of ranks: a job takes half a minute, and on TensorFlow most run at both.
+@ranks(2, fresh=True, timeout=400, env={"KERAS_BACKEND": "torch"})
+def test_training():
+    run_checks("checks")
+
+
+@ranks(3, fresh=True, timeout=400, env={"KERAS_BACKEND": "torch"})
+def test_training_further():
+    run_checks("more_checks")
+
+
+def run_checks(module):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of frameworks that are imported
         module = importlib.import_module(f"tests.keras.{module}")
