@@ -8,19 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdlite import elastic
-from hvdlite.build import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
+from hvdlite import common, elastic
 from hvdlite.collectives import (
     allgather,
     allgather_async,
@@ -33,15 +21,7 @@ from hvdlite.collectives import (
     poll,
     synchronize,
 )
-from hvdlite.errors import (
-    CheckpointError,
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    MismatchError,
-    NotInitializedError,
-    SettingsError,
-)
-from hvdlite.exchange import Compression
+from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.grouped import (
     grouped_allgather,
     grouped_allgather_async,
@@ -50,26 +30,11 @@ from hvdlite.grouped import (
     grouped_reducescatter,
     grouped_reducescatter_async,
 )
-from hvdlite.launch.function import run, spawn
 from hvdlite.objects import allgather_object, broadcast_object
-from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import (
     Checkpoint,
-    Sharding,
-    average_metrics,
     checkpoint,
-    scale_lr,
     shard,
-    warmup,
-)
-from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from hvdlite.runtime import (
-    add_process_set,
-    init,
-    remove_process_set,
-    shutdown,
-    start_timeline,
-    stop_timeline,
 )
 from hvdlite.scattering import (
     alltoall,
@@ -77,63 +42,16 @@ from hvdlite.scattering import (
     reducescatter,
     reducescatter_async,
 )
-from hvdlite.world import (
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    size,
-)
 
 __version__ = "0.1.0"
 
 # In a checkout the adapters lie beside the core; an installation maps them into it.
 _adapters = Path(__file__).parent.parent / "adapters"
 if _adapters.is_dir():
-    __path__.append(str(_adapters))
+    __path__.append(str(_adapters))  # noqa: F405 - every package has it
 
 __all__ = [
-    # start and end
-    "init",
-    "shutdown",
-    "is_initialized",
-    "run",
-    "spawn",
-    # ranks
-    "rank",
-    "size",
-    "local_rank",
-    "local_size",
-    "cross_rank",
-    "cross_size",
-    "is_homogeneous",
-    # process sets
-    "ProcessSet",
-    "global_process_set",
-    "add_process_set",
-    "remove_process_set",
-    # what is installed
-    "mpi_threads_supported",
-    "mpi_enabled",
-    "mpi_built",
-    "gloo_enabled",
-    "gloo_built",
-    "nccl_built",
-    "ddl_built",
-    "ccl_built",
-    "cuda_built",
-    "rocm_built",
-    # reductions
-    "ReduceOp",
-    "Average",
-    "Sum",
-    "Adasum",
-    "Min",
-    "Max",
-    "Product",
+    *common.__all__,
     # collectives
     "allreduce",
     "allreduce_async",
@@ -159,23 +77,8 @@ __all__ = [
     "synchronize",
     # the recipe
     "shard",
-    "Sharding",
-    "scale_lr",
-    "warmup",
     "checkpoint",
     "Checkpoint",
-    "average_metrics",
     # training
-    "Compression",
     "elastic",
-    # what happens when
-    "start_timeline",
-    "stop_timeline",
-    # errors
-    "HorovodInternalError",
-    "MismatchError",
-    "HostsUpdatedInterrupt",
-    "NotInitializedError",
-    "SettingsError",
-    "CheckpointError",
 ]

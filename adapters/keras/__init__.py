@@ -14,56 +14,11 @@ except ImportError as error:
     ) from error
 
 from hvdlite import (
-    Adasum,
-    Average,
-    CheckpointError,
-    Compression,
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    Max,
-    Min,
-    MismatchError,
-    NotInitializedError,
-    ProcessSet,
-    Product,
-    ReduceOp,
-    SettingsError,
-    Sharding,
-    Sum,
-    add_process_set,
     allgather_object,
-    average_metrics,
     barrier,
     broadcast_object,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    run,
-    scale_lr,
+    common,
     shard,
-    shutdown,
-    size,
-    spawn,
-    start_timeline,
-    stop_timeline,
-    warmup,
 )
 from hvdlite._keras.models import model_loader
 from hvdlite._keras.values import (
@@ -73,6 +28,7 @@ from hvdlite._keras.values import (
     broadcast_global_variables,
     reducescatter,
 )
+from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.keras import callbacks, elastic
 from hvdlite.keras.backend import pin_device
 from hvdlite.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
@@ -80,44 +36,7 @@ from hvdlite.keras.optimizer import DistributedOptimizer, PartialDistributedOpti
 load_model = model_loader(_keras.saving.load_model, DistributedOptimizer)
 
 __all__ = [
-    # start and end
-    "init",
-    "shutdown",
-    "is_initialized",
-    "run",
-    "spawn",
-    # ranks
-    "rank",
-    "size",
-    "local_rank",
-    "local_size",
-    "cross_rank",
-    "cross_size",
-    "is_homogeneous",
-    # process sets
-    "ProcessSet",
-    "global_process_set",
-    "add_process_set",
-    "remove_process_set",
-    # what is installed
-    "mpi_threads_supported",
-    "mpi_enabled",
-    "mpi_built",
-    "gloo_enabled",
-    "gloo_built",
-    "nccl_built",
-    "ddl_built",
-    "ccl_built",
-    "cuda_built",
-    "rocm_built",
-    # reductions
-    "ReduceOp",
-    "Average",
-    "Sum",
-    "Adasum",
-    "Min",
-    "Max",
-    "Product",
+    *common.__all__,
     # collectives
     "allreduce",
     "allgather",
@@ -127,7 +46,6 @@ __all__ = [
     "allgather_object",
     "barrier",
     # training
-    "Compression",
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
     "broadcast_global_variables",
@@ -137,18 +55,4 @@ __all__ = [
     # the recipe
     "pin_device",
     "shard",
-    "Sharding",
-    "scale_lr",
-    "warmup",
-    "average_metrics",
-    # what happens when
-    "start_timeline",
-    "stop_timeline",
-    # errors
-    "HorovodInternalError",
-    "MismatchError",
-    "HostsUpdatedInterrupt",
-    "NotInitializedError",
-    "SettingsError",
-    "CheckpointError",
 ]

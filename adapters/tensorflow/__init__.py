@@ -12,54 +12,8 @@ except ImportError as error:
         "with `pip install hvdlite[tensorflow]`"
     ) from error
 
-from hvdlite import (
-    Adasum,
-    Average,
-    CheckpointError,
-    Compression,
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    Max,
-    Min,
-    MismatchError,
-    NotInitializedError,
-    ProcessSet,
-    Product,
-    ReduceOp,
-    SettingsError,
-    Sharding,
-    Sum,
-    add_process_set,
-    average_metrics,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    remove_process_set,
-    rocm_built,
-    run,
-    scale_lr,
-    shutdown,
-    size,
-    spawn,
-    start_timeline,
-    stop_timeline,
-    warmup,
-)
+from hvdlite import common
+from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.tensorflow import elastic
 from hvdlite.tensorflow.collectives import allgather, allreduce, barrier, broadcast, join
 from hvdlite.tensorflow.data import shard, sharded
@@ -90,49 +44,13 @@ from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedG
 from hvdlite.tensorflow.version1 import BroadcastGlobalVariablesHook, broadcast_global_variables
 
 __all__ = [
-    # start and end
-    "init",
-    "shutdown",
-    "is_initialized",
-    "run",
-    "spawn",
+    *common.__all__,
     # ranks
-    "rank",
-    "size",
-    "local_rank",
-    "local_size",
-    "cross_rank",
-    "cross_size",
-    "is_homogeneous",
     "rank_op",
     "size_op",
     "local_rank_op",
     "local_size_op",
-    # process sets
-    "ProcessSet",
-    "global_process_set",
-    "add_process_set",
-    "remove_process_set",
-    # what is installed
-    "mpi_threads_supported",
-    "mpi_enabled",
-    "mpi_built",
-    "gloo_enabled",
-    "gloo_built",
-    "nccl_built",
-    "ddl_built",
-    "ccl_built",
-    "cuda_built",
-    "rocm_built",
     "process_set_included_op",
-    # reductions
-    "ReduceOp",
-    "Average",
-    "Sum",
-    "Adasum",
-    "Min",
-    "Max",
-    "Product",
     # collectives
     "allreduce",
     "grouped_allreduce",
@@ -149,10 +67,9 @@ __all__ = [
     "allgather_object",
     "barrier",
     # training
-    "Compression",
     "DistributedGradientTape",
     "PartialDistributedGradientTape",
-    "SyncBatchNormalization",
+    "SyncBatchNormalization",  # noqa: F405 - see __getattr__
     "DistributedOptimizer",
     "broadcast_variables",
     "elastic",
@@ -162,23 +79,9 @@ __all__ = [
     "pin_device",
     "shard",
     "sharded",
-    "Sharding",
-    "scale_lr",
-    "warmup",
     "checkpoint",
     "TensorCheckpoint",
     "assign_variables",
-    "average_metrics",
-    # what happens when
-    "start_timeline",
-    "stop_timeline",
-    # errors
-    "HorovodInternalError",
-    "MismatchError",
-    "HostsUpdatedInterrupt",
-    "NotInitializedError",
-    "SettingsError",
-    "CheckpointError",
 ]
 
 

@@ -1,0 +1,105 @@
+"""What `hvdlite` and all adapters offer alike."""
+
+from __future__ import annotations
+
+from hvdlite.build import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from hvdlite.errors import (
+    CheckpointError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    MismatchError,
+    NotInitializedError,
+    SettingsError,
+)
+from hvdlite.exchange import Compression
+from hvdlite.launch.function import run, spawn
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.recipe import Sharding, average_metrics, scale_lr, warmup
+from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from hvdlite.runtime import (
+    add_process_set,
+    init,
+    remove_process_set,
+    shutdown,
+    start_timeline,
+    stop_timeline,
+)
+from hvdlite.world import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    size,
+)
+
+__all__ = [
+    # start and end
+    "init",
+    "shutdown",
+    "is_initialized",
+    "run",
+    "spawn",
+    # ranks
+    "rank",
+    "size",
+    "local_rank",
+    "local_size",
+    "cross_rank",
+    "cross_size",
+    "is_homogeneous",
+    # process sets
+    "ProcessSet",
+    "global_process_set",
+    "add_process_set",
+    "remove_process_set",
+    # what is installed
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "mpi_built",
+    "gloo_enabled",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
+    # reductions
+    "ReduceOp",
+    "Average",
+    "Sum",
+    "Adasum",
+    "Min",
+    "Max",
+    "Product",
+    # training
+    "Compression",
+    # the recipe
+    "Sharding",
+    "scale_lr",
+    "warmup",
+    "average_metrics",
+    # what happens when
+    "start_timeline",
+    "stop_timeline",
+    # errors
+    "HorovodInternalError",
+    "MismatchError",
+    "HostsUpdatedInterrupt",
+    "NotInitializedError",
+    "SettingsError",
+    "CheckpointError",
+]
