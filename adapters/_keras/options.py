@@ -10,6 +10,10 @@ from hvdlite.exchange import Reduction, Strategy, check_groups, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 
+#: What messages call the exchange of any optimizer's gradients: ranks whose lists of variables
+#: differ meet under it and learn in what.
+LABEL = "DistributedOptimizer of Keras"
+
 
 @dataclass(frozen=True)
 class Options:

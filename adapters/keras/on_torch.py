@@ -10,14 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hvdlite import runtime
-from hvdlite._keras.options import Options
+from hvdlite._keras.options import LABEL, Options
 from hvdlite.engine import Engine
 from hvdlite.exchange import Parameter
 from hvdlite.gradients import GradientBuckets
 from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
-
-# One for all lists of variables: ranks whose lists differ meet under it and learn in what.
-_LABEL = "DistributedOptimizer of Keras"
 
 
 class TorchBackend:
@@ -70,7 +67,7 @@ class TorchBackend:
         exchanges = self._exchanges.setdefault(engine, {})
         if parameters not in exchanges:
             exchanges[parameters] = GradientBuckets(
-                engine, _LABEL, parameters, self._options.strategy, self._options.reduction
+                engine, LABEL, parameters, self._options.strategy, self._options.reduction
             )
         return exchanges[parameters]
 

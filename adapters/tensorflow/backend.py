@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite._keras.options import Options
+from hvdlite._keras.options import LABEL, Options
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
 from hvdlite.tensorflow.tensors import as_it_is
@@ -23,7 +23,11 @@ class TensorFlowBackend:
     def __init__(self, options: Options) -> None:
         self._process_set = options.process_set
         self._reducer = Reducer(
-            options.strategy, options.reduction, options.sparse_as_dense, options.process_set
+            options.strategy,
+            options.reduction,
+            options.sparse_as_dense,
+            options.process_set,
+            LABEL,
         )
 
     @as_it_is

@@ -14,9 +14,6 @@ from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientBuckets
 from hvdlite.process_sets import ProcessSet
 
-#: One for all layouts: ranks whose layouts differ meet under it and learn in what.
-LABEL = "DistributedGradientTape"
-
 # A program that makes one model after the other must not keep the buckets of all of them.
 _MOST_EXCHANGES = 32
 
@@ -26,6 +23,8 @@ class Layout:
     """Everything that must be alike on all ranks for their gradients to be exchanged.
 
     Attributes:
+        label: one for all layouts of a kind: ranks whose layouts differ meet under it and learn
+            in what.
         parameters: of all sources.
         sparse: positions in ``parameters`` whose gradients are gathered.
         strategy: how dense gradients travel.
@@ -33,6 +32,7 @@ class Layout:
         process_set: the ranks that take part.
     """
 
+    label: str
     parameters: tuple[Parameter, ...]
     sparse: frozenset[int]
     strategy: Strategy
@@ -70,7 +70,7 @@ class Layout:
         ]
         return GradientBuckets(
             runtime.engine(self.process_set),
-            LABEL,
+            self.label,
             [self.parameters[position] for position in self.dense],
             self.strategy,
             self.reduction,
@@ -79,7 +79,7 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.parameters, self.sparse, self.strategy, self.reduction))
+        return hash((self.label, self.parameters, self.sparse, self.strategy, self.reduction))
 
     def __hash__(self) -> int:
         # Looked up for every bucket of every step, and the parameters may be many.

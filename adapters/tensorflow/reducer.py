@@ -16,7 +16,7 @@ from hvdlite.gradients import GradientBuckets
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.tensorflow.collectives import allreduce
-from hvdlite.tensorflow.layout import LABEL, Layout
+from hvdlite.tensorflow.layout import Layout
 from hvdlite.tensorflow.names import unique_names
 from hvdlite.tensorflow.tensors import dtype_of, engine, run
 
@@ -35,6 +35,7 @@ class Reducer:
         reduction: sum or average.
         sparse_as_dense: make dense gradients of ``tf.IndexedSlices``.
         process_set: the ranks that take part.
+        label: what messages call the exchanges.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Reducer:
         reduction: Reduction,
         sparse_as_dense: bool,
         process_set: ProcessSet = global_process_set,
+        label: str = "DistributedGradientTape",
     ) -> None:
+        self._label = label
         self._strategy = strategy
         self._reduction = reduction
         self._sparse_as_dense = sparse_as_dense
@@ -74,6 +77,7 @@ class Reducer:
                 "hvd.Adasum is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
         layout = Layout(
+            self._label,
             _describe(sources),
             frozenset(slices),
             self._strategy,
@@ -236,7 +240,7 @@ def _differentiable(
 def _gather(layout: Layout, position: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     """Gather the slices of all ranks."""
     parameter = layout.parameters[position]
-    name = f"{LABEL}: {parameter.name!r}"
+    name = f"{layout.label}: {parameter.name!r}"
 
     def gather(values: Any, indices: Any) -> list[Any]:
         handles = [
