@@ -65,7 +65,7 @@ def test_a_reader_with_a_lock_never_sees_a_part(path):
             fcntl.flock(reader, fcntl.LOCK_UN)
             json.loads(text)
             readings += 1
-    assert readings > 1
+    assert readings > 0
     events = json.loads(path.read_text())
     for writer, length in enumerate(lengths):
         mine = [e["name"] for e in events if e["args"].get("writer") == writer]

@@ -9,7 +9,7 @@ import torch
 
 from hvdlite import collectives, grouped, runtime, scattering
 from hvdlite.engine.device import DeviceArray
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch.device_memory import lend
@@ -17,8 +17,12 @@ from hvdlite.torch.tensors import taken, to_array, to_tensor_like
 
 
 def lender(compression: Strategy) -> Callable[[torch.Tensor], DeviceArray | None] | None:
-    """What lends tensors on an accelerator to a strategy that works there."""
-    return lend if compression.on_device else None
+    """What lends tensors on an accelerator to a strategy that works there.
+
+    Raises:
+        TypeError: it is no strategy.
+    """
+    return lend if check_strategy(compression).on_device else None
 
 
 class Allreduce(torch.autograd.Function):

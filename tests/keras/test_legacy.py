@@ -11,7 +11,7 @@ pytest.importorskip("tensorflow")
 pytest.importorskip("tf_keras")
 
 
-@ranks(2, 3, fresh=True, timeout=400, env={"TF_USE_LEGACY_KERAS": "1"})
+@ranks(2, fresh=True, timeout=400, env={"TF_USE_LEGACY_KERAS": "1"})
 def test_training():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of frameworks that are imported

@@ -11,11 +11,20 @@ import torch
 import hvdlite.torch as hvd
 
 
-@ranks(1, 2, 3, fresh=True)
-def test_a_rank_without_an_accelerator_gets_its_share_of_the_cores(size):
+@ranks(1, 2, 3)
+def test_a_rank_without_an_accelerator_gets_its_share_of_the_cores(size, monkeypatch):
     hvd.init()
     if torch.cuda.is_available():
         pytest.skip("there is an accelerator")
-    assert hvd.pin_device() == torch.device("cpu")
-    share = max(1, len(os.sched_getaffinity(0)) // size)
-    assert torch.get_num_threads() == share
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    try:
+        torch.set_num_threads(7)
+        assert hvd.pin_device() == torch.device("cpu")
+        assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // size)
+        monkeypatch.setenv("OMP_NUM_THREADS", "7")
+        torch.set_num_threads(7)
+        hvd.pin_device()
+        assert torch.get_num_threads() == 7
+    finally:
+        torch.set_num_threads(before)
