@@ -22,7 +22,7 @@ from tests.keras.counting import exchanges
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-@ranks(2, 3, timeout=240)
+@ranks(3, timeout=240)
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
 def test_training(check):
     hvd.init()

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-# Each at one number of ranks: a job takes half a minute, and on TensorFlow most run at both.
+# Each at one number of ranks, the other one on TensorFlow: a job takes half a minute.
 @ranks(2, fresh=True, timeout=400, env={"KERAS_BACKEND": "torch"})
 def test_training():
     run_checks("checks")
