@@ -5,7 +5,8 @@
     RuntimeError
     ├── HorovodInternalError       a collective failed, or the ranks disagree
     │   ├── RankGoneError          another rank has ended or has given up
-    │   └── MismatchError          two ranks submitted different things under one name
+    │   ├── MismatchError          two ranks submitted different things under one name
+    │   └── GradientError          a gradient that cannot be exchanged in the way asked for
     └── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
     ValueError
     ├── NotInitializedError        a call before ``init()``
@@ -29,6 +30,14 @@ class RankGoneError(HorovodInternalError):
 
 class MismatchError(HorovodInternalError):
     """Two ranks submitted different operations under the same name."""
+
+
+class GradientError(HorovodInternalError):
+    """A gradient cannot be exchanged in the way that is asked for: it is not a number, say.
+
+    All ranks raise it together, in the midst of an operation that they have all left in the same
+    place, so that communication goes on.
+    """
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name

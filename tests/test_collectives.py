@@ -194,7 +194,7 @@ class TestAllreduce:
             hvd.allreduce(np.array(["a"]))
         with pytest.raises(ValueError, match=r"broadcast_object\(\)"):
             hvd.allreduce(np.array([None]))
-        with pytest.raises(TypeError, match="is not a strategy"):
+        with pytest.raises(TypeError, match="is no compression"):
             hvd.allreduce(array, compression="fp16")
         with pytest.raises(ValueError, match="compression needs"):
             hvd.allreduce(array, op=hvd.Max, compression=hvd.Compression.fp16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,12 @@ class Sized(Protocol):
         """The dtype of its gradient; a bucket has one."""
 
 
-def plan_buckets(parameters: Sequence[Sized], cap: int, first_cap: int) -> list[list[int]]:
+def plan_buckets(
+    parameters: Sequence[Sized],
+    cap: int,
+    first_cap: int,
+    kinds: Sequence[Hashable] | None = None,
+) -> list[list[int]]:
     """Pack parameters into buckets in the reverse of their order.
 
     Gradients come about in that order, so the first bucket is complete first; it is small,
@@ -30,15 +35,16 @@ def plan_buckets(parameters: Sequence[Sized], cap: int, first_cap: int) -> list[
         parameters: in the order of their registration.
         cap: bytes after which a bucket is closed.
         first_cap: the same for the first one.
+        kinds: of the parameters; only those of one kind and dtype share a bucket. None: all do.
 
     Returns:
         Positions in ``parameters``; for each bucket one list, in the order of exchange.
     """
     buckets: list[list[int]] = []
-    open_buckets: dict[str, tuple[list[int], int]] = {}
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
     for position in reversed(range(len(parameters))):
         parameter = parameters[position]
-        kind = parameter.dtype.name
+        kind = parameter.dtype.name, None if kinds is None else kinds[position]
         members, filled = open_buckets.pop(kind, ([], 0))
         members.append(position)
         filled += parameter.nbytes

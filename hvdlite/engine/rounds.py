@@ -20,7 +20,7 @@ from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
 from hvdlite.engine.patience import WaitingPolicy
 from hvdlite.engine.queue import Queue
-from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.errors import GradientError, HorovodInternalError, MismatchError
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
@@ -184,11 +184,15 @@ class Rounds:
                 self._fail(first, HorovodInternalError(first.failure))
                 continue
             # What an overflow becomes is in the result; an error would end the job for it.
-            with self._executing(group), np.errstate(all="ignore"):
-                if others:
-                    results = first.execute_together(others, self._transport)
-                else:
-                    results = [first.execute(self._transport, self._payloads(first, reports))]
+            try:
+                with self._executing(group), np.errstate(all="ignore"):
+                    if others:
+                        results = first.execute_together(others, self._transport)
+                    else:
+                        results = [first.execute(self._transport, self._payloads(first, reports))]
+            except GradientError as error:  # on all ranks alike
+                self._fail(first, error)
+                continue
             handles = [operation.handle for operation in group]
             self._remove(group)  # from now on each may be submitted again
             for handle, result in zip(handles, results, strict=True):

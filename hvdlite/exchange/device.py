@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.device_operations import DeviceAllreduce
-from hvdlite.exchange.bucket import Reduction
+from hvdlite.exchange.parameter import Reduction
 from hvdlite.exchange.strategy import Strategy
 from hvdlite.reduction import Scaling
 from hvdlite.transport.device import DeviceTransport

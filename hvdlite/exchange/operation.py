@@ -10,8 +10,9 @@ import numpy as np
 
 from hvdlite.engine.operation import Operation
 from hvdlite.engine.operations import allreduce_signature
-from hvdlite.exchange.bucket import Bucket, Parameter, Reduction
-from hvdlite.exchange.strategy import Strategy
+from hvdlite.exchange.bucket import Bucket
+from hvdlite.exchange.parameter import Parameter, Reduction
+from hvdlite.exchange.strategy import Strategy, exchange_bucket
 from hvdlite.reduction import Scaling
 from hvdlite.transport import Transport
 
@@ -46,8 +47,9 @@ class CompressedAllreduce(Operation):
             ),
         )
         self._array = array
-        self._strategy = strategy
-        self._bucket = Bucket([Parameter(name, array.shape, array.dtype)], reduction)
+        parameter = Parameter(name, array.shape, array.dtype)
+        self._strategy = strategy.choose(parameter)
+        self._bucket = Bucket([parameter], reduction)
         self._prescale = Scaling(prescale)
         self._postscale = Scaling(postscale)
         self._out = out
@@ -64,7 +66,7 @@ class CompressedAllreduce(Operation):
         bucket = self._bucket
         bucket.send_slot(0)[...] = self._array
         bucket.send[...] = self._prescale.apply(bucket.send)
-        self._strategy.exchange(bucket, transport)
+        exchange_bucket(self._strategy, bucket, transport)
         result = self._postscale.apply(bucket.result).reshape(self._array.shape)
         if self._out is None:
             return result

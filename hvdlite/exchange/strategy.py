@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hvdlite import halves
-from hvdlite.exchange.bucket import Bucket, Reduction
+from hvdlite.exchange.bucket import Bucket
+from hvdlite.exchange.parameter import Parameter, Reduction
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
 from hvdlite.transport.device import DeviceTransport
 
 
 class Strategy(ABC):
-    """A way to exchange a bucket: gradients in, averages out, on every rank the same bits."""
+    """A way to exchange a bucket: gradients in, averages out, on every rank the same bits.
 
-    #: What the strategy is called; compared across ranks.
-    name: str
+    A strategy is a value: it has settings, which are compared across ranks by its ``name``, and
+    whatever it remembers from step to step is in the bucket's ``state``. So one strategy may serve
+    several models at once. What it demands is declared here, and what does not go together is
+    refused when it is put together.
+    """
+
     #: Whether it works on device arrays, too; else these are exchanged by way of the host.
-    on_device = False
+    on_device: ClassVar[bool] = False
     #: What it can compute; anything else is refused before it is tried.
     ops: tuple[ReduceOp, ...] = (ReduceOp.AVERAGE, ReduceOp.SUM)
+    #: Whether it keeps something from step to step: arrays, or the number of the step.
+    stateful: bool = False
+    #: Whether it tells what of a gradient it has not sent (`Bucket.unsent`), as `ErrorFeedback`
+    #: needs it.
+    tells_unsent: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called, settings included; compared across ranks."""
+        return repr(self).removeprefix("Compression.")
+
+    def choose(self, parameter: Parameter) -> Strategy:
+        """Return the strategy by which a parameter's gradient travels: this one, or another.
+
+        Only parameters of one strategy and dtype share a bucket. All but floats go as they are.
+        """
+        return self if is_floating(parameter.dtype) else DENSE
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """What the elements of an array become that travels in another way than `exchange`.
@@ -36,7 +58,16 @@ class Strategy(ABC):
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Write the reduction of all ranks' ``bucket.send`` into ``bucket.result``.
 
-        It is collective, and leaves ``bucket.send`` as it is.
+        It is collective, and leaves ``bucket.send`` as it is, unless that is ``bucket.result``.
+        Where ``bucket.unsent`` is an array and `tells_unsent`, it writes there
+        what of ``send`` has no part in the result: over all ranks, the sum (average) of ``send``
+        is that of ``unsent`` and the result. Nothing is written (but the result, which is of no
+        account then) where it raises.
+
+        Arrays are float32 or float64; `exchange_bucket` sees to that.
+
+        Raises:
+            GradientError: on all ranks alike; a gradient cannot be exchanged in this way.
         """
 
     def exchange_on_device(
@@ -58,16 +89,17 @@ class Strategy(ABC):
         """
         raise NotImplementedError(f"{self!r} does not work on device arrays")
 
-    def __repr__(self) -> str:
-        return f"Compression.{self.name}"
-
 
 class Dense(Strategy):
     """Every gradient in its own type."""
 
-    name = "none"
     on_device = True
     ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
+    tells_unsent = True
+
+    def choose(self, parameter: Parameter) -> Strategy:
+        """This one."""
+        return self
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """What they are."""
@@ -81,6 +113,8 @@ class Dense(Strategy):
             bucket.result[...] = reduction.before.apply(bucket.result)
             send = bucket.result
         bucket.reduce(transport, send, bucket.result, reduction.after(transport.size))
+        if bucket.unsent is not None:
+            bucket.unsent[...] = 0
 
     def exchange_on_device(
         self,
@@ -96,63 +130,51 @@ class Dense(Strategy):
             send = result
         transport.allreduce(send, result, ReduceOp.SUM, reduction.after(transport.size), dtype)
 
+    def __repr__(self) -> str:
+        return "Compression.none"
 
-class Cast(Strategy):
-    """Every gradient rounded to a 16-bit float, which halves the bytes of float32.
 
-    The average is divided before it is rounded, so that the sum stays in range, and the
-    sum is accumulated in float32. Types that are not wider floats are exchanged as they are.
+#: What all strategies leave to it that they do not take.
+DENSE = Dense()
+
+
+def check_op(strategy: Strategy, op: ReduceOp) -> None:
+    """Refuse a reduction that a strategy does not compute.
+
+    Raises:
+        ValueError: naming those that it does.
+    """
+    if op not in strategy.ops:
+        raise ValueError(
+            f"{strategy!r} does not compute hvd.{op.name.capitalize()}; use one of "
+            + ", ".join(f"hvd.{each.name.capitalize()}" for each in strategy.ops)
+        )
+
+
+def exchange_bucket(
+    strategy: Strategy, bucket: Bucket, transport: Transport, weight: float = 1.0
+) -> None:
+    """Exchange a bucket of any dtype, with a weight of this rank's gradients.
+
+    Strategies that lose something compute in float32 where gradients are 16-bit floats.
 
     Args:
-        name: of the strategy.
-        dtype: the 16-bit type.
+        strategy: how.
+        bucket: what.
+        transport: of the ranks.
+        weight: multiplies ``bucket.send``.
+
+    Raises:
+        GradientError: as `Strategy.exchange`.
     """
-
-    on_device = True
-    ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
-
-    def __init__(self, name: str, dtype: Any) -> None:
-        self.name = name
-        self._dtype = np.dtype(dtype)
-        self._dense = Dense()
-
-    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The 16-bit type, of wider floats."""
-        return self._dtype if self._narrows(dtype) else dtype
-
-    def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Round, sum, widen."""
-        send, result = bucket.send, bucket.result
-        if not self._narrows(send.dtype):
-            self._dense.exchange(bucket, transport)
-            return
-        rounded = transport.empty(send.size, self._dtype)
-        scaling = bucket.reduction.whole(transport.size)
-        copy = np.empty(min(send.size, halves.PIECE), send.dtype)
-        for piece in halves.pieces(send.size):
-            gradients = copy[: piece.stop - piece.start]
-            gradients[...] = send[piece]
-            with np.errstate(over="ignore"):  # inf is what an overflow has to become
-                halves.narrow(scaling.apply(gradients), rounded[piece])
-        bucket.reduce(transport, rounded, rounded, Scaling())
-        halves.widen(rounded, result)
-
-    def exchange_on_device(
-        self,
-        send: Any,
-        result: Any,
-        dtype: np.dtype[Any],
-        reduction: Reduction,
-        transport: DeviceTransport,
-    ) -> None:
-        """Do the same on the device."""
-        if not self._narrows(dtype):
-            self._dense.exchange_on_device(send, result, dtype, reduction, transport)
-            return
-        rounded = transport.empty(send.size, self._dtype)
-        transport.convert(send, rounded, reduction.whole(transport.size), dtype, self._dtype)
-        transport.allreduce(rounded, rounded, ReduceOp.SUM, Scaling(), self._dtype)
-        transport.convert(rounded, result, Scaling(), self._dtype, dtype)
-
-    def _narrows(self, dtype: np.dtype[Any]) -> bool:
-        return is_floating(dtype) and dtype.itemsize > self._dtype.itemsize
+    if weight != 1.0:
+        bucket.result[...] = bucket.send
+        bucket.result[...] = Scaling(weight).apply(bucket.result)
+        bucket = bucket.derive(bucket.result, bucket.result)
+    if bucket.send.dtype.itemsize == 2 and strategy is not DENSE:
+        narrow, size = bucket, bucket.send.size
+        bucket = narrow.derive(halves.widen(narrow.send), np.empty(size, np.float32))
+        strategy.exchange(bucket, transport)
+        halves.narrow(bucket.result, narrow.result)
+    else:
+        strategy.exchange(bucket, transport)

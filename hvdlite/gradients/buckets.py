@@ -11,7 +11,7 @@ from hvdlite.engine import Engine, Operation
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.plan import plan_buckets
-from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy
+from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.gradients.device_step import DeviceStep
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import ReduceOp, check
@@ -35,6 +35,7 @@ class GradientBuckets:
         memory: of the device that all gradients lie on; slots are tensors there, and so are
             results, which all steps share: their owner copies from them. None: the host's,
             as Adasum needs it.
+        state: what strategies remember of the parameters, kept up to date; None: nothing yet.
 
     Attributes:
         label: as given.
@@ -56,12 +57,14 @@ class GradientBuckets:
         reduction: Reduction,
         also: Iterable[tuple[str, Any]] = (),
         memory: DeviceMemory | None = None,
+        state: StrategyState | None = None,
     ) -> None:
         self._lane = engine.gradients
         self._first = self._lane.members[0]
         self.label = label
-        self._strategy = strategy
         self.parameters = tuple(parameters)
+        self._strategies = [strategy.choose(parameter) for parameter in self.parameters]
+        self._state = StrategyState() if state is None else state
         self._reduction = reduction
         self._memory = memory
         _check_op(reduction.op, strategy, self.parameters, memory)
@@ -79,7 +82,7 @@ class GradientBuckets:
     def _planned(self, order: Sequence[int]) -> list[list[int]]:
         """Buckets for gradients that come in the reverse of ``order``."""
         ordered = [self.parameters[number] for number in order]
-        plan = plan_buckets(ordered, *self._caps)
+        plan = plan_buckets(ordered, *self._caps, [self._strategies[number] for number in order])
         return [[order[position] for position in members] for members in plan]
 
     def _pack(self, plan: list[list[int]]) -> None:
@@ -93,10 +96,15 @@ class GradientBuckets:
         }
 
     def _step(self, members: Sequence[int]) -> BucketStep:
-        parameters = [self.parameters[number] for number in members]
+        return self._step_of([self.parameters[number] for number in members], members)
+
+    def _step_of(self, parameters: Sequence[Parameter], members: Sequence[int]) -> BucketStep:
+        strategy, ranks = self._strategies[members[0]], self._lane.members
         if self._memory is None:
-            return BucketStep(Bucket(parameters, self._reduction, self._lane.empty))
-        return DeviceStep(Bucket(parameters, self._reduction, self._memory.empty), self._memory)
+            bucket = Bucket(parameters, self._reduction, self._lane.empty, self._state)
+            return BucketStep(bucket, strategy, ranks)
+        bucket = Bucket(parameters, self._reduction, self._memory.empty, self._state)
+        return DeviceStep(bucket, strategy, ranks, self._memory)
 
     def slot(self, number: int) -> Any:
         """Where the gradient of a parameter is to be copied, in the parameter's shape."""
@@ -200,7 +208,7 @@ class GradientBuckets:
     def _launch(self, index: int, begin: bool = True) -> None:
         step = self._steps[index]
         step.fill()
-        operation = step.operation(f"{self.label}: bucket {index}", self._signature, self._strategy)
+        operation = step.operation(f"{self.label}: bucket {index}", self._signature)
         step.handle = self._lane.submit(operation, begin)
 
 
@@ -210,11 +218,7 @@ def _check_op(
     parameters: Sequence[Parameter],
     memory: DeviceMemory | None,
 ) -> None:
-    if op not in strategy.ops:
-        raise ValueError(
-            f"{strategy!r} does not compute hvd.{op.name.capitalize()}; use one of "
-            + ", ".join(f"hvd.{each.name.capitalize()}" for each in strategy.ops)
-        )
+    check_op(strategy, op)
     if op is ReduceOp.ADASUM:
         if memory is not None:
             raise ValueError("Adasum combines gradients on the host; leave out memory")
@@ -244,7 +248,7 @@ def _signature(
         ("gradient_predivide_factor", reduction.predivide),
         ("compression", strategy.name),
         *(
-            (f"parameter {number}", f"{parameter.name!r} {describe(parameter)}")
+            (f"parameter {number}", _description(parameter, strategy))
             for number, parameter in enumerate(parameters)
         ),
         ("the number of parameters", len(parameters)),
@@ -252,3 +256,10 @@ def _signature(
         ("HVDLITE_FUSION_THRESHOLD", settings.fusion_threshold),
         ("HVDLITE_FIRST_BUCKET_SIZE", settings.first_bucket_size),
     )
+
+
+def _description(parameter: Parameter, strategy: Strategy) -> str:
+    """What must be equal of a parameter; a rule may give each a strategy of its own."""
+    chosen = strategy.choose(parameter)
+    by = "" if chosen is strategy else f" by {chosen.name}"
+    return f"{parameter.name!r} {describe(parameter)}{by}"

@@ -9,7 +9,8 @@ from hvdlite.engine import Operation
 from hvdlite.engine.device import DeviceMemory, DeviceOperation
 from hvdlite.engine.operation import Signature
 from hvdlite.exchange import Bucket, Strategy
-from hvdlite.gradients.step import DENSE, BucketStep
+from hvdlite.gradients.step import BucketStep
+from hvdlite.reduction import Scaling
 from hvdlite.transport.device import DeviceTransport
 
 
@@ -21,6 +22,8 @@ class DeviceStep(BucketStep):
 
     Args:
         bucket: whose arrays are tensors in ``memory``.
+        strategy: by which it travels; it works on devices.
+        members: as there.
         memory: of the device.
 
     Attributes:
@@ -28,11 +31,13 @@ class DeviceStep(BucketStep):
         ready: what the exchange has to wait for.
     """
 
-    def __init__(self, bucket: Bucket, memory: DeviceMemory) -> None:
+    def __init__(
+        self, bucket: Bucket, strategy: Strategy, members: Sequence[int], memory: DeviceMemory
+    ) -> None:
         self.memory = memory
         # Who else has used this memory did so before this point.
         self._allocated = memory.cuda.record(memory.index, memory.stream())
-        super().__init__(bucket)
+        super().__init__(bucket, strategy, members)
         self.renews = False
 
     def reset(self) -> None:
@@ -55,9 +60,9 @@ class DeviceStep(BucketStep):
             self._streams.add(self.memory.stream())
             self._seal()
 
-    def operation(self, name: str, signature: Signature, strategy: Strategy) -> Operation:
+    def operation(self, name: str, signature: Signature) -> Operation:
         """Make the operation that exchanges the bucket as it is now."""
-        return DeviceBucketExchange(name, signature, strategy, self)
+        return DeviceBucketExchange(name, signature, self)
 
     def wait(self) -> None:
         """Wait until the exchange is under way, and let the current stream wait for it."""
@@ -76,29 +81,35 @@ class DeviceBucketExchange(DeviceOperation):
     Args:
         name: of the operation.
         signature: of the whole plan.
-        strategy: how the bucket travels.
         step: the bucket; what has not come counts as zeros.
     """
 
-    def __init__(
-        self, name: str, signature: Signature, strategy: Strategy, step: DeviceStep
-    ) -> None:
-        super().__init__(name, signature, step.memory, payload=bytes(step.present))
-        self._strategy = strategy
+    def __init__(self, name: str, signature: Signature, step: DeviceStep) -> None:
+        super().__init__(name, signature, step.memory, payload=step.tell())
         self._step = step
         self.ready = step.ready
         self.tensors = (step.bucket.send, step.bucket.result)
         self.nbytes = step.bucket.send.nbytes
 
     def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
-        """Take note of which gradients are there."""
-        self._step.learn(payloads)
+        """Take note of which gradients are there.
+
+        Raises:
+            GradientError: as `report.read`, on all ranks.
+        """
+        self._told = self._step.learn(payloads)
+        weights = self._told.weights
+        self._weight = 1.0 if weights is None else float(weights[rank])
 
     def exchange(self, transport: DeviceTransport) -> None:
         """Exchange the bucket, unless no rank has any of its gradients as a dense one."""
         bucket, memory = self._step.bucket, self.memory
-        if (self._step.kinds == DENSE).any():
-            send, result = memory.array(bucket.send), memory.array(bucket.result)
-            dtype = bucket.parameters[0].dtype
-            with timeline.span(self.lane, timeline.EXCHANGE):
-                self._strategy.exchange_on_device(send, result, dtype, bucket.reduction, transport)
+        if self._told.is_empty:
+            return
+        send, result = memory.array(bucket.send), memory.array(bucket.result)
+        dtype, strategy = bucket.parameters[0].dtype, self._step.strategy
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            if self._weight != 1.0:
+                transport.scale(send, result, Scaling(self._weight), dtype)
+                send = result
+            strategy.exchange_on_device(send, result, dtype, bucket.reduction, transport)

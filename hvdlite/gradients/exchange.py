@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import timeline
+from hvdlite import exchange, timeline
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.operation import Signature
@@ -20,7 +20,8 @@ from hvdlite.engine.operations import Barrier, BroadcastBytes
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.exchange import Bucket
 from hvdlite.gradients.buckets import GradientBuckets
-from hvdlite.gradients.step import ABSENT, DENSE, BucketStep
+from hvdlite.gradients.report import ABSENT, DENSE
+from hvdlite.gradients.step import BucketStep
 from hvdlite.transport import Transport
 
 _ROW = "step"  # of the timeline
@@ -81,7 +82,8 @@ class GradientExchange(GradientBuckets):
         if self.apart.isdisjoint(members):
             return super()._step(members)
         told = [replace(self.parameters[number], shape=(0,)) for number in members]
-        return BucketStep(Bucket(told, self._reduction, self._lane.empty))
+        bucket = Bucket(told, self._reduction, self._lane.empty)
+        return BucketStep(bucket, exchange.DENSE, self._lane.members)
 
     def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
         """Tell that gradients have been copied into their slots; start what is complete.

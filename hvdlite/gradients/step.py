@@ -6,36 +6,42 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from hvdlite import timeline
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
-from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy
+from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, exchange_bucket
+from hvdlite.gradients import report
+from hvdlite.gradients.report import ABSENT, DENSE, Report
 from hvdlite.transport import Transport
-
-# What a bucket's payload says of a gradient; a sparse one is DENSE and the number of its sparse
-# axes, which a rank that has no gradient has to know.
-ABSENT, DENSE = 0, 1
 
 
 class BucketStep:
     """A bucket, and how far it has come in the current step.
 
+    Args:
+        bucket: as below.
+        strategy: as below.
+        members: by what numbers messages call the ranks.
+
     Attributes:
         bucket: the arrays.
         absent: how many gradients are not here yet.
+        strategy: by which it travels.
         kinds: after the exchange, numbers of shape (ranks, parameters): 0 where a rank had no
             gradient, 1 for a dense one, and for a sparse one 1 more than its sparse axes.
+        samples: of how many samples the gradients are averages; None: all ranks' count alike.
         handle: of the exchange, once it is on its way.
         renews: whether each exchange writes to a result array of its own.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, strategy: Strategy, members: Sequence[int]) -> None:
         self.bucket = bucket
+        self.strategy = strategy
+        self._members = members
         self._size = len(bucket.parameters)
         self._all_dense = bytes([DENSE]) * self._size
         self.kinds: Any = None
+        self.samples: int | None = None
         self.renews = True
         self.reset()
 
@@ -85,15 +91,21 @@ class BucketStep:
         self.mark(position)
         self.present[position] = DENSE + sparse_axes
 
-    def learn(self, payloads: Sequence[bytes]) -> None:
-        """Take note of which gradients the ranks have, by rank.
+    def tell(self) -> bytes:
+        """What the other ranks need to know."""
+        count = self.bucket.state.count if self.strategy.stateful else None
+        return report.write(self.present, count, self.samples)
 
-        A rank that has joined, whose payload is empty, counts as one that has what any has.
+    def learn(self, payloads: Sequence[bytes]) -> Report:
+        """Take note of what the ranks tell, by rank.
+
+        Raises:
+            GradientError: as `report.read`.
         """
-        here = np.frombuffer(b"".join(payloads), np.uint8).reshape(-1, self._size)
-        anywhere = here.max(axis=0)
-        rows = iter(here)
-        self.kinds = np.array([next(rows) if payload else anywhere for payload in payloads])
+        told = report.read(payloads, self._size, self._members)
+        self.kinds = told.kinds
+        self.bucket.count, self.bucket.absent = told.exchanges, told.absent
+        return told
 
     def fill(self) -> None:
         """Write zeros for the gradients that have not come, or not as dense ones."""
@@ -102,9 +114,9 @@ class BucketStep:
                 if kind != DENSE:
                     self.bucket.send_slot(position)[...] = 0
 
-    def operation(self, name: str, signature: Signature, strategy: Strategy) -> Operation:
+    def operation(self, name: str, signature: Signature) -> Operation:
         """Make the operation that exchanges the bucket as it is now."""
-        return BucketExchange(name, signature, strategy, self)
+        return BucketExchange(name, signature, self)
 
     def wait(self) -> None:
         """Wait for the exchange, if it is on its way."""
@@ -118,15 +130,11 @@ class BucketExchange(Operation):
     Args:
         name: of the operation.
         signature: of the whole plan.
-        strategy: how the bucket travels.
         step: the bucket; what has not come counts as zeros.
     """
 
-    def __init__(
-        self, name: str, signature: Signature, strategy: Strategy, step: BucketStep
-    ) -> None:
-        super().__init__(name, signature, payload=bytes(step.present))
-        self._strategy = strategy
+    def __init__(self, name: str, signature: Signature, step: BucketStep) -> None:
+        super().__init__(name, signature, payload=step.tell())
         self._step = step
         self.nbytes = step.bucket.send.nbytes
 
@@ -136,17 +144,24 @@ class BucketExchange(Operation):
         """What makes the exchange of a bucket without any gradient."""
         bucket = self._step.bucket
         described = bucket.parameters, bucket.reduction
-        return partial(NoGradients, self.name, self.signature, self._strategy, *described)
+        return partial(NoGradients, self.name, self.signature, self._step.strategy, *described)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Exchange the bucket, unless no rank has any of its gradients as a dense one."""
-        self._step.learn(payloads)
-        bucket = self._step.bucket
-        if bucket.send.size and (self._step.kinds == DENSE).any():
+        """Exchange the bucket, unless no rank has any of its gradients as a dense one.
+
+        Raises:
+            GradientError: on all ranks alike, see `exchange_bucket` and `report.read`.
+        """
+        told = self._step.learn(payloads)
+        bucket, strategy = self._step.bucket, self._step.strategy
+        if bucket.send.size and not told.is_empty:
             if self._step.renews:
                 bucket.renew()
+            weight = 1.0 if told.weights is None else float(told.weights[transport.rank])
             with timeline.span(self.lane, timeline.EXCHANGE):
-                self._strategy.exchange(bucket, transport)
+                exchange_bucket(strategy, bucket, transport, weight)
+            if strategy.stateful:
+                bucket.state.count = told.exchanges + 1
 
 
 class NoGradients(Operation):
@@ -174,8 +189,14 @@ class NoGradients(Operation):
         self._reduction = reduction
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Exchange zeros, unless no rank has any of the gradients as a dense one."""
+        """Exchange zeros, unless no rank has any of the gradients as a dense one.
+
+        Raises:
+            GradientError: as on the other ranks.
+        """
+        told = report.read(payloads, len(self._parameters), transport.members)
         bucket = Bucket(self._parameters, self._reduction, transport.empty)
-        if bucket.send.size and any(DENSE in payload for payload in payloads):
+        if bucket.send.size and not told.is_empty:
             bucket.send[...] = 0
-            self._strategy.exchange(bucket, transport)
+            bucket.count, bucket.absent = told.exchanges, told.absent
+            exchange_bucket(self._strategy, bucket, transport)

@@ -1,0 +1,66 @@
+"""What ``compression=`` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlite.exchange.by_parameter import ByParameter
+from hvdlite.exchange.cast import Cast
+from hvdlite.exchange.custom import Conversion, Custom
+from hvdlite.exchange.error_feedback import ErrorFeedback
+from hvdlite.exchange.strategy import DENSE, Strategy
+from hvdlite.exchange.warm_up import WarmUp
+
+
+class Compression:
+    """The strategies that ``compression=`` takes, the same for every framework.
+
+    Those in lower case are ready to be used, as Horovod's are; the others are classes with
+    settings: ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
+    """
+
+    none: Strategy = DENSE
+    fp16: Strategy = Cast("fp16")
+    bf16: Strategy = Cast("bf16")
+
+    Cast = Cast
+    ErrorFeedback = ErrorFeedback
+    WarmUp = WarmUp
+    ByParameter = ByParameter
+
+
+def check_strategy(compression: Any, conversion: Conversion | None = None) -> Strategy:
+    """Return the strategy that ``compression`` is, or stands for.
+
+    Args:
+        compression: a strategy, or a compression class of the user's own, as in `Compressor`.
+        conversion: of the tensors that such a class gets; None: it gets arrays.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(compression, Strategy):
+        return compression
+    if callable(getattr(compression, "compress", None)) and callable(
+        getattr(compression, "decompress", None)
+    ):
+        return Custom(compression, conversion or Conversion())
+    raise TypeError(
+        f"compression={compression!r} is no compression; use hvd.Compression.none, .fp16 or .bf16, "
+        "another one of hvd.Compression, or a class with compress(tensor) and "
+        "decompress(tensor, ctx)"
+    )
+
+
+def check_groups(num_groups: int, groups: int | list[Any] | None) -> None:
+    """Check Horovod's two ways to group gradients, which buckets have no need of.
+
+    Raises:
+        ValueError: a number is negative, or ``groups`` is neither a number nor a list.
+    """
+    if num_groups < 0 or (isinstance(groups, int) and groups < 0):
+        raise ValueError(
+            f"num_groups={num_groups} and groups={groups} must not be negative; leave them out"
+        )
+    if groups is not None and not isinstance(groups, (int, list)):
+        raise ValueError(f"groups={groups!r} is neither a number nor a list of lists of parameters")

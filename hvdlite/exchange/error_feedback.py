@@ -1,0 +1,61 @@
+"""Error feedback: what a compression leaves out is sent with a later step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdlite.exchange.bucket import Bucket
+from hvdlite.exchange.strategy import DENSE, Strategy
+from hvdlite.exchange.wrapper import Wrapper
+from hvdlite.transport import Transport
+
+_RESIDUAL = "residual"
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Wrapper):
+    """Remember what a strategy does not send, and add it to the next step's gradient.
+
+    So nothing is lost: the sum of all results and of the residuals that are left is the sum of
+    all gradients, to rounding. Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019,
+    arXiv:1901.09847, who show that it makes sign compression converge.
+
+    A rank that has no gradient of a parameter sends what it has left of earlier ones. What no rank
+    has a gradient of stays as it is.
+
+    Args:
+        inner: the strategy, which has to tell what it has not sent.
+
+    Raises:
+        ValueError: it does not.
+    """
+
+    inner: Strategy
+
+    stateful = True
+    tells_unsent = False  # it keeps that itself
+
+    def __post_init__(self) -> None:
+        if not self.inner.tells_unsent:
+            raise ValueError(
+                f"ErrorFeedback({self.inner!r}): the inner strategy does not tell what it leaves "
+                "out, or takes care of that itself; use it alone"
+            )
+
+    def around(self, inner: Strategy) -> Strategy:
+        """Feed back the errors of ``inner``, if there can be any."""
+        return inner if inner == DENSE else ErrorFeedback(inner)
+
+    def exchange(self, bucket: Bucket, transport: Transport) -> None:
+        """Exchange gradients and residuals together, and remember what is left."""
+        residual = bucket.state.flat(_RESIDUAL, bucket.send.dtype)
+        kept = {position: bucket.slot(residual, position).copy() for position in bucket.absent}
+        # Not in place: should the exchange fail, the residual is what it was.
+        np.add(bucket.send, residual, out=bucket.result)
+        for position in kept:
+            bucket.result_slot(position)[...] = 0
+        self.inner.exchange(bucket.derive(bucket.result, bucket.result, residual), transport)
+        for position, earlier in kept.items():
+            bucket.slot(residual, position)[...] = earlier

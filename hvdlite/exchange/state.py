@@ -1,0 +1,111 @@
+"""What strategies remember of parameters from one exchange to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.exchange.parameter import Parameter
+
+_COUNT = "exchanges"
+
+
+class StrategyState:
+    """What is remembered of each parameter, by its name.
+
+    It belongs to one list of parameters, and not to their buckets: these may be packed anew.
+    Arrays are residuals and the like, this rank's own, or low-rank factors, which all ranks have
+    alike.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, dict[str, Any]] = {}
+
+    def of(self, parameters: Sequence[Parameter]) -> BucketState:
+        """The part that belongs to a bucket of these parameters, in their order."""
+        return BucketState(parameters, self._entries)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return copies of all arrays, by the parameter's name and what they are."""
+        return {
+            name: {key: np.array(array) for key, array in entry.items()}
+            for name, entry in self._entries.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over what `state_dict` has returned, here or elsewhere."""
+        self._entries.clear()
+        for name, entry in state.items():
+            self._entries[name] = {key: np.array(array) for key, array in entry.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+
+class BucketState:
+    """What is remembered of a bucket's parameters.
+
+    Args:
+        parameters: in their order within the bucket.
+        entries: of all parameters, by name; kept up to date.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], entries: dict[str, dict[str, Any]]) -> None:
+        self._parameters = tuple(parameters)
+        self._all = entries
+        self._flat: dict[str, tuple[Any, list[Any]]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many exchanges there have been; agreed on by all ranks."""
+        counts = [int(entry[_COUNT]) for entry in self._entries() if _COUNT in entry]
+        return max(counts, default=0)
+
+    @count.setter
+    def count(self, value: int) -> None:
+        for entry in self._entries():
+            entry[_COUNT] = np.array(value, np.int64)
+
+    def flat(self, key: str, dtype: Any) -> Any:
+        """An array with an element for each of the bucket's, to be changed in place.
+
+        Args:
+            key: what it is called.
+            dtype: of its elements, which are 0 at first.
+        """
+        array, views = self._flat.get(key, (None, []))
+        entries = self._entries()
+        if array is None or any(e.get(key) is not v for e, v in zip(entries, views, strict=True)):
+            array, views = self._join(key, np.dtype(dtype))
+            self._flat[key] = array, views
+        return array
+
+    def _join(self, key: str, dtype: np.dtype[Any]) -> tuple[Any, list[Any]]:
+        """Let the parameters' arrays be parts of one, with what they hold."""
+        array = np.zeros(sum(parameter.size for parameter in self._parameters), dtype)
+        views, start = [], 0
+        for parameter, entry in zip(self._parameters, self._entries(), strict=True):
+            view = array[start : start + parameter.size].reshape(parameter.shape)
+            earlier = entry.get(key)
+            if earlier is not None and earlier.shape == parameter.shape:
+                view[...] = earlier
+            entry[key] = view
+            views.append(view)
+            start += parameter.size
+        return array, views
+
+    def get(self, position: int, key: str) -> Any:
+        """An array of the bucket's parameter at a position; None: there is none yet."""
+        return self._entry(self._parameters[position].name).get(key)
+
+    def set(self, position: int, key: str, array: Any) -> None:
+        """Remember an array of any shape for the parameter at a position."""
+        self._entry(self._parameters[position].name)[key] = array
+
+    def _entries(self) -> list[dict[str, Any]]:
+        return [self._entry(parameter.name) for parameter in self._parameters]
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        return self._all.setdefault(name, {})

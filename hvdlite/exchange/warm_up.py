@@ -1,0 +1,46 @@
+"""No compression at first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdlite.exchange.bucket import Bucket
+from hvdlite.exchange.strategy import DENSE, Strategy
+from hvdlite.exchange.wrapper import Wrapper
+from hvdlite.transport import Transport
+
+
+@dataclass(frozen=True)
+class WarmUp(Wrapper):
+    """Exchange gradients as they are in the first steps, when they are largest and change most.
+
+    Args:
+        inner: the strategy for all later steps.
+        steps: how many steps are the first.
+
+    Raises:
+        ValueError: ``steps`` is negative.
+    """
+
+    inner: Strategy
+    steps: int
+
+    stateful = True
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ValueError(f"steps={self.steps} is negative")
+
+    @property
+    def tells_unsent(self) -> bool:  # type: ignore[override]
+        """If the inner strategy does."""
+        return self.inner.tells_unsent
+
+    def around(self, inner: Strategy) -> Strategy:
+        """Warm up for ``inner``."""
+        return inner if inner == DENSE else WarmUp(inner, self.steps)
+
+    def exchange(self, bucket: Bucket, transport: Transport) -> None:
+        """Exchange by one or the other."""
+        strategy = DENSE if bucket.count < self.steps else self.inner
+        strategy.exchange(bucket, transport)

@@ -1,0 +1,29 @@
+"""Strategies around another strategy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from hvdlite.exchange.parameter import Parameter
+from hvdlite.exchange.strategy import Strategy
+from hvdlite.reduction import ReduceOp
+
+
+class Wrapper(Strategy):
+    """A strategy that does something about the exchange of another one, ``inner``."""
+
+    inner: Strategy
+
+    @property
+    def ops(self) -> tuple[ReduceOp, ...]:  # type: ignore[override]
+        """Of the inner strategy, without Adasum, which is not linear."""
+        return tuple(op for op in self.inner.ops if op is not ReduceOp.ADASUM)
+
+    def choose(self, parameter: Parameter) -> Strategy:
+        """Wrap what the inner strategy chooses."""
+        chosen = self.inner.choose(parameter)
+        return self if chosen is self.inner else self.around(chosen)
+
+    @abstractmethod
+    def around(self, inner: Strategy) -> Strategy:
+        """Return a wrapper of this kind around another strategy, or that strategy alone."""

@@ -1,0 +1,105 @@
+"""What ranks tell each other of a bucket when they meet for its exchange."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.errors import GradientError
+
+# What is said of a gradient; a sparse one is DENSE and the number of its sparse axes, which a rank
+# that has no gradient has to know.
+ABSENT, DENSE = 0, 1
+
+# How many exchanges have gone before, and of how many samples the gradients are; -1: not said.
+_NUMBERS = struct.Struct("<qq")
+
+
+class Report(NamedTuple):
+    """What all ranks have told.
+
+    Attributes:
+        kinds: numbers of shape (ranks, parameters): 0 where a rank has no gradient, 1 for a dense
+            one, and for a sparse one 1 more than its sparse axes.
+        exchanges: how many exchanges of the bucket have gone before.
+        weights: what each rank's gradients are multiplied by, by rank; None: all count alike.
+    """
+
+    kinds: Any
+    exchanges: int
+    weights: Any
+
+    @property
+    def absent(self) -> list[int]:
+        """Positions of parameters of which no rank has a dense gradient."""
+        present: list[int] = np.flatnonzero(~(self.kinds == DENSE).any(axis=0)).tolist()
+        return present
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to exchange."""
+        return not (self.kinds == DENSE).any()
+
+
+def write(kinds: bytes | bytearray, exchanges: int | None, samples: int | None) -> bytes:
+    """Return a rank's report.
+
+    Args:
+        kinds: one for each parameter.
+        exchanges: those that have gone before; None: that is of no interest.
+        samples: of which the gradients are averages; None: all ranks' count alike.
+    """
+    if exchanges is None and samples is None:
+        return bytes(kinds)
+    return bytes(kinds) + _NUMBERS.pack(exchanges or 0, -1 if samples is None else samples)
+
+
+def read(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -> Report:
+    """Put all ranks' reports together, alike on every rank.
+
+    A rank that has joined, whose payload is empty, counts as one that has what any has, of no
+    samples.
+
+    Args:
+        payloads: by rank.
+        parameters: how many there are.
+        members: by what numbers messages call the ranks.
+
+    Raises:
+        GradientError: some ranks tell numbers of samples and others do not, or all have none.
+    """
+    here = np.frombuffer(b"".join(payload[:parameters] for payload in payloads), np.uint8)
+    rows = iter(here.reshape(-1, parameters))
+    anywhere = here.reshape(-1, parameters).max(axis=0)
+    kinds = np.array([next(rows) if payload else anywhere for payload in payloads])
+    if all(len(payload) in (0, parameters) for payload in payloads):
+        return Report(kinds, 0, None)
+    numbers = [
+        _NUMBERS.unpack(payload[parameters:]) if len(payload) > parameters else (0, -1)
+        for payload in payloads
+    ]
+    exchanges = max(before for before, _ in numbers)
+    present = [rank for rank, payload in enumerate(payloads) if payload]
+    samples = [numbers[rank][1] for rank in range(len(payloads))]
+    if all(samples[rank] < 0 for rank in present):
+        return Report(kinds, exchanges, None)
+    return Report(kinds, exchanges, _weights(samples, present, members))
+
+
+def _weights(samples: Sequence[int], present: Sequence[int], members: Sequence[int]) -> Any:
+    silent = [members[rank] for rank in present if samples[rank] < 0]
+    if silent:
+        raise GradientError(
+            f"{ranks_text(silent)} gave no batch_size where the others did; give it in every step "
+            "on all ranks, or on none"
+        )
+    counts = np.array([max(count, 0) for count in samples], np.float64)
+    if not counts.any():
+        raise GradientError(
+            "batch_size is 0 on all ranks, so there is nothing to average; leave such a step out"
+        )
+    return counts * len(counts) / counts.sum()
