@@ -46,7 +46,8 @@ def allreduce(
         op: one of the six reductions; None is Average.
         prescale_factor: multiplies the array before the reduction.
         postscale_factor: multiplies the result.
-        compression: how floats travel; all but ``Compression.none`` need Sum or Average.
+        compression: how floats travel; all but ``Compression.none`` need Sum or Average. One that
+            remembers nothing, or a class with ``compress(array)`` and ``decompress(array, ctx)``.
         out: a contiguous array for the result, which may be ``array``; None: a new one.
         process_set: the ranks that take part.
 
@@ -119,7 +120,13 @@ def describe_allreduce(
     if compression is Compression.none:
         kind = DeviceAllreduce if on_device else Allreduce
         return kind(name, array, op, float(prescale), float(postscale), out)
-    check_strategy(compression)
+    compression = check_strategy(compression)
+    if compression.stateful:
+        raise ValueError(
+            f"compression={compression!r} remembers something from step to step, which an "
+            "allreduce by itself cannot; use it in a DistributedOptimizer or a "
+            "DistributedGradientTape"
+        )
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise ValueError(
             f"compression needs op=hvd.Sum or hvd.Average, not {op.name.capitalize()}; "

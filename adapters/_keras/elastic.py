@@ -38,6 +38,22 @@ class ModelState(VariableState):
         if hasattr(self.optimizer, "build") and not getattr(self.optimizer, "built", False):
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)
+        self._compression = self._remembered()
+
+    def save(self) -> None:
+        """Keep copies of all values, and of what the compression remembers."""
+        super().save()
+        self._compression = self._remembered()
+
+    def restore(self) -> None:
+        """Assign what was saved last."""
+        super().restore()
+        if self._compression is not None:
+            self.optimizer.load_compression_state_dict(self._compression)
+
+    def _remembered(self) -> Any:
+        remembers = getattr(self.optimizer, "compression_state_dict", None)
+        return None if remembers is None else remembers()
 
     def variables_kept(self) -> Sequence[Any]:
         """Everything that training changes."""

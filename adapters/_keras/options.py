@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite import runtime
-from hvdlite.exchange import Reduction, Strategy, check_groups, check_strategy
+from hvdlite.exchange import Conversion, Reduction, Strategy, check_groups, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 
@@ -54,6 +54,7 @@ def check_options(
     groups: int | list[Any] | None,
     process_set: ProcessSet,
     scale_local_gradients: bool,
+    conversion: Conversion,
 ) -> Options:
     """Check the arguments of `DistributedOptimizer`, and put them together.
 
@@ -69,7 +70,7 @@ def check_options(
             f"backward_passes_per_step={backward_passes_per_step} is not a whole number above 0"
         )
     return Options(
-        check_strategy(compression),
+        check_strategy(compression, conversion),
         Reduction(ReduceOp(op), gradient_predivide_factor),
         sparse_as_dense,
         int(backward_passes_per_step),

@@ -8,10 +8,14 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from hvdlite._keras.options import Options
+from hvdlite.exchange import StrategyState
 
 
 class Backend(Protocol):
     """What the exchange needs to know of the framework below Keras."""
+
+    def __init__(self, options: Options, state: StrategyState) -> None:
+        """Exchange gradients by these options, with what the compression remembers."""
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients reduced over all ranks; None where no rank has one."""
@@ -25,23 +29,25 @@ class Synchronizer:
 
     Args:
         options: how.
-        backend: of the framework.
+        backend: makes the framework's part.
 
     Attributes:
         options: as given.
+        state: what the compression remembers of the variables.
         finished: whether someone around the optimizer has exchanged already.
         pending: variables that had a gradient since the last exchange, by position.
         train_functions: the compiled functions of models that were made with the exchange.
         passes: what adds up the gradients of several passes, where Keras does not.
     """
 
-    def __init__(self, options: Options, backend: Backend) -> None:
+    def __init__(self, options: Options, backend: type[Backend]) -> None:
         self.options = options
+        self.state = StrategyState()
         self.finished = False
         self.pending: set[int] = set()
         self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
         self.passes: Any = None
-        self._backend = backend
+        self._backend = backend(options, self.state)
         self._local_variables: list[Any] = []
         self._local_layers: list[Any] = []
 

@@ -17,7 +17,7 @@ if NAME == "tensorflow":
 
     from hvdlite.tensorflow.backend import TensorFlowBackend as Backend
     from hvdlite.tensorflow.device import pin_device
-    from hvdlite.tensorflow.tensors import as_it_is
+    from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
 
     def is_traced() -> bool:
         """Whether this is run once, to make a graph of it."""
@@ -31,6 +31,7 @@ elif NAME == "torch":
     from hvdlite.keras.on_torch import TorchBackend as Backend
     from hvdlite.keras.on_torch import as_dense
     from hvdlite.torch.device import pin_device
+    from hvdlite.torch.tensors import CONVERSION
 
     def as_it_is(function: _Function) -> _Function:
         """Return a function as it is: nothing rewrites it here."""
@@ -47,4 +48,4 @@ else:
         "before Keras is imported"
     )
 
-__all__ = ["NAME", "Backend", "as_dense", "as_it_is", "is_traced", "pin_device"]
+__all__ = ["CONVERSION", "NAME", "Backend", "as_dense", "as_it_is", "is_traced", "pin_device"]

@@ -12,7 +12,7 @@ import torch
 from hvdlite import runtime
 from hvdlite._keras.options import LABEL, Options
 from hvdlite.engine import Engine
-from hvdlite.exchange import Parameter
+from hvdlite.exchange import Parameter, StrategyState
 from hvdlite.gradients import GradientBuckets
 from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
 
@@ -22,10 +22,12 @@ class TorchBackend:
 
     Args:
         options: how they are exchanged.
+        state: what the compression remembers.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, state: StrategyState) -> None:
         self._options = options
+        self._state = state
         # By engine: a new world begins with none, and the old one's go with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[tuple[Parameter, ...], GradientBuckets]] = (
             WeakKeyDictionary()
@@ -67,7 +69,12 @@ class TorchBackend:
         exchanges = self._exchanges.setdefault(engine, {})
         if parameters not in exchanges:
             exchanges[parameters] = GradientBuckets(
-                engine, LABEL, parameters, self._options.strategy, self._options.reduction
+                engine,
+                LABEL,
+                parameters,
+                self._options.strategy,
+                self._options.reduction,
+                state=self._state,
             )
         return exchanges[parameters]
 

@@ -13,7 +13,7 @@ from hvdlite._keras.options import Options, check_options
 from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite._keras.training import distributed_part, keep_local
 from hvdlite.exchange import Compression, Strategy
-from hvdlite.keras.backend import Backend, as_dense, as_it_is, is_traced
+from hvdlite.keras.backend import CONVERSION, Backend, as_dense, as_it_is, is_traced
 from hvdlite.keras.training import install
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
@@ -87,6 +87,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups,
         process_set,
         scale_local_gradients,
+        CONVERSION,
     )
     return distribute(optimizer, options)
 
@@ -127,7 +128,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
     if options.passes > 1:
         _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
     install()
-    return make_distributed(optimizer, KerasDistributed, Synchronizer(options, Backend(options)))
+    return make_distributed(optimizer, KerasDistributed, Synchronizer(options, Backend))
 
 
 class KerasDistributed(Distributed):

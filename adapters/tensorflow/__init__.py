@@ -23,6 +23,11 @@ from hvdlite.tensorflow.grouped import (
     grouped_allreduce,
     grouped_reducescatter,
 )
+from hvdlite.tensorflow.memory import (
+    compression_state_dict,
+    consolidate_compression_state,
+    load_compression_state_dict,
+)
 from hvdlite.tensorflow.objects import allgather_object, broadcast_object, broadcast_object_fn
 from hvdlite.tensorflow.optimizer import DistributedOptimizer
 from hvdlite.tensorflow.rank_ops import (
@@ -71,6 +76,9 @@ __all__ = [
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",  # noqa: F405 - see __getattr__
     "DistributedOptimizer",
+    "compression_state_dict",
+    "load_compression_state_dict",
+    "consolidate_compression_state",
     "broadcast_variables",
     "elastic",
     "broadcast_global_variables",

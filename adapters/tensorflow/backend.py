@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite._keras.options import LABEL, Options
+from hvdlite.exchange import StrategyState
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
 from hvdlite.tensorflow.tensors import as_it_is
@@ -18,9 +19,10 @@ class TensorFlowBackend:
 
     Args:
         options: how they are exchanged.
+        state: what the compression remembers.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, state: StrategyState) -> None:
         self._process_set = options.process_set
         self._reducer = Reducer(
             options.strategy,
@@ -28,6 +30,7 @@ class TensorFlowBackend:
             options.sparse_as_dense,
             options.process_set,
             LABEL,
+            state,
         )
 
     @as_it_is

@@ -13,7 +13,15 @@ from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.rank_ops import rank_op, set_size
-from hvdlite.tensorflow.tensors import as_it_is, engine, like, rows_like, run, to_tensor
+from hvdlite.tensorflow.tensors import (
+    CONVERSION,
+    as_it_is,
+    engine,
+    like,
+    rows_like,
+    run,
+    to_tensor,
+)
 
 
 def allreduce(
@@ -64,13 +72,13 @@ def allreduce(
         HorovodInternalError: communication failed.
     """
     chosen = reduction.choose(average, op)
-    check_strategy(compression)
+    strategy = check_strategy(compression, CONVERSION)
     if isinstance(tensor, tf.IndexedSlices):
         if prescale_factor != 1.0 or postscale_factor != 1.0:
             raise NotImplementedError("tf.IndexedSlices are reduced without scaling factors")
         return _allreduce_slices(tensor, chosen, name, process_set)
     factors = (prescale_factor, postscale_factor)
-    return _allreduce(tensor, name, compression, chosen, factors, process_set)
+    return _allreduce(tensor, name, strategy, chosen, factors, process_set)
 
 
 @as_it_is

@@ -17,7 +17,7 @@ from hvdlite.elastic.variables import VariableState
 __all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 # What a graph's error says of the Python exception that it stands for.
-_OURS = re.compile(r"\b(HorovodInternalError|RankGoneError|MismatchError): ")
+_OURS = re.compile(r"\b(HorovodInternalError|RankGoneError|MismatchError|GradientError): ")
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

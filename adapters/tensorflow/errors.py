@@ -4,11 +4,12 @@
 
     what has happened                   what is raised            it is also
     the ranks disagree                  MismatchError             FailedPreconditionError
+    a gradient that cannot be sent      GradientError             InvalidArgumentError
     a bad argument on this rank         ArgumentError             InvalidArgumentError
     a rank is gone, or MPI has failed   HorovodInternalError      UnknownError
 
-The first and the last are subclasses of hvdlite's classes of the same names, `ArgumentError` is a
-ValueError; the right column is in ``tf.errors``. So a script may catch either kind.
+All but `ArgumentError` are subclasses of hvdlite's classes of the same names; that is a
+ValueError. The right column is in ``tf.errors``. So a script may catch either kind.
 
 A graph knows status codes instead of exceptions: what Python raises in one of its operations
 becomes text under the code UNKNOWN or INVALID_ARGUMENT, and the caller of the graph gets the class
@@ -51,6 +52,10 @@ class HorovodInternalError(_Constructor, tf.errors.UnknownError, errors.HorovodI
     """A collective failed, or a rank is gone."""
 
 
+class GradientError(_Constructor, tf.errors.InvalidArgumentError, errors.GradientError):
+    """A gradient cannot be exchanged in the way that is asked for, on all ranks."""
+
+
 class ArgumentError(_Constructor, tf.errors.InvalidArgumentError, ValueError):
     """An argument that this rank alone can tell to be wrong."""
 
@@ -77,6 +82,8 @@ def _kind_of(error: Exception) -> type[tf.errors.OpError] | None:
         return None
     if isinstance(error, errors.MismatchError):
         return MismatchError
+    if isinstance(error, errors.GradientError):
+        return GradientError
     if isinstance(error, errors.HorovodInternalError):
         return HorovodInternalError
     return ArgumentError
@@ -84,6 +91,7 @@ def _kind_of(error: Exception) -> type[tf.errors.OpError] | None:
 
 _KINDS = {
     (tf.errors.UNKNOWN, "MismatchError"): MismatchError,
+    (tf.errors.UNKNOWN, "GradientError"): GradientError,
     (tf.errors.UNKNOWN, "HorovodInternalError"): HorovodInternalError,
     (tf.errors.INVALID_ARGUMENT, "ArgumentError"): ArgumentError,
     (tf.errors.INVALID_ARGUMENT, "NotInitializedError"): ArgumentError,

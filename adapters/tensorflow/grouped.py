@@ -14,7 +14,7 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.collectives import allreduce, check_differentiable, gradient_name
 from hvdlite.tensorflow.scattering import reducescatter_factor
-from hvdlite.tensorflow.tensors import as_it_is, engine, like, rows_like, run, to_tensor
+from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, engine, like, rows_like, run, to_tensor
 
 
 def grouped_allreduce(
@@ -44,7 +44,7 @@ def grouped_allreduce(
         HorovodInternalError: communication failed.
     """
     chosen = reduction.choose(average, op)
-    check_strategy(compression)
+    strategy = check_strategy(compression, CONVERSION)
     factors = prescale_factor, postscale_factor
     listed = _checked(tensors)
     dense = [n for n, each in enumerate(listed) if not isinstance(each, tf.IndexedSlices)]
@@ -53,11 +53,11 @@ def grouped_allreduce(
         if number not in dense:
             own = None if name is None else f"{name}.{number}"
             results[number] = allreduce(
-                each, None, "", "", compression, chosen, *factors, own, process_set
+                each, None, "", "", strategy, chosen, *factors, own, process_set
             )
     if dense:
         chunk = [listed[number] for number in dense]
-        reduced = _allreduce(chunk, name, compression, chosen, factors, process_set)
+        reduced = _allreduce(chunk, name, strategy, chosen, factors, process_set)
         for number, result in zip(dense, reduced, strict=True):
             results[number] = result
     return results

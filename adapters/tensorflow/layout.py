@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from hvdlite import runtime
 from hvdlite.arrays import describe
 from hvdlite.engine import Engine
-from hvdlite.exchange import Parameter, Reduction, Strategy
+from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import GradientBuckets
 from hvdlite.process_sets import ProcessSet
 
@@ -30,6 +30,7 @@ class Layout:
         strategy: how dense gradients travel.
         reduction: sum or average.
         process_set: the ranks that take part.
+        state: what the strategy remembers of the sources; None: nothing.
     """
 
     label: str
@@ -38,6 +39,7 @@ class Layout:
     strategy: Strategy
     reduction: Reduction
     process_set: ProcessSet = field(compare=False)  # it chooses the engine
+    state: StrategyState | None = None  # each has an identity, and so an exchange, of its own
 
     @cached_property
     def dense(self) -> tuple[int, ...]:
@@ -75,11 +77,13 @@ class Layout:
             self.strategy,
             self.reduction,
             also=(*sources, ("the number of sources", len(sources)), *kinds),
+            state=self.state,
         )
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.label, self.parameters, self.sparse, self.strategy, self.reduction))
+        fields = self.label, self.parameters, self.sparse, self.strategy, self.reduction
+        return hash((*fields, self.state))
 
     def __hash__(self) -> int:
         # Looked up for every bucket of every step, and the parameters may be many.

@@ -14,7 +14,7 @@ from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.backend import TensorFlowBackend
-from hvdlite.tensorflow.tensors import as_it_is
+from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -76,6 +76,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups,
         process_set,
         scale_local_gradients,
+        CONVERSION,
     )
     return distribute(optimizer, options)
 
@@ -133,5 +134,5 @@ def _distribute_v1(optimizer: Any, options: Options) -> Any:
             f"backward_passes_per_step={options.passes} with {type(optimizer).__name__}: it needs "
             "a Keras optimizer; use the one of this name in tf.keras.optimizers"
         )
-    synchronizer = Synchronizer(options, TensorFlowBackend(options))
+    synchronizer = Synchronizer(options, TensorFlowBackend)
     return make_distributed(optimizer, _DistributedV1, synchronizer)

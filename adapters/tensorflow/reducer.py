@@ -10,13 +10,13 @@ import tensorflow as tf
 
 from hvdlite import HorovodInternalError, MismatchError, collectives, world
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.engine.plan import plan_buckets
-from hvdlite.exchange import Parameter, Reduction, Strategy
-from hvdlite.gradients import GradientBuckets
+from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
+from hvdlite.gradients import GradientBuckets, plan_for
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.layout import Layout
+from hvdlite.tensorflow.memory import state_of
 from hvdlite.tensorflow.names import unique_names
 from hvdlite.tensorflow.tensors import dtype_of, engine, run
 
@@ -36,6 +36,8 @@ class Reducer:
         sparse_as_dense: make dense gradients of ``tf.IndexedSlices``.
         process_set: the ranks that take part.
         label: what messages call the exchanges.
+        state: what the strategy remembers of all sources; None: there is one for each list of
+            variables.
     """
 
     def __init__(
@@ -45,20 +47,29 @@ class Reducer:
         sparse_as_dense: bool,
         process_set: ProcessSet = global_process_set,
         label: str = "DistributedGradientTape",
+        state: StrategyState | None = None,
     ) -> None:
         self._label = label
         self._strategy = strategy
         self._reduction = reduction
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
+        self._state = state
 
-    def reduce(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
+    def reduce(
+        self,
+        gradients: Sequence[Gradient],
+        sources: Sequence[Any],
+        samples: tf.Tensor | int | None = None,
+    ) -> list[Gradient]:
         """Return the reduced gradients.
 
         Args:
             gradients: of this rank.
             sources: what they are the gradients of; names, shapes and dtypes alike on all
                 ranks.
+            samples: of how many samples this rank's gradients are averages, which weights the
+                average over the ranks; None, on all ranks: they count alike.
 
         Raises:
             MismatchError: the ranks disagree.
@@ -76,6 +87,10 @@ class Reducer:
             raise NotImplementedError(
                 "hvd.Adasum is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
+        if slices and samples is not None:
+            raise NotImplementedError(
+                "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
+            )
         layout = Layout(
             self._label,
             _describe(sources),
@@ -83,6 +98,7 @@ class Reducer:
             self._strategy,
             self._reduction,
             self._process_set,
+            self._remembered(sources),
         )
         dense = {
             number: gradients[position]
@@ -90,11 +106,16 @@ class Reducer:
             if gradients[position] is not None
         }
         reduced: list[Gradient] = [None] * len(gradients)
-        for number, gradient in _exchange(layout, dense).items():
+        for number, gradient in _exchange(layout, dense, samples).items():
             reduced[layout.dense[number]] = gradient
         for position, gradient in slices.items():
             reduced[position] = _gather(layout, position, gradient)
         return reduced
+
+    def _remembered(self, sources: Sequence[Any]) -> StrategyState | None:
+        if not self._strategy.stateful:
+            return None
+        return state_of(sources) if self._state is None else self._state
 
 
 def _describe(sources: Sequence[Any]) -> tuple[Parameter, ...]:
@@ -120,20 +141,23 @@ def _dense(gradient: Gradient) -> tf.Tensor | None:
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def _exchange(layout: Layout, gradients: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+def _exchange(
+    layout: Layout, gradients: Mapping[int, tf.Tensor], samples: tf.Tensor | int | None
+) -> dict[int, tf.Tensor]:
     """Exchange dense gradients, by their number; return those that any rank has."""
     settings = engine(layout.process_set).settings
     parameters = [layout.parameters[position] for position in layout.dense]
-    plan = plan_buckets(parameters, settings.fusion_threshold, settings.first_bucket_size)
+    plan = plan_for(parameters, layout.strategy, settings)
     if not plan:
         run(lambda: _compare(layout), [], [], layout.process_set)
     here = [number for members in plan for number in members if number in gradients]
+    weight = [] if samples is None else [tf.cast(samples, tf.int64)]
     foreign: list[int] = []  # those that only other ranks have; in eager mode
 
     def exchange(*tensors: tf.Tensor) -> list[tf.Tensor]:
         own = dict(zip(here, tensors, strict=True))
         for index in range(len(plan)):
-            _start(layout, plan, index, own)
+            _start(layout, plan, index, own, weight)
         # All are on their way before the first is waited for.
         found: dict[int, tf.Tensor] = {}
         for index in range(len(plan)):
@@ -146,17 +170,25 @@ def _exchange(layout: Layout, gradients: Mapping[int, tf.Tensor]) -> dict[int, t
     return dict(zip((*here, *foreign), results, strict=True))
 
 
-def _start(layout: Layout, plan: list[list[int]], index: int, own: Mapping[int, tf.Tensor]) -> None:
+def _start(
+    layout: Layout,
+    plan: list[list[int]],
+    index: int,
+    own: Mapping[int, tf.Tensor],
+    weight: list[tf.Tensor],
+) -> None:
     """Start the exchange of a bucket: at once, or by one operation of the graph."""
     here = [number for number in plan[index] if number in own]
 
-    def start(*arrays: Any) -> list[Any]:
+    def start(*given: Any) -> list[Any]:
+        arrays, samples = given[: len(here)], [int(array) for array in given[len(here) :]]
         exchange = layout.connect()  # in the world that there is when the graph runs
         _check_plan(exchange, plan)
-        exchange.start_bucket(index, dict(zip(here, map(np.asarray, arrays), strict=True)))
+        gradients = dict(zip(here, map(np.asarray, arrays), strict=True))
+        exchange.start_bucket(index, gradients, *samples)
         return []
 
-    run(start, [own[number] for number in here], [], layout.process_set)
+    run(start, [*(own[number] for number in here), *weight], [], layout.process_set)
 
 
 def _finish(

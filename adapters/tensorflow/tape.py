@@ -13,7 +13,7 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
-from hvdlite.tensorflow.tensors import as_it_is
+from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
 
 
 class DistributedGradientTape(tf.GradientTape):
@@ -81,7 +81,7 @@ class DistributedGradientTape(tf.GradientTape):
         check_groups(num_groups, groups)
         self._inner = gradtape
         self._reducer = Reducer(
-            check_strategy(compression),
+            check_strategy(compression, CONVERSION),
             Reduction(ReduceOp(op), gradient_predivide_factor),
             sparse_as_dense,
             process_set,
@@ -115,6 +115,7 @@ class DistributedGradientTape(tf.GradientTape):
         sources: Any,
         output_gradients: Any = None,
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+        batch_size: Any = None,
     ) -> Any:
         """Compute gradients as ``tf.GradientTape.gradient``, and reduce them over all ranks.
 
@@ -125,6 +126,9 @@ class DistributedGradientTape(tf.GradientTape):
             output_gradients: for each element of ``target``, a factor.
             unconnected_gradients: whether a source that the target does not depend on gets
                 None or zeros.
+            batch_size: of how many samples this rank's gradients are averages, a number or a
+                scalar tensor. Each rank's gradient then counts as much as it has samples, and the
+                result is the gradient of all samples. Given on all ranks, or on none.
 
         Returns:
             Reduced gradients in the structure of ``sources``.
@@ -145,7 +149,9 @@ class DistributedGradientTape(tf.GradientTape):
             elif self._scale_local_gradients:
                 gradients[number] = _divided(gradients[number], self._process_set)
         reduced = self._reducer.reduce(
-            [gradients[number] for number in shared], [flat_sources[number] for number in shared]
+            [gradients[number] for number in shared],
+            [flat_sources[number] for number in shared],
+            batch_size,
         )
         for number, gradient in zip(shared, reduced, strict=True):
             gradients[number] = gradient

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdlite import NotInitializedError, runtime
 from hvdlite.engine import Engine
+from hvdlite.exchange import Conversion
 from hvdlite.tensorflow.errors import ArgumentError, translated
 
 #: Keeps AutoGraph from rewriting a function of ours, and what it calls, when it is traced.
@@ -53,6 +54,10 @@ def to_array(tensor: tf.Tensor) -> Any:
     """View an eager tensor as a read-only array; one on an accelerator is copied."""
     # A scalar has no memory of its own that numpy could view in every dtype.
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+
+
+#: Of tensors that a compression class of the user's own gets and returns.
+CONVERSION = Conversion(tf.convert_to_tensor, to_array)
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:

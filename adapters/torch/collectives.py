@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from hvdlite import collectives, reduction, runtime
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import autograd
 from hvdlite.torch.device_memory import lend
 from hvdlite.torch.handles import TensorHandle, copied, synchronize, written
 from hvdlite.torch.in_place import allreduce_handle, memory_of
-from hvdlite.torch.tensors import to_array, to_tensor_like
+from hvdlite.torch.tensors import CONVERSION, to_array, to_tensor_like
 
 
 def allreduce_async(
@@ -94,7 +94,7 @@ def allreduce(
     chosen = reduction.choose(average, op)
     factors = prescale_factor, postscale_factor
     result: torch.Tensor = autograd.Allreduce.apply(
-        tensor, name, compression, chosen, *factors, process_set
+        tensor, name, check_strategy(compression, CONVERSION), chosen, *factors, process_set
     )
     return result
 

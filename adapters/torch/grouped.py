@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite import grouped, reduction
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
@@ -16,7 +16,7 @@ from hvdlite.torch.collectives import numbered
 from hvdlite.torch.device_memory import lend
 from hvdlite.torch.handles import TensorHandle, copied, synchronize, written
 from hvdlite.torch.in_place import memory_of
-from hvdlite.torch.tensors import taken, to_array, to_tensor_like
+from hvdlite.torch.tensors import CONVERSION, taken, to_array, to_tensor_like
 
 
 def grouped_allreduce(
@@ -46,7 +46,8 @@ def grouped_allreduce(
     name = numbered(name, "grouped_allreduce", process_set)
     chosen = reduction.choose(average, op)
     factors = prescale_factor, postscale_factor
-    arguments = name, compression, chosen, *factors, process_set
+    strategy = check_strategy(compression, CONVERSION)
+    arguments = name, strategy, chosen, *factors, process_set
     return list(autograd.GroupedAllreduce.apply(*arguments, *_checked(tensors)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +14,19 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch.adasum import wrap_for_adasum
 from hvdlite.torch.reducer import Reducer
+from hvdlite.torch.tensors import CONVERSION
 from hvdlite.torch.wrapping import (
     Wrapped,
     change_class,
     check_groups,
     check_optimizer,
+    checked_batch_size,
     checked_passes,
     names_of,
 )
+
+# Where a state dict has what the compression remembers.
+_STATE = "hvdlite"
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -51,10 +56,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     was, of the same name, and its state, hooks, groups and schedulers stay as they are. A
     parameter without a gradient counts as zeros where another rank has one.
 
+    Ranks whose batches differ in size tell it, in every step: ``optimizer.step(batch_size=n)``,
+    or ``optimizer.synchronize(batch_size=n)``. Each rank's gradient, which is the average over its
+    batch, then counts as much as it has samples, and the result is the gradient of all samples.
+
+    What a compression remembers from step to step (error feedback, say) is a part of
+    ``state_dict()``, and each rank's own. Before one rank saves it for all, call
+    ``optimizer.consolidate_compression_state()`` on all ranks.
+
     Args:
         optimizer: any torch optimizer; on all ranks over the same parameters.
         named_parameters: ``model.named_parameters()``; gives messages their names.
-        compression: how gradients travel.
+        compression: how gradients travel: one of ``hvd.Compression``, or a class of your own with
+            ``compress(tensor)`` and ``decompress(tensor, ctx)``, as in Horovod.
         backward_passes_per_step: backward passes that add up before an exchange. A step
             after fewer of them is fine.
         op: Average, Sum or Adasum. With Adasum (Maleki et al. 2020, arXiv:2006.02924) every
@@ -70,8 +84,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: the ranks that take part, which alone make this optimizer.
 
     Returns:
-        The optimizer, with ``synchronize()``, ``skip_synchronize()`` and
-        ``set_backward_passes_per_step(n)``.
+        The optimizer, with ``synchronize()``, ``skip_synchronize()``,
+        ``set_backward_passes_per_step(n)`` and ``consolidate_compression_state()``.
 
     Raises:
         ValueError: it is wrapped already, ``named_parameters`` is malformed, has a name
@@ -82,7 +96,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     check_optimizer(optimizer)
     check_groups(optimizer, num_groups, groups)
     names = names_of(optimizer, named_parameters)
-    strategy = check_strategy(compression)
+    strategy = check_strategy(compression, CONVERSION)
     reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
     passes = checked_passes(backward_passes_per_step)
     if reduction.op is ReduceOp.ADASUM:
@@ -106,16 +120,45 @@ class _Distributed(Wrapped):
     _skipping: bool
     _in_step: bool  # whether it was step() that synchronized last
 
-    def synchronize(self) -> None:
+    def synchronize(self, batch_size: int | None = None) -> None:
         """Wait for the exchange; afterwards every ``p.grad`` is the average over the ranks.
+
+        Args:
+            batch_size: of how many samples this rank's gradients are averages; given on all
+                ranks, and in every step, or never.
 
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
             RuntimeError: a gradient was changed after its exchange had begun.
+            ValueError: ``batch_size`` is negative, or comes after a step without it, or with
+                another op than Average.
         """
+        samples = checked_batch_size(batch_size)
         self._reducer.attach(self._trainable())
-        self._reducer.finish()
+        self._reducer.finish(samples)
         self._in_step = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with what the compression remembers, if it does."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        own = self._reducer.state_dict()
+        return {**state, _STATE: own} if own else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned, of this optimizer or of one that is not wrapped."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._reducer.load_state_dict(state_dict.get(_STATE, {}))
+
+    def consolidate_compression_state(self) -> None:
+        """Make what the compression remembers the same on all ranks; collective.
+
+        To be called before one rank saves ``state_dict()`` for all. Nothing is lost: every rank
+        gets the average of what all have left to send, so the sum stays what it is.
+
+        Raises:
+            HorovodInternalError: communication failed.
+        """
+        self._reducer.consolidate_compression_state()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -157,9 +200,14 @@ class _Distributed(Wrapped):
                 "while gradients are being exchanged; call optimizer.synchronize() first"
             )
 
-    def _prepare_step(self) -> None:
+    def _prepare_step(self, batch_size: int | None = None) -> None:
         """Make sure that what is stepped on is what all ranks agreed on."""
         if self._reducer.synchronized:
+            if batch_size is not None and not self._in_step:
+                raise ValueError(
+                    f"step(batch_size={batch_size}) comes after synchronize(), which has averaged "
+                    "the gradients already; call synchronize(batch_size=...) instead"
+                )
             if not self._skipping and not self._in_step:
                 _warn_of_second_synchronization()
         elif self._skipping:
@@ -168,7 +216,7 @@ class _Distributed(Wrapped):
                 "been exchanged; call optimizer.synchronize() before"
             )
         else:
-            self.synchronize()
+            self.synchronize(batch_size)
             # A step() that calls its parent's comes here twice.
             self._in_step = True
 
@@ -179,14 +227,15 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     As a hook, it also runs where ``step`` has been replaced on the instance, as learning
     rate schedulers do.
     """
+    batch_size = kwargs.pop("batch_size", None)  # which the optimizer's own step does not know
     closure, replace = _find_closure(args, kwargs)
     if closure is None:
-        optimizer._prepare_step()
-        return None
+        optimizer._prepare_step(batch_size)
+        return args, kwargs
 
     def synchronized_closure() -> Any:
         loss = closure()
-        optimizer._prepare_step()
+        optimizer._prepare_step(batch_size)
         return loss
 
     return replace(synchronized_closure)

@@ -359,10 +359,10 @@ class ParameterSet:
         self._comparisons = [(name, equal) for name, known, equal in results if known is None]
         return [name for name, known, _ in results if known is False]
 
-    def finish(self) -> None:
+    def finish(self, samples: int | None = None) -> None:
         """Wait for the exchange, and give the averages to the parameters."""
         try:
-            found = self.exchange.finish()
+            found = self.exchange.finish(samples)
         finally:
             self._begin()
             self._steps += 1
@@ -389,7 +389,9 @@ class ParameterSet:
 
     def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
         """Reduce what has no place in a bucket: all ranks do it for the same parameters."""
-        sparse_axes = self.exchange.sparse
+        sparse_axes, weight = self.exchange.sparse, self.exchange.weight
+        if weight != 1.0:
+            gradients = [None if each is None else each * weight for each in gradients]
         numbers = sorted({*sparse_axes} | (self.exchange.apart & {*dense}))
         reduce_apart(
             [

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from hvdlite import runtime
-from hvdlite.exchange import Parameter, Reduction, Strategy
+from hvdlite import gradients, runtime
+from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import GradientExchange
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.parameter_set import ParameterSet
-from hvdlite.torch.tensors import dtype_of
+from hvdlite.torch.tensors import dtype_of, to_array, to_tensor
 
 
 class Reducer:
@@ -45,6 +46,7 @@ class Reducer:
         self.names = names
         self._strategy = strategy
         self._reduction = reduction
+        self._state = StrategyState()
         self._sparse_as_dense = sparse_as_dense
         self.passes_per_step = passes_per_step
         self._synchronized = False
@@ -84,11 +86,15 @@ class Reducer:
     def synchronized(self, value: bool) -> None:
         self._synchronized = value
 
-    def finish(self) -> None:
+    def finish(self, samples: int | None = None) -> None:
         """Exchange what is left, and write the averages into the parameters' ``grad``.
+
+        Args:
+            samples: as in `GradientExchange.finish`.
 
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
+            ValueError: ``samples`` comes after a step without.
             RuntimeError: a gradient was changed after it had been copied. The exchange is
                 ended all the same, so that no other rank waits for this one.
         """
@@ -98,7 +104,7 @@ class Reducer:
         errors: list[Exception] = []
         for members in self._sets:  # to the last, whatever becomes of one
             try:
-                members.finish()
+                members.finish(samples)
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -165,9 +171,40 @@ class Reducer:
             for parameter in parameters
         ]
         return GradientExchange(
-            self._engine, label, described, self._strategy, self._reduction, memory=memory
+            self._engine,
+            label,
+            described,
+            self._strategy,
+            self._reduction,
+            memory=memory,
+            state=self._state,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the compression remembers on this rank; {}: nothing."""
+        saved = gradients.save(self._state, self.process_set)
+        return _converted(saved, to_tensor)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` has returned, as far as it is this rank's."""
+        gradients.load(self._state, _converted(saved, to_array), self.op, self.process_set)
+
+    def consolidate_compression_state(self) -> None:
+        """Let all ranks remember the average of what all do; collective."""
+        name = runtime.engine(self.process_set).unnamed("consolidate_compression_state")
+        gradients.consolidate(self._state, name, self.process_set)
 
     def is_apart(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient is exchanged as a sparse one, beside the buckets."""
         return gradient.layout is torch.sparse_coo and not self._sparse_as_dense
+
+
+def _converted(saved: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what `gradients.save` does with tensors in the place of arrays, or the reverse."""
+    if not saved:
+        return {}
+    parameters = {
+        name: {key: convert(array) for key, array in entry.items()}
+        for name, entry in saved["parameters"].items()
+    }
+    return {**saved, "parameters": parameters}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hvdlite.engine.device import DeviceArray, DeviceResult
+from hvdlite.exchange import Conversion
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -74,6 +75,10 @@ def to_tensor_like(array: Any, like: torch.Tensor) -> torch.Tensor:
         return to_tensor(array)
     array = taken(array)
     return array if isinstance(array, torch.Tensor) else to_tensor(array).to(like.device)
+
+
+#: Of tensors that a compression class of the user's own gets and returns.
+CONVERSION = Conversion(to_tensor, to_array)
 
 
 def taken(result: Any) -> Any:

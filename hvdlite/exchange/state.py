@@ -18,30 +18,40 @@ class StrategyState:
     It belongs to one list of parameters, and not to their buckets: these may be packed anew.
     Arrays are residuals and the like, this rank's own, or low-rank factors, which all ranks have
     alike.
+
+    Attributes:
+        is_common: whether all ranks have the same, see `hvdlite.gradients.consolidate`.
     """
 
     def __init__(self) -> None:
+        self.is_common = False
         self._entries: dict[str, dict[str, Any]] = {}
 
     def of(self, parameters: Sequence[Parameter]) -> BucketState:
         """The part that belongs to a bucket of these parameters, in their order."""
-        return BucketState(parameters, self._entries)
+        return BucketState(parameters, self)
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """What is remembered of a parameter, to be changed."""
+        return self._entries.setdefault(name, {})
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies of all arrays, by the parameter's name and what they are."""
         return {
             name: {key: np.array(array) for key, array in entry.items()}
             for name, entry in self._entries.items()
+            if entry
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over what `state_dict` has returned, here or elsewhere."""
+        self.is_common = False
         self._entries.clear()
         for name, entry in state.items():
             self._entries[name] = {key: np.array(array) for key, array in entry.items()}
 
     def __bool__(self) -> bool:
-        return bool(self._entries)
+        return any(self._entries.values())
 
 
 class BucketState:
@@ -49,12 +59,12 @@ class BucketState:
 
     Args:
         parameters: in their order within the bucket.
-        entries: of all parameters, by name; kept up to date.
+        whole: of which this is a part; kept up to date.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], entries: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], whole: StrategyState) -> None:
         self._parameters = tuple(parameters)
-        self._all = entries
+        self._whole = whole
         self._flat: dict[str, tuple[Any, list[Any]]] = {}
 
     @property
@@ -67,6 +77,7 @@ class BucketState:
     def count(self, value: int) -> None:
         for entry in self._entries():
             entry[_COUNT] = np.array(value, np.int64)
+        self._whole.is_common = False
 
     def flat(self, key: str, dtype: Any) -> Any:
         """An array with an element for each of the bucket's, to be changed in place.
@@ -98,14 +109,11 @@ class BucketState:
 
     def get(self, position: int, key: str) -> Any:
         """An array of the bucket's parameter at a position; None: there is none yet."""
-        return self._entry(self._parameters[position].name).get(key)
+        return self._whole.entry(self._parameters[position].name).get(key)
 
     def set(self, position: int, key: str, array: Any) -> None:
         """Remember an array of any shape for the parameter at a position."""
-        self._entry(self._parameters[position].name)[key] = array
+        self._whole.entry(self._parameters[position].name)[key] = array
 
     def _entries(self) -> list[dict[str, Any]]:
-        return [self._entry(parameter.name) for parameter in self._parameters]
-
-    def _entry(self, name: str) -> dict[str, Any]:
-        return self._all.setdefault(name, {})
+        return [self._whole.entry(parameter.name) for parameter in self._parameters]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.buckets import GradientBuckets, plan_for
 from hvdlite.gradients.exchange import GradientExchange
+from hvdlite.gradients.saving import consolidate, load, save
 
-__all__ = ["GradientBuckets", "GradientExchange"]
+__all__ = ["GradientBuckets", "GradientExchange", "consolidate", "load", "plan_for", "save"]

@@ -61,15 +61,16 @@ class GradientBuckets:
     ) -> None:
         self._lane = engine.gradients
         self._first = self._lane.members[0]
+        self._rank = engine.rank
         self.label = label
         self.parameters = tuple(parameters)
-        self._strategies = [strategy.choose(parameter) for parameter in self.parameters]
+        self._strategy = strategy
         self._state = StrategyState() if state is None else state
         self._reduction = reduction
         self._memory = memory
         _check_op(reduction.op, strategy, self.parameters, memory)
         settings = engine.settings
-        self._caps = settings.fusion_threshold, settings.first_bucket_size
+        self._settings = settings
         # A device works beside its host in any case.
         self.overlaps = settings.overlap != "0" or memory is not None
         self._entries = (
@@ -82,7 +83,7 @@ class GradientBuckets:
     def _planned(self, order: Sequence[int]) -> list[list[int]]:
         """Buckets for gradients that come in the reverse of ``order``."""
         ordered = [self.parameters[number] for number in order]
-        plan = plan_buckets(ordered, *self._caps, [self._strategies[number] for number in order])
+        plan = plan_for(ordered, self._strategy, self._settings)
         return [[order[position] for position in members] for members in plan]
 
     def _pack(self, plan: list[list[int]]) -> None:
@@ -96,10 +97,8 @@ class GradientBuckets:
         }
 
     def _step(self, members: Sequence[int]) -> BucketStep:
-        return self._step_of([self.parameters[number] for number in members], members)
-
-    def _step_of(self, parameters: Sequence[Parameter], members: Sequence[int]) -> BucketStep:
-        strategy, ranks = self._strategies[members[0]], self._lane.members
+        parameters = [self.parameters[number] for number in members]
+        strategy, ranks = self._strategy.choose(parameters[0]), self._lane.members
         if self._memory is None:
             bucket = Bucket(parameters, self._reduction, self._lane.empty, self._state)
             return BucketStep(bucket, strategy, ranks)
@@ -140,7 +139,9 @@ class GradientBuckets:
             )
         slot[...] = gradient
 
-    def start_bucket(self, index: int, gradients: Mapping[int, Any]) -> None:
+    def start_bucket(
+        self, index: int, gradients: Mapping[int, Any], samples: int | None = None
+    ) -> None:
         """Copy a bucket's gradients, and start its exchange.
 
         For an owner whose framework orders the buckets, in place of `mark` and `finish`. The
@@ -150,6 +151,7 @@ class GradientBuckets:
         Args:
             index: the bucket's position in ``plan``.
             gradients: those that are there, by the parameter's number.
+            samples: as in `GradientExchange.finish`.
 
         Raises:
             ValueError: the bucket is on its way already, or a gradient has another shape.
@@ -166,6 +168,7 @@ class GradientBuckets:
             for number, gradient in gradients.items():
                 self.put(number, gradient)
                 step.mark(self._places[number][1])
+            step.samples = samples
             self._launch(index, begin=self.overlaps)
         except BaseException:
             step.reset()
@@ -210,6 +213,14 @@ class GradientBuckets:
         step.fill()
         operation = step.operation(f"{self.label}: bucket {index}", self._signature)
         step.handle = self._lane.submit(operation, begin)
+
+
+def plan_for(
+    parameters: Sequence[Parameter], strategy: Strategy, settings: Settings
+) -> list[list[int]]:
+    """Pack parameters into buckets, each of which travels by one strategy; see `plan_buckets`."""
+    kinds = [strategy.choose(parameter) for parameter in parameters]
+    return plan_buckets(parameters, settings.fusion_threshold, settings.first_bucket_size, kinds)
 
 
 def _check_op(

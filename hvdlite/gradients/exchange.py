@@ -22,6 +22,7 @@ from hvdlite.exchange import Bucket
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.report import ABSENT, DENSE
 from hvdlite.gradients.step import BucketStep
+from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
 _ROW = "step"  # of the timeline
@@ -51,11 +52,14 @@ class GradientExchange(GradientBuckets):
             empty, and their owner exchanges what dense gradients they have, too.
         sparse: after `finish`, of the parameters that had sparse gradients anywhere, by
             number, how many of the axes are sparse.
+        weight: after `finish`, what this rank's gradients were multiplied by before the average;
+            its owner does that with those that have no place in a bucket.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.apart: frozenset[int] = frozenset()
         self.sparse: dict[int, int] = {}
+        self.weight = 1.0
         super().__init__(*args, **kwargs)
         self._sequence: Sequence[int] = range(len(self.parameters))
         # The order in which gradients came in the first step, until the plan follows it.
@@ -65,6 +69,9 @@ class GradientExchange(GradientBuckets):
         self._began = 0  # when the step did, for the timeline
         self._comparison: Handle | None = None
         self._agreed = False
+        self._holds = False  # whether buckets wait for `finish`, which knows their weight
+        # What strategies remembered before the first step, as long as that lasts.
+        self._began_with: dict[str, Any] | None = self._state.state_dict()
         self._alone = False  # whether some rank had joined when the parameters were compared
         self._lock = threading.Lock()
 
@@ -125,8 +132,14 @@ class GradientExchange(GradientBuckets):
             elif complete:
                 self._launch_complete()
 
-    def finish(self) -> list[bool]:
+    def finish(self, samples: int | None = None) -> list[bool]:
         """Exchange what is not yet on its way, and wait for all of it.
+
+        Args:
+            samples: of how many samples this rank's gradients are averages. The average over the
+                ranks is weighted by it, so that it is that of all samples. All ranks give it, from
+                the first step on, or none does; then all count alike. As it is told here, no
+                bucket leaves before, so all ranks finish several exchanges in one order.
 
         Returns:
             For each parameter whether any rank had a dense gradient; if so its average is
@@ -135,10 +148,16 @@ class GradientExchange(GradientBuckets):
         Raises:
             HorovodInternalError: the ranks disagree, one's gradient is sparse where another's
                 is dense, or communication failed. The next step begins anew.
+            ValueError: a sum is not weighted, or ``samples`` comes after a step without. The
+                exchange is ended all the same.
         """
         try:
+            unfit = self._weigh(samples)
             with timeline.span(_ROW, timeline.SYNCHRONIZE):
                 self._complete()
+            if unfit:
+                raise ValueError(unfit)
+            self.weight = self._own_weight()
             self._reorder()
             kinds = self._kinds()
             self.sparse = self._find_sparse(kinds)
@@ -158,6 +177,38 @@ class GradientExchange(GradientBuckets):
             self._settle()
         for step in self._steps:
             step.wait()
+
+    def _weigh(self, samples: int | None) -> str:
+        """Weight all buckets; return why that cannot be, if it cannot."""
+        began, self._began_with = self._began_with, None
+        held, self._holds = self._holds, samples is not None
+        if samples is None:
+            return ""
+        if self._reduction.op is not ReduceOp.AVERAGE:
+            return "batch_size weights averages; use op=hvd.Average, or leave it out"
+        if not held:
+            if began is None:
+                return (
+                    "batch_size comes after a step without it, and gradients have left without "
+                    "their weight; give it in every step, on all ranks"
+                )
+            self._take_back(began)
+        for step in self._steps:
+            step.samples = samples
+        return ""
+
+    def _take_back(self, state: Mapping[str, Any]) -> None:
+        """Let what has left in the first step, when nothing was known of weights, leave again.
+
+        Args:
+            state: what strategies remembered before.
+        """
+        with contextlib.suppress(HorovodInternalError):
+            self._agree()
+        self._settle()
+        with self._lock:
+            self._launched = 0
+        self._state.load_state_dict(state)
 
     def begin(self) -> bool:
         """Before the first `slot` or `mark` of a step, or its `finish`: pack the buckets anew.
@@ -230,7 +281,11 @@ class GradientExchange(GradientBuckets):
                 self._launch_complete()
 
     def _launch_complete(self) -> None:
-        while self._launched < len(self._steps) and not self._steps[self._launched].absent:
+        while (
+            not self._holds
+            and self._launched < len(self._steps)
+            and not self._steps[self._launched].absent
+        ):
             self._launch_next(begin=self.overlaps)
 
     def _launch_next(self, begin: bool = True) -> None:
@@ -250,6 +305,10 @@ class GradientExchange(GradientBuckets):
         for members, step in zip(self.plan, self._steps, strict=True):
             kinds[:, members] = step.kinds
         return kinds
+
+    def _own_weight(self) -> float:
+        weights = None if not self._steps else self._steps[0].weights
+        return 1.0 if weights is None else float(weights[self._rank])
 
     def _find_sparse(self, kinds: Any) -> dict[int, int]:
         """Of the parameters with sparse gradients, how many of the axes are sparse."""

@@ -29,6 +29,7 @@ class BucketStep:
         strategy: by which it travels.
         kinds: after the exchange, numbers of shape (ranks, parameters): 0 where a rank had no
             gradient, 1 for a dense one, and for a sparse one 1 more than its sparse axes.
+        weights: after the exchange, what each rank's gradients were multiplied by; None: nothing.
         samples: of how many samples the gradients are averages; None: all ranks' count alike.
         handle: of the exchange, once it is on its way.
         renews: whether each exchange writes to a result array of its own.
@@ -41,7 +42,7 @@ class BucketStep:
         self._size = len(bucket.parameters)
         self._all_dense = bytes([DENSE]) * self._size
         self.kinds: Any = None
-        self.samples: int | None = None
+        self.weights: Any = None
         self.renews = True
         self.reset()
 
@@ -49,6 +50,7 @@ class BucketStep:
         """Begin the next step."""
         self.present = bytearray(self._size)
         self.absent = self._size
+        self.samples: int | None = None
         self.handle: Handle | None = None
 
     @property
@@ -103,7 +105,7 @@ class BucketStep:
             GradientError: as `report.read`.
         """
         told = report.read(payloads, self._size, self._members)
-        self.kinds = told.kinds
+        self.kinds, self.weights = told.kinds, told.weights
         self.bucket.count, self.bucket.absent = told.exchanges, told.absent
         return told
 

@@ -41,7 +41,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
     """
     if isinstance(optimizer, Distributed) or isinstance(_inner(optimizer), Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
-    synchronizer = Synchronizer(options, TensorFlowBackend(options))
+    synchronizer = Synchronizer(options, TensorFlowBackend)
     _install()
     if _inner(optimizer) is not None:
         # Its class is tied to its kind of inner optimizer, and asks that one first.

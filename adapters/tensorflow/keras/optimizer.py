@@ -10,6 +10,7 @@ from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.optimizer import distribute
+from hvdlite.tensorflow.tensors import CONVERSION
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -69,6 +70,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups,
         process_set,
         scale_local_gradients,
+        CONVERSION,
     )
     return distribute(optimizer, options)
 

@@ -1,0 +1,112 @@
+"""What strategies remember, in checkpoints.
+
+Residuals are each rank's own. A checkpoint that only rank 0 writes has rank 0's, which must not
+become everybody's: they would count as many times as there are ranks. `consolidate` gives all
+ranks the average of all, of which the sum is what it was; then any rank's is right for all,
+whatever the number of ranks that read it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from hvdlite import collectives, objects, runtime
+from hvdlite.exchange import StrategyState
+from hvdlite.process_sets import ProcessSet
+from hvdlite.reduction import Average, ReduceOp, is_floating
+
+_COMMON = -1
+
+
+def save(state: StrategyState, process_set: ProcessSet) -> dict[str, Any]:
+    """Return what is remembered, and whose it is; {}: nothing.
+
+    Returns:
+        ``rank`` (-1: that of any rank is right for all), ``size`` and ``parameters``: arrays by
+        the parameter's name and what they are.
+    """
+    if not state:
+        return {}
+    engine = runtime.engine(process_set)
+    rank = _COMMON if state.is_common or engine.size == 1 else engine.rank
+    return {"rank": rank, "size": engine.size, "parameters": state.state_dict()}
+
+
+def load(
+    state: StrategyState, saved: Mapping[str, Any], op: ReduceOp, process_set: ProcessSet
+) -> None:
+    """Take over what `save` has returned on this rank, or on any after `consolidate`.
+
+    What is another rank's is left alone, and this rank keeps what it has.
+
+    Args:
+        state: to be filled.
+        saved: {}: nothing was remembered.
+        op: of the gradients.
+        process_set: the ranks that take part.
+    """
+    if not saved:
+        state.load_state_dict({})
+        return
+    engine = runtime.engine(process_set)
+    rank, size = int(saved["rank"]), int(saved["size"])
+    if rank == _COMMON:
+        # The sum over all ranks stays the same, also where their number does not.
+        factor = 1.0 if op is Average else size / engine.size
+        state.load_state_dict(_scaled(saved["parameters"], factor))
+        state.is_common = True
+    elif (rank, size) == (engine.rank, engine.size):
+        state.load_state_dict(saved["parameters"])
+    elif not state:
+        warnings.warn(
+            f"rank {engine.rank} of {engine.size}: what the compression has left to send was saved "
+            f"on rank {rank} of {size} for that rank alone, and is lost on this one; before "
+            "saving, call consolidate_compression_state() on all ranks",
+            stacklevel=4,
+        )
+
+
+def _scaled(parameters: Mapping[str, Mapping[str, Any]], factor: float) -> Any:
+    if factor == 1.0:
+        return parameters
+    return {
+        name: {
+            key: np.asarray(array) * factor if is_floating(np.asarray(array).dtype) else array
+            for key, array in entry.items()
+        }
+        for name, entry in parameters.items()
+    }
+
+
+def consolidate(state: StrategyState, name: str, process_set: ProcessSet) -> None:
+    """Give every rank the average of what all ranks remember; collective.
+
+    Args:
+        state: to be changed.
+        name: of the operations, the same on all ranks.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: communication failed.
+    """
+    own = state.state_dict()
+    described = [
+        (parameter, key, array.shape, array.dtype.str)
+        for parameter, entry in own.items()
+        for key, array in entry.items()
+    ]
+    everywhere = objects.allgather_object(described, f"{name}: its keys", process_set=process_set)
+    merged: dict[str, dict[str, Any]] = {}
+    for parameter, key, shape, dtype in sorted({each for many in everywhere for each in many}):
+        array = own.get(parameter, {}).get(key, np.zeros(shape, dtype))
+        op = Average if is_floating(array.dtype) else ReduceOp.MAX  # of numbers of exchanges
+        label = f"{name}: {key} of {parameter!r}"
+        merged.setdefault(parameter, {})[key] = collectives.allreduce(
+            array, name=label, op=op, process_set=process_set
+        )
+    state.load_state_dict(merged)
+    state.is_common = True
