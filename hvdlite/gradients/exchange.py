@@ -152,8 +152,8 @@ class GradientExchange(GradientBuckets):
                 exchange is ended all the same.
         """
         try:
-            unfit = self._weigh(samples)
             with timeline.span(_ROW, timeline.SYNCHRONIZE):
+                unfit = self._weigh(samples)
                 self._complete()
             if unfit:
                 raise ValueError(unfit)
@@ -181,18 +181,17 @@ class GradientExchange(GradientBuckets):
     def _weigh(self, samples: int | None) -> str:
         """Weight all buckets; return why that cannot be, if it cannot."""
         began, self._began_with = self._began_with, None
-        held, self._holds = self._holds, samples is not None
-        if samples is None:
-            return ""
-        if self._reduction.op is not ReduceOp.AVERAGE:
+        held = self._holds
+        if samples is not None and self._reduction.op is not ReduceOp.AVERAGE:
             return "batch_size weights averages; use op=hvd.Average, or leave it out"
-        if not held:
+        if samples is not None and not held:
             if began is None:
                 return (
                     "batch_size comes after a step without it, and gradients have left without "
                     "their weight; give it in every step, on all ranks"
                 )
             self._take_back(began)
+        self._holds = samples is not None
         for step in self._steps:
             step.samples = samples
         return ""
@@ -200,12 +199,12 @@ class GradientExchange(GradientBuckets):
     def _take_back(self, state: Mapping[str, Any]) -> None:
         """Let what has left in the first step, when nothing was known of weights, leave again.
 
+        On one rank that may be some buckets, on another none, so all of them leave before.
+
         Args:
             state: what strategies remembered before.
         """
-        with contextlib.suppress(HorovodInternalError):
-            self._agree()
-        self._settle()
+        self._complete()
         with self._lock:
             self._launched = 0
         self._state.load_state_dict(state)
