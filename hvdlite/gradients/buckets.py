@@ -61,7 +61,6 @@ class GradientBuckets:
     ) -> None:
         self._lane = engine.gradients
         self._first = self._lane.members[0]
-        self._rank = engine.rank
         self.label = label
         self.parameters = tuple(parameters)
         self._strategy = strategy

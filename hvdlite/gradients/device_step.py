@@ -97,9 +97,7 @@ class DeviceBucketExchange(DeviceOperation):
         Raises:
             GradientError: as `report.read`, on all ranks.
         """
-        self._told = self._step.learn(payloads)
-        weights = self._told.weights
-        self._weight = 1.0 if weights is None else float(weights[rank])
+        self._told = self._step.learn(payloads, rank)
 
     def exchange(self, transport: DeviceTransport) -> None:
         """Exchange the bucket, unless no rank has any of its gradients as a dense one."""
@@ -109,7 +107,7 @@ class DeviceBucketExchange(DeviceOperation):
         send, result = memory.array(bucket.send), memory.array(bucket.result)
         dtype, strategy = bucket.parameters[0].dtype, self._step.strategy
         with timeline.span(self.lane, timeline.EXCHANGE):
-            if self._weight != 1.0:
-                transport.scale(send, result, Scaling(self._weight), dtype)
+            if self._step.weight != 1.0:
+                transport.scale(send, result, Scaling(self._step.weight), dtype)
                 send = result
             strategy.exchange_on_device(send, result, dtype, bucket.reduction, transport)

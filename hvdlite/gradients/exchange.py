@@ -157,7 +157,7 @@ class GradientExchange(GradientBuckets):
                 self._complete()
             if unfit:
                 raise ValueError(unfit)
-            self.weight = self._own_weight()
+            self.weight = self._steps[0].weight if self._steps else 1.0
             self._reorder()
             kinds = self._kinds()
             self.sparse = self._find_sparse(kinds)
@@ -304,10 +304,6 @@ class GradientExchange(GradientBuckets):
         for members, step in zip(self.plan, self._steps, strict=True):
             kinds[:, members] = step.kinds
         return kinds
-
-    def _own_weight(self) -> float:
-        weights = None if not self._steps else self._steps[0].weights
-        return 1.0 if weights is None else float(weights[self._rank])
 
     def _find_sparse(self, kinds: Any) -> dict[int, int]:
         """Of the parameters with sparse gradients, how many of the axes are sparse."""

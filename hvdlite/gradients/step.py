@@ -29,7 +29,7 @@ class BucketStep:
         strategy: by which it travels.
         kinds: after the exchange, numbers of shape (ranks, parameters): 0 where a rank had no
             gradient, 1 for a dense one, and for a sparse one 1 more than its sparse axes.
-        weights: after the exchange, what each rank's gradients were multiplied by; None: nothing.
+        weight: after the exchange, what this rank's gradients were multiplied by.
         samples: of how many samples the gradients are averages; None: all ranks' count alike.
         handle: of the exchange, once it is on its way.
         renews: whether each exchange writes to a result array of its own.
@@ -42,7 +42,7 @@ class BucketStep:
         self._size = len(bucket.parameters)
         self._all_dense = bytes([DENSE]) * self._size
         self.kinds: Any = None
-        self.weights: Any = None
+        self.weight = 1.0
         self.renews = True
         self.reset()
 
@@ -98,14 +98,15 @@ class BucketStep:
         count = self.bucket.state.count if self.strategy.stateful else None
         return report.write(self.present, count, self.samples)
 
-    def learn(self, payloads: Sequence[bytes]) -> Report:
+    def learn(self, payloads: Sequence[bytes], rank: int) -> Report:
         """Take note of what the ranks tell, by rank.
 
         Raises:
             GradientError: as `report.read`.
         """
         told = report.read(payloads, self._size, self._members)
-        self.kinds, self.weights = told.kinds, told.weights
+        self.kinds = told.kinds
+        self.weight = 1.0 if told.weights is None else float(told.weights[rank])
         self.bucket.count, self.bucket.absent = told.exchanges, told.absent
         return told
 
@@ -154,14 +155,13 @@ class BucketExchange(Operation):
         Raises:
             GradientError: on all ranks alike, see `exchange_bucket` and `report.read`.
         """
-        told = self._step.learn(payloads)
+        told = self._step.learn(payloads, transport.rank)
         bucket, strategy = self._step.bucket, self._step.strategy
         if bucket.send.size and not told.is_empty:
             if self._step.renews:
                 bucket.renew()
-            weight = 1.0 if told.weights is None else float(told.weights[transport.rank])
             with timeline.span(self.lane, timeline.EXCHANGE):
-                exchange_bucket(strategy, bucket, transport, weight)
+                exchange_bucket(strategy, bucket, transport, self._step.weight)
             if strategy.stateful:
                 bucket.state.count = told.exchanges + 1
 
