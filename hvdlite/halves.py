@@ -4,13 +4,16 @@ numpy converts float16 one number at a time: 1.6 ns to widen, 2.5 ns to narrow, 
 where numbers are subnormal, as small gradients are. In operations of whole arrays on the bits it
 takes 0.3 ns and 1 ns, whatever the numbers, and the bits are those of numpy's conversion.
 
-bfloat16 is left to ``ml_dtypes``, which takes 0.1 and 0.4 ns.
+bfloat16 is left to ``ml_dtypes``, which takes 0.1 and 0.4 ns, or 1.7 on other processors.
+
+Where a framework is there that has the processor's own instructions for it, which numpy does not
+use, it converts, in 0.2 ns: see `use`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +54,34 @@ _NORMAL = np.full(PIECE, 113 << 7, np.uint16)
 _OVERFLOW = 143 << 7
 
 
+# What converts in the place of numpy.
+_convert: Callable[[Any, Any], None] | None = None
+
+
+def use(convert: Callable[[Any, Any], None] | None) -> None:
+    """Let a framework convert between float32 and 16-bit floats; the bits must stay the same.
+
+    Args:
+        convert: writes the first array's values into the second, which is of the same size; both
+            flat, contiguous and writeable, one float32, one float16 or bfloat16. It must not start
+            threads: there is one rank for each core. None: numpy's operations again.
+    """
+    global _convert
+    _convert = convert
+
+
+def _converted(values: Any, out: Any) -> bool:
+    """Have the framework convert, if there is one, and if this pays."""
+    if _convert is None or values.size < _FEW:
+        return False
+    if {values.dtype.itemsize, out.dtype.itemsize} != {2, 4}:
+        return False
+    if not (values.flags.carray and out.flags.carray):
+        return False
+    _convert(values, out)
+    return True
+
+
 class _Scratch(threading.local):
     def __init__(self) -> None:
         self.total = np.empty(PIECE, np.float32)
@@ -89,6 +120,8 @@ def widen(values: Any, out: Any = None) -> Any:
     """
     if out is None:
         out = np.empty(values.size, np.float32)
+    if _converted(values, out):
+        return out
     fast = values.dtype == np.float16 and out.dtype == np.float32 and values.size >= _FEW
     if not fast or _flushes_subnormals():
         np.copyto(out, values)
@@ -120,6 +153,8 @@ def narrow(values: Any, out: Any) -> None:
         values: flat, float32; read only.
         out: of the same size, float16 or bfloat16. Other dtypes than these are converted by numpy.
     """
+    if _converted(values, out):
+        return
     if out.dtype != np.float16 or values.dtype != np.float32 or values.size < _FEW:
         np.copyto(out, values, casting="unsafe")
         return

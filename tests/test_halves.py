@@ -21,6 +21,11 @@ def numbers_may_overflow():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_framework(monkeypatch):
+    monkeypatch.setattr(halves, "_convert", None)
+
+
 @pytest.fixture
 def only_fast(monkeypatch):
     """Arrays of any size take the way of large ones."""

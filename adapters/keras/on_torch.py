@@ -13,7 +13,7 @@ from hvdlite import runtime
 from hvdlite._keras.options import LABEL, Options
 from hvdlite.engine import Engine
 from hvdlite.exchange import Parameter, StrategyState
-from hvdlite.gradients import GradientBuckets
+from hvdlite.gradients import GradientBuckets, describe_sources
 from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
 
 
@@ -74,6 +74,7 @@ class TorchBackend:
                 parameters,
                 self._options.strategy,
                 self._options.reduction,
+                also=describe_sources(parameters),
                 state=self._state,
             )
         return exchanges[parameters]

@@ -8,10 +8,9 @@ from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from hvdlite import runtime
-from hvdlite.arrays import describe
 from hvdlite.engine import Engine
 from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.gradients import GradientBuckets
+from hvdlite.gradients import GradientBuckets, describe_sources
 from hvdlite.process_sets import ProcessSet
 
 # A program that makes one model after the other must not keep the buckets of all of them.
@@ -59,24 +58,13 @@ class Layout:
         return exchanges[self]
 
     def _connect(self) -> GradientBuckets:
-        sources = [
-            (f"source {number}", f"{parameter.name!r} {describe(parameter)}")
-            for number, parameter in enumerate(self.parameters)
-        ]
-        kinds = [
-            (
-                f"the gradient of {parameter.name!r} (dense everywhere with sparse_as_dense=True)",
-                "IndexedSlices" if number in self.sparse else "dense or None",
-            )
-            for number, parameter in enumerate(self.parameters)
-        ]
         return GradientBuckets(
             runtime.engine(self.process_set),
             self.label,
             [self.parameters[position] for position in self.dense],
             self.strategy,
             self.reduction,
-            also=(*sources, ("the number of sources", len(sources)), *kinds),
+            also=describe_sources(self.parameters, self.sparse),
             state=self.state,
         )
 

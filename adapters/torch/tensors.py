@@ -77,6 +77,16 @@ def to_tensor_like(array: Any, like: torch.Tensor) -> torch.Tensor:
     return array if isinstance(array, torch.Tensor) else to_tensor(array).to(like.device)
 
 
+# Elements from which on torch would start threads for a conversion.
+_MANY = 2**15 - 1
+
+
+def convert(values: Any, out: Any) -> None:
+    """Convert between float32 and 16-bit floats, as `halves.use` has it."""
+    targets, sources = to_tensor(out), to_tensor(values)
+    torch._foreach_copy_(targets.split(_MANY), sources.split(_MANY))
+
+
 #: Of tensors that a compression class of the user's own gets and returns.
 CONVERSION = Conversion(to_tensor, to_array)
 

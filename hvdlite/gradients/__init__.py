@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from hvdlite.gradients.buckets import GradientBuckets, plan_for
+from hvdlite.gradients.buckets import GradientBuckets, describe_sources, plan_for
 from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.gradients.saving import consolidate, load, save
 
-__all__ = ["GradientBuckets", "GradientExchange", "consolidate", "load", "plan_for", "save"]
+__all__ = [
+    "GradientBuckets",
+    "GradientExchange",
+    "consolidate",
+    "describe_sources",
+    "load",
+    "plan_for",
+    "save",
+]

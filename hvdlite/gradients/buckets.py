@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -220,6 +220,34 @@ def plan_for(
     """Pack parameters into buckets, each of which travels by one strategy; see `plan_buckets`."""
     kinds = [strategy.choose(parameter) for parameter in parameters]
     return plan_buckets(parameters, settings.fusion_threshold, settings.first_bucket_size, kinds)
+
+
+def describe_sources(
+    sources: Sequence[Parameter], sparse: Collection[int] = ()
+) -> tuple[tuple[str, Any], ...]:
+    """What ranks compare of all that they have gradients of, whatever their framework.
+
+    Args:
+        sources: in their order.
+        sparse: positions of those that do not travel in buckets.
+
+    Returns:
+        Pairs, for the argument ``also`` of `GradientBuckets`.
+    """
+    return (
+        *(
+            (f"source {number}", f"{source.name!r} {describe(source)}")
+            for number, source in enumerate(sources)
+        ),
+        ("the number of sources", len(sources)),
+        *(
+            (
+                f"the gradient of {source.name!r} (dense everywhere with sparse_as_dense=True)",
+                "IndexedSlices" if number in sparse else "dense or None",
+            )
+            for number, source in enumerate(sources)
+        ),
+    )
 
 
 def _check_op(
