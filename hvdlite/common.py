@@ -16,6 +16,7 @@ from hvdlite.build import (
 )
 from hvdlite.errors import (
     CheckpointError,
+    GradientError,
     HorovodInternalError,
     HostsUpdatedInterrupt,
     MismatchError,
@@ -97,6 +98,7 @@ __all__ = [
     "stop_timeline",
     # errors
     "HorovodInternalError",
+    "GradientError",
     "MismatchError",
     "HostsUpdatedInterrupt",
     "NotInitializedError",
