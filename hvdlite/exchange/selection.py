@@ -13,9 +13,10 @@ import numpy as np
 
 from hvdlite import halves
 
-# Elements by which the least magnitude that counts is estimated. Of fewer than twice as many the
-# estimate costs more than it saves, and so it does where more than a part of all are wanted.
+# Elements by which the least magnitude that counts is estimated. With few values, or where more
+# than a part of them is wanted, the estimate costs more than it saves.
 _SAMPLE = 2**14
+_FEW = 2**17
 _LARGEST_PART = 4
 
 
@@ -40,7 +41,7 @@ def greatest(values: Any, count: int) -> Any:
     """
     if count >= values.size:
         return np.arange(values.size, dtype=index_dtype(values.size))
-    if values.size < 2 * _SAMPLE or count > values.size // _LARGEST_PART:
+    if values.size < _FEW or count > values.size // _LARGEST_PART:
         return _choose(values, count)
     limit = _estimate(values, count)
     candidates = _above(values, limit)

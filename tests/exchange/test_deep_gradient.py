@@ -5,13 +5,17 @@ import pytest
 
 from hvdlite.errors import GradientError, HorovodInternalError
 from hvdlite.exchange import (
+    Bucket,
     Compression,
     DeepGradientCompression,
     ErrorFeedback,
+    Parameter,
     Reduction,
     StrategyState,
+    exchange_bucket,
 )
 from hvdlite.reduction import Average, Sum
+from hvdlite.transport import Loopback
 from tests.exchange.ranks import SIZES, Ranks, gradients_of
 from tests.exchange.sparse_references import DTYPES, SHAPES, keep, largest
 from tests.references import dtype_of
@@ -144,6 +148,16 @@ def test_what_a_rank_has_no_gradient_of_goes_on_with_its_momentum():
     ranks = Ranks(1, DeepGradientCompression(0.5, momentum=0.5))
     assert ranks.step([{"a": np.array([4.0, 8.0])}])["a"].tolist() == [0, 8]
     assert ranks.step([{"a": np.zeros(2)}])["a"].tolist() == [4 + 2, 0]
+
+
+def test_weighted_gradients():
+    """Which lie where the result comes to lie."""
+    bucket = Bucket([Parameter("a", (3,), np.dtype(np.float64))], Reduction())
+    bucket.send[...] = [4, 8, 2]
+    for expected in ([0, 4, 0], [3 + 2, 0, 0]):
+        exchange_bucket(DeepGradientCompression(0.1, momentum=0.5), bucket, Loopback(), 0.5)
+        assert bucket.result.tolist() == expected
+        bucket.send[...] = [4, 0, 0]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -11,7 +11,7 @@ from hvdlite.exchange import selection
 from hvdlite.exchange.selection import at_least, greatest, index_dtype
 from tests.exchange.sparse_references import largest
 
-# More than twice the sample, and more than a piece.
+# Enough for an estimate, and more than a piece.
 MANY = 140_007
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from hvdlite.errors import GradientError
 from hvdlite.exchange import DENSE, Compression, ErrorFeedback, Parameter, Reduction, TopK
-from hvdlite.exchange.sparse import part_of
 from hvdlite.reduction import Average, Sum
 from tests.exchange.ranks import SIZES, Ranks, gradients_of
 from tests.exchange.sparse_references import (
@@ -51,25 +50,6 @@ def test_the_sum_of_the_greatest(size, dtype, op, strategy, counts):
         found = Ranks(size, strategy, Reduction(op)).step(gradients)
         sent = [select(own, strategy, counts) for own in gradients]
         check_result(found, sent, size if op is Average else 1, dtype)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "size", "count"),
-    [
-        (0.01, 100, 1),  # 0.01 * 100 is 1.0, but 0.07 * 100 is 7.000000000000001
-        (0.07, 100, 7),
-        (0.01, 101, 2),
-        (0.29, 100, 29),  # 28.999999999999996
-        (0.001, 1, 1),
-        (1e-9, 3, 1),
-        (0.5, 0, 0),
-        (1.0, 7, 7),
-        (1, 7, 7),
-        (np.float64(0.07), 100, 7),
-    ],
-)
-def test_a_ratio_is_rounded_up_as_it_is_written(ratio, size, count):
-    assert part_of(size, ratio) == count
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
