@@ -7,8 +7,12 @@ from typing import Any
 from hvdlite.exchange.by_parameter import ByParameter
 from hvdlite.exchange.cast import Cast
 from hvdlite.exchange.custom import Conversion, Custom
+from hvdlite.exchange.deep_gradient import DeepGradientCompression
 from hvdlite.exchange.error_feedback import ErrorFeedback
+from hvdlite.exchange.random_k import RandomK
 from hvdlite.exchange.strategy import DENSE, Strategy
+from hvdlite.exchange.threshold import Threshold
+from hvdlite.exchange.top_k import TopK
 from hvdlite.exchange.warm_up import WarmUp
 
 
@@ -24,6 +28,10 @@ class Compression:
     bf16: Strategy = Cast("bf16")
 
     Cast = Cast
+    TopK = TopK
+    Threshold = Threshold
+    RandomK = RandomK
+    DeepGradientCompression = DeepGradientCompression
     ErrorFeedback = ErrorFeedback
     WarmUp = WarmUp
     ByParameter = ByParameter

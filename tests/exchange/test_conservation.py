@@ -16,6 +16,10 @@ STRATEGIES = [
     Compression.Cast("fp16", scale="auto"),
     Compression.Cast("bf16", scale=8.0),
     WarmUp(Compression.fp16, 2),
+    Compression.TopK(0.05),
+    Compression.TopK(count=3, per="tensor"),
+    Compression.Threshold(1.0),
+    Compression.RandomK(0.1),
 ]
 SHAPES = {"a": (7, 9), "b": (), "c": (130,), "d": (0, 3), "e": (5, 5, 5)}
 STEPS = 6

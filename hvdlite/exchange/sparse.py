@@ -1,0 +1,129 @@
+"""What all strategies have in common that send some entries of a bucket, and leave the rest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from hvdlite.exchange.bucket import Bucket
+from hvdlite.exchange.messages import agree, find_not_finite, gather_messages
+from hvdlite.exchange.selection import greatest, index_dtype
+from hvdlite.exchange.strategy import Strategy
+from hvdlite.transport import Transport
+
+
+class Sparse(Strategy):
+    """Every rank sends entries of its own choice to all others, who add them up.
+
+    An entry takes its value and an index of four bytes, and goes to each other rank: of n ranks,
+    n - 1 times. Infinities are sent as they are; what is not a number is refused, since it is
+    neither large nor small.
+    """
+
+    tells_unsent = True
+
+    @abstractmethod
+    def select(self, bucket: Bucket) -> Any:
+        """Return the indices of the entries of ``bucket.send`` to be sent, in increasing order.
+
+        There is no NaN in it.
+        """
+
+    def exchange(self, bucket: Bucket, transport: Transport) -> None:
+        """Select, send, add."""
+        bad = find_not_finite(bucket, bucket.send, infinite=False)
+        indices = self.select(bucket) if bad < 0 else no_entries()
+        messages = gather_entries(bucket, transport, bucket.send, indices, bad)
+        if bucket.unsent is not None:
+            bucket.unsent[...] = bucket.send
+            bucket.unsent[indices] = 0
+        add_entries(bucket, messages)
+
+
+def check_ratio(name: str, ratio: float) -> None:
+    """Refuse what is no part of a whole.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"{name}={ratio!r} is not above 0 and at most 1; 0.01 is one percent")
+
+
+def part_of(size: int, ratio: float) -> int:
+    """Return how many of ``size`` entries a ratio is, rounded up.
+
+    The ratio counts as the decimal number that it is written as: of 100 entries 0.07 are 7, and
+    not 8 because of the last bit of a product.
+    """
+    return math.ceil(Fraction(repr(float(ratio))) * size)
+
+
+def no_entries() -> Any:
+    """Indices of none."""
+    return np.empty(0, np.uint32)
+
+
+def greatest_of_each(bucket: Bucket, values: Any, counts: Sequence[int]) -> Any:
+    """Find the greatest entries of each parameter, of which any rank has a gradient.
+
+    Args:
+        bucket: whose parameters.
+        values: flat, like ``bucket.send``, without NaN.
+        counts: how many of each parameter.
+
+    Returns:
+        Their indices in ``values``, in increasing order.
+    """
+    dtype = index_dtype(values.size)
+    found = [np.empty(0, dtype)]
+    for position, (start, stop) in enumerate(itertools.pairwise(bucket.bounds)):
+        if position not in bucket.absent:
+            here = greatest(values[start:stop], counts[position])
+            found.append(np.add(here, start, dtype=dtype))
+    return np.concatenate(found)
+
+
+def gather_entries(
+    bucket: Bucket, transport: Transport, values: Any, indices: Any, bad: int
+) -> list[Any]:
+    """Return every rank's entries, by rank, for `add_entries`.
+
+    Args:
+        bucket: whose entries.
+        transport: of the ranks.
+        values: flat, like ``bucket.send``.
+        indices: of those that this rank sends, in increasing order.
+        bad: the position of a parameter that this rank cannot send, or -1.
+
+    Raises:
+        GradientError: on all ranks, if there is such a parameter on any.
+    """
+    packed = indices.astype(index_dtype(values.size), copy=False)
+    # Not where the transport would like it: the length is this rank's own.
+    message = np.concatenate([values[indices].view(np.uint8), packed.view(np.uint8)])
+    return gather_messages(transport, message, agree(bucket, transport, bad, message.size))
+
+
+def add_entries(bucket: Bucket, messages: Sequence[Any]) -> None:
+    """Write the reduction of all ranks' entries into ``bucket.result``, in the order of the ranks.
+
+    Args:
+        bucket: whose exchange this is.
+        messages: from `gather_entries`.
+    """
+    result = bucket.result
+    dtype = index_dtype(result.size)
+    result[...] = 0
+    for message in messages:
+        count = message.size // (result.dtype.itemsize + dtype.itemsize)
+        end = count * result.dtype.itemsize
+        # No index comes twice, which this would add up but once.
+        result[message[end:].view(dtype)] += message[:end].view(result.dtype)
+    bucket.reduction.whole(len(messages)).apply(result)

@@ -1,0 +1,36 @@
+"""Gradients of some magnitude only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hvdlite.exchange.bucket import Bucket
+from hvdlite.exchange.selection import at_least
+from hvdlite.exchange.sparse import Sparse
+
+
+@dataclass(frozen=True)
+class Threshold(Sparse):
+    """Send the entries whose magnitude is a threshold or more: many, few or none on a rank.
+
+    To be used with `ErrorFeedback`, without which small gradients are never sent: Strom 2015,
+    "Scalable distributed DNN training using commodity GPU cloud computing".
+
+    Args:
+        value: the threshold, above 0. With error feedback it is compared with the sum of the
+            gradient and of what has not been sent before.
+
+    Raises:
+        ValueError: ``value`` is not a number above 0.
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.value < float("inf"):
+            raise ValueError(f"value={self.value!r} is not a number above 0")
+
+    def select(self, bucket: Bucket) -> Any:
+        """All that reach the threshold."""
+        return at_least(bucket.send, self.value)
