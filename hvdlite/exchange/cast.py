@@ -56,12 +56,13 @@ class Cast(Strategy):
     def __post_init__(self) -> None:
         if self.kind not in _DTYPES:
             raise ValueError(f"kind={self.kind!r} is not one of {', '.join(map(repr, _DTYPES))}")
-        number = isinstance(self.scale, (int, float))
         if self.scale not in (None, "auto") and not (
-            number and 2.0**-_MOST_BITS <= self.scale <= 2.0**_MOST_BITS
+            isinstance(self.scale, (int, float))
+            and 2.0**-_MOST_BITS <= self.scale <= 2.0**_MOST_BITS
         ):
             raise ValueError(
-                f"scale={self.scale!r} is neither a number from 2**-100 to 2**100 nor 'auto' or None"
+                f"scale={self.scale!r} is neither a number from 2**-{_MOST_BITS} to 2**{_MOST_BITS}"
+                " nor 'auto' or None"
             )
         if self.scale is not None:
             object.__setattr__(self, "on_device", False)
