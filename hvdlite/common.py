@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdlite.advice import advise
 from hvdlite.build import (
     ccl_built,
     cuda_built,
@@ -88,6 +89,7 @@ __all__ = [
     "Product",
     # training
     "Compression",
+    "advise",
     # the recipe
     "Sharding",
     "scale_lr",

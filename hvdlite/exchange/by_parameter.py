@@ -14,7 +14,7 @@ from hvdlite.transport import Transport
 Rule = Callable[[Parameter], Strategy]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ByParameter(Strategy):
     """Let a rule say by which strategy each parameter's gradient travels.
 

@@ -27,7 +27,7 @@ from hvdlite.transport import Transport
 _VELOCITY, _ACCUMULATED = "velocity", "accumulated"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DeepGradientCompression(Strategy):
     """Accumulate the steps that momentum makes of gradients, and send the greatest of each tensor.
 

@@ -14,7 +14,7 @@ from hvdlite.transport import Transport
 _RESIDUAL = "residual"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ErrorFeedback(Wrapper):
     """Remember what a strategy does not send, and add it to the next step's gradient.
 

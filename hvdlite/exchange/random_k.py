@@ -19,7 +19,7 @@ from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RandomK(Strategy):
     """Send entries drawn by lot: in each step others, the same on all ranks.
 

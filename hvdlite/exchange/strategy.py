@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -88,6 +89,19 @@ class Strategy(ABC):
             transport: runs the collectives; this is called inside its ``enqueue``.
         """
         raise NotImplementedError(f"{self!r} does not work on device arrays")
+
+    def __repr__(self) -> str:
+        """The constructor's call, without arguments that have their default values."""
+        if not is_dataclass(self):
+            return f"{type(self).__name__}()"
+        arguments = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.default is MISSING:
+                arguments.append(repr(value))
+            elif value != each.default:
+                arguments.append(f"{each.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 class Dense(Strategy):

@@ -10,7 +10,7 @@ from hvdlite.exchange.selection import at_least
 from hvdlite.exchange.sparse import Sparse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Threshold(Sparse):
     """Send the entries whose magnitude is a threshold or more: many, few or none on a rank.
 

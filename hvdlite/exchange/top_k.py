@@ -12,7 +12,7 @@ from hvdlite.exchange.sparse import Sparse, check_ratio, greatest_of_each, part_
 _RATIO = 0.01
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TopK(Sparse):
     """Send the entries of the greatest magnitude; of equal ones, those that come first.
 

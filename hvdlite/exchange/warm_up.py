@@ -10,7 +10,7 @@ from hvdlite.exchange.wrapper import Wrapper
 from hvdlite.transport import Transport
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WarmUp(Wrapper):
     """Exchange gradients as they are in the first steps, when they are largest and change most.
 

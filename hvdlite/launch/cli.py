@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(options: argparse.Namespace) -> int:
     hosts = _hosts(options)
     settings = {**os.environ, **_settings(options)}
-    command, settings = resolve(_command(options), settings)
+    own = [sys.executable, "-m", "hvdlite.advice"] if options.check_compression else None
+    command, settings = resolve(own or _command(options), settings)
     here = all_local(hosts)
     if here:
         check(command, settings)
@@ -198,6 +199,11 @@ def _parser() -> argparse.ArgumentParser:
         "--horovod",
         action="store_true",
         help="let the command's Python import hvdlite where it imports horovod",
+    )
+    add(
+        "--check-compression",
+        action="store_true",
+        help="measure on N processes which compression pays on these links, and exit",
     )
     add("--check-build", action="store_true", help="print what is installed, and exit")
     add("--verbose", action="store_true", help="print mpirun's command line")

@@ -71,7 +71,7 @@ def test_an_empty_bucket():
 
 
 def test_settings():
-    assert Compression.Threshold(0.5).name == "Threshold(value=0.5)"
+    assert Compression.Threshold(0.5).name == "Threshold(0.5)"
     for value in (0, -1.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="is not a number above 0"):
             Threshold(value)
