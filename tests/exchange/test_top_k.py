@@ -130,7 +130,7 @@ def test_what_is_no_float_goes_as_it_is():
 def test_settings():
     assert TopK() == TopK(0.01) == Compression.TopK(ratio=0.01)
     assert TopK().name == "TopK(ratio=0.01)"
-    assert TopK(count=3).name == "TopK(ratio=None, count=3, per='bucket')"
+    assert TopK(count=3).name == "TopK(count=3)"
 
 
 @pytest.mark.parametrize(
