@@ -35,6 +35,7 @@ from hvdlite.runtime import (
     start_timeline,
     stop_timeline,
 )
+from hvdlite.schedule import Schedule
 from hvdlite.world import (
     cross_rank,
     cross_size,
@@ -87,6 +88,7 @@ __all__ = [
     "Product",
     # training
     "Compression",
+    "Schedule",
     # the recipe
     "Sharding",
     "scale_lr",

@@ -70,6 +70,14 @@ class Reducer:
             self._sets.append(ParameterSet(self, members, memory))
         self._attached.update(map(id, fresh))
 
+    def detach(self) -> None:
+        """Exchange nobody's gradients any more, until `attach` is called again."""
+        for members in self._sets:
+            members.release()
+        self._sets.clear()
+        self._attached.clear()
+        self._synchronized = False
+
     @property
     def in_flight(self) -> bool:
         """Whether gradients have come for which `finish` has not been called."""

@@ -140,7 +140,9 @@ class GradientBuckets:
             )
         slot[...] = gradient
 
-    def start_bucket(self, index: int, gradients: Mapping[int, Any]) -> None:
+    def start_bucket(
+        self, index: int, gradients: Mapping[int, Any], samples: int | None = None
+    ) -> None:
         """Copy a bucket's gradients, and start its exchange.
 
         For an owner whose framework orders the buckets, in place of `mark` and `finish`. The
@@ -150,6 +152,8 @@ class GradientBuckets:
         Args:
             index: the bucket's position in ``plan``.
             gradients: those that are there, by the parameter's number.
+            samples: of how many the gradients are averages; None: all ranks' count alike, also
+                those that have joined.
 
         Raises:
             ValueError: the bucket is on its way already, or a gradient has another shape.
@@ -162,6 +166,7 @@ class GradientBuckets:
                     f"bucket {index} of {self.label!r} is on its way; call finish_bucket() first"
                 )
             step.reset()  # it belonged to a step that was given up before its end
+        step.samples = samples
         try:
             for number, gradient in gradients.items():
                 self.put(number, gradient)
