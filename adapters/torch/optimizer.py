@@ -13,6 +13,7 @@ from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import ExchangeSchedule, check_schedule
+from hvdlite.schedule.local import EACH_CHANGE
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
 from hvdlite.torch.wrapping import (
@@ -94,6 +95,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
     passes = checked_passes(backward_passes_per_step)
     chosen, passes = check_schedule(schedule, strategy, reduction, passes, sparse_as_dense)
+    if reduction.op is ReduceOp.ADASUM:
+        chosen = EACH_CHANGE
     reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense, process_set)
     wrapped = change_class(optimizer, _Distributed if chosen is None else _Scheduled)
     wrapped._reducer = reducer

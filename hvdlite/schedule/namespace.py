@@ -7,7 +7,7 @@ from typing import Any
 from hvdlite.exchange import Reduction, Strategy
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule.base import Accumulate, EveryStep, ExchangeSchedule
-from hvdlite.schedule.local import EACH_CHANGE, DiLoCo, LocalSGD, PartialSync
+from hvdlite.schedule.local import DiLoCo, LocalSGD, PartialSync
 
 
 class Schedule:
@@ -47,15 +47,14 @@ def check_schedule(
         ValueError: it does not go together with another argument.
     """
     if schedule is None or isinstance(schedule, EveryStep):
-        is_adasum = reduction.op is ReduceOp.ADASUM
-        return (EACH_CHANGE if is_adasum else None), passes
+        return None, passes
     if isinstance(schedule, Accumulate):
         if passes != 1:
             raise ValueError(
                 f"{schedule!r} and backward_passes_per_step={passes} mean the same; leave one of "
                 "them out"
             )
-        return check_schedule(None, strategy, reduction)[0], schedule.passes
+        return None, schedule.passes
     if not isinstance(schedule, ExchangeSchedule):
         raise TypeError(
             f"schedule={schedule!r} is no schedule; use one of hvd.Schedule, such as "
