@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -105,6 +106,7 @@ class OptimizerSchedule:
         label = next_label("DistributedOptimizer", process_set)
         self._steps = LocalSteps(schedule, strategy, reduction, label, process_set)
         self._parameters: list[torch.Tensor] = []
+        self._weights = TensorWeights(self._parameters, self._moments)
         self._attached: set[int] = set()  # by id; the list keeps them alive
 
     @property
@@ -148,7 +150,7 @@ class OptimizerSchedule:
 
     def begin(self) -> None:
         """Get ready for a step."""
-        self._steps.begin(self)
+        self._steps.begin(self._weights)
 
     def end(self) -> None:
         """Count a step, and exchange weights if that is due.
@@ -159,13 +161,13 @@ class OptimizerSchedule:
         if not self._steps.in_step:
             return  # a step that calls its parent's comes here twice
         try:
-            self._steps.end(self)
+            self._steps.end(self._weights)
         finally:
             self._follow(self._parameters)
 
     def average(self) -> None:
         """Average the weights now."""
-        self._steps.average(self)
+        self._steps.average(self._weights)
 
     def restart(self) -> None:
         """Forget a step that was given up."""
@@ -180,33 +182,45 @@ class OptimizerSchedule:
         self._steps.load_state_dict(state)
         self._follow(self._parameters)
 
+    def _moments(self, number: int) -> Mapping[str, Any]:
+        """What the optimizer keeps for a parameter."""
+        state: Mapping[str, Any] = self._optimizer.state.get(self._parameters[number], {})
+        return state
+
+
+class TensorWeights:
+    """Tensors as `LocalSteps` takes weights.
+
+    Args:
+        tensors: one for each parameter; there may come more.
+        moments: what the optimizer keeps for a parameter, by its number.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], moments: Callable[[int], Mapping[str, Any]]
+    ) -> None:
+        self._tensors = tensors
+        self._moments = moments
+
     def read(self, number: int) -> Any:
         """A weight as an array; one on a device is copied."""
-        return to_array(self._parameters[number].detach())
+        return to_array(self._tensors[number].detach())
 
-    @torch.no_grad()
     def write(self, number: int, array: Any) -> None:
         """Replace a weight."""
-        self._parameters[number].copy_(to_tensor(array))
+        _copy(self._tensors[number], array)
 
     def moments(self, number: int) -> list[Moment]:
-        """What of the optimizer's state has the parameter's shape."""
-        parameter = self._parameters[number]
+        """What of the optimizer's has the parameter's shape."""
         return [
-            Moment(key, to_array(tensor.detach()), _Copy(tensor))
-            for key, tensor in sorted(self._optimizer.state.get(parameter, {}).items())
+            Moment(key, to_array(tensor.detach()), partial(_copy, tensor))
+            for key, tensor in sorted(self._moments(number).items())
             if isinstance(tensor, torch.Tensor)
             and tensor.is_floating_point()
-            and tensor.shape == parameter.shape
+            and tensor.shape == self._tensors[number].shape
         ]
 
 
-class _Copy:
-    """Copies arrays into a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    @torch.no_grad()
-    def __call__(self, array: Any) -> None:
-        self._tensor.copy_(to_tensor(array))
+@torch.no_grad()
+def _copy(tensor: torch.Tensor, array: Any) -> None:
+    tensor.copy_(to_tensor(array))
