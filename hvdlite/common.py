@@ -37,6 +37,7 @@ from hvdlite.runtime import (
     start_timeline,
     stop_timeline,
 )
+from hvdlite.schedule import Schedule
 from hvdlite.world import (
     cross_rank,
     cross_size,
@@ -90,6 +91,7 @@ __all__ = [
     # training
     "Compression",
     "advise",
+    "Schedule",
     # the recipe
     "Sharding",
     "scale_lr",

@@ -45,6 +45,18 @@ class Distributed:
         name = runtime.engine(process_set).unnamed("consolidate_compression_state")
         gradients.consolidate(self._hvdlite.state, name, process_set)
 
+    def average_weights(self) -> None:
+        """Average the weights over all ranks now: before an evaluation, or at the end.
+
+        For optimizers with a schedule of local steps. Afterwards the weights are the same bits on
+        all ranks, which all call it, between the same steps.
+
+        Raises:
+            ValueError: there is no such schedule, or there has been no step.
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        self._hvdlite.average_weights()
+
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an optimizer that is not distributed; wrap it."""

@@ -9,6 +9,7 @@ from hvdlite import runtime
 from hvdlite.exchange import Conversion, Reduction, Strategy, check_groups, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
+from hvdlite.schedule import ExchangeSchedule, check_schedule
 
 #: What messages call the exchange of any optimizer's gradients: ranks whose lists of variables
 #: differ meet under it and learn in what.
@@ -27,6 +28,7 @@ class Options:
         average_passes: whether these are averaged, and not summed.
         scale_local: divide gradients that are not exchanged by the number of ranks.
         process_set: the ranks that take part.
+        schedule: which steps are local, and what is exchanged when; None: no step is.
     """
 
     strategy: Strategy
@@ -36,6 +38,7 @@ class Options:
     average_passes: bool
     scale_local: bool
     process_set: ProcessSet
+    schedule: ExchangeSchedule | None = None
 
     @property
     def pass_factor(self) -> int:
@@ -55,12 +58,14 @@ def check_options(
     process_set: ProcessSet,
     scale_local_gradients: bool,
     conversion: Conversion,
+    schedule: ExchangeSchedule | None = None,
 ) -> Options:
     """Check the arguments of `DistributedOptimizer`, and put them together.
 
     Raises:
-        ValueError: one is out of range, or this rank is not in the process set.
-        TypeError: ``compression`` is no strategy.
+        ValueError: one is out of range, this rank is not in the process set, or the schedule does
+            not go together with another one.
+        TypeError: ``compression`` is no strategy, or ``schedule`` is no schedule.
     """
     check_groups(num_groups, groups)
     if process_set is not global_process_set:
@@ -69,12 +74,49 @@ def check_options(
         raise ValueError(
             f"backward_passes_per_step={backward_passes_per_step} is not a whole number above 0"
         )
+    strategy = check_strategy(compression, conversion)
+    reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
+    chosen, passes = check_schedule(
+        schedule, strategy, reduction, int(backward_passes_per_step), sparse_as_dense
+    )
+    if chosen is not None and passes > 1:
+        raise ValueError(
+            f"backward_passes_per_step={passes}, and with {schedule!r} a step is what Keras "
+            "applies; leave one of them out"
+        )
     return Options(
-        check_strategy(compression, conversion),
-        Reduction(ReduceOp(op), gradient_predivide_factor),
+        strategy,
+        reduction,
         sparse_as_dense,
-        int(backward_passes_per_step),
+        passes,
         average_aggregated_gradients,
         scale_local_gradients,
         process_set,
+        chosen,
     )
+
+
+def check_steps(options: Options, adds_up: bool, scales: bool) -> None:
+    """Refuse optimizers whose calls are not all steps, where ranks step by themselves.
+
+    Args:
+        options: of the optimizer.
+        adds_up: whether Keras adds up gradients of several calls.
+        scales: whether it scales the loss, and leaves out steps that overflow.
+
+    Raises:
+        ValueError: there is a schedule of local steps, and one of the two is so.
+    """
+    if options.schedule is None:
+        return
+    if adds_up:
+        raise ValueError(
+            f"{options.schedule!r} with gradient_accumulation_steps: in local steps gradients cost "
+            "no exchange; leave gradient_accumulation_steps out, and take larger batches"
+        )
+    if scales:
+        raise ValueError(
+            f"a LossScaleOptimizer leaves out the step of a rank whose gradients overflow, and "
+            f"with {options.schedule!r} the others would wait for it; use mixed_bfloat16, which "
+            "needs no loss scaling, or leave out the schedule"
+        )

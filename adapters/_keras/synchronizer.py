@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from hvdlite._keras.options import Options
-from hvdlite.exchange import StrategyState
+from hvdlite._keras.options import LABEL, Options
+from hvdlite.exchange import Parameter, StrategyState
+from hvdlite.schedule import LocalSteps
 
 
 class Backend(Protocol):
@@ -22,6 +23,32 @@ class Backend(Protocol):
 
     def divide_by_size(self, gradient: Any) -> Any:
         """Return a gradient, or None, divided by the number of ranks."""
+
+    def describe(self, variables: Sequence[Any]) -> Sequence[Parameter]:
+        """Return what is known of variables."""
+
+    def follow(
+        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
+    ) -> Steps:
+        """Return what follows the steps of variables, and of what is averaged with each."""
+
+
+class Steps(Protocol):
+    """What follows the steps of some variables in a framework."""
+
+    def begin(self) -> None:
+        """Get ready for a step."""
+
+    def gradients(
+        self, own: Sequence[Any], reduce: Callable[[], list[Any]], sparse_as_dense: bool
+    ) -> list[Any]:
+        """Return the gradients that the step is made on: this rank's own, or reduced ones."""
+
+    def end(self) -> None:
+        """Count a step, which has changed the variables, and exchange what is due."""
+
+    def average(self) -> None:
+        """Average all variables now."""
 
 
 class Synchronizer:
@@ -38,6 +65,7 @@ class Synchronizer:
         pending: variables that had a gradient since the last exchange, by position.
         train_functions: the compiled functions of models that were made with the exchange.
         passes: what adds up the gradients of several passes, where Keras does not.
+        steps: with a schedule, the steps so far; None: there has been none.
     """
 
     def __init__(self, options: Options, backend: type[Backend]) -> None:
@@ -47,6 +75,8 @@ class Synchronizer:
         self.pending: set[int] = set()
         self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
         self.passes: Any = None
+        self.steps: LocalSteps | None = None
+        self._followed: Steps | None = None
         self._backend = backend(options, self.state)
         self._local_variables: list[Any] = []
         self._local_layers: list[Any] = []
@@ -97,6 +127,72 @@ class Synchronizer:
         for number, gradient in zip(shared, reduced, strict=True):
             result[number] = gradient
         return result
+
+    def step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        moments: Callable[[Any], Mapping[str, Any]],
+        apply: Callable[[list[Any]], Any],
+    ) -> Any:
+        """Make a step by a schedule, on the gradients of this rank or of all, and exchange weights.
+
+        Args:
+            gradients: of this rank.
+            variables: what they are the gradients of; alike on all ranks.
+            moments: what the optimizer keeps for a variable, by name.
+            apply: makes the step.
+
+        Returns:
+            What ``apply`` returns.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        local = self._local_identities()
+        shared = [each for each in variables if local.isdisjoint(_identities(each))]
+        steps = self._steps_of(shared)
+        averaged = [moments(each) if steps.schedule.momentum else {} for each in shared]
+        followed = self._followed = self._backend.follow(steps, shared, averaged)
+        followed.begin()
+        chosen = followed.gradients(
+            gradients, lambda: self.reduce(gradients, variables), self.options.sparse_as_dense
+        )
+        result = apply(chosen)
+        followed.end()
+        return result
+
+    def average_weights(self) -> None:
+        """Average the weights over all ranks now.
+
+        Raises:
+            ValueError: there has been no step by a schedule.
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        if self._followed is None:
+            raise ValueError(
+                "average_weights() is for an optimizer with a schedule of local steps, after its "
+                "first step"
+            )
+        self._followed.average()
+
+    def _steps_of(self, variables: Sequence[Any]) -> LocalSteps:
+        """The steps of these variables; if they are others than before, it goes on with those."""
+        options, earlier = self.options, self.steps
+        parameters = list(self._backend.describe(variables))
+        if earlier is not None and earlier.parameters == parameters:
+            return earlier
+        assert options.schedule is not None
+        self.steps = LocalSteps(
+            options.schedule, options.strategy, options.reduction, LABEL, options.process_set
+        )
+        self.steps.add(parameters)
+        if earlier is not None:
+            names = {parameter.name for parameter in parameters}
+            state = earlier.state_dict()
+            state["outer"] = {n: entry for n, entry in state["outer"].items() if n in names}
+            self.steps.load_state_dict(state)
+        return self.steps
 
     def _local_identities(self) -> set[int]:
         # Layers are asked each time: they may have been built since.

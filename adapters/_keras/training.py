@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,3 +53,31 @@ def exchanging(
         return result
 
     return make_train_function
+
+
+# Of optimizers: all that they have, and what they train.
+_OTHER_LISTS = {"_variables", "_trainable_variables"}
+
+
+def moments_in(
+    attributes: Mapping[str, Any], index: int, size: int, fits: Callable[[Any], bool]
+) -> dict[str, Any]:
+    """Find what an optimizer keeps for one of its variables: Keras has lists of that.
+
+    Args:
+        attributes: of the optimizer.
+        index: of the variable.
+        size: how many variables there are.
+        fits: whether something is of the variable's kind.
+
+    Returns:
+        By the name of the list.
+    """
+    return {
+        name: kept[index]
+        for name, kept in attributes.items()
+        if name not in _OTHER_LISTS
+        and isinstance(kept, list)
+        and len(kept) == size
+        and fits(kept[index])
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,8 @@ from hvdlite._keras.options import LABEL, Options
 from hvdlite.engine import Engine
 from hvdlite.exchange import Parameter, StrategyState
 from hvdlite.gradients import GradientBuckets, describe_sources
+from hvdlite.schedule import LocalSteps
+from hvdlite.torch.scheduled import TensorWeights
 from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
 
 
@@ -63,6 +65,16 @@ class TorchBackend:
             None if gradient is None else gradient / runtime.engine(self._options.process_set).size
         )
 
+    def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
+        """Return what is known of variables."""
+        return _describe(variables)
+
+    def follow(
+        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
+    ) -> TensorSteps:
+        """Return what follows the steps of variables, and of what is averaged with each."""
+        return TensorSteps(steps, variables, moments)
+
     def _connect(self, parameters: tuple[Parameter, ...]) -> GradientBuckets:
         """The exchange of these parameters' gradients in the world as it is now."""
         engine = runtime.engine(self._options.process_set)
@@ -78,6 +90,44 @@ class TorchBackend:
                 state=self._state,
             )
         return exchanges[parameters]
+
+
+class TensorSteps:
+    """The steps by which some variables change.
+
+    Args:
+        steps: that are followed.
+        variables: one for each of their parameters.
+        moments: for each variable what is averaged with it, by name.
+    """
+
+    def __init__(
+        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._steps = steps
+        kept = [{name: each.value for name, each in own.items()} for own in moments]
+        self._weights = TensorWeights([each.value for each in variables], kept.__getitem__)
+
+    @torch.compiler.disable
+    def begin(self) -> None:
+        """Get ready for a step."""
+        self._steps.begin(self._weights)
+
+    def gradients(
+        self, own: Sequence[Any], reduce: Callable[[], list[Any]], sparse_as_dense: bool
+    ) -> list[Any]:
+        """Return the gradients that the step is made on: this rank's own, or reduced ones."""
+        return list(own) if self._steps.is_local else reduce()
+
+    @torch.compiler.disable
+    def end(self) -> None:
+        """Count a step, which has changed the variables, and exchange what is due."""
+        self._steps.end(self._weights)
+
+    @torch.compiler.disable
+    def average(self) -> None:
+        """Average all variables now."""
+        self._steps.average(self._weights)
 
 
 def _describe(variables: Sequence[Any]) -> tuple[Parameter, ...]:

@@ -9,14 +9,15 @@ import keras
 from keras import ops
 
 from hvdlite._keras.distributed import Distributed, make_distributed
-from hvdlite._keras.options import Options, check_options
+from hvdlite._keras.options import Options, check_options, check_steps
 from hvdlite._keras.synchronizer import Synchronizer
-from hvdlite._keras.training import distributed_part, keep_local
+from hvdlite._keras.training import distributed_part, keep_local, moments_in
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.keras.backend import CONVERSION, Backend, as_dense, as_it_is, is_traced
 from hvdlite.keras.training import install
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.schedule import ExchangeSchedule
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -34,6 +35,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | list[Any] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    schedule: ExchangeSchedule | None = None,
 ) -> Any:
     """Make a Keras optimizer average its gradients over all ranks before it applies them.
 
@@ -67,14 +69,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups: likewise.
         process_set: the ranks that take part.
         scale_local_gradients: divide the gradients of local variables by the number of ranks, so
-            that they count as much as an average does.
+            that they count as much as an average does. In a local step they stay whole.
+        schedule: when to exchange what, one of ``hvd.Schedule``; None: gradients, for every
+            update. With local steps it is where ``apply`` ends that weights are exchanged.
 
     Returns:
-        The optimizer, with ``register_local_var(variable)``.
+        The optimizer, with ``register_local_var(variable)``, and ``average_weights()`` for one
+        with local steps.
 
     Raises:
-        ValueError: it is distributed already, or an argument is out of range.
-        TypeError: it is no Keras optimizer, or ``compression`` is no strategy.
+        ValueError: it is distributed already, an argument is out of range, or the schedule does
+            not go together with another one, with accumulation or loss scaling by Keras.
+        TypeError: it is no Keras optimizer, ``compression`` is no strategy, or ``schedule`` is
+            none.
     """
     options = check_options(
         compression,
@@ -88,6 +95,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
         scale_local_gradients,
         CONVERSION,
+        schedule,
     )
     return distribute(optimizer, options)
 
@@ -125,6 +133,11 @@ def distribute(optimizer: Any, options: Options) -> Any:
         raise TypeError(f"expected a Keras optimizer, found {type(optimizer).__name__}")
     if distributed_part(optimizer) is not None:
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    check_steps(
+        options,
+        adds_up=bool(getattr(optimizer, "gradient_accumulation_steps", None)),
+        scales=hasattr(optimizer, "inner_optimizer"),
+    )
     if options.passes > 1:
         _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
     install()
@@ -151,9 +164,26 @@ class KerasDistributed(Distributed):
         factor = self._hvdlite.options.pass_factor
         if factor != 1:  # Keras will divide by as much
             gradients = [None if g is None else ops.multiply(g, factor) for g in gradients]
+        apply = super().apply  # type: ignore[misc]
+        if self._hvdlite.options.schedule is not None:
+            _build(self, variables)
+            self._hvdlite.step(
+                gradients, variables, self._moments_of, lambda chosen: apply(chosen, variables)
+            )
+            return
         if not self._hvdlite.finished:
             gradients = self._synchronized(gradients, variables)
-        super().apply(gradients, variables)  # type: ignore[misc]
+        apply(gradients, variables)
+
+    def _moments_of(self, variable: Any) -> dict[str, Any]:
+        """What the optimizer keeps for a variable, in its shape, by the name of the attribute."""
+        index = self._get_variable_index(variable)  # type: ignore[attr-defined]
+        return moments_in(
+            vars(self),
+            index,
+            len(self._trainable_variables),  # type: ignore[attr-defined]
+            lambda kept: isinstance(kept, keras.Variable) and kept.shape == variable.shape,
+        )
 
     def _synchronized(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """What Keras is to apply, or to add up."""
@@ -175,9 +205,7 @@ def accumulated(optimizer: Any, gradients: list[Any], variables: list[Any]) -> l
     Returns:
         What to hand to Keras.
     """
-    if not optimizer.built:
-        with keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
+    _build(optimizer, variables)
     synchronizer, traced = optimizer._hvdlite, is_traced()
     pending: set[int] = set() if traced else synchronizer.pending
     indices = [optimizer._get_variable_index(variable) for variable in variables]
@@ -213,6 +241,12 @@ def accumulated(optimizer: Any, gradients: list[Any], variables: list[Any]) -> l
     result = exchange()
     synchronizer.pending.clear()
     return result
+
+
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:

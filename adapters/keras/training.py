@@ -16,6 +16,7 @@ import keras
 
 from hvdlite import world
 from hvdlite._keras.distributed import Distributed
+from hvdlite._keras.options import check_steps
 from hvdlite._keras.training import exchanging
 from hvdlite.keras.backend import NAME, as_it_is
 
@@ -64,6 +65,7 @@ def _averaging_first(original: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(inner, Distributed) or inner._hvdlite.finished:
             original(self, grads, trainable_variables)
             return
+        check_steps(inner._hvdlite.options, adds_up=False, scales=True)
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         reduced = inner._hvdlite.reduce(list(grads), list(trainable_variables))

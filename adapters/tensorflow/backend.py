@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdlite._keras.options import LABEL, Options
-from hvdlite.exchange import StrategyState
+from hvdlite.exchange import Parameter, StrategyState
+from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
+from hvdlite.tensorflow.scheduled import VariableSteps, describe, value_of
 from hvdlite.tensorflow.tensors import as_it_is
 
 
@@ -46,3 +48,17 @@ class TensorFlowBackend:
             values = self.divide_by_size(gradient.values)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(set_size(self._process_set), gradient.dtype)
+
+    def describe(self, variables: Sequence[Any]) -> list[Parameter]:
+        """Return what is known of variables."""
+        return describe(variables)
+
+    def follow(
+        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
+    ) -> VariableSteps:
+        """Return what follows the steps of variables, and of what is averaged with each."""
+        return VariableSteps(
+            steps,
+            [value_of(variable) for variable in variables],
+            [{name: value_of(each) for name, each in own.items()} for own in moments],
+        )

@@ -13,6 +13,7 @@ from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.schedule import ExchangeSchedule
 from hvdlite.tensorflow.backend import TensorFlowBackend
 from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
 
@@ -33,6 +34,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | list[Any] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    schedule: ExchangeSchedule | None = None,
 ) -> Any:
     """Make an optimizer average its gradients over all ranks before it applies them.
 
@@ -57,13 +59,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups: likewise.
         process_set: the ranks that take part.
         scale_local_gradients: divide the gradients of local variables by the number of ranks.
+        schedule: when to exchange what, one of ``hvd.Schedule``; local steps in Keras alone.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: it is distributed already, or an argument is out of range.
-        TypeError: it is none of these optimizers, or ``compression`` is no strategy.
+        ValueError: it is distributed already, an argument is out of range, or the schedule does
+            not go together with another one.
+        TypeError: it is none of these optimizers, ``compression`` is no strategy, or
+            ``schedule`` is none.
     """
     options = check_options(
         compression,
@@ -77,6 +82,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
         scale_local_gradients,
         CONVERSION,
+        schedule,
     )
     return distribute(optimizer, options)
 
@@ -133,6 +139,11 @@ def _distribute_v1(optimizer: Any, options: Options) -> Any:
         raise ValueError(
             f"backward_passes_per_step={options.passes} with {type(optimizer).__name__}: it needs "
             "a Keras optimizer; use the one of this name in tf.keras.optimizers"
+        )
+    if options.schedule is not None:
+        raise ValueError(
+            f"{options.schedule!r} with {type(optimizer).__name__}: it needs a Keras optimizer; "
+            "use the one of this name in tf.keras.optimizers, or hvd.DistributedGradientTape"
         )
     synchronizer = Synchronizer(options, TensorFlowBackend)
     return make_distributed(optimizer, _DistributedV1, synchronizer)

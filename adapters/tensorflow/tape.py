@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -11,9 +12,18 @@ import tensorflow as tf
 from hvdlite.exchange import Compression, Reduction, Strategy, check_groups, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.schedule import ExchangeSchedule, check_schedule
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
+from hvdlite.tensorflow.scheduled import VariableSteps, steps_of, value_of
 from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
+
+_LABEL = "DistributedGradientTape"
+_FORGOTTEN = (
+    "the step before has not ended, so ranks would train apart; with a schedule, call "
+    "tape.end_step() after the optimizer has applied what tape.gradient() returned, once for each "
+    "call of it"
+)
 
 
 class DistributedGradientTape(tf.GradientTape):
@@ -39,6 +49,16 @@ class DistributedGradientTape(tf.GradientTape):
 
     ``jacobian`` and ``batch_jacobian`` are those of this rank alone.
 
+    With a ``schedule`` of local steps, ``gradient`` returns this rank's own gradients, and the
+    sources, which have to be variables, are exchanged in ``end_step``::
+
+        tape = hvd.DistributedGradientTape(tape, schedule=hvd.Schedule.LocalSGD(every=8))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        tape.end_step()
+
+    Steps are counted for a list of sources: it is the same, in the same order, in each step.
+
     Args:
         gradtape: the tape that records; persistent or not.
         device_dense: accepted for Horovod's sake, without effect; so is ``device_sparse``.
@@ -52,11 +72,14 @@ class DistributedGradientTape(tf.GradientTape):
         groups: likewise.
         process_set: the ranks that take part.
         scale_local_gradients: divide the gradients of local sources by the number of ranks,
-            so that they count as much as an average does.
+            so that they count as much as an average does. In a local step they stay whole.
+        schedule: when to exchange what, one of ``hvd.Schedule``; None: gradients, for every
+            step.
 
     Raises:
-        ValueError: the tape is distributed already, or an argument is out of range.
-        TypeError: it is no tape, or ``compression`` is no strategy.
+        ValueError: the tape is distributed already, an argument is out of range, or the schedule
+            does not go together with another one.
+        TypeError: it is no tape, ``compression`` is no strategy, or ``schedule`` is none.
     """
 
     def __init__(
@@ -72,6 +95,7 @@ class DistributedGradientTape(tf.GradientTape):
         groups: int | list[Any] | None = None,
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
+        schedule: ExchangeSchedule | None = None,
     ) -> None:
         # The parent's constructor is left out: all state is the inner tape's.
         if not isinstance(gradtape, tf.GradientTape):
@@ -80,12 +104,13 @@ class DistributedGradientTape(tf.GradientTape):
             raise ValueError("this tape is a DistributedGradientTape already; wrap it once")
         check_groups(num_groups, groups)
         self._inner = gradtape
-        self._reducer = Reducer(
-            check_strategy(compression, CONVERSION),
-            Reduction(ReduceOp(op), gradient_predivide_factor),
-            sparse_as_dense,
-            process_set,
-        )
+        strategy = check_strategy(compression, CONVERSION)
+        reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
+        self._reducer = Reducer(strategy, reduction, sparse_as_dense, process_set)
+        self._schedule = _checked(schedule, strategy, reduction, sparse_as_dense)
+        self._exchange = strategy, reduction, process_set, _LABEL
+        self._sparse_as_dense = sparse_as_dense
+        self._steps: VariableSteps | None = None
         self._process_set = process_set
         self._local_sources: list[Any] = []
         self._local_layers: list[Any] = []
@@ -137,30 +162,101 @@ class DistributedGradientTape(tf.GradientTape):
             MismatchError: the ranks disagree.
             HorovodInternalError: communication failed.
             ValueError: inside a function that XLA compiles, or in the scope of a strategy of
-                ``tf.distribute`` with several replicas.
+                ``tf.distribute`` with several replicas; with a schedule also where the step
+                before has not ended, or a source is no variable.
         """
         own = self._inner.gradient(target, sources, output_gradients, unconnected_gradients)
         flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
         local = self._locals()
-        shared = []
-        for number, source in enumerate(flat_sources):
-            if id(_variable(source)) not in local:
-                shared.append(number)
-            elif self._scale_local_gradients:
-                gradients[number] = _divided(gradients[number], self._process_set)
+        shared = [n for n, source in enumerate(flat_sources) if id(value_of(source)) not in local]
+        if self._schedule is None:
+            gradients = self._reduced(gradients, flat_sources, shared, batch_size)
+        elif batch_size is not None:
+            raise ValueError(
+                "batch_size weights the gradients of all ranks, and with a schedule each rank "
+                "steps on its own; leave it out"
+            )
+        else:
+            gradients = self._scheduled(gradients, flat_sources, shared)
+        return tf.nest.pack_sequence_as(sources, gradients)
+
+    def _reduced(
+        self,
+        gradients: Sequence[Gradient],
+        sources: Sequence[Any],
+        shared: Sequence[int],
+        batch_size: Any = None,
+    ) -> list[Gradient]:
+        """The gradients of all ranks; those that are not shared are divided instead."""
+        result = list(gradients)
+        if self._scale_local_gradients:
+            for number in {*range(len(result))}.difference(shared):
+                result[number] = _divided(gradients[number], self._process_set)
         reduced = self._reducer.reduce(
             [gradients[number] for number in shared],
-            [flat_sources[number] for number in shared],
+            [sources[number] for number in shared],
             batch_size,
         )
         for number, gradient in zip(shared, reduced, strict=True):
-            gradients[number] = gradient
-        return tf.nest.pack_sequence_as(sources, gradients)
+            result[number] = gradient
+        return result
+
+    def _scheduled(
+        self, gradients: Sequence[Gradient], sources: Sequence[Any], shared: Sequence[int]
+    ) -> list[Gradient]:
+        """This rank's own gradients, or those of all ranks, whichever the step is made on."""
+        variables = [value_of(sources[number]) for number in shared]
+        for variable in variables:
+            if not isinstance(variable, tf.Variable):
+                raise ValueError(
+                    "a schedule exchanges what the sources are, and one is no variable but "
+                    f"{variable!r}; leave out the schedule, or the source"
+                )
+        steps = steps_of([sources[number] for number in shared], self._schedule, *self._exchange)
+        self._steps = VariableSteps(steps, variables)
+        self._steps.begin(_FORGOTTEN)
+        return self._steps.gradients(
+            gradients,
+            lambda: self._reduced(gradients, sources, shared),
+            self._sparse_as_dense,
+        )
+
+    @as_it_is
+    def end_step(self) -> None:
+        """With a schedule: exchange the sources, if that is due; the optimizer has changed them.
+
+        Call it once after each `gradient`. Without a schedule of local steps it does nothing.
+
+        Raises:
+            ValueError: `gradient` has not been called.
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        if self._schedule is not None:
+            self._scheduled_steps("end_step").end()
+
+    @as_it_is
+    def average_weights(self) -> None:
+        """Average the sources over all ranks now: before an evaluation, or at the end.
+
+        Afterwards they are the same bits on all ranks. All ranks call it, between the same steps.
+
+        Raises:
+            ValueError: `gradient` has not been called, or there is no schedule of local steps.
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        self._scheduled_steps("average_weights").average()
+
+    def _scheduled_steps(self, call: str) -> VariableSteps:
+        if self._steps is None:
+            raise ValueError(
+                f"{call}() is for a tape with a schedule of local steps, after its gradient()"
+            )
+        return self._steps
 
     def _locals(self) -> set[int]:
         """The identities of all local sources; layers are asked now, when they are built."""
         of_layers = [variable for layer in self._local_layers for variable in layer.variables]
-        return {id(_variable(source)) for source in (*self._local_sources, *of_layers)}
+        return {id(value_of(source)) for source in (*self._local_sources, *of_layers)}
 
     def __enter__(self) -> DistributedGradientTape:
         self._inner.__enter__()
@@ -217,6 +313,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    schedule: ExchangeSchedule | None = None,
 ) -> DistributedGradientTape:
     """Return a `DistributedGradientTape` that leaves some layers' gradients to their rank.
 
@@ -239,6 +336,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         groups,
         process_set,
         scale_local_gradients,
+        schedule,
     )
     if local_layers is not None:
         single = not isinstance(local_layers, list | tuple | set | frozenset)
@@ -247,10 +345,25 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     return tape
 
 
-def _variable(source: Any) -> Any:
-    """What a Keras variable stands for; others as they are."""
-    inner = getattr(source, "value", None)
-    return inner if isinstance(inner, tf.Variable) else source
+def _checked(
+    schedule: ExchangeSchedule | None,
+    strategy: Strategy,
+    reduction: Reduction,
+    sparse_as_dense: bool,
+) -> ExchangeSchedule | None:
+    """The schedule if it has local steps, and a tape can follow it."""
+    chosen, passes = check_schedule(schedule, strategy, reduction, 1, sparse_as_dense)
+    if passes > 1:
+        raise ValueError(
+            f"{schedule!r} is for optimizers: a tape cannot keep its gradients from being applied; "
+            "add up gradients of several tapes yourself, or use hvd.DistributedOptimizer"
+        )
+    if chosen is not None and chosen.momentum:
+        raise ValueError(
+            f"{schedule!r} averages what an optimizer keeps, which a tape does not know; use "
+            "hvd.DistributedOptimizer, or leave out momentum"
+        )
+    return chosen
 
 
 def _divided(gradient: Gradient, process_set: ProcessSet) -> Gradient:

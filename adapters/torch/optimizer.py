@@ -12,10 +12,13 @@ import torch
 from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.torch.adasum import wrap_for_adasum
+from hvdlite.schedule import ExchangeSchedule, check_schedule
+from hvdlite.schedule.local import EACH_CHANGE
 from hvdlite.torch.reducer import Reducer
+from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
 from hvdlite.torch.tensors import CONVERSION
 from hvdlite.torch.wrapping import (
+    STATE,
     Wrapped,
     change_class,
     check_groups,
@@ -24,9 +27,6 @@ from hvdlite.torch.wrapping import (
     checked_passes,
     names_of,
 )
-
-# Where a state dict has what the compression remembers.
-_STATE = "hvdlite"
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -40,6 +40,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    schedule: ExchangeSchedule | None = None,
 ) -> Any:
     """Make an optimizer average its gradients over all ranks before it steps.
 
@@ -82,16 +83,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense: exchange sparse gradients as dense ones. Else the entries of all ranks
             are gathered and added up, which pays while they are few; they are not compressed.
         process_set: the ranks that take part, which alone make this optimizer.
+        schedule: when to exchange what, one of ``hvd.Schedule``; None: gradients, for every
+            step. Where a schedule lets ranks step by themselves, gradients stay this rank's own,
+            and weights are exchanged in ``step()``. All ranks make as many steps.
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()``,
-        ``set_backward_passes_per_step(n)`` and ``consolidate_compression_state()``.
+        ``set_backward_passes_per_step(n)`` and ``consolidate_compression_state()``; with a
+        schedule of local steps, and with Adasum, also ``average_weights()``.
 
     Raises:
         ValueError: it is wrapped already, ``named_parameters`` is malformed, has a name
             twice or lacks a parameter, ``groups`` has something else than parameters of the
-            optimizer, this rank is not in the process set, or an argument is out of range.
-        TypeError: it is no torch optimizer, or ``compression`` is no strategy.
+            optimizer, this rank is not in the process set, an argument is out of range, or the
+            schedule does not go together with another one.
+        TypeError: it is no torch optimizer, or ``compression`` is no strategy, or ``schedule``
+            is none.
     """
     check_optimizer(optimizer)
     check_groups(optimizer, num_groups, groups)
@@ -99,17 +106,26 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     strategy = check_strategy(compression, CONVERSION)
     reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
     passes = checked_passes(backward_passes_per_step)
+    chosen, passes = check_schedule(schedule, strategy, reduction, passes, sparse_as_dense)
     if reduction.op is ReduceOp.ADASUM:
-        return wrap_for_adasum(optimizer, names, strategy, reduction, process_set)
+        chosen = EACH_CHANGE
     reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense, process_set)
-    wrapped = change_class(optimizer, _Distributed)
+    wrapped = change_class(optimizer, _Distributed if chosen is None else _Scheduled)
     wrapped._reducer = reducer
     wrapped._parameter_names = reducer.names
     wrapped._skipping = False
     wrapped._in_step = False
-    reducer.attach(wrapped._trainable())
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
+    if chosen is None:
+        reducer.attach(wrapped._trainable())
+        optimizer.register_step_pre_hook(_before_step)
+        optimizer.register_step_post_hook(_after_step)
+        return optimizer
+    wrapped._schedule = OptimizerSchedule(
+        optimizer, names, chosen, strategy, reduction, reducer, process_set
+    )
+    wrapped._schedule.attach(wrapped._trainable())
+    optimizer.register_step_pre_hook(_before_scheduled_step)
+    optimizer.register_step_post_hook(_after_scheduled_step)
     return optimizer
 
 
@@ -142,12 +158,12 @@ class _Distributed(Wrapped):
         """Return the optimizer's state, with what the compression remembers, if it does."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         own = self._reducer.state_dict()
-        return {**state, _STATE: own} if own else state
+        return {**state, STATE: {"compression": own}} if own else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, of this optimizer or of one that is not wrapped."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._reducer.load_state_dict(state_dict.get(_STATE, {}))
+        self._reducer.load_state_dict(state_dict.get(STATE, {}).get("compression", {}))
 
     def consolidate_compression_state(self) -> None:
         """Make what the compression remembers the same on all ranks; collective.
@@ -221,6 +237,10 @@ class _Distributed(Wrapped):
             self._in_step = True
 
 
+class _Scheduled(Scheduled, _Distributed):
+    """The same for an optimizer with a schedule, or with Adasum."""
+
+
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Exchange before the step, or, if there is a closure, whenever it has run.
 
@@ -244,6 +264,22 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Also without a new gradient here, the next step is exchanged: another rank may have one.
     optimizer._reducer.synchronized = False
+
+
+def _before_scheduled_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "batch_size" in kwargs:
+        raise ValueError(
+            "batch_size weights the gradients of all ranks, and with a schedule or hvd.Adasum each "
+            "rank steps on its own; leave it out"
+        )
+    optimizer._schedule.attach(optimizer._trainable())
+    optimizer._schedule.begin()
+    return None if optimizer._schedule.is_local else _before_step(optimizer, args, kwargs)
+
+
+def _after_scheduled_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    _after_step(optimizer, args, kwargs)
+    optimizer._schedule.end()
 
 
 def _find_closure(

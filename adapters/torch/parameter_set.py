@@ -81,6 +81,12 @@ class ParameterSet:
         self.exchange = self._reducer.make_exchange(self._label, self._parameters, self._memory)
         self._find_slots()
 
+    def release(self) -> None:
+        """Hear of gradients no more."""
+        for parameter, handle in zip(self._parameters, self._handles, strict=True):
+            if _hooks.get(parameter) is handle:  # not another's now
+                _hooks.pop(parameter).remove()
+
     def restart(self) -> None:
         """Make the exchange anew, and forget what has come for the one that there was."""
         self._gradients.clear()

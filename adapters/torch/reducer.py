@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from hvdlite import gradients, runtime
 from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import GradientExchange
 from hvdlite.process_sets import ProcessSet
+from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.parameter_set import ParameterSet
-from hvdlite.torch.tensors import dtype_of, to_array, to_tensor
+from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor
 
 
 class Reducer:
@@ -71,6 +72,14 @@ class Reducer:
         for memory, members in self._by_memory(fresh):
             self._sets.append(ParameterSet(self, members, memory))
         self._attached.update(map(id, fresh))
+
+    def detach(self) -> None:
+        """Exchange nobody's gradients any more, until `attach` is called again."""
+        for members in self._sets:
+            members.release()
+        self._sets.clear()
+        self._attached.clear()
+        self._synchronized = False
 
     @property
     def in_flight(self) -> bool:
@@ -183,11 +192,11 @@ class Reducer:
     def state_dict(self) -> dict[str, Any]:
         """What the compression remembers on this rank; {}: nothing."""
         saved = gradients.save(self._state, self.process_set)
-        return _converted(saved, to_tensor)
+        return map_leaves(leaf_to_tensor, saved)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what `state_dict` has returned, as far as it is this rank's."""
-        gradients.load(self._state, _converted(saved, to_array), self.op, self.process_set)
+        gradients.load(self._state, map_leaves(leaf_to_array, saved), self.op, self.process_set)
 
     def consolidate_compression_state(self) -> None:
         """Let all ranks remember the average of what all do; collective."""
@@ -197,14 +206,3 @@ class Reducer:
     def is_apart(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient is exchanged as a sparse one, beside the buckets."""
         return gradient.layout is torch.sparse_coo and not self._sparse_as_dense
-
-
-def _converted(saved: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return what `gradients.save` does with tensors in the place of arrays, or the reverse."""
-    if not saved:
-        return {}
-    parameters = {
-        name: {key: convert(array) for key, array in entry.items()}
-        for name, entry in saved["parameters"].items()
-    }
-    return {**saved, "parameters": parameters}

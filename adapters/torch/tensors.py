@@ -77,6 +77,16 @@ def to_tensor_like(array: Any, like: torch.Tensor) -> torch.Tensor:
     return array if isinstance(array, torch.Tensor) else to_tensor(array).to(like.device)
 
 
+def leaf_to_tensor(leaf: Any) -> Any:
+    """A tensor in the place of an array, for torch to save; anything else as it is."""
+    return to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def leaf_to_array(leaf: Any) -> Any:
+    """The reverse."""
+    return to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
 # Elements from which on torch would start threads for a conversion.
 _MANY = 2**15 - 1
 

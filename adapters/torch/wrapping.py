@@ -9,6 +9,9 @@ import torch
 
 from hvdlite.exchange import check_groups as check_group_numbers
 
+#: Where an optimizer's state dict has what is hvdlite's.
+STATE = "hvdlite"
+
 
 class Wrapped:
     """What `DistributedOptimizer` adds to every optimizer's class."""

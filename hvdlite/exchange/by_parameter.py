@@ -58,6 +58,11 @@ class ByParameter(Strategy):
         """If all of them do."""
         return all(each.tells_unsent for each in self.among)
 
+    @property
+    def takes_weights(self) -> bool:  # type: ignore[override]
+        """If all of them do."""
+        return all(each.takes_weights for each in self.among)
+
     def choose(self, parameter: Parameter) -> Strategy:
         """Ask the rule.
 

@@ -52,6 +52,7 @@ class Cast(Strategy):
     on_device = True
     ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
     tells_unsent = True
+    takes_weights = True
 
     def __post_init__(self) -> None:
         if self.kind not in _DTYPES:

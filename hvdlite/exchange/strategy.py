@@ -34,6 +34,8 @@ class Strategy(ABC):
     #: Whether it tells what of a gradient it has not sent (`Bucket.unsent`), as `ErrorFeedback`
     #: needs it.
     tells_unsent: bool = False
+    #: Whether all values arrive, but for their rounding, so that weights may travel by it, too.
+    takes_weights: bool = False
 
     @property
     def name(self) -> str:
@@ -110,6 +112,7 @@ class Dense(Strategy):
     on_device = True
     ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
     tells_unsent = True
+    takes_weights = True
 
     def choose(self, parameter: Parameter) -> Strategy:
         """This one."""

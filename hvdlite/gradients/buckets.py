@@ -150,7 +150,8 @@ class GradientBuckets:
         Args:
             index: the bucket's position in ``plan``.
             gradients: those that are there, by the parameter's number.
-            samples: as in `GradientExchange.finish`.
+            samples: of how many the gradients are averages; None: all ranks' count alike, also
+                those that have joined.
 
         Raises:
             ValueError: the bucket is on its way already, or a gradient has another shape.

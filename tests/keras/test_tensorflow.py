@@ -15,7 +15,7 @@ import tensorflow as tf
 import hvdlite.keras as hvd
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as tf_keras_hvd
-from tests.keras import checks, more_checks, tensorflow_checks
+from tests.keras import checks, more_checks, schedule_checks, tensorflow_checks
 from tests.keras.counting import exchanges
 
 # Keras' own, with numpy 2.
@@ -31,7 +31,9 @@ def test_training(check):
 
 @ranks(2, timeout=240)
 @pytest.mark.parametrize(
-    "check", [*more_checks.CHECKS, *tensorflow_checks.CHECKS], ids=lambda check: check.__name__
+    "check",
+    [*more_checks.CHECKS, *tensorflow_checks.CHECKS, *schedule_checks.CHECKS],
+    ids=lambda check: check.__name__,
 )
 def test_training_further(check):
     hvd.init()
@@ -61,6 +63,8 @@ def test_optimizers_of_tensorflow_1():
             tf_hvd.DistributedOptimizer(kind(0.1, 0.9)).minimize(loss)
     with pytest.raises(ValueError, match="needs a Keras optimizer"):
         tf_hvd.DistributedOptimizer(kind(0.1, 0.9), backward_passes_per_step=2)
+    with pytest.raises(ValueError, match="it needs a Keras optimizer"):
+        tf_hvd.DistributedOptimizer(kind(0.1, 0.9), schedule=hvd.Schedule.LocalSGD(every=2))
     with pytest.raises(ValueError, match="wrap it once"):
         tf_hvd.DistributedOptimizer(wrapped)
     with pytest.raises(TypeError, match="expected a Keras optimizer, found float"):

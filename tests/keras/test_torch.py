@@ -22,15 +22,15 @@ def test_training():
 
 @ranks(3, fresh=True, timeout=400, env={"KERAS_BACKEND": "torch"})
 def test_training_further():
-    run_checks("more_checks")
+    run_checks("more_checks", "schedule_checks")
 
 
-def run_checks(module):
+def run_checks(*modules):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of frameworks that are imported
-        module = importlib.import_module(f"tests.keras.{module}")
+        imported = [importlib.import_module(f"tests.keras.{module}") for module in modules]
         import hvdlite.keras as hvd
     hvd.init()
-    for check in module.CHECKS:
+    for check in (check for module in imported for check in module.CHECKS):
         print(check.__name__, flush=True)
         check()

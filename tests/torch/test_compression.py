@@ -57,7 +57,7 @@ class TestMemory:
     COMPRESSION = ErrorFeedback(Compression.bf16)
 
     def check(self, parameters, optimizer, steps):
-        saved = optimizer.state_dict()["hvdlite"]["parameters"]
+        saved = optimizer.state_dict()["hvdlite"]["compression"]["parameters"]
         for name, parameter in parameters.items():
             left = hvd.allreduce(saved[name]["residual"].double(), name=f"left of {name}")
             applied = -parameter.detach().double()  # of steps with a learning rate of 1
@@ -80,7 +80,7 @@ class TestMemory:
         for number in range(3):
             step(parameters, optimizer, number)
         saved, weights = optimizer.state_dict(), [p.detach().clone() for p in parameters.values()]
-        assert saved["hvdlite"]["rank"] == hvd.rank()
+        assert saved["hvdlite"]["compression"]["rank"] == hvd.rank()
         new_world()
         parameters, optimizer = make(self.COMPRESSION)
         for parameter, weight in zip(parameters.values(), weights, strict=True):
@@ -99,7 +99,7 @@ class TestMemory:
         optimizer.consolidate_compression_state()
         self.check(parameters, optimizer, range(3))
         saved = hvd.broadcast_object(optimizer.state_dict(), 1)
-        assert saved["hvdlite"]["rank"] == -1
+        assert saved["hvdlite"]["compression"]["rank"] == -1
         weights = [p.detach().clone() for p in parameters.values()]
         parameters, optimizer = make(self.COMPRESSION)
         for parameter, weight in zip(parameters.values(), weights, strict=True):
@@ -114,9 +114,9 @@ class TestMemory:
         new_world()
         parameters, optimizer = make(self.COMPRESSION)
         step(parameters, optimizer, 0)
-        own = optimizer.state_dict()["hvdlite"]["parameters"]["a"]["residual"]
+        own = optimizer.state_dict()["hvdlite"]["compression"]["parameters"]["a"]["residual"]
         hvd.broadcast_optimizer_state(optimizer, 0)
-        kept = optimizer.state_dict()["hvdlite"]["parameters"]["a"]["residual"]
+        kept = optimizer.state_dict()["hvdlite"]["compression"]["parameters"]["a"]["residual"]
         assert torch.equal(own, kept)
         saved = hvd.broadcast_object(optimizer.state_dict(), 0)
         _, fresh = make(self.COMPRESSION)
@@ -146,7 +146,7 @@ class TestMemory:
         if hvd.rank() == 0:
             sum((p * gradient(n, 1, 0)).sum() for n, p in parameters.items()).backward()
         optimizer.step()
-        saved = optimizer.state_dict()["hvdlite"]["parameters"]
+        saved = optimizer.state_dict()["hvdlite"]["compression"]["parameters"]
         for name, parameter in parameters.items():
             left = hvd.allreduce(saved[name]["residual"].double())
             expected = average(name, [0]) + gradient(name, 1, 0).double() / 2
@@ -180,7 +180,7 @@ class TestBatchSize:
         sizes = [3, 1]
         for number in range(3):
             step(parameters, optimizer, number, batch_size=sizes[hvd.rank()])
-        saved = optimizer.state_dict()["hvdlite"]["parameters"]
+        saved = optimizer.state_dict()["hvdlite"]["compression"]["parameters"]
         for name, parameter in parameters.items():
             drawn = [[gradient(name, k, rank).double() for rank in range(2)] for k in range(3)]
             total = sum((3 * first + second) / 4 for first, second in drawn)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 import tf_keras
 
 from hvdlite._keras.distributed import Distributed, make_distributed
-from hvdlite._keras.options import Options
+from hvdlite._keras.options import Options, check_steps
 from hvdlite._keras.synchronizer import Synchronizer
-from hvdlite._keras.training import exchanging
+from hvdlite._keras.training import exchanging, moments_in
 from hvdlite.tensorflow.backend import TensorFlowBackend
 from hvdlite.tensorflow.passes import PassCounter
 from hvdlite.tensorflow.tensors import as_it_is
@@ -41,6 +41,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
     """
     if isinstance(optimizer, Distributed) or isinstance(_inner(optimizer), Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    check_steps(options, adds_up=False, scales=_inner(optimizer) is not None)
     synchronizer = Synchronizer(options, TensorFlowBackend)
     _install()
     if _inner(optimizer) is not None:
@@ -71,6 +72,8 @@ class LegacyDistributed(Distributed):
         def step(pairs: _Pairs) -> Any:
             return apply(pairs if exchanged else reduced(synchronizer, pairs), *args, **kwargs)
 
+        if synchronizer.options.schedule is not None:
+            return self._scheduled_step(pairs, lambda own: apply(own, *args, **kwargs))
         if synchronizer.options.passes == 1:
             return step(pairs)
         if synchronizer.passes is None:
@@ -84,6 +87,30 @@ class LegacyDistributed(Distributed):
         done = synchronizer.passes.run(pairs, step, lambda: self.iterations.assign_add(1))
         is_older = isinstance(self, tf_keras.optimizers.legacy.Optimizer)
         return tf.group(done) if is_older else self.iterations
+
+    def _scheduled_step(self, pairs: _Pairs, apply: Callable[[_Pairs], Any]) -> Any:
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        with tf.init_scope():
+            _build(self, variables)
+        return self._hvdlite.step(
+            gradients,
+            variables,
+            self._moments_of,
+            lambda chosen: apply(list(zip(chosen, variables, strict=True))),
+        )
+
+    def _moments_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
+        """What the optimizer keeps for a variable, in its shape, by name."""
+
+        def fits(kept: Any) -> bool:
+            return isinstance(kept, tf.Variable) and kept.shape == variable.shape
+
+        if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
+            slots = {name: self.get_slot(variable, name) for name in self.get_slot_names()}
+            return {name: slot for name, slot in slots.items() if fits(slot)}
+        indices = self._index_dict  # type: ignore[attr-defined]
+        index = indices[self._var_key(variable)]  # type: ignore[attr-defined]
+        return moments_in(vars(self), index, len(indices), fits)
 
 
 def reduced(synchronizer: Synchronizer, pairs: _Pairs) -> _Pairs:
@@ -123,6 +150,7 @@ def _averaging_first(original: Any) -> Any:
         inner = self.inner_optimizer
         if not isinstance(inner, Distributed) or inner._hvdlite.finished:
             return original(self, grads_and_vars, *args, **kwargs)
+        check_steps(inner._hvdlite.options, adds_up=False, scales=True)
         pairs = reduced(inner._hvdlite, list(grads_and_vars))
         with inner._hvdlite.elsewhere():
             return original(self, pairs, *args, **kwargs)

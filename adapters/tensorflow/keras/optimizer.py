@@ -9,6 +9,7 @@ from hvdlite._keras.training import keep_local
 from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.schedule import ExchangeSchedule
 from hvdlite.tensorflow.optimizer import distribute
 from hvdlite.tensorflow.tensors import CONVERSION
 
@@ -28,6 +29,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | list[Any] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    schedule: ExchangeSchedule | None = None,
 ) -> Any:
     """Make an optimizer of ``tf.keras`` average its gradients over all ranks.
 
@@ -51,13 +53,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups: see there.
         process_set: see there.
         scale_local_gradients: see there.
+        schedule: see there.
 
     Returns:
-        The optimizer, with ``register_local_var(variable)``.
+        The optimizer, with ``register_local_var(variable)``, and ``average_weights()`` for one
+        with local steps.
 
     Raises:
-        ValueError: it is distributed already, or an argument is out of range.
-        TypeError: it is no Keras optimizer, or ``compression`` is no strategy.
+        ValueError: it is distributed already, an argument is out of range, or the schedule does
+            not go together with another one.
+        TypeError: it is no Keras optimizer, ``compression`` is no strategy, or ``schedule`` is
+            none.
     """
     options = check_options(
         compression,
@@ -71,6 +77,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
         scale_local_gradients,
         CONVERSION,
+        schedule,
     )
     return distribute(optimizer, options)
 

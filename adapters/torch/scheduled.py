@@ -1,0 +1,259 @@
+"""Optimizers whose ranks step by themselves, and exchange weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from hvdlite.exchange import Parameter, Reduction, Strategy
+from hvdlite.process_sets import ProcessSet
+from hvdlite.recipe._tree import map_leaves
+from hvdlite.reduction import ReduceOp
+from hvdlite.schedule import ExchangeSchedule, LocalSteps
+from hvdlite.schedule.local_steps import Moment
+from hvdlite.torch.labels import next_label
+from hvdlite.torch.parameter_set import release
+from hvdlite.torch.reducer import Reducer
+from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor, to_array, to_tensor
+from hvdlite.torch.wrapping import STATE
+
+
+class Scheduled:
+    """What a schedule adds to the class of a distributed optimizer, before that one's methods."""
+
+    _schedule: OptimizerSchedule
+
+    def synchronize(self, batch_size: int | None = None) -> None:
+        """Exchange the gradients, unless the step is local: then they stay this rank's own.
+
+        Raises:
+            ValueError: ``batch_size`` is given.
+        """
+        if batch_size is not None:
+            raise ValueError(
+                "batch_size weights the gradients of all ranks, and with a schedule or hvd.Adasum "
+                "each rank steps on its own; leave it out"
+            )
+        if not self._schedule.is_local:
+            super().synchronize()  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` use the gradients as they are; weights are exchanged all the same.
+
+        Raises:
+            RuntimeError: with op=hvd.Adasum, where it is the step that is exchanged.
+        """
+        if self._schedule.is_adasum:
+            raise RuntimeError(
+                "with op=hvd.Adasum it is the step itself that is exchanged, which cannot be "
+                "skipped; clip or unscale the gradients after backward(), and call step() alone"
+            )
+        if self._schedule.is_local:
+            yield
+            return
+        with super().skip_synchronize():  # type: ignore[misc]
+            yield
+
+    def average_weights(self) -> None:
+        """Average the weights over all ranks now: before an evaluation, or at the end.
+
+        Afterwards they are the same bits on all ranks. All ranks call it, between the same
+        steps; it takes the place of no exchange that the schedule has.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        self._schedule.attach(self._trainable())  # type: ignore[attr-defined]
+        self._schedule.average()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with the schedule's and the compression's."""
+        state = super().state_dict()  # type: ignore[misc]
+        own = {**state.get(STATE, {}), "schedule": self._schedule.state_dict()}
+        return {**state, STATE: own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned, of this optimizer or of one without a schedule."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        own = state_dict.get(STATE, {})
+        if "schedule" in own:
+            self._schedule.load_state_dict(own["schedule"])
+
+    def consolidate_compression_state(self) -> None:
+        """Make what the compression remembers the same on all ranks; collective."""
+        super().consolidate_compression_state()  # type: ignore[misc]
+        self._schedule.consolidate_compression_state()
+
+    def _restart(self) -> None:
+        """Give up the step that a failure has interrupted; the next begins anew."""
+        super()._restart()  # type: ignore[misc]
+        self._schedule.restart()
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # GradScaler asks for it before each step that it takes, or leaves out.
+        raise RuntimeError(
+            "GradScaler leaves out the step of a rank whose gradients overflow, and with "
+            f"{self._schedule.name} the others would wait for it; use torch.autocast with "
+            "bfloat16, which needs no GradScaler, or exchange gradients in every step by "
+            "op=hvd.Average"
+        )
+
+
+class OptimizerSchedule:
+    """The schedule of an optimizer, and the weights that it is about.
+
+    Args:
+        optimizer: whose weights they are.
+        names: of its parameters, in the order of their registration.
+        schedule: which steps are local, and what is exchanged when.
+        strategy: how weights, or their changes, travel.
+        reduction: of changes.
+        reducer: that exchanges gradients before steps that are not local.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: dict[torch.Tensor, str],
+        schedule: ExchangeSchedule,
+        strategy: Strategy,
+        reduction: Reduction,
+        reducer: Reducer,
+        process_set: ProcessSet,
+    ) -> None:
+        self.is_adasum = reduction.op is ReduceOp.ADASUM
+        self._optimizer = optimizer
+        self._names = names
+        self._reducer = reducer
+        label = next_label("DistributedOptimizer", process_set)
+        self._steps = LocalSteps(schedule, strategy, reduction, label, process_set)
+        self._parameters: list[torch.Tensor] = []
+        self._weights = TensorWeights(self._parameters, self._moments)
+        self._attached: set[int] = set()  # by id; the list keeps them alive
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return "op=hvd.Adasum" if self.is_adasum else f"schedule=hvd.{self._steps.schedule!r}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the next step is made on this rank's own gradients."""
+        return self._steps.is_local
+
+    def attach(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take care of these parameters too, where that is not done yet; alike on all ranks."""
+        if not self._attached.issuperset(map(id, parameters)):
+            self._attach([each for each in parameters if id(each) not in self._attached])
+        self._follow(parameters)
+
+    def _attach(self, fresh: list[torch.Tensor]) -> None:
+        order = {parameter: number for number, parameter in enumerate(self._names)}
+        for parameter in fresh:
+            self._names.setdefault(parameter, f"parameter.{len(self._names)}")
+        fresh.sort(key=lambda parameter: order.get(parameter, len(order)))
+        if self.is_local:
+            release(fresh)
+        self._parameters += fresh
+        self._attached.update(map(id, fresh))
+        self._steps.add(
+            [
+                Parameter(self._names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
+                for parameter in fresh
+            ]
+        )
+
+    def _follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Let the reducer have the gradients, or have them no more."""
+        if self.is_local:
+            self._reducer.detach()
+        else:
+            self._reducer.attach(parameters)
+
+    def begin(self) -> None:
+        """Get ready for a step."""
+        self._steps.begin(self._weights)
+
+    def end(self) -> None:
+        """Count a step, and exchange weights if that is due.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        if not self._steps.in_step:
+            return  # a step that calls its parent's comes here twice
+        try:
+            self._steps.end(self._weights)
+        finally:
+            self._follow(self._parameters)
+
+    def average(self) -> None:
+        """Average the weights now."""
+        self._steps.average(self._weights)
+
+    def restart(self) -> None:
+        """Forget a step that was given up."""
+        self._steps.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and copies of all arrays that are kept, by name."""
+        return map_leaves(leaf_to_tensor, self._steps.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` has returned, here or elsewhere; on all ranks alike."""
+        self._steps.load_state_dict(map_leaves(leaf_to_array, state))
+        self._follow(self._parameters)
+
+    def consolidate_compression_state(self) -> None:
+        """Let all ranks remember the average of what the compression has left; collective."""
+        self._steps.consolidate_compression_state()
+
+    def _moments(self, number: int) -> Mapping[str, Any]:
+        """What the optimizer keeps for a parameter."""
+        state: Mapping[str, Any] = self._optimizer.state.get(self._parameters[number], {})
+        return state
+
+
+class TensorWeights:
+    """Tensors as `LocalSteps` takes weights.
+
+    Args:
+        tensors: one for each parameter; there may come more.
+        moments: what the optimizer keeps for a parameter, by its number.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], moments: Callable[[int], Mapping[str, Any]]
+    ) -> None:
+        self._tensors = tensors
+        self._moments = moments
+
+    def read(self, number: int) -> Any:
+        """A weight as an array; one on a device is copied."""
+        return to_array(self._tensors[number].detach())
+
+    def write(self, number: int, array: Any) -> None:
+        """Replace a weight."""
+        _copy(self._tensors[number], array)
+
+    def moments(self, number: int) -> list[Moment]:
+        """What of the optimizer's has the parameter's shape."""
+        return [
+            Moment(key, to_array(tensor.detach()), partial(_copy, tensor))
+            for key, tensor in sorted(self._moments(number).items())
+            if isinstance(tensor, torch.Tensor)
+            and tensor.is_floating_point()
+            and tensor.shape == self._tensors[number].shape
+        ]
+
+
+@torch.no_grad()
+def _copy(tensor: torch.Tensor, array: Any) -> None:
+    tensor.copy_(to_tensor(array))

@@ -1,0 +1,21 @@
+"""When ranks exchange what: in every step, or after steps of their own."""
+
+from __future__ import annotations
+
+from hvdlite.schedule.base import Accumulate, EveryStep, ExchangeSchedule
+from hvdlite.schedule.local import DiLoCo, LocalSGD, PartialSync
+from hvdlite.schedule.local_steps import LocalSteps, Weights
+from hvdlite.schedule.namespace import Schedule, check_schedule
+
+__all__ = [
+    "Accumulate",
+    "DiLoCo",
+    "EveryStep",
+    "ExchangeSchedule",
+    "LocalSGD",
+    "LocalSteps",
+    "PartialSync",
+    "Schedule",
+    "Weights",
+    "check_schedule",
+]

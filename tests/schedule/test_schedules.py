@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdlite.exchange import ByParameter, Compression, ErrorFeedback, Parameter, Reduction
+from hvdlite.reduction import Adasum, Sum
+from hvdlite.schedule import Schedule, check_schedule
+from hvdlite.schedule.local import deal
+
+NONE, AVERAGE = Compression.none, Reduction()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (Schedule.EveryStep(), "Schedule.EveryStep()"),
+        (Schedule.Accumulate(3), "Schedule.Accumulate(3)"),
+        (Schedule.PartialSync(parts=4), "Schedule.PartialSync(parts=4)"),
+        (
+            Schedule.PartialSync(bytes=9, momentum=True),
+            "Schedule.PartialSync(bytes=9, momentum=True)",
+        ),
+        (Schedule.LocalSGD(8), "Schedule.LocalSGD(every=8)"),
+        (Schedule.LocalSGD(every=8, start=2), "Schedule.LocalSGD(every=8, start=2)"),
+        (
+            Schedule.DiLoCo(5),
+            "Schedule.DiLoCo(every=5, outer_lr=0.7, outer_momentum=0.9)",
+        ),
+    ],
+)
+def test_schedules_are_values_whose_text_has_all_settings(schedule, text):
+    assert repr(schedule) == text
+    again = eval(text, {"Schedule": Schedule})
+    assert again == schedule
+    assert hash(again) == hash(schedule)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Schedule.Accumulate(0), "passes=0 is not a whole number of 1 or more"),
+        (lambda: Schedule.Accumulate(True), "passes=True"),
+        (lambda: Schedule.PartialSync(), "either parts=... or bytes=..."),
+        (lambda: Schedule.PartialSync(2, 100), "either parts=... or bytes=..."),
+        (lambda: Schedule.PartialSync(parts=0), "parts=0"),
+        (lambda: Schedule.PartialSync(bytes=1.5), "bytes=1.5"),
+        (lambda: Schedule.LocalSGD(0), "every=0"),
+        (lambda: Schedule.LocalSGD(2, start=-1), "start=-1 is not a whole number of 0 or more"),
+        (lambda: Schedule.DiLoCo(2.0), "every=2.0"),
+        (lambda: Schedule.DiLoCo(2, outer_lr=0.0), "outer_lr=0.0"),
+        (lambda: Schedule.DiLoCo(2, outer_lr=float("nan")), "outer_lr=nan"),
+        (lambda: Schedule.DiLoCo(2, outer_momentum=1.0), "outer_momentum=1.0"),
+    ],
+)
+def test_what_is_out_of_range(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [(), (0, 0, 0), (7,), (9, 1, 1, 1, 1, 1, 1, 3), (4, 4, 0, 5)])
+@pytest.mark.parametrize("parts", [1, 2, 3, 50])
+def test_parts_are_about_equal_and_have_everything_once(sizes, parts):
+    dealt = deal(sizes, parts)
+    assert len(dealt) == min(parts, len(sizes))
+    assert sorted(member for part in dealt for member in part) == list(range(len(sizes)))
+    assert all(dealt)
+    totals = [sum(sizes[member] for member in part) for part in dealt]
+    assert max(totals, default=0) - min(totals, default=0) <= max(sizes, default=0)
+
+
+def test_a_number_of_bytes_gives_the_number_of_parts():
+    parameters = [Parameter(str(n), (25,), np.dtype(np.float32)) for n in range(8)]
+    turns = [Schedule.PartialSync(bytes=250).due(step, parameters) for step in (1, 2, 3, 4, 5)]
+    assert sorted(member for turn in turns[:4] for member in turn) == list(range(8))
+    assert turns[4] == turns[0]
+    assert Schedule.PartialSync(bytes=10**9).due(3, parameters) == tuple(range(8))
+    assert Schedule.PartialSync(parts=2).due(1, []) == ()
+
+
+def test_what_has_no_local_steps():
+    assert check_schedule(None, NONE, AVERAGE, 2) == (None, 2)
+    assert check_schedule(Schedule.EveryStep(), NONE, AVERAGE, 2) == (None, 2)
+    assert check_schedule(Schedule.Accumulate(3), NONE, AVERAGE) == (None, 3)
+    with pytest.raises(ValueError, match=r"backward_passes_per_step=2 mean the same"):
+        check_schedule(Schedule.Accumulate(3), NONE, AVERAGE, 2)
+    for other in (3, "LocalSGD", Schedule, Schedule.LocalSGD):
+        with pytest.raises(TypeError, match=r"use one of hvd\.Schedule"):
+            check_schedule(other, NONE, AVERAGE)
+
+
+@pytest.mark.parametrize(
+    "schedule", [Schedule.PartialSync(parts=2), Schedule.LocalSGD(2), Schedule.DiLoCo(2)], ids=repr
+)
+def test_what_does_not_go_with_local_steps(schedule):
+    for op in (Sum, Adasum):
+        with pytest.raises(ValueError, match=f"which op=hvd.{op.name.capitalize()} does not"):
+            check_schedule(schedule, NONE, Reduction(op))
+    with pytest.raises(ValueError, match=r"gradient_predivide_factor=2\.0 is about gradients"):
+        check_schedule(schedule, NONE, Reduction(predivide=2.0))
+    with pytest.raises(ValueError, match="sparse_as_dense=True is about"):
+        check_schedule(schedule, NONE, AVERAGE, sparse_as_dense=True)
+    for good in (Compression.fp16, ByParameter(lambda parameter: NONE, [NONE, Compression.bf16])):
+        assert check_schedule(schedule, good, AVERAGE) == (schedule, 1)
+
+
+def test_sparse_gradients_are_exchanged_before_the_first_local_step():
+    schedule = Schedule.LocalSGD(2, start=1)
+    assert check_schedule(schedule, NONE, AVERAGE, sparse_as_dense=True) == (schedule, 1)
+
+
+def test_only_changes_travel_by_what_is_for_gradients():
+    feedback = ErrorFeedback(Compression.fp16)
+    diloco = Schedule.DiLoCo(2)
+    assert check_schedule(diloco, feedback, AVERAGE) == (diloco, 1)
+    for schedule in (Schedule.PartialSync(parts=2), Schedule.LocalSGD(2), Schedule.LocalSGD(2, 9)):
+        with pytest.raises(ValueError, match=r"and ErrorFeedback.*is for gradients only"):
+            check_schedule(schedule, feedback, AVERAGE)

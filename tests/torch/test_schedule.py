@@ -1,0 +1,369 @@
+import copy
+
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("torch")
+
+import torch
+
+import hvdlite.torch as hvd
+from tests.keras.counting import exchanges
+from tests.torch.checks import assert_close, assert_identical_on_all_ranks
+
+SEVERAL = ranks(2, 3)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2), torch.nn.Linear(6, 2)
+    ).double()
+
+
+#: By hand: 96, then 32, 16, 12, 2 and 2 elements. The last layer is rank 0's alone, see `loss_of`.
+PARTS = [["0.weight"], ["0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]]
+
+
+def loss_of(model, rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x, y = (torch.randn(5, n, generator=generator, dtype=torch.float64) for n in (6, 2))
+    output = model[:3](x) + (model[3](x) if rank == 0 else 0)
+    return (output - y).square().mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def wrapped(schedule, make=sgd, **options):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), schedule=schedule, **options
+    )
+    return model, optimizer
+
+
+def train(model, optimizer, steps, first=0):
+    for step in range(first, steps):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+
+
+class Simulation:
+    """All ranks in one process, by torch's own optimizers."""
+
+    def __init__(self, size, make=sgd):
+        self.models = [make_model() for _ in range(size)]
+        self.optimizers = [make(model.parameters()) for model in self.models]
+        # Of the outer step, too, which is one of SGD with Nesterov momentum.
+        self.shared = make_model()
+        self.outer = torch.optim.SGD(self.shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+    def step(self, step, share=False, clip=None):
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+        if share:
+            for group in zip(*(model.parameters() for model in self.models), strict=True):
+                own = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+                for parameter in group:
+                    parameter.grad = sum(own) / len(own)
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+
+    @torch.no_grad()
+    def average(self, names=None, moments=()):
+        for name, _ in self.models[0].named_parameters():
+            if names is None or name in names:
+                group = [model.get_parameter(name) for model in self.models]
+                self.average_tensors(group)
+                for key in moments:
+                    states = [o.state[p] for o, p in zip(self.optimizers, group, strict=True)]
+                    self.average_tensors([state[key] for state in states])
+
+    @staticmethod
+    def average_tensors(group):
+        mean = sum(tensor.clone() for tensor in group) / len(group)
+        for tensor in group:
+            tensor.copy_(mean)
+
+    @torch.no_grad()
+    def outer_step(self):
+        for name, shared in self.shared.named_parameters():
+            own = [model.get_parameter(name) for model in self.models]
+            shared.grad = shared - sum(own) / len(own)
+        self.outer.step()
+        for model in self.models:
+            model.load_state_dict(self.shared.state_dict())
+
+
+def assert_as(model, expected, tolerance=1e-10):
+    for own, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert_close(own, other, tolerance)
+
+
+@ranks(1, 2, 3)
+def test_local_sgd_after_shared_steps_with_clipping(size):
+    hvd.init()
+    model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=2, start=2))
+    with exchanges() as count:
+        for step in range(7):
+            optimizer.zero_grad()
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if step in (1, 3, 5):
+                assert_identical_on_all_ranks(model)
+            if step == 1:
+                count.clear()
+    # Two averages, each in one bucket, and no gradients.
+    assert sum("bucket" in name for name in count) == (0 if size == 1 else 2)
+    simulation = Simulation(size)
+    for step in range(7):
+        simulation.step(step, share=step < 2, clip=0.5)
+        if step in (3, 5):
+            simulation.average()
+    assert_as(model, simulation.models[hvd.rank()])
+
+
+@SEVERAL
+def test_gradients_stay_local(size):
+    hvd.init()
+    model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=3))
+    alone = make_model()
+    for each in (model, alone):
+        loss_of(each, hvd.rank(), 0).backward()
+    with exchanges() as count:
+        optimizer.synchronize()
+    assert not count
+    for own, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (own.grad is None) == (expected.grad is None)
+        assert own.grad is None or torch.equal(own.grad, expected.grad)
+
+
+@SEVERAL
+def test_diloco(size):
+    hvd.init()
+    model, optimizer = wrapped(hvd.Schedule.DiLoCo(every=2), adam)
+    train(model, optimizer, 6)
+    simulation = Simulation(size, adam)
+    for step in range(6):
+        simulation.step(step)
+        if step % 2:
+            simulation.outer_step()
+    assert_as(model, simulation.models[hvd.rank()])
+    assert_identical_on_all_ranks(model)
+
+
+@SEVERAL
+@pytest.mark.parametrize("momentum", [False, True])
+def test_partial_synchronisation(size, momentum):
+    hvd.init()
+
+    def make(parameters):
+        return torch.optim.SGD(list(parameters)[:4], lr=0.1, momentum=0.9)
+
+    model, optimizer = wrapped(hvd.Schedule.PartialSync(parts=2, momentum=momentum), make)
+    train(model, optimizer, 5)
+    simulation = Simulation(size, make)
+    for step in range(5):
+        simulation.step(step)
+        simulation.average(PARTS[step % 2][:3], ["momentum_buffer"] if momentum else [])
+    assert_as(model, simulation.models[hvd.rank()])
+    state = simulation.optimizers[hvd.rank()].state
+    for own, other in zip(
+        list(model.parameters())[:4],
+        list(simulation.models[hvd.rank()].parameters())[:4],
+        strict=True,
+    ):
+        assert_close(optimizer.state[own]["momentum_buffer"], state[other]["momentum_buffer"])
+
+
+@ranks(2)
+def test_momentum_that_only_one_rank_has_is_refused_everywhere():
+    hvd.init()
+    model, optimizer = wrapped(hvd.Schedule.PartialSync(parts=1, momentum=True))
+    with pytest.raises(hvd.MismatchError, match=r"momentum_buffer"):
+        train(model, optimizer, 1)
+
+
+@SEVERAL
+def test_outer_gradients_may_be_compressed(size):
+    hvd.init()
+    feedback = hvd.Compression.ErrorFeedback(hvd.Compression.fp16)
+    model, optimizer = wrapped(hvd.Schedule.DiLoCo(every=2), compression=feedback)
+    train(model, optimizer, 4)
+    assert_identical_on_all_ranks(model)
+    exact, of_exact = wrapped(hvd.Schedule.DiLoCo(every=2))
+    train(exact, of_exact, 4)
+    assert_as(model, exact, 1e-3)
+    assert not torch.equal(model[0].weight, exact[0].weight)
+
+
+@ranks(2)
+def test_accumulation_is_that_of_backward_passes():
+    hvd.init()
+    results = []
+    for options in ({"schedule": hvd.Schedule.Accumulate(2)}, {"backward_passes_per_step": 2}):
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), **options)
+        with exchanges() as count:
+            for step in range(4):
+                loss_of(model, hvd.rank(), step).backward()
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        results.append((len(count), model[0].weight.detach()))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+
+
+@SEVERAL
+def test_weights_may_be_averaged_before_an_evaluation(size):
+    hvd.init()
+    model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=3))
+    train(model, optimizer, 2)
+    optimizer.average_weights()
+    assert_identical_on_all_ranks(model)
+    simulation = Simulation(size)
+    for step in range(2):
+        simulation.step(step)
+    simulation.average()
+    assert_as(model, simulation.models[hvd.rank()])
+
+
+@SEVERAL
+def test_a_schedules_state_is_saved_and_loaded(size):
+    hvd.init()
+    for schedule in (hvd.Schedule.DiLoCo(every=3), hvd.Schedule.LocalSGD(every=2, start=2)):
+        whole, of_whole = wrapped(schedule)
+        train(whole, of_whole, 6)
+        model, optimizer = wrapped(schedule)
+        train(model, optimizer, 4)
+        saved = copy.deepcopy(
+            [model.state_dict(), optimizer.state_dict(), optimizer._schedule.state_dict()]
+        )
+        model, optimizer = wrapped(schedule)
+        for part, state in zip((model, optimizer, optimizer._schedule), saved, strict=True):
+            part.load_state_dict(state)
+        train(model, optimizer, 6, first=4)
+        assert all(map(torch.equal, model.parameters(), whole.parameters()))
+
+
+@ranks(2)
+def test_back_to_shared_steps_by_a_state():
+    hvd.init()
+    schedule = hvd.Schedule.LocalSGD(every=2, start=2)
+    model, optimizer = wrapped(schedule)
+    states = [copy.deepcopy(each.state_dict()) for each in (model, optimizer, optimizer._schedule)]
+    train(model, optimizer, 3)
+    for each, state in zip((model, optimizer, optimizer._schedule), states, strict=True):
+        each.load_state_dict(state)
+    optimizer.state.clear()
+    train(model, optimizer, 2)
+    assert_identical_on_all_ranks(model)
+    again, of_again = wrapped(schedule)
+    train(again, of_again, 2)
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+@ranks(2)
+def test_schedulers_late_parameters_and_an_older_optimizer():
+    hvd.init()
+    model = make_model()
+    hvd.DistributedOptimizer(sgd(model.parameters()))
+    plain = sgd(model[0].parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, step_size=1)  # which replaces step
+    optimizer = hvd.DistributedOptimizer(plain, schedule=hvd.Schedule.LocalSGD(every=2))
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    for step in range(2):
+        model.zero_grad()
+        loss_of(model, 1 + hvd.rank(), step).backward()
+        with exchanges() as count:
+            optimizer.step()
+        scheduler.step()
+        assert any("bucket" in name for name in count) == (step == 1)
+    assert_identical_on_all_ranks(model[:3])
+    assert not torch.equal(model[2].weight, make_model()[2].weight)
+
+
+@ranks(2)
+def test_closures():
+    hvd.init()
+
+    def make(parameters):
+        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+    model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=2), make)
+    simulation = Simulation(2, make)
+    for step in range(2):
+        optimizer.step(closure_of(model, optimizer, hvd.rank(), step))
+        for rank in range(2):
+            inner = simulation.optimizers[rank]
+            inner.step(closure_of(simulation.models[rank], inner, rank, step))
+    simulation.average()
+    assert_as(model, simulation.models[hvd.rank()], 1e-8)
+
+
+def closure_of(model, optimizer, rank, step):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@ranks(2)
+def test_what_is_refused():
+    hvd.init()
+    local = hvd.Schedule.LocalSGD(every=2)
+    for options, kind, words in (
+        ({"op": hvd.Adasum}, ValueError, "averages weights, which op=hvd.Adasum does not"),
+        ({"op": hvd.Sum}, ValueError, "averages weights, which op=hvd.Sum does not"),
+        ({"gradient_predivide_factor": 2.0}, ValueError, "is about gradients"),
+        ({"sparse_as_dense": True}, ValueError, "sparse_as_dense=True"),
+        (
+            {"compression": hvd.Compression.ErrorFeedback(hvd.Compression.fp16)},
+            ValueError,
+            "is for gradients only",
+        ),
+    ):
+        with pytest.raises(kind, match=words):
+            wrapped(local, **options)
+    with pytest.raises(TypeError, match="is no schedule"):
+        wrapped("LocalSGD")
+    model, optimizer = wrapped(local)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(ValueError, match="wrap it once"):
+        hvd.DistributedOptimizer(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, hvd.rank(), 0)).backward()
+    with pytest.raises(RuntimeError, match=r"with schedule=hvd\.Schedule\.LocalSGD\(every=2\) the"):
+        scaler.step(optimizer)
+
+
+@SEVERAL
+def test_ranks_with_different_schedules(size):
+    hvd.init()
+    for schedule, words in (
+        (None, r"schedule Schedule\.LocalSGD\(every=2\) on rank"),
+        (hvd.Schedule.LocalSGD(every=3), r"schedule is Schedule\.LocalSGD\(every=2\) on rank"),
+    ):
+        differs = hvd.rank() == 1
+        model, optimizer = wrapped(schedule if differs else hvd.Schedule.LocalSGD(every=2))
+        with pytest.raises(hvd.MismatchError, match=words):
+            train(model, optimizer, 1)
