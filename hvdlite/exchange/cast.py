@@ -92,7 +92,7 @@ class Cast(Strategy):
             return
         scaling = replace(bucket.reduction.whole(transport.size), factor=factor)
         rounded = transport.empty(bucket.send.size, self.dtype)
-        _Rounding(self, scaling, bucket).encode(bucket.send, rounded)
+        _Rounding(self, scaling, bucket).encode(bucket.send, rounded.view(np.uint8))
         bucket.reduce(transport, rounded, rounded, Scaling())
         halves.widen(rounded, bucket.result)
         Scaling(1.0 / factor).apply(bucket.result)
@@ -148,22 +148,13 @@ class _Rounding(Codec):
         self._bucket = bucket
         self._clipped = 0
 
-    def nbytes(self, count: int) -> int:
+    def body(self, count: int) -> int:
         """Two each."""
         return 2 * count
 
     def encode(self, values: Any, out: Any) -> None:
-        """Scale and round, piece by piece, which stay in the cache."""
-        rounded = out.view(self._dtype)
-        copy = np.empty(min(values.size, halves.PIECE), values.dtype)
-        for piece in halves.pieces(values.size):
-            scaled = copy[: piece.stop - piece.start]
-            scaled[...] = values[piece]
-            scaled = self._scaling.apply(scaled)
-            if self._clips:
-                self._clip(scaled)
-            with np.errstate(over="ignore"):  # inf is what an overflow has to become
-                halves.narrow(scaled, rounded[piece])
+        """Scale and round; warn if something was clipped."""
+        super().encode(values, out)
         if self._clipped:
             names = ", ".join(repr(parameter.name) for parameter in self._bucket.parameters)
             _log.warning(
@@ -177,9 +168,17 @@ class _Rounding(Codec):
             )
             self._clipped = 0
 
-    def decode(self, message: Any, out: Any) -> None:
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Scale and round."""
+        scaled = self._scaling.apply(values.copy())
+        if self._clips:
+            self._clip(scaled)
+        with np.errstate(over="ignore"):  # inf is what an overflow has to become
+            halves.narrow(scaled, out.view(self._dtype))
+
+    def read(self, body: Any, head: Any, out: Any) -> None:
         """Widen, and undo the scaling."""
-        halves.widen(message.view(self._dtype), out)
+        halves.widen(body.view(self._dtype), out)
         Scaling(1.0 / self._scaling.factor).apply(out)
 
     def _clip(self, values: Any) -> None:
