@@ -20,7 +20,7 @@ def check_block(block: int) -> None:
     Raises:
         ValueError: it is none.
     """
-    if not 1 <= block <= LARGEST_BLOCK:
+    if not isinstance(block, int) or not 1 <= block <= LARGEST_BLOCK:
         raise ValueError(f"block={block!r} is not a number of values from 1 to {LARGEST_BLOCK}")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdlite import halves
 from hvdlite.exchange.bucket import Bucket
-from hvdlite.exchange.codec import Codec, add_by_slices
+from hvdlite.exchange.codec import Codec, add_by_slices, greatest_magnitude
 from hvdlite.exchange.parameter import Parameter, Reduction
 from hvdlite.exchange.strategy import DENSE, Strategy
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
@@ -121,8 +121,7 @@ class Cast(Strategy):
         """What values are multiplied by: alike on all ranks."""
         if self.scale != "auto":
             return 1.0 if self.scale is None else float(self.scale)
-        values = bucket.send
-        greatest = np.array([max(values.max(initial=0), -values.min(initial=0))], np.float64)
+        greatest = np.array([greatest_magnitude(bucket.send)], np.float64)
         transport.allreduce(greatest, greatest, ReduceOp.MAX, Scaling())
         # A sum of all ranks' values must fit, too.
         terms = 1 if bucket.reduction.op is ReduceOp.AVERAGE else transport.size

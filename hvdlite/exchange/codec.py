@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import halves
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.messages import gather_messages
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
 from hvdlite.transport.slices import slice_bounds
+
+# Values that are written at a time. Fewer, and the interpreter is noticed; more, and temporary
+# arrays become so large that the system clears new pages for each, which takes longer than most
+# arithmetic.
+_PIECE = 2**15
 
 
 class Codec(ABC):
@@ -56,7 +60,7 @@ class Codec(ABC):
     def pieces(self, count: int) -> Iterator[slice]:
         """Cut ``count`` values into pieces."""
         unit = math.lcm(self.block, 8)
-        length = max(halves.PIECE // unit, 1) * unit
+        length = max(_PIECE // unit, 1) * unit
         for start in range(0, count, length):
             yield slice(start, min(start + length, count))
 
@@ -148,6 +152,11 @@ def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
         bucket.unsent[mine] += total
     for piece, message in zip(slices, wholes, strict=True):
         codec.decode(message, bucket.result[piece])
+
+
+def greatest_magnitude(values: Any) -> Any:
+    """Return the greatest magnitude of values, of none: 0, without memory for all magnitudes."""
+    return abs(max(values.max(initial=0), -values.min(initial=0)))
 
 
 def _add_up(codec: Codec, messages: Sequence[Any], scaling: Scaling, out: Any) -> None:

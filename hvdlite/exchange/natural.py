@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.exchange.bucket import Bucket
-from hvdlite.exchange.codec import Codec
+from hvdlite.exchange.codec import Codec, greatest_magnitude
 from hvdlite.exchange.packing import unpack
 from hvdlite.exchange.quantised import Quantised, check_seed, generator_of
 
@@ -91,7 +91,7 @@ class _PowerCodec(Codec):
 
     def measure(self, values: Any, head: Any) -> None:
         """Round the greatest magnitude up, unless that would be infinite."""
-        greatest = max(values.max(initial=0), -values.min(initial=0))
+        greatest = greatest_magnitude(values)
         bits = int(np.array(greatest, self._dtype).view(self._layout.word))
         top = (bits + (1 << self._layout.fraction) - 1) >> self._layout.fraction
         if np.isfinite(greatest):
@@ -124,7 +124,7 @@ def _codes(top: int, layout: _Layout) -> Any:
     exponents = np.arange(1 << layout.exponent)
     codes = np.clip(exponents - (top - _POWERS), 0, _POWERS)
     codes[0] = 0
-    return np.concatenate([codes, codes + _SIGN]).astype(np.uint8)
+    return np.concatenate([codes, codes + _SIGN * (codes > 0)]).astype(np.uint8)
 
 
 @lru_cache

@@ -42,8 +42,8 @@ class QSGD(Quantised):
     stateful = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= _MOST_LEVELS:
-            raise ValueError(f"levels={self.levels!r} is not a number from 1 to {_MOST_LEVELS}")
+        if not isinstance(self.levels, int) or not 1 <= self.levels <= _MOST_LEVELS:
+            raise ValueError(f"levels={self.levels!r} is not an integer from 1 to {_MOST_LEVELS}")
         check_block(self.block)
         check_seed(self.seed)
 

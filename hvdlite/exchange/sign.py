@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdlite.exchange.bucket import Bucket
-from hvdlite.exchange.codec import Codec
+from hvdlite.exchange.codec import Codec, greatest_magnitude
 from hvdlite.exchange.packing import pack, packed_size, unpack
 from hvdlite.exchange.quantised import Quantised, bounds_of, check_per
 
@@ -55,10 +55,10 @@ class _SignCodec(Codec):
 
     def measure(self, values: Any, head: Any) -> None:
         """The mean magnitude."""
-        with np.errstate(over="ignore"):
-            mean = self._sum(values, 1) / max(values.size, 1)
-            if mean == np.inf:  # the sum, not the mean, is more than the type holds
-                mean = self._sum(values, values.size)
+        mean = self._mean(values, 1)
+        if not mean < np.inf:  # the sum, not the mean, is more than the type holds
+            greatest = greatest_magnitude(values)
+            mean = greatest * min(self._mean(values, greatest), 1)
         head[...] = np.array([mean], self._dtype).view(np.uint8)
 
     def write(self, values: Any, head: Any, out: Any) -> None:
@@ -70,11 +70,11 @@ class _SignCodec(Codec):
         unpack((1.0, -1.0), body, out)
         out *= np.frombuffer(head.tobytes(), self._dtype)
 
-    def _sum(self, values: Any, divisor: int) -> float:
+    def _mean(self, values: Any, unit: float) -> float:
         total = 0.0
         for piece in self.pieces(values.size):
             magnitudes = np.abs(values[piece])
-            if divisor != 1:
-                magnitudes /= divisor
+            if unit != 1:
+                magnitudes /= unit
             total += float(np.add.reduce(magnitudes))
-        return total
+        return total / max(len(values), 1)

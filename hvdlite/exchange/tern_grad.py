@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdlite.exchange.bucket import Bucket
-from hvdlite.exchange.codec import Codec
+from hvdlite.exchange.codec import Codec, greatest_magnitude
 from hvdlite.exchange.quantised import (
     Quantised,
     bounds_of,
@@ -76,7 +76,7 @@ class _RandomSigns(TernaryCodec):
 
     def measure(self, values: Any, head: Any) -> None:
         """The greatest magnitude that is left after clipping."""
-        greatest = max(values.max(initial=0), -values.min(initial=0))
+        greatest = greatest_magnitude(values)
         if self._clip is not None and greatest > 0:
             squares = 0.0
             for piece in self.pieces(values.size):
