@@ -51,6 +51,6 @@ class _IntegerCodec(BlockCodec):
         return greatest
 
     def read_ratios(self, codes: Any, out: Any) -> None:
-        """Divide, so that 127 stands for the greatest value and not for what is next to it."""
+        """Divide: 127 is exactly 1."""
         np.copyto(out, codes.view(np.int8))
         out /= _LARGEST

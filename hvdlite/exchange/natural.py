@@ -132,7 +132,7 @@ def _powers(top: int, layout: _Layout) -> tuple[float, ...]:
     """What all codes stand for."""
     exponents = [code + top - _POWERS for code in range(_POWERS + 1)]
     powers = [
-        math.inf if each == layout.infinite else math.ldexp(1.0, each - layout.bias) * (each > 0)
+        math.inf if each == layout.infinite else math.ldexp(1.0, each - layout.bias)
         for each in exponents
     ]
     powers[0] = 0.0

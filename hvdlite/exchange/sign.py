@@ -58,7 +58,7 @@ class _SignCodec(Codec):
         mean = self._mean(values, 1)
         if not mean < np.inf:  # the sum, not the mean, is more than the type holds
             greatest = greatest_magnitude(values)
-            mean = greatest * min(self._mean(values, greatest), 1)
+            mean = greatest * self._mean(values, greatest)
         head[...] = np.array([mean], self._dtype).view(np.uint8)
 
     def write(self, values: Any, head: Any, out: Any) -> None:

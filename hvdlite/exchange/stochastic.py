@@ -13,16 +13,17 @@ def codes_at_random(values: Any, levels: int, generator: np.random.Generator) ->
     Random numbers have 24 bits, so that the mean is the value to 2**-24.
 
     Args:
-        values: flat, from -``levels`` to ``levels``; they are overwritten.
-        levels: 127 at most.
+        values: flat; they are overwritten.
+        levels: the greatest integer, 127 at most, and the negative of the least one. What is
+            beyond becomes these.
         generator: of one random number for each value.
 
     Returns:
         The integers plus ``levels``, as uint8.
     """
-    values += generator.random(values.size, np.float32)
-    np.floor(values, out=values)
-    # The largest one, plus a number just below 1, is rounded to the next integer.
-    np.clip(values, -levels, levels, out=values)
-    values += levels
-    return values.astype(np.uint8)
+    below = np.floor(values)
+    values -= below
+    below += generator.random(values.size, np.float32) < values
+    np.clip(below, -levels, levels, out=below)
+    below += levels
+    return below.astype(np.uint8)

@@ -90,7 +90,6 @@ class _RandomSigns(TernaryCodec):
         """Clip and round."""
         greatest = self.magnitude(head)
         ratios = values / np.where(greatest > 0, greatest, 1)
-        np.clip(ratios, -1, 1, out=ratios)
         return codes_at_random(ratios, 1, self._generator)
 
     def magnitude(self, head: Any) -> Any:

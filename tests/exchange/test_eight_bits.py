@@ -65,6 +65,22 @@ def test_rounded_summed_rounded(kind, largest, nearest, size, count, op, dtype):
 
 
 @KINDS
+def test_ranks_add_up_slices_alike_in_size(kind, largest, nearest):
+    ranks, lengths = Ranks(3, kind(16)), []
+    for transport in ranks.simulation.transports:
+        send = transport.alltoall
+
+        def recorded(pieces, result, send=send):
+            lengths.append([piece.size for piece in pieces])
+            send(pieces, result)
+
+        transport.alltoall = recorded
+    ranks.step([{"a": np.ones(100 * 16, np.float32)}] * 3)
+    block = 4 + 16  # bytes
+    assert [34 * block, 33 * block, 33 * block] in lengths
+
+
+@KINDS
 def test_tensors_share_blocks_and_16_bit_floats_are_coded_in_float32(kind, largest, nearest):
     generator = np.random.default_rng(0)
     a, b = (generator.standard_normal(count).astype(np.float16) for count in (5, 20))
