@@ -124,7 +124,7 @@ def _codes(top: int, layout: _Layout) -> Any:
     exponents = np.arange(1 << layout.exponent)
     codes = np.clip(exponents - (top - _POWERS), 0, _POWERS)
     codes[0] = 0
-    return np.concatenate([codes, codes + _SIGN * (codes > 0)]).astype(np.uint8)
+    return np.concatenate([codes, codes + _SIGN]).astype(np.uint8)
 
 
 @lru_cache
@@ -132,7 +132,7 @@ def _powers(top: int, layout: _Layout) -> tuple[float, ...]:
     """What all codes stand for."""
     exponents = [code + top - _POWERS for code in range(_POWERS + 1)]
     powers = [
-        math.inf if each == layout.infinite else math.ldexp(1.0, each - layout.bias)
+        math.inf if each >= layout.infinite else math.ldexp(1.0, each - layout.bias)
         for each in exponents
     ]
     powers[0] = 0.0
