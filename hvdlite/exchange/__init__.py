@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdlite.exchange.blockwise import Blockwise8
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.by_parameter import ByParameter
 from hvdlite.exchange.cast import Cast
@@ -9,16 +10,24 @@ from hvdlite.exchange.compression import Compression, check_groups, check_strate
 from hvdlite.exchange.custom import Compressor, Conversion, Custom
 from hvdlite.exchange.deep_gradient import DeepGradientCompression
 from hvdlite.exchange.error_feedback import ErrorFeedback
+from hvdlite.exchange.float8 import Float8
+from hvdlite.exchange.majority_vote import MajorityVote
+from hvdlite.exchange.natural import Natural
 from hvdlite.exchange.parameter import Parameter, Reduction
+from hvdlite.exchange.qsgd import QSGD
 from hvdlite.exchange.random_k import RandomK
+from hvdlite.exchange.sign import Sign
 from hvdlite.exchange.state import StrategyState
 from hvdlite.exchange.strategy import DENSE, Dense, Strategy, check_op, exchange_bucket
+from hvdlite.exchange.tern_grad import TernGrad
 from hvdlite.exchange.threshold import Threshold
 from hvdlite.exchange.top_k import TopK
+from hvdlite.exchange.two_bit import TwoBit
 from hvdlite.exchange.warm_up import WarmUp
 
 __all__ = [
     "DENSE",
+    "Blockwise8",
     "Bucket",
     "ByParameter",
     "Cast",
@@ -29,13 +38,20 @@ __all__ = [
     "DeepGradientCompression",
     "Dense",
     "ErrorFeedback",
+    "Float8",
+    "MajorityVote",
+    "Natural",
     "Parameter",
     "RandomK",
+    "QSGD",
     "Reduction",
+    "Sign",
     "Strategy",
     "StrategyState",
     "Threshold",
     "TopK",
+    "TernGrad",
+    "TwoBit",
     "WarmUp",
     "check_groups",
     "check_op",

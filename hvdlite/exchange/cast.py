@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdlite import halves
 from hvdlite.exchange.bucket import Bucket
-from hvdlite.exchange.codec import Codec, add_by_slices
+from hvdlite.exchange.codec import Codec, add_by_slices, greatest_magnitude
 from hvdlite.exchange.parameter import Parameter, Reduction
 from hvdlite.exchange.strategy import DENSE, Strategy
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
@@ -98,7 +98,7 @@ class Cast(Strategy):
             return
         scaling = replace(bucket.reduction.whole(transport.size), factor=factor)
         rounded = transport.empty(bucket.send.size, self.dtype)
-        _Rounding(self, scaling, bucket).encode(bucket.send, rounded)
+        _Rounding(self, scaling, bucket).encode(bucket.send, rounded.view(np.uint8))
         bucket.reduce(transport, rounded, rounded, Scaling())
         halves.widen(rounded, bucket.result)
         Scaling(1.0 / factor).apply(bucket.result)
@@ -127,8 +127,7 @@ class Cast(Strategy):
         """What values are multiplied by: alike on all ranks."""
         if self.scale != "auto":
             return 1.0 if self.scale is None else float(self.scale)
-        values = bucket.send
-        greatest = np.array([max(values.max(initial=0), -values.min(initial=0))], np.float64)
+        greatest = np.array([greatest_magnitude(bucket.send)], np.float64)
         transport.allreduce(greatest, greatest, ReduceOp.MAX, Scaling())
         # A sum of all ranks' values must fit, too.
         terms = 1 if bucket.reduction.op is ReduceOp.AVERAGE else transport.size
@@ -154,22 +153,13 @@ class _Rounding(Codec):
         self._bucket = bucket
         self._clipped = 0
 
-    def nbytes(self, count: int) -> int:
+    def body(self, count: int) -> int:
         """Two each."""
         return 2 * count
 
     def encode(self, values: Any, out: Any) -> None:
-        """Scale and round, piece by piece, which stay in the cache."""
-        rounded = out.view(self._dtype)
-        copy = np.empty(min(values.size, halves.PIECE), values.dtype)
-        for piece in halves.pieces(values.size):
-            scaled = copy[: piece.stop - piece.start]
-            scaled[...] = values[piece]
-            scaled = self._scaling.apply(scaled)
-            if self._clips:
-                self._clip(scaled)
-            with np.errstate(over="ignore"):  # inf is what an overflow has to become
-                halves.narrow(scaled, rounded[piece])
+        """Scale and round; warn if something was clipped."""
+        super().encode(values, out)
         if self._clipped:
             names = ", ".join(repr(parameter.name) for parameter in self._bucket.parameters)
             _log.warning(
@@ -183,9 +173,17 @@ class _Rounding(Codec):
             )
             self._clipped = 0
 
-    def decode(self, message: Any, out: Any) -> None:
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Scale and round."""
+        scaled = self._scaling.apply(values.copy())
+        if self._clips:
+            self._clip(scaled)
+        with np.errstate(over="ignore"):  # inf is what an overflow has to become
+            halves.narrow(scaled, out.view(self._dtype))
+
+    def read(self, body: Any, head: Any, out: Any) -> None:
         """Widen, and undo the scaling."""
-        halves.widen(message.view(self._dtype), out)
+        halves.widen(body.view(self._dtype), out)
         Scaling(1.0 / self._scaling.factor).apply(out)
 
     def _clip(self, values: Any) -> None:

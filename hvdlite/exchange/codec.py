@@ -3,36 +3,85 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.messages import gather_messages
-from hvdlite.reduction import ReduceOp
+from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
 from hvdlite.transport.slices import slice_bounds
 
+# Values that are written at a time. Fewer, and the interpreter is noticed; more, and temporary
+# arrays become so large that the system clears new pages for each, which takes longer than most
+# arithmetic.
+_PIECE = 2**15
+
 
 class Codec(ABC):
-    """How floats are written as bytes; how many these are follows from the number of floats."""
+    """How floats are written as bytes; how many these are follows from the number of floats.
+
+    A message has a head, of what concerns all values, and a body, which is written and read in
+    pieces that stay in the cache.
+    """
 
     #: So many values are written together; only the last ones may be fewer.
-    block: ClassVar[int] = 1
+    block: int = 1
+    #: Bytes of the head.
+    head: int = 0
 
     @abstractmethod
-    def nbytes(self, count: int) -> int:
-        """Return how many bytes ``count`` values take."""
+    def body(self, count: int) -> int:
+        """Return how many bytes ``count`` values take, without the head.
+
+        Multiples of both the block and 8 values follow each other without a gap.
+        """
+
+    def measure(self, values: Any, head: Any) -> None:
+        """Write the head of the message of all ``values`` into ``head``, flat, uint8."""
+        head[...] = 0  # of no bytes
 
     @abstractmethod
-    def encode(self, values: Any, out: Any) -> None:
-        """Write finite values, flat, float32 or float64, into ``out``, flat, uint8."""
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Write a piece of finite values, flat, float32 or float64, into ``out``, flat, uint8."""
 
     @abstractmethod
-    def decode(self, message: Any, out: Any) -> None:
+    def read(self, body: Any, head: Any, out: Any) -> None:
         """Do the reverse: the same bits of ``out`` from the same bytes on every rank."""
+
+    def nbytes(self, count: int) -> int:
+        """Return how many bytes the message of ``count`` values has."""
+        return self.head + self.body(count)
+
+    def pieces(self, count: int) -> Iterator[slice]:
+        """Cut ``count`` values into pieces."""
+        unit = math.lcm(self.block, 8)
+        length = max(_PIECE // unit, 1) * unit
+        for start in range(0, count, length):
+            yield slice(start, min(start + length, count))
+
+    def encode(self, values: Any, out: Any) -> None:
+        """Write the message of finite values, flat, float32 or float64, into ``out``."""
+        head = out[: self.head]
+        self.measure(values, head)
+        for piece in self.pieces(values.size):
+            self.write(values[piece], head, self._part(out, piece))
+
+    def decode(self, message: Any, out: Any) -> None:
+        """Do the reverse."""
+        for piece in self.pieces(out.size):
+            self.decode_piece(message, piece, out[piece])
+
+    def decode_piece(self, message: Any, piece: slice, out: Any) -> None:
+        """Do so for one of the `pieces` only."""
+        self.read(self._part(message, piece), message[: self.head], out)
+
+    def _part(self, message: Any, piece: slice) -> Any:
+        return message[self.nbytes(piece.start) : self.nbytes(piece.stop)]
 
 
 def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequence[int]) -> None:
@@ -47,26 +96,18 @@ def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequ
         transport: of the ranks.
         parts: where that begins which the codec is to write by itself, and where the last ends.
     """
-    pieces = list(itertools.pairwise(parts))
-    ends = np.cumsum([0, *(codec.nbytes(stop - start) for start, stop in pieces)]).tolist()
-    places = list(itertools.pairwise(ends))
+    pieces = [slice(*bounds) for bounds in itertools.pairwise(parts)]
+    ends = np.cumsum([0, *(codec.nbytes(piece.stop - piece.start) for piece in pieces)]).tolist()
+    places = [slice(*bounds) for bounds in itertools.pairwise(ends)]
     message = transport.empty(ends[-1], np.dtype(np.uint8))
-    for (start, stop), (begin, end) in zip(pieces, places, strict=True):
-        codec.encode(bucket.send[start:stop], message[begin:end])
+    for piece, place in zip(pieces, places, strict=True):
+        codec.encode(bucket.send[piece], message[place])
     messages = gather_messages(transport, message, [ends[-1]] * transport.size)
-    longest = max((stop - start for start, stop in pieces), default=0)
-    scratch = np.empty(longest, bucket.send.dtype)
     scaling = bucket.reduction.whole(transport.size)
-    for (start, stop), (begin, end) in zip(pieces, places, strict=True):
-        decoded, result = scratch[: stop - start], bucket.result[start:stop]
+    for piece, place in zip(pieces, places, strict=True):
         if bucket.unsent is not None:
-            codec.decode(messages[transport.rank][begin:end], decoded)
-            np.subtract(bucket.send[start:stop], decoded, out=bucket.unsent[start:stop])
-        codec.decode(messages[0][begin:end], result)
-        for other in messages[1:]:
-            codec.decode(other[begin:end], decoded)
-            np.add(result, decoded, out=result)
-        scaling.apply(result)
+            _subtract(codec, message[place], bucket.send[piece], bucket.unsent[piece])
+        _add_up(codec, [each[place] for each in messages], scaling, bucket.result[piece])
 
 
 def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
@@ -90,27 +131,49 @@ def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
         codec.encode(bucket.send[piece], message)
     received = np.empty((size, lengths[rank]), np.uint8)
     transport.alltoall(sent, list(received))
+    if bucket.unsent is not None:
+        # Nothing else is in the result before the end.
+        for piece, message in zip(slices, sent, strict=True):
+            _subtract(codec, message, bucket.send[piece], bucket.result[piece])
+    del sent, message
 
     mine = slices[rank]
     total = np.empty(mine.stop - mine.start, bucket.send.dtype)
-    decoded = np.empty_like(total)
-    codec.decode(received[0], total)
-    for message in received[1:]:
-        codec.decode(message, decoded)
-        np.add(total, decoded, out=total)
-    total = bucket.reduction.whole(size).apply(total)
+    _add_up(codec, list(received), bucket.reduction.whole(size), total)
+    del received
     whole = np.empty(lengths[rank], np.uint8)
     codec.encode(total, whole)
-    codec.decode(whole, decoded)
-    np.subtract(total, decoded, out=decoded)  # what the sum loses
     wholes = gather_messages(transport, whole, lengths)
     if bucket.unsent is not None:
-        for piece, message in zip(slices, sent, strict=True):
-            own = np.empty(piece.stop - piece.start, bucket.send.dtype)
-            codec.decode(message, own)
-            np.subtract(bucket.send[piece], own, out=bucket.unsent[piece])
+        _subtract(codec, whole, total, total)
         if bucket.reduction.op is ReduceOp.AVERAGE:
-            decoded *= size
-        bucket.unsent[mine] += decoded
+            total *= size
+        bucket.unsent[...] = bucket.result
+        bucket.unsent[mine] += total
     for piece, message in zip(slices, wholes, strict=True):
         codec.decode(message, bucket.result[piece])
+
+
+def greatest_magnitude(values: Any) -> Any:
+    """Return the greatest magnitude of values, of none: 0, without memory for all magnitudes."""
+    return abs(max(values.max(initial=0), -values.min(initial=0)))
+
+
+def _add_up(codec: Codec, messages: Sequence[Any], scaling: Scaling, out: Any) -> None:
+    """Write the scaled sum of what messages say into ``out``."""
+    for piece in codec.pieces(out.size):
+        total = out[piece]
+        codec.decode_piece(messages[0], piece, total)
+        decoded = np.empty_like(total)
+        for message in messages[1:]:
+            codec.decode_piece(message, piece, decoded)
+            np.add(total, decoded, out=total)
+        scaling.apply(total)
+
+
+def _subtract(codec: Codec, message: Any, values: Any, out: Any) -> None:
+    """Write what a message says less than ``values`` into ``out``, which may be ``values``."""
+    for piece in codec.pieces(values.size):
+        decoded = np.empty(piece.stop - piece.start, values.dtype)
+        codec.decode_piece(message, piece, decoded)
+        np.subtract(values[piece], decoded, out=out[piece])

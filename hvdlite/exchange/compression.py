@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdlite.exchange.blockwise import Blockwise8
 from hvdlite.exchange.by_parameter import ByParameter
 from hvdlite.exchange.cast import Cast
 from hvdlite.exchange.custom import Conversion, Custom
 from hvdlite.exchange.deep_gradient import DeepGradientCompression
 from hvdlite.exchange.error_feedback import ErrorFeedback
+from hvdlite.exchange.float8 import Float8
+from hvdlite.exchange.majority_vote import MajorityVote
+from hvdlite.exchange.natural import Natural
+from hvdlite.exchange.qsgd import QSGD
 from hvdlite.exchange.random_k import RandomK
+from hvdlite.exchange.sign import Sign
 from hvdlite.exchange.strategy import DENSE, Strategy
+from hvdlite.exchange.tern_grad import TernGrad
 from hvdlite.exchange.threshold import Threshold
 from hvdlite.exchange.top_k import TopK
+from hvdlite.exchange.two_bit import TwoBit
 from hvdlite.exchange.warm_up import WarmUp
 
 
@@ -32,6 +40,14 @@ class Compression:
     Threshold = Threshold
     RandomK = RandomK
     DeepGradientCompression = DeepGradientCompression
+    Float8 = Float8
+    Blockwise8 = Blockwise8
+    Sign = Sign
+    MajorityVote = MajorityVote
+    TwoBit = TwoBit
+    QSGD = QSGD
+    TernGrad = TernGrad
+    Natural = Natural
     ErrorFeedback = ErrorFeedback
     WarmUp = WarmUp
     ByParameter = ByParameter

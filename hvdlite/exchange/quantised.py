@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -32,9 +34,9 @@ class Quantised(Strategy):
     def codec(self, bucket: Bucket, rank: int) -> Codec:
         """Return what writes a bucket's values on a rank."""
 
-    def parts(self, bucket: Bucket) -> list[int]:
+    def parts(self, bucket: Bucket) -> Sequence[int]:
         """Where what is written by itself begins, and where the last of it ends."""
-        return [0, bucket.send.size]
+        return bounds_of(bucket, "bucket")
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Encode, send, decode, add."""
@@ -57,3 +59,38 @@ def generator_of(bucket: Bucket, seed: int, *more: int) -> np.random.Generator:
     names = "\n".join(parameter.name for parameter in bucket.parameters)
     entropy = [seed, bucket.count, zlib.crc32(names.encode()), *more]
     return np.random.Generator(np.random.SFC64(entropy))
+
+
+def bounds_of(bucket: Bucket, per: str) -> Sequence[int]:
+    """Return where each ``"tensor"`` begins, or the whole ``"bucket"``, and the end."""
+    return bucket.bounds if per == "tensor" else [0, bucket.send.size]
+
+
+def check_per(per: str) -> None:
+    """Refuse what `bounds_of` does not know.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if per not in ("tensor", "bucket"):
+        raise ValueError(f"per={per!r} is neither 'tensor' nor 'bucket'")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Refuse a setting that is no finite number above 0.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r} is not a number above 0")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse what random numbers cannot be made from.
+
+    Raises:
+        ValueError: it is no integer, or negative.
+    """
+    if not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed={seed!r} is not an integer of at least 0")

@@ -5,7 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.exchange import Compression, ErrorFeedback, Reduction, StrategyState, WarmUp
+from hvdlite.exchange import (
+    QSGD,
+    Blockwise8,
+    Compression,
+    ErrorFeedback,
+    Float8,
+    Natural,
+    Reduction,
+    Sign,
+    StrategyState,
+    TernGrad,
+    TwoBit,
+    WarmUp,
+)
 from hvdlite.reduction import Average, Sum
 from tests.exchange.ranks import SIZES, Ranks, gradients_of
 
@@ -20,6 +33,17 @@ STRATEGIES = [
     Compression.TopK(count=3, per="tensor"),
     Compression.Threshold(1.0),
     Compression.RandomK(0.1),
+    Float8(16),
+    Blockwise8(16),
+    Sign(),
+    Sign("bucket"),
+    TwoBit(0.3),
+    QSGD(),
+    QSGD(1, 5),
+    QSGD(127),
+    TernGrad(),
+    TernGrad(None, "bucket"),
+    Natural(),
 ]
 SHAPES = {"a": (7, 9), "b": (), "c": (130,), "d": (0, 3), "e": (5, 5, 5)}
 STEPS = 6
