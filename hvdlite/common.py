@@ -37,7 +37,7 @@ from hvdlite.runtime import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.schedule import Schedule
+from hvdlite.schedule import Schedule, singa
 from hvdlite.world import (
     cross_rank,
     cross_size,
@@ -92,6 +92,7 @@ __all__ = [
     "Compression",
     "advise",
     "Schedule",
+    "singa",
     # the recipe
     "Sharding",
     "scale_lr",

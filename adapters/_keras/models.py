@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.exchange import Compression
+from hvdlite.schedule import CompressionArgument
 
 
 def model_loader(load: Callable[..., Any], distribute: Callable[..., Any]) -> Callable[..., Any]:
@@ -16,7 +17,7 @@ def model_loader(load: Callable[..., Any], distribute: Callable[..., Any]) -> Ca
         filepath: str | os.PathLike[str],
         custom_optimizers: Iterable[type[Any]] | None = None,
         custom_objects: Mapping[str, Any] | None = None,
-        compression: Strategy = Compression.none,
+        compression: CompressionArgument = Compression.none,
     ) -> Any:
         """Load a model, and wrap its optimizer, which keeps its state, by `DistributedOptimizer`.
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite import runtime
-from hvdlite.exchange import Conversion, Reduction, Strategy, check_groups, check_strategy
+from hvdlite.exchange import Conversion, Reduction, Strategy, check_groups
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
-from hvdlite.schedule import ExchangeSchedule, check_schedule
+from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 
 #: What messages call the exchange of any optimizer's gradients: ranks whose lists of variables
 #: differ meet under it and learn in what.
@@ -47,7 +47,7 @@ class Options:
 
 
 def check_options(
-    compression: Strategy,
+    compression: CompressionArgument,
     sparse_as_dense: bool,
     gradient_predivide_factor: float,
     op: ReduceOp | int,
@@ -74,14 +74,18 @@ def check_options(
         raise ValueError(
             f"backward_passes_per_step={backward_passes_per_step} is not a whole number above 0"
         )
-    strategy = check_strategy(compression, conversion)
     reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
-    chosen, passes = check_schedule(
-        schedule, strategy, reduction, int(backward_passes_per_step), sparse_as_dense
+    strategy, chosen, passes = check_exchange(
+        compression,
+        schedule,
+        conversion,
+        reduction,
+        int(backward_passes_per_step),
+        sparse_as_dense,
     )
     if chosen is not None and passes > 1:
         raise ValueError(
-            f"backward_passes_per_step={passes}, and with {schedule!r} a step is what Keras "
+            f"backward_passes_per_step={passes}, and with {chosen!r} a step is what Keras "
             "applies; leave one of them out"
         )
     return Options(

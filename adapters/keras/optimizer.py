@@ -12,12 +12,12 @@ from hvdlite._keras.distributed import Distributed, make_distributed
 from hvdlite._keras.options import Options, check_options, check_steps
 from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite._keras.training import distributed_part, keep_local, moments_in
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.exchange import Compression
 from hvdlite.keras.backend import CONVERSION, Backend, as_dense, as_it_is, is_traced
 from hvdlite.keras.training import install
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.schedule import ExchangeSchedule
+from hvdlite.schedule import CompressionArgument, ExchangeSchedule
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -25,7 +25,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Strategy = Compression.none,
+    compression: CompressionArgument = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp | int = Average,

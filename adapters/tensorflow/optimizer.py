@@ -10,10 +10,10 @@ import tensorflow as tf
 from hvdlite._keras.distributed import Distributed, make_distributed
 from hvdlite._keras.options import Options, check_options
 from hvdlite._keras.synchronizer import Synchronizer
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.exchange import Compression
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.schedule import ExchangeSchedule
+from hvdlite.schedule import CompressionArgument, ExchangeSchedule
 from hvdlite.tensorflow.backend import TensorFlowBackend
 from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
 
@@ -24,7 +24,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Strategy = Compression.none,
+    compression: CompressionArgument = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: ReduceOp | int = Average,

@@ -9,10 +9,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.exchange import Compression, Reduction, Strategy, check_groups, check_strategy
+from hvdlite.exchange import Compression, Reduction, Strategy, check_groups
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.schedule import ExchangeSchedule, check_schedule
+from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
 from hvdlite.tensorflow.scheduled import VariableSteps, steps_of, value_of
@@ -87,7 +87,7 @@ class DistributedGradientTape(tf.GradientTape):
         gradtape: tf.GradientTape,
         device_dense: str = "",
         device_sparse: str = "",
-        compression: Strategy = Compression.none,
+        compression: CompressionArgument = Compression.none,
         sparse_as_dense: bool = False,
         op: ReduceOp | int = Average,
         gradient_predivide_factor: float = 1.0,
@@ -104,10 +104,9 @@ class DistributedGradientTape(tf.GradientTape):
             raise ValueError("this tape is a DistributedGradientTape already; wrap it once")
         check_groups(num_groups, groups)
         self._inner = gradtape
-        strategy = check_strategy(compression, CONVERSION)
         reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
+        strategy, self._schedule = _checked(compression, schedule, reduction, sparse_as_dense)
         self._reducer = Reducer(strategy, reduction, sparse_as_dense, process_set)
-        self._schedule = _checked(schedule, strategy, reduction, sparse_as_dense)
         self._exchange = strategy, reduction, process_set, _LABEL
         self._sparse_as_dense = sparse_as_dense
         self._steps: VariableSteps | None = None
@@ -304,7 +303,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Strategy = Compression.none,
+    compression: CompressionArgument = Compression.none,
     sparse_as_dense: bool = False,
     op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -346,13 +345,15 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
 
 
 def _checked(
+    compression: CompressionArgument,
     schedule: ExchangeSchedule | None,
-    strategy: Strategy,
     reduction: Reduction,
     sparse_as_dense: bool,
-) -> ExchangeSchedule | None:
-    """The schedule if it has local steps, and a tape can follow it."""
-    chosen, passes = check_schedule(schedule, strategy, reduction, 1, sparse_as_dense)
+) -> tuple[Strategy, ExchangeSchedule | None]:
+    """The strategy, and the schedule if it has local steps, and a tape can follow it."""
+    strategy, chosen, passes = check_exchange(
+        compression, schedule, CONVERSION, reduction, 1, sparse_as_dense
+    )
     if passes > 1:
         raise ValueError(
             f"{schedule!r} is for optimizers: a tape cannot keep its gradients from being applied; "
@@ -360,10 +361,10 @@ def _checked(
         )
     if chosen is not None and chosen.momentum:
         raise ValueError(
-            f"{schedule!r} averages what an optimizer keeps, which a tape does not know; use "
+            f"{chosen!r} averages what an optimizer keeps, which a tape does not know; use "
             "hvd.DistributedOptimizer, or leave out momentum"
         )
-    return chosen
+    return strategy, chosen
 
 
 def _divided(gradient: Gradient, process_set: ProcessSet) -> Gradient:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.exchange import Compression, Reduction
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.schedule import ExchangeSchedule, check_schedule
+from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.schedule.local import EACH_CHANGE
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
@@ -32,7 +32,7 @@ from hvdlite.torch.wrapping import (
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Strategy = Compression.none,
+    compression: CompressionArgument = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp | int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -69,7 +69,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: any torch optimizer; on all ranks over the same parameters.
         named_parameters: ``model.named_parameters()``; gives messages their names.
         compression: how gradients travel: one of ``hvd.Compression``, or a class of your own with
-            ``compress(tensor)`` and ``decompress(tensor, ctx)``, as in Horovod.
+            ``compress(tensor)`` and ``decompress(tensor, ctx)``, as in Horovod, or the name of one
+            of SINGA's modes, see ``hvd.singa``.
         backward_passes_per_step: backward passes that add up before an exchange. A step
             after fewer of them is fine.
         op: Average, Sum or Adasum. With Adasum (Maleki et al. 2020, arXiv:2006.02924) every
@@ -103,10 +104,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     check_optimizer(optimizer)
     check_groups(optimizer, num_groups, groups)
     names = names_of(optimizer, named_parameters)
-    strategy = check_strategy(compression, CONVERSION)
     reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
     passes = checked_passes(backward_passes_per_step)
-    chosen, passes = check_schedule(schedule, strategy, reduction, passes, sparse_as_dense)
+    strategy, chosen, passes = check_exchange(
+        compression, schedule, CONVERSION, reduction, passes, sparse_as_dense
+    )
     if reduction.op is ReduceOp.ADASUM:
         chosen = EACH_CHANGE
     reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense, process_set)

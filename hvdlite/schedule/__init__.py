@@ -6,16 +6,21 @@ from hvdlite.schedule.base import Accumulate, EveryStep, ExchangeSchedule
 from hvdlite.schedule.local import DiLoCo, LocalSGD, PartialSync
 from hvdlite.schedule.local_steps import LocalSteps, Weights
 from hvdlite.schedule.namespace import Schedule, check_schedule
+from hvdlite.schedule.presets import CompressionArgument, Preset, check_exchange, singa
 
 __all__ = [
     "Accumulate",
+    "CompressionArgument",
     "DiLoCo",
     "EveryStep",
     "ExchangeSchedule",
     "LocalSGD",
     "LocalSteps",
     "PartialSync",
+    "Preset",
     "Schedule",
     "Weights",
+    "check_exchange",
     "check_schedule",
+    "singa",
 ]

@@ -6,10 +6,10 @@ from typing import Any
 
 from hvdlite._keras.options import check_options
 from hvdlite._keras.training import keep_local
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.exchange import Compression
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.schedule import ExchangeSchedule
+from hvdlite.schedule import CompressionArgument, ExchangeSchedule
 from hvdlite.tensorflow.optimizer import distribute
 from hvdlite.tensorflow.tensors import CONVERSION
 
@@ -19,7 +19,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Strategy = Compression.none,
+    compression: CompressionArgument = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp | int = Average,
