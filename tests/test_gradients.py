@@ -465,7 +465,7 @@ class TestAdasum:
             name = "averaging"
             ops = (hvd.Average,)
 
-        with pytest.raises(ValueError, match="compute hvd.Adasum; use one of"):
+        with pytest.raises(ValueError, match=r"compute hvd\.Adasum; use one of"):
             exchange("model", model(), Averaging(), reduction)
 
 

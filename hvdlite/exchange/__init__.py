@@ -9,6 +9,7 @@ from hvdlite.exchange.compression import Compression, check_groups, check_strate
 from hvdlite.exchange.custom import Compressor, Conversion, Custom
 from hvdlite.exchange.error_feedback import ErrorFeedback
 from hvdlite.exchange.parameter import Parameter, Reduction
+from hvdlite.exchange.power_sgd import PowerSGD
 from hvdlite.exchange.state import StrategyState
 from hvdlite.exchange.strategy import DENSE, Dense, Strategy, check_op, exchange_bucket
 from hvdlite.exchange.warm_up import WarmUp
@@ -25,6 +26,7 @@ __all__ = [
     "Dense",
     "ErrorFeedback",
     "Parameter",
+    "PowerSGD",
     "Reduction",
     "Strategy",
     "StrategyState",

@@ -8,6 +8,7 @@ from hvdlite.exchange.by_parameter import ByParameter
 from hvdlite.exchange.cast import Cast
 from hvdlite.exchange.custom import Conversion, Custom
 from hvdlite.exchange.error_feedback import ErrorFeedback
+from hvdlite.exchange.power_sgd import PowerSGD
 from hvdlite.exchange.strategy import DENSE, Strategy
 from hvdlite.exchange.warm_up import WarmUp
 
@@ -24,6 +25,7 @@ class Compression:
     bf16: Strategy = Cast("bf16")
 
     Cast = Cast
+    PowerSGD = PowerSGD
     ErrorFeedback = ErrorFeedback
     WarmUp = WarmUp
     ByParameter = ByParameter

@@ -16,6 +16,8 @@ STRATEGIES = [
     Compression.Cast("fp16", scale="auto"),
     Compression.Cast("bf16", scale=8.0),
     WarmUp(Compression.fp16, 2),
+    Compression.PowerSGD(1),
+    Compression.PowerSGD(2, min_compression=0.5, warm_start=False),
 ]
 SHAPES = {"a": (7, 9), "b": (), "c": (130,), "d": (0, 3), "e": (5, 5, 5)}
 STEPS = 6
