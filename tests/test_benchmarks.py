@@ -12,6 +12,8 @@ pytest.importorskip("matplotlib")
 
 from tests.benchmarks import job, report, statistics
 from tests.benchmarks.measurement import order
+from tests.harness import hosts
+from tests.harness.hosts import why_unavailable
 
 
 @pytest.fixture
@@ -99,6 +101,28 @@ def test_compression(run, tmp_path):
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 5
     assert "without MNIST" in printed
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+def test_slow_link(run):
+    names = ("none", "PowerSGD, rank 4")
+    arguments = ("--strategies", *names, "--rounds", "1", "--rate", "1e9")
+    records, printed = run("slow_link", *arguments, plots=False)
+    assert [record["strategy"] for record in records] == list(names)
+    for record in records:
+        assert record["seconds"]["median"] > 0
+        assert f"| {record['strategy']} |" in printed
+    assert records[0]["speedup"]["median"] == 1.0
+    assert records[0]["bytes_per_step"] > 50 * records[1]["bytes_per_step"]
+    assert "1000 Mbit/s" in printed
+
+
+def test_a_slow_link_that_cannot_be_made(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(hosts, "why_unavailable", lambda: "the reason")
+    monkeypatch.setattr(sys, "argv", ["slow_link", "--output", str(tmp_path)])
+    importlib.import_module("tests.benchmarks.slow_link").main()
+    assert capsys.readouterr().out == "nothing measured: the reason\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_job_that_fails(capfd):

@@ -78,9 +78,7 @@ def table(records: list[dict[str, Any]]) -> str:
     sets = list(records[0]["accuracy"])
     headings = ["strategy", "bytes per step", "of dense", *(_TITLES[name] for name in sets)]
     headings += ["encode 25 MiB", "and decode", "exchange", "memory"]
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)]]
-    lines += [_row(record, sets) for record in records]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return report.markdown(headings, [_row(record, sets) for record in records])
 
 
 def _row(record: dict[str, Any], sets: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,8 @@ def bytes_per_step(comm: MPI.Comm, entry: Entry, traffic: Traffic) -> float:
     Returns:
         The mean over the ranks and some steps, agreement on what is sent included.
     """
-    model = _model(_PIXELS, seed=0)
-    optimizer = _distributed(model, entry)
+    model = make_model(_PIXELS, seed=0)
+    optimizer = distributed(model, entry)
     draw = np.random.default_rng(comm.rank)
     before = 0
     for step in range(_STEPS):
@@ -65,7 +65,7 @@ def bytes_per_step(comm: MPI.Comm, entry: Entry, traffic: Traffic) -> float:
             before = traffic.sent()
         images = torch.from_numpy(draw.random((BATCH // comm.size, _PIXELS), np.float32))
         labels = torch.from_numpy(draw.integers(digits.CLASSES, size=len(images)))
-        _step(model, optimizer, images, labels)
+        train_step(model, optimizer, images, labels)
     sent = comm.allreduce(traffic.sent() - before)
     return float(sent) / comm.size / (_STEPS - _FIRST_COUNTED)
 
@@ -84,12 +84,12 @@ def accuracy(comm: MPI.Comm, entry: Entry | None, data: Data, seed: int, epochs:
         AssertionError: the ranks have different weights in the end.
     """
     share = slice(None) if entry is None else slice(comm.rank, None, comm.size)
-    model = _model(data.images.shape[1], seed)
-    optimizer = _alone(model, LEARNING_RATE) if entry is None else _distributed(model, entry)
+    model = make_model(data.images.shape[1], seed)
+    optimizer = _alone(model, LEARNING_RATE) if entry is None else distributed(model, entry)
     for epoch in range(epochs):
         for batch in data.batches(seed, epoch):
             own = batch[share]
-            _step(model, optimizer, data.images[own], data.labels[own])
+            train_step(model, optimizer, data.images[own], data.labels[own])
     weights = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
     digests = comm.allgather(hashlib.sha256(weights).hexdigest())
     assert len(set(digests)) == 1, f"{entry}: the ranks have different weights: {digests}"
@@ -103,25 +103,28 @@ def _tensors(samples: digits.Samples) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(images), torch.from_numpy(samples.labels)
 
 
-def _model(pixels: int, seed: int) -> Model:
+def make_model(pixels: int, seed: int, widths: Sequence[int] = _WIDTHS) -> Model:
+    """Layers that are fully connected, with ReLUs in between; alike wherever the seed is."""
     torch.manual_seed(seed)
     layers: list[torch.nn.Module] = []
-    for before, after in zip((pixels, *_WIDTHS), _WIDTHS, strict=False):
+    for before, after in zip((pixels, *widths), widths, strict=False):
         layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers, torch.nn.Linear(_WIDTHS[-1], digits.CLASSES))
+    return torch.nn.Sequential(*layers, torch.nn.Linear(widths[-1], digits.CLASSES))
 
 
 def _alone(model: Model, learning_rate: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), learning_rate, momentum=MOMENTUM)
 
 
-def _distributed(model: Model, entry: Entry) -> Any:
+def distributed(model: Model, entry: Entry) -> Any:
+    """An optimizer that exchanges gradients by a strategy."""
     return hvd.DistributedOptimizer(
         _alone(model, entry.learning_rate), model.named_parameters(), entry.strategy
     )
 
 
-def _step(model: Model, optimizer: Any, images: torch.Tensor, labels: torch.Tensor) -> None:
+def train_step(model: Model, optimizer: Any, images: torch.Tensor, labels: torch.Tensor) -> None:
+    """Train on a batch once."""
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(model(images), labels).backward()
     optimizer.step()

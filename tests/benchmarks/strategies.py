@@ -37,3 +37,6 @@ ENTRIES = (
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DENSE = ENTRIES[0]
+
+ON_A_SLOW_LINK = ("none", "fp16", "PowerSGD, rank 4")
+"""Those that are compared there."""
