@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from tests.benchmarks import job, report
-from tests.benchmarks.strategies import BY_NAME, LEARNING_RATE
+from tests.benchmarks.strategies import BY_NAME
 from tests.harness.mpirun import ROOT
 
 _MNIST = ROOT.parent / "shared" / "data" / "mnist"
@@ -82,14 +82,12 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def _row(record: dict[str, Any], sets: list[str]) -> list[str]:
-    rate = record["learning_rate"]
-    name = record["strategy"] if rate == LEARNING_RATE else f"{record['strategy']} (rate {rate:g})"
     accuracies = [f"{fmean(record['accuracy'][each]):.2%}" for each in sets]
     if "one_core" not in record:
-        return [name, "", "", *accuracies, *[""] * 4]
+        return [record["title"], "", "", *accuracies, *[""] * 4]
     core = record["one_core"]
     return [
-        name,
+        record["title"],
         f"{record['bytes_per_step']:,.0f}",
         f"1/{record['compression']:.1f}",
         *accuracies,

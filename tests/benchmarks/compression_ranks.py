@@ -16,7 +16,7 @@ from tests.benchmarks import compression_cost, traffic
 from tests.benchmarks.compression_training import Data, accuracy, bytes_per_step
 from tests.benchmarks.job import say
 from tests.benchmarks.measurement import meet
-from tests.benchmarks.strategies import BY_NAME, DENSE, LEARNING_RATE, Entry
+from tests.benchmarks.strategies import BY_NAME, DENSE, Entry
 
 
 def measure(
@@ -53,8 +53,8 @@ def measure(
     with traffic.counting() as counter:
         hvd.init(comm)
     say(comm, "one process")
-    alone = {"strategy": "one process", "learning_rate": LEARNING_RATE}
-    records: list[dict[str, Any]] = [{**alone, "accuracy": accuracies(None)}]
+    alone = {"strategy": "one process", "title": "one process", "accuracy": accuracies(None)}
+    records: list[dict[str, Any]] = [alone]
     dense = bytes_per_step(comm, DENSE, counter)
     for entry in (BY_NAME[name] for name in names):
         say(comm, entry.name)
@@ -62,8 +62,8 @@ def measure(
         records.append(
             {
                 "strategy": entry.name,
+                "title": entry.title,
                 "settings": entry.strategy.name,
-                "learning_rate": entry.learning_rate,
                 "bytes_per_step": sent,
                 "compression": dense / sent,
                 "accuracy": accuracies(entry),

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import hvdlite.torch as hvd
 from examples import digits
-from tests.benchmarks.strategies import LEARNING_RATE, MOMENTUM, Entry
+from tests.benchmarks.strategies import DENSE, Entry
 from tests.benchmarks.traffic import Traffic
 
 BATCH = 128
@@ -85,7 +85,7 @@ def accuracy(comm: MPI.Comm, entry: Entry | None, data: Data, seed: int, epochs:
     """
     share = slice(None) if entry is None else slice(comm.rank, None, comm.size)
     model = make_model(data.images.shape[1], seed)
-    optimizer = _alone(model, LEARNING_RATE) if entry is None else distributed(model, entry)
+    optimizer = _sgd(model, DENSE) if entry is None else distributed(model, entry)
     for epoch in range(epochs):
         for batch in data.batches(seed, epoch):
             own = batch[share]
@@ -112,15 +112,13 @@ def make_model(pixels: int, seed: int, widths: Sequence[int] = _WIDTHS) -> Model
     return torch.nn.Sequential(*layers, torch.nn.Linear(widths[-1], digits.CLASSES))
 
 
-def _alone(model: Model, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), learning_rate, momentum=MOMENTUM)
+def _sgd(model: Model, entry: Entry) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), entry.learning_rate, momentum=entry.momentum)
 
 
 def distributed(model: Model, entry: Entry) -> Any:
     """An optimizer that exchanges gradients by a strategy."""
-    return hvd.DistributedOptimizer(
-        _alone(model, entry.learning_rate), model.named_parameters(), entry.strategy
-    )
+    return hvd.DistributedOptimizer(_sgd(model, entry), model.named_parameters(), entry.strategy)
 
 
 def train_step(model: Model, optimizer: Any, images: torch.Tensor, labels: torch.Tensor) -> None:

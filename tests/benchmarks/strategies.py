@@ -17,12 +17,24 @@ class Entry:
     Attributes:
         name: for tables.
         strategy: with error feedback where it needs that.
-        learning_rate: the same for all but those that change the size of a step.
+        learning_rate: of SGD; the same for all but those that change the size of a step.
+        momentum: likewise, for all but those that have one of their own.
     """
 
     name: str
     strategy: Strategy
     learning_rate: float = LEARNING_RATE
+    momentum: float = MOMENTUM
+
+    @property
+    def title(self) -> str:
+        """The name, and how it is trained, if not as all others."""
+        own = []
+        if self.learning_rate != LEARNING_RATE:
+            own.append(f"learning rate {self.learning_rate:g}")
+        if self.momentum != MOMENTUM:
+            own.append(f"momentum {self.momentum:g}")
+        return f"{self.name} ({', '.join(own)})" if own else self.name
 
 
 _feedback = Compression.ErrorFeedback
