@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tracemalloc
 
 import ml_dtypes
@@ -317,6 +320,42 @@ def test_factors_are_multiplied_in_one_order(shape, dtype):
     multiply(p, q, found)
     first, second, third = (np.outer(p[:, n], q[:, n]) for n in range(3))
     np.testing.assert_array_equal(found, (first + second) + third)
+
+
+_DIGEST = """
+import hashlib
+import numpy as np
+from hvdlite.exchange.power_sgd import multiply, orthonormal
+
+draw = np.random.default_rng(0)
+p, q = (draw.standard_normal((length, 5)).astype(np.float32) for length in (1003, 517))
+out = np.empty((1003, 517), np.float32)
+basis = orthonormal(p)
+multiply(basis.astype(np.float32), q, out)
+print(hashlib.sha256(basis.tobytes() + out.tobytes()).hexdigest())
+"""
+
+
+def test_results_do_not_depend_on_the_processor():
+    """As numpy and its library are told to take it for an older one."""
+    older = {
+        "OPENBLAS_CORETYPE": "Sandybridge",
+        # By the names of earlier and of later versions.
+        "NPY_DISABLE_CPU_FEATURES": "FMA3 AVX2 AVX512F AVX512CD AVX512_SKX AVX512_ICL AVX512_SPR"
+        " X86_V3 X86_V4",
+    }
+    found = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _DIGEST],
+            env={**os.environ, **settings},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for settings in ({}, older)
+    }
+    assert len(found) == 1
+    assert len(found.pop().strip()) == 64
 
 
 def test_orthonormal_columns():
