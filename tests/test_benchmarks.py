@@ -12,13 +12,15 @@ pytest.importorskip("matplotlib")
 
 from tests.benchmarks import job, report, statistics
 from tests.benchmarks.measurement import order
+from tests.harness import hosts
+from tests.harness.hosts import why_unavailable
 
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
     """Run a benchmark's command; return its results and what it printed."""
 
-    def run(command, *arguments, name=None):
+    def run(command, *arguments, name=None, plots=True):
         pytest.importorskip("torch")
         monkeypatch.setattr(job, "SECONDS", 120.0)
         monkeypatch.setattr(sys, "argv", [command, "--output", str(tmp_path), *arguments])
@@ -26,8 +28,9 @@ def run(monkeypatch, tmp_path, capsys):
         document = json.loads((tmp_path / f"{name or command}.json").read_text())
         assert document["machine"]["cores"] >= 1
         assert document["machine"]["versions"]["mpi4py"]
-        plot = (tmp_path / f"{name or command}.png").read_bytes()
-        assert plot.startswith(b"\x89PNG")
+        if plots:
+            plot = (tmp_path / f"{name or command}.png").read_bytes()
+            assert plot.startswith(b"\x89PNG")
         return document["results"], capsys.readouterr().out
 
     return run
@@ -78,6 +81,48 @@ def test_scaling(run):
         assert record["efficiency"]["median"] == pytest.approx(
             record["speedup"]["median"] / record["processes"]
         )
+
+
+def test_compression(run, tmp_path):
+    pytest.importorskip("sklearn")
+    names = ["fp16", "PowerSGD, rank 4"]
+    arguments = ("--quick", "--strategies", *names, "--mnist", str(tmp_path / "nothing"))
+    records, printed = run("compression", *arguments, plots=False)
+    assert [record["strategy"] for record in records] == ["one process", *names]
+    for record in records:
+        (accuracy,) = record["accuracy"]["digits"]
+        assert 0.2 < accuracy <= 1.0
+    for record, least in zip(records[1:], (1.9, 30), strict=True):
+        assert least < record["compression"] < 1.2 * least
+        assert 0 < record["one_core"]["peak"] < 2
+        seconds = (*record["all_ranks"].values(), *map(record["one_core"].get, ("encode", "alone")))
+        assert all(time["median"] > 0 for time in seconds)
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 5
+    assert "without MNIST" in printed
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+def test_slow_link(run):
+    names = ("none", "PowerSGD, rank 4")
+    arguments = ("--strategies", *names, "--rounds", "1", "--rate", "1e9")
+    records, printed = run("slow_link", *arguments, plots=False)
+    assert [record["strategy"] for record in records] == list(names)
+    for record in records:
+        assert record["seconds"]["median"] > 0
+        assert f"| {record['strategy']} |" in printed
+    assert records[0]["speedup"]["median"] == 1.0
+    assert records[0]["bytes_per_step"] > 50 * records[1]["bytes_per_step"]
+    assert "1000 Mbit/s" in printed
+
+
+def test_a_slow_link_that_cannot_be_made(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(hosts, "why_unavailable", lambda: "the reason")
+    monkeypatch.setattr(sys, "argv", ["slow_link", "--output", str(tmp_path)])
+    importlib.import_module("tests.benchmarks.slow_link").main()
+    assert capsys.readouterr().out == "nothing measured: the reason\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_job_that_fails(capfd):

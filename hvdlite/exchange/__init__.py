@@ -14,6 +14,7 @@ from hvdlite.exchange.float8 import Float8
 from hvdlite.exchange.majority_vote import MajorityVote
 from hvdlite.exchange.natural import Natural
 from hvdlite.exchange.parameter import Parameter, Reduction
+from hvdlite.exchange.power_sgd import PowerSGD
 from hvdlite.exchange.qsgd import QSGD
 from hvdlite.exchange.random_k import RandomK
 from hvdlite.exchange.sign import Sign
@@ -44,6 +45,7 @@ __all__ = [
     "Parameter",
     "RandomK",
     "QSGD",
+    "PowerSGD",
     "Reduction",
     "Sign",
     "Strategy",

@@ -13,6 +13,7 @@ from hvdlite.exchange.error_feedback import ErrorFeedback
 from hvdlite.exchange.float8 import Float8
 from hvdlite.exchange.majority_vote import MajorityVote
 from hvdlite.exchange.natural import Natural
+from hvdlite.exchange.power_sgd import PowerSGD
 from hvdlite.exchange.qsgd import QSGD
 from hvdlite.exchange.random_k import RandomK
 from hvdlite.exchange.sign import Sign
@@ -48,6 +49,7 @@ class Compression:
     QSGD = QSGD
     TernGrad = TernGrad
     Natural = Natural
+    PowerSGD = PowerSGD
     ErrorFeedback = ErrorFeedback
     WarmUp = WarmUp
     ByParameter = ByParameter

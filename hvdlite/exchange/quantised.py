@@ -57,7 +57,12 @@ def generator_of(bucket: Bucket, seed: int, *more: int) -> np.random.Generator:
         *more: what else they are to depend on, such as the rank.
     """
     names = "\n".join(parameter.name for parameter in bucket.parameters)
-    entropy = [seed, bucket.count, zlib.crc32(names.encode()), *more]
+    return generator(names, seed, bucket.count, *more)
+
+
+def generator(name: str, *numbers: int) -> np.random.Generator:
+    """Return random numbers that depend on a name and some numbers, 0 or above, alone."""
+    entropy = [*numbers, zlib.crc32(name.encode())]
     return np.random.Generator(np.random.SFC64(entropy))
 
 

@@ -4,8 +4,10 @@
     python -m tests.benchmarks.training     what the exchange adds to a training step
     python -m tests.benchmarks.scaling      images per second on 1, 2 and 4 processes
     python -m tests.benchmarks.gpu          sums on accelerators
+    python -m tests.benchmarks.compression  what strategies save, cost, and do to the accuracy
+    python -m tests.benchmarks.slow_link    training steps over a link of 100 Mbit/s
 
-Each command starts mpirun by itself, prints a table, and writes a JSON file and a plot to
+Each command starts mpirun by itself, prints a table, and writes a JSON file, and most a plot, to
 ``build/benchmarks``. ``--quick`` takes a tenth of the time.
 
 How it is measured: all contenders live in the same processes and take turns, round by round, in an

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,20 @@ SECONDS = 1800.0
 _PACKAGES = ("numpy", "torch", "tensorflow", "keras", "horovod", "mpi4py", "hvdlite")
 
 
-def run(size: int, function: str, arguments: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+Launch = Callable[[int, list[str]], int]
+
+
+def run(
+    size: int, function: str, arguments: dict[str, Any], launch: Launch | None = None
+) -> tuple[Any, dict[str, str]]:
     """Call a function on every rank of a job.
 
     Args:
         size: ranks.
         function: as ``module:name``; called with ``MPI.COMM_WORLD`` and the arguments.
         arguments: what JSON can carry.
+        launch: runs this Python with some arguments on so many ranks, and returns the exit code;
+            None: on this machine.
 
     Returns:
         What it returned on rank 0, through JSON, and the versions of what it used.
@@ -38,14 +46,16 @@ def run(size: int, function: str, arguments: dict[str, Any]) -> tuple[Any, dict[
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         result = Path(folder, "result.json")
-        command = mpirun.command(
-            size, "-m", "tests.benchmarks.job", function, json.dumps(arguments), result
-        )
-        code = _run(command)
+        ranks = ["-m", "tests.benchmarks.job", function, json.dumps(arguments), str(result)]
+        code = (launch or _launch)(size, ranks)
         if code:
             raise RuntimeError(f"{function} on {size} ranks ended with exit code {code}; see above")
         found = json.loads(result.read_text())
     return found["result"], found["versions"]
+
+
+def _launch(size: int, ranks: list[str]) -> int:
+    return _run(mpirun.command(size, *ranks))
 
 
 def _run(command: list[str]) -> int:

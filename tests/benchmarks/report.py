@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,12 @@ def save(
 def console() -> Console:
     """Where tables go; in a file or a pipe they are as wide as they need."""
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table for documents; all columns but the first are aligned to the right."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def describe(document: Mapping[str, Any]) -> str:

@@ -36,36 +36,54 @@ class Ranks:
     def step(
         self, gradients: Sequence[Mapping[str, Any]], absent: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Exchange one bucket; return the results, which all ranks have to have alike.
+        """Exchange gradients; return the results, which all ranks have to have alike.
+
+        Those that travel in the same way share a bucket.
 
         Args:
-            gradients: of each rank, by name; in the order within the bucket.
+            gradients: of each rank, by name; in the order within their bucket.
             absent: names of those that no rank has, and that are zeros.
         """
 
         def on_rank(rank: int) -> list[Any]:
             own = gradients[rank]
             parameters = [Parameter(name, each.shape, each.dtype) for name, each in own.items()]
-            chosen = {self.strategy.choose(parameter) for parameter in parameters}
-            (strategy,) = chosen  # what travels differently needs buckets of its own
-            bucket = Bucket(parameters, self.reduction, state=self.states[rank])
-            for position, each in enumerate(own.values()):
-                bucket.send_slot(position)[...] = each
-            bucket.count = bucket.state.count
-            bucket.absent = [list(own).index(name) for name in absent]
-            before = bucket.send.copy()
-            with np.errstate(all="ignore"):
-                exchange_bucket(strategy, bucket, self.simulation.transports[rank])
-            assert bucket.send.tobytes() == before.tobytes(), "the gradients were changed"
-            if strategy.stateful:
-                bucket.state.count += 1
-            return [bucket.result_slot(position).copy() for position in range(len(own))]
+            together: dict[Any, list[Parameter]] = {}
+            for parameter in parameters:
+                together.setdefault(self.strategy.choose(parameter), []).append(parameter)
+            found: dict[str, Any] = {}
+            for strategy, members in together.items():
+                found.update(self._exchange(rank, strategy, members, own, absent))
+            return [found[name] for name in own]
 
         results = on_all_ranks(on_rank, range(self.size))
         for other in results[1:]:
             for first, second in zip(results[0], other, strict=True):
                 assert first.tobytes() == second.tobytes(), "ranks have different results"
         return dict(zip(gradients[0], results[0], strict=True))
+
+    def _exchange(
+        self,
+        rank: int,
+        strategy: Any,
+        parameters: Sequence[Parameter],
+        gradients: Mapping[str, Any],
+        absent: Sequence[str],
+    ) -> dict[str, Any]:
+        """Exchange one bucket on one rank."""
+        bucket = Bucket(parameters, self.reduction, state=self.states[rank])
+        names = [parameter.name for parameter in parameters]
+        for position, name in enumerate(names):
+            bucket.send_slot(position)[...] = gradients[name]
+        bucket.count = bucket.state.count
+        bucket.absent = [names.index(name) for name in absent if name in names]
+        before = bucket.send.copy()
+        with np.errstate(all="ignore"):
+            exchange_bucket(strategy, bucket, self.simulation.transports[rank])
+        assert bucket.send.tobytes() == before.tobytes(), "the gradients were changed"
+        if strategy.stateful:
+            bucket.state.count += 1
+        return {name: bucket.result_slot(position).copy() for position, name in enumerate(names)}
 
     def residual(self, name: str, key: str = "residual") -> Any:
         """The sum over the ranks of what they have left to send, in float64."""

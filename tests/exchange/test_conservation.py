@@ -44,6 +44,8 @@ STRATEGIES = [
     TernGrad(),
     TernGrad(None, "bucket"),
     Natural(),
+    Compression.PowerSGD(1),
+    Compression.PowerSGD(2, min_compression=0.5, warm_start=False),
 ]
 SHAPES = {"a": (7, 9), "b": (), "c": (130,), "d": (0, 3), "e": (5, 5, 5)}
 STEPS = 6

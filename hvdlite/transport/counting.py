@@ -1,0 +1,154 @@
+"""A transport that counts what goes through another one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.base import WORD_SIZE, Patience, Transport
+from hvdlite.transport.slices import slice_bounds
+
+
+class CountingTransport(Transport):
+    """Another transport, and how many bytes this rank would send to others over a network.
+
+    Collectives count as the usual algorithms do them that move the fewest bytes, whatever the
+    transport itself does: in shared memory nothing is sent at all. Of n ranks, each sends
+
+    - in an allreduce, 2 (n - 1) / n of the array: its share of each other rank's slice, then the
+      sum of its own slice to everybody,
+    - in a reducescatter, the pieces for the others,
+    - in an alltoall, likewise,
+    - in an allgather, a gather or a meeting, its piece, message or words to each of the n - 1
+      others,
+    - in a broadcast, the array to the next rank, but for the last one before the root.
+
+    What a meeting brings along is counted by the allreduce that it is for.
+
+    Args:
+        inner: the transport, which nothing else uses.
+
+    Attributes:
+        by_collective: bytes sent so far, by the collective's name. It may be cleared.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.rank, self.size = inner.rank, inner.size
+        self.by_collective: Counter[str] = Counter()
+
+    @property
+    def sent(self) -> int:
+        """All bytes sent so far."""
+        return self.by_collective.total()
+
+    @property
+    def members(self) -> Sequence[int]:  # type: ignore[override]
+        """The inner one's."""
+        return self._inner.members
+
+    @property
+    def most_words(self) -> int:  # type: ignore[override]
+        """The inner one's."""
+        return self._inner.most_words
+
+    @property
+    def chunk(self) -> int | None:
+        """The inner one's."""
+        return self._inner.chunk
+
+    @chunk.setter
+    def chunk(self, value: int | None) -> None:
+        self._inner.chunk = value
+
+    @property
+    def lane(self) -> str:
+        """The inner one's."""
+        return self._inner.lane
+
+    @lane.setter
+    def lane(self, value: str) -> None:
+        self._inner.lane = value
+
+    def count(self, collective: str, nbytes: int) -> None:
+        """Take note of what a collective sends from this rank to others."""
+        self.by_collective[collective] += nbytes
+
+    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
+        """Count the words."""
+        self._count_to_all("meet", WORD_SIZE * min(len(words), self.most_words))
+        return self._inner.meet(words, patience, cargo)
+
+    def absent(self) -> list[int] | None:
+        """Ask the inner one."""
+        return self._inner.absent()
+
+    def leave(self) -> None:
+        """Leave the inner one."""
+        self._inner.leave()
+
+    def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
+        """Return what suits the inner one."""
+        return self._inner.empty(size, dtype)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Count the message, for each other rank."""
+        self._count_to_all("gather", len(message))
+        return self._inner.gather(message)
+
+    def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
+        """Count slices."""
+        self._count_allreduce([send])
+        self._inner.allreduce(send, result, op, scaling)
+
+    def allreduce_all(
+        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
+    ) -> None:
+        """Count slices of all arrays together."""
+        self._count_allreduce(sends)
+        self._inner.allreduce_all(sends, results, op, scaling)
+
+    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
+        """Count the pieces for the others."""
+        self._count_pieces("alltoall", pieces)
+        self._inner.alltoall(pieces, result)
+
+    def reducescatter(
+        self, pieces: Sequence[Any], result: Any, op: ReduceOp, scaling: Scaling
+    ) -> None:
+        """Count the pieces for the others."""
+        self._count_pieces("reducescatter", pieces)
+        self._inner.reducescatter(pieces, result, op, scaling)
+
+    def allgather(self, piece: Any, result: Sequence[Any]) -> None:
+        """Count the piece, for each other rank."""
+        self._count_to_all("allgather", piece.nbytes)
+        self._inner.allgather(piece, result)
+
+    def broadcast(self, array: Any, root: int) -> None:
+        """Count the array, except on the last of the ranks that pass it on."""
+        is_last = self.rank == (root - 1) % self.size
+        self.count("broadcast", 0 if is_last else len(array))
+        self._inner.broadcast(array, root)
+
+    def close(self) -> None:
+        """Close the inner one."""
+        self._inner.close()
+
+    def _count_to_all(self, collective: str, nbytes: int) -> None:
+        self.count(collective, (self.size - 1) * nbytes)
+
+    def _count_pieces(self, collective: str, pieces: Sequence[Any]) -> None:
+        others = (piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
+        self.count(collective, sum(others))
+
+    def _count_allreduce(self, arrays: Sequence[Any]) -> None:
+        length = sum(array.size for array in arrays)
+        start, stop = slice_bounds(length, self.size)[self.rank : self.rank + 2]
+        own = stop - start
+        elements = (length - own) + (self.size - 1) * own
+        self.count("allreduce", elements * arrays[0].itemsize)

@@ -1,0 +1,89 @@
+"""Training steps per second of two hosts that are joined by a slow link.
+
+The hosts are network namespaces of this machine (see tests/harness/hosts.py), whose interfaces are
+limited, so it takes Linux, root, and `tc`. The strategies take turns in one job, on a network
+of 3.9 million weights, whose gradients are 15.8 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from tests.benchmarks import job, report
+from tests.benchmarks.strategies import BY_NAME, ON_A_SLOW_LINK
+from tests.harness.hosts import HostsUnavailableError, Network, network_hosts
+from tests.launch import launcher
+
+RANKS = 2
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def main() -> None:
+    """Measure, print, write the JSON; say so where it cannot be done here."""
+    options = _parse_options()
+    facts = report.machine()
+    arguments = {"names": options.strategies, "limit": report.limits(options)}
+    function = "tests.benchmarks.slow_link_ranks:measure"
+    try:
+        with network_hosts(RANKS, options.rate) as network:
+            results, versions = job.run(RANKS, function, arguments, launch=_over(network))
+    except HostsUnavailableError as error:
+        print(f"nothing measured: {error}")
+        return
+    document = report.save(options.output, "slow_link", facts, versions, options, results)
+    print(f"{options.rate / 1e6:g} Mbit/s, {RANKS} hosts of one rank")
+    print()
+    print(table(results))
+    print()
+    print(report.describe(document))
+
+
+def _parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", type=float, default=100e6, help="bits per second (%(default)g)")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        choices=tuple(BY_NAME),
+        default=list(ON_A_SLOW_LINK),
+        metavar="NAME",
+    )
+    report.add_common_options(parser, rounds=10, seconds=120.0)
+    return parser.parse_args()
+
+
+def _over(network: Network) -> job.Launch:
+    """Run ranks on the hosts, one on each."""
+
+    def launch(size: int, ranks: list[str]) -> int:
+        hosts = network.slots(*[1] * size)
+        command = launcher.command("-np", size, "-H", hosts, sys.executable, *ranks)
+        done = network.run(command, launcher.environment(_ONE_THREAD), timeout=job.SECONDS)
+        sys.stderr.write(done.stdout + done.stderr)
+        return done.returncode
+
+    return launch
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """The records as a table in Markdown."""
+    headings = ["strategy", "bytes per step", "step (10 - 90 %)", "steps/s", "of dense"]
+    return report.markdown(headings, map(_row, records))
+
+
+def _row(record: dict[str, Any]) -> list[str]:
+    return [
+        record["strategy"],
+        f"{record['bytes_per_step']:,.0f}",
+        report.spread_text(record["seconds"]),
+        f"{1 / record['seconds']['median']:.2f}",
+        f"{record['speedup']['median']:.1f}x",
+    ]
+
+
+if __name__ == "__main__":
+    main()

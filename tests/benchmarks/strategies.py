@@ -1,0 +1,54 @@
+"""The strategies that the benchmarks compare: a new one is a line here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdlite.exchange import Compression, Strategy
+
+LEARNING_RATE = 0.05
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A strategy as one would use it.
+
+    Attributes:
+        name: for tables.
+        strategy: with error feedback where it needs that.
+        learning_rate: of SGD; the same for all but those that change the size of a step.
+        momentum: likewise, for all but those that have one of their own.
+    """
+
+    name: str
+    strategy: Strategy
+    learning_rate: float = LEARNING_RATE
+    momentum: float = MOMENTUM
+
+    @property
+    def title(self) -> str:
+        """The name, and how it is trained, if not as all others."""
+        own = []
+        if self.learning_rate != LEARNING_RATE:
+            own.append(f"learning rate {self.learning_rate:g}")
+        if self.momentum != MOMENTUM:
+            own.append(f"momentum {self.momentum:g}")
+        return f"{self.name} ({', '.join(own)})" if own else self.name
+
+
+_feedback = Compression.ErrorFeedback
+
+ENTRIES = (
+    Entry("none", Compression.none),
+    Entry("fp16", Compression.fp16),
+    Entry("bf16", Compression.bf16),
+    Entry("PowerSGD, rank 4", _feedback(Compression.PowerSGD(4))),
+    Entry("PowerSGD, rank 1", _feedback(Compression.PowerSGD(1))),
+)
+
+BY_NAME = {entry.name: entry for entry in ENTRIES}
+DENSE = ENTRIES[0]
+
+ON_A_SLOW_LINK = ("none", "fp16", "PowerSGD, rank 4")
+"""Those that are compared there."""
