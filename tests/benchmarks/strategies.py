@@ -43,6 +43,24 @@ ENTRIES = (
     Entry("none", Compression.none),
     Entry("fp16", Compression.fp16),
     Entry("bf16", Compression.bf16),
+    Entry("fp8", _feedback(Compression.Float8())),
+    Entry("blockwise 8-bit", _feedback(Compression.Blockwise8())),
+    Entry("natural", Compression.Natural()),
+    Entry("QSGD, 7 levels", Compression.QSGD()),
+    Entry("QSGD, 127 levels", Compression.QSGD(127)),
+    Entry("TernGrad", Compression.TernGrad()),
+    Entry("2-bit", _feedback(Compression.TwoBit(0.01))),
+    Entry("1-bit", _feedback(Compression.Sign())),
+    Entry("majority vote", Compression.MajorityVote(), learning_rate=0.001),
+    Entry("top-k 1 %", _feedback(Compression.TopK(0.01))),
+    Entry("top-k 1 % of each tensor", _feedback(Compression.TopK(0.01, per="tensor"))),
+    Entry("threshold 0.01", _feedback(Compression.Threshold(0.01))),
+    Entry("random-k 1 %", _feedback(Compression.RandomK(0.01))),
+    Entry(
+        "deep gradient compression 0.1 %",
+        Compression.DeepGradientCompression(0.001, momentum=MOMENTUM, warm_up_steps=200),
+        momentum=0.0,
+    ),
     Entry("PowerSGD, rank 4", _feedback(Compression.PowerSGD(4))),
     Entry("PowerSGD, rank 1", _feedback(Compression.PowerSGD(1))),
 )
@@ -50,5 +68,5 @@ ENTRIES = (
 BY_NAME = {entry.name: entry for entry in ENTRIES}
 DENSE = ENTRIES[0]
 
-ON_A_SLOW_LINK = ("none", "fp16", "PowerSGD, rank 4")
+ON_A_SLOW_LINK = ("none", "fp16", "top-k 1 %", "PowerSGD, rank 4")
 """Those that are compared there."""
