@@ -114,7 +114,7 @@ class PowerSGD(Strategy):
         # A direction in which there was nothing would stay without anything for ever.
         lost = ~start.any(axis=0)
         if lost.any():
-            draw = generator(parameter.name, self.seed, bucket.count)
+            draw = generator(self.seed, bucket.count, parameter.name)
             drawn = draw.standard_normal((int(np.count_nonzero(lost)), shape[0]))
             start[:, lost] = drawn.T / np.sqrt(shape[0])
         return start.astype(dtype)

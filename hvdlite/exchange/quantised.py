@@ -57,12 +57,19 @@ def generator_of(bucket: Bucket, seed: int, *more: int) -> np.random.Generator:
         *more: what else they are to depend on, such as the rank.
     """
     names = "\n".join(parameter.name for parameter in bucket.parameters)
-    return generator(names, seed, bucket.count, *more)
+    return generator(seed, bucket.count, names, *more)
 
 
-def generator(name: str, *numbers: int) -> np.random.Generator:
-    """Return random numbers that depend on a name and some numbers, 0 or above, alone."""
-    entropy = [*numbers, zlib.crc32(name.encode())]
+def generator(seed: int, count: int, name: str, *more: int) -> np.random.Generator:
+    """Return random numbers that depend on nothing else than the arguments.
+
+    Args:
+        seed: of the strategy.
+        count: of the exchanges before.
+        name: what they are for.
+        *more: what else they are to depend on.
+    """
+    entropy = [seed, count, zlib.crc32(name.encode()), *more]
     return np.random.Generator(np.random.SFC64(entropy))
 
 
