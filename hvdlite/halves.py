@@ -63,8 +63,8 @@ def use(convert: Callable[[Any, Any], None] | None) -> None:
 
     Args:
         convert: writes the first array's values into the second, which is of the same size; both
-            flat, contiguous and writeable, one float32, one float16 or bfloat16. It must not start
-            threads: there is one rank for each core. None: numpy's operations again.
+            flat, contiguous and writeable, one float32, one float16 or bfloat16. None: numpy's
+            operations again.
     """
     global _convert
     _convert = convert

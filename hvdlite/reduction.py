@@ -140,6 +140,18 @@ class Scaling:
             values /= dtype.type(self.divisor)
         return values
 
+    def write(self, values: Any, out: Any) -> None:
+        """Write ``values`` scaled, floats of 32 bits or more, into ``out``: the bits of `apply`."""
+        dtype = values.dtype
+        if self.is_identity:
+            np.copyto(out, values)
+        elif self.factor != 1.0:
+            np.multiply(values, dtype.type(self.factor / self.divisor), out=out)
+        elif self.divisor & (self.divisor - 1) == 0:
+            np.multiply(values, dtype.type(1.0 / self.divisor), out=out)
+        else:
+            np.divide(values, dtype.type(self.divisor), out=out)
+
     def _scale_halves(self, values: Any) -> Any:
         flat, result = values.reshape(-1), np.empty(values.size, values.dtype)
         for piece in halves.pieces(flat.size):

@@ -143,3 +143,14 @@ class TestScaling:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Scaling(1.0, 2).apply(np.array([np.iinfo(np.int64).min]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "scaling", [Scaling(), Scaling(0.3), Scaling(1.0, 4), Scaling(1.0, 3), Scaling(2.5, 3)]
+)
+def test_writing_scaled_values_gives_the_same_bits(dtype, scaling):
+    values = np.random.default_rng(0).standard_normal(1001).astype(dtype)
+    out = np.empty_like(values)
+    scaling.write(values, out)
+    assert out.tobytes() == scaling.apply(values.copy()).tobytes()

@@ -87,14 +87,9 @@ def leaf_to_array(leaf: Any) -> Any:
     return to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-# Elements from which on torch would start threads for a conversion.
-_MANY = 2**15 - 1
-
-
 def convert(values: Any, out: Any) -> None:
     """Convert between float32 and 16-bit floats, as `halves.use` has it."""
-    targets, sources = to_tensor(out), to_tensor(values)
-    torch._foreach_copy_(targets.split(_MANY), sources.split(_MANY))
+    to_tensor(out).copy_(to_tensor(values))
 
 
 #: Of tensors that a compression class of the user's own gets and returns.

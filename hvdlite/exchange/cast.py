@@ -146,6 +146,8 @@ class _Rounding(Codec):
         bucket: whose values they are, for messages.
     """
 
+    piece = halves.PIECE  # there are no temporary arrays
+
     def __init__(self, strategy: Cast, scaling: Scaling, bucket: Bucket) -> None:
         self._dtype = strategy.dtype
         self._scaling = scaling
@@ -175,7 +177,11 @@ class _Rounding(Codec):
 
     def write(self, values: Any, head: Any, out: Any) -> None:
         """Scale and round."""
-        scaled = self._scaling.apply(values.copy())
+        scaled = values
+        if self._clips or not self._scaling.is_identity:
+            is_single = values.dtype == np.float32
+            scaled = halves.scratch(values.size) if is_single else np.empty_like(values)
+            self._scaling.write(values, scaled)
         if self._clips:
             self._clip(scaled)
         with np.errstate(over="ignore"):  # inf is what an overflow has to become

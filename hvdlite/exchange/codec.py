@@ -16,11 +16,6 @@ from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
 from hvdlite.transport.slices import slice_bounds
 
-# Values that are written at a time. Fewer, and the interpreter is noticed; more, and temporary
-# arrays become so large that the system clears new pages for each, which takes longer than most
-# arithmetic.
-_PIECE = 2**15
-
 
 class Codec(ABC):
     """How floats are written as bytes; how many these are follows from the number of floats.
@@ -33,6 +28,10 @@ class Codec(ABC):
     block: int = 1
     #: Bytes of the head.
     head: int = 0
+    #: About so many values are written at a time. Fewer, and the interpreter is noticed; more, and
+    #: temporary arrays become so large that the system clears new pages for each, which takes
+    #: longer than most arithmetic.
+    piece: int = 2**15
 
     @abstractmethod
     def body(self, count: int) -> int:
@@ -60,7 +59,7 @@ class Codec(ABC):
     def pieces(self, count: int) -> Iterator[slice]:
         """Cut ``count`` values into pieces."""
         unit = math.lcm(self.block, 8)
-        length = max(_PIECE // unit, 1) * unit
+        length = max(self.piece // unit, 1) * unit
         for start in range(0, count, length):
             yield slice(start, min(start + length, count))
 

@@ -13,9 +13,8 @@ from hvdlite import halves
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.messages import find_not_finite
 from hvdlite.exchange.sparse import (
-    add_entries,
+    Entries,
     check_ratio,
-    gather_entries,
     greatest_of_each,
     no_entries,
     part_of,
@@ -95,7 +94,7 @@ class DeepGradientCompression(Strategy):
             np.add(accumulated[piece], step, out=total[piece])
         bad = find_not_finite(bucket, total)
         indices = self._select(bucket, total) if bad < 0 else no_entries()
-        messages = gather_entries(bucket, transport, total, indices, bad)
+        entries = Entries(bucket, transport, total, indices, bad)
         for piece in _present(bucket):
             # Once more, which takes less than the memory to remember it.
             velocity[piece] = self._velocity(velocity[piece], send[piece], factor)
@@ -103,7 +102,7 @@ class DeepGradientCompression(Strategy):
         accumulated[indices] = 0
         if self.masking:
             velocity[indices] = 0
-        add_entries(bucket, messages)
+        entries.add_up()
 
     def _velocity(self, velocity: Any, gradient: Any, factor: float) -> Any:
         moved = velocity * velocity.dtype.type(self.momentum)

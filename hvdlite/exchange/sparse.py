@@ -15,6 +15,7 @@ from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.messages import agree, find_not_finite, gather_messages
 from hvdlite.exchange.selection import greatest, index_dtype
 from hvdlite.exchange.strategy import Strategy
+from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
 
@@ -22,8 +23,8 @@ class Sparse(Strategy):
     """Every rank sends entries of its own choice to all others, who add them up.
 
     An entry takes its value and an index of four bytes, and goes to each other rank: of n ranks,
-    n - 1 times. Infinities are sent as they are; what is not a number is refused, since it is
-    neither large nor small.
+    n - 1 times; where they are too many for that, see `Entries`. Infinities are sent as they are;
+    what is not a number is refused, since it is neither large nor small.
     """
 
     tells_unsent = True
@@ -39,11 +40,11 @@ class Sparse(Strategy):
         """Select, send, add."""
         bad = find_not_finite(bucket, bucket.send, infinite=False)
         indices = self.select(bucket) if bad < 0 else no_entries()
-        messages = gather_entries(bucket, transport, bucket.send, indices, bad)
+        entries = Entries(bucket, transport, bucket.send, indices, bad)
         if bucket.unsent is not None:
             bucket.unsent[...] = bucket.send
             bucket.unsent[indices] = 0
-        add_entries(bucket, messages)
+        entries.add_up()
 
 
 def check_ratio(name: str, ratio: float) -> None:
@@ -90,10 +91,12 @@ def greatest_of_each(bucket: Bucket, values: Any, counts: Sequence[int]) -> Any:
     return np.concatenate(found)
 
 
-def gather_entries(
-    bucket: Bucket, transport: Transport, values: Any, indices: Any, bad: int
-) -> list[Any]:
-    """Return every rank's entries, by rank, for `add_entries`.
+class Entries:
+    """The entries that all ranks have sent, to be added up.
+
+    They are gathered, unless they take more bytes than the bucket has: then they are reduced among
+    zeros, so that a strategy that sends nearly everything takes no more memory, or traffic, than a
+    dense exchange.
 
     Args:
         bucket: whose entries.
@@ -105,25 +108,40 @@ def gather_entries(
     Raises:
         GradientError: on all ranks, if there is such a parameter on any.
     """
-    packed = indices.astype(index_dtype(values.size), copy=False)
-    # Not where the transport would like it: the length is this rank's own.
-    message = np.concatenate([values[indices].view(np.uint8), packed.view(np.uint8)])
-    return gather_messages(transport, message, agree(bucket, transport, bad, message.size))
 
+    def __init__(
+        self, bucket: Bucket, transport: Transport, values: Any, indices: Any, bad: int
+    ) -> None:
+        self._bucket = bucket
+        self._messages: list[Any] = []
+        self._sum: Any = None
+        dtype = index_dtype(values.size)
+        length = indices.size * (dtype.itemsize + values.itemsize)
+        lengths = agree(bucket, transport, bad, length)
+        self._scaling = bucket.reduction.whole(len(lengths))
+        if sum(lengths) < values.nbytes:
+            packed = indices.astype(dtype, copy=False)
+            # Not where the transport would like it: the length is this rank's own.
+            message = np.concatenate([values[indices].view(np.uint8), packed.view(np.uint8)])
+            self._messages = gather_messages(transport, message, lengths)
+            return
+        self._sum = np.empty_like(values) if bucket.send is bucket.result else bucket.result
+        self._sum[...] = 0
+        self._sum[indices] = values[indices]
+        transport.allreduce(self._sum, self._sum, ReduceOp.SUM, self._scaling)
 
-def add_entries(bucket: Bucket, messages: Sequence[Any]) -> None:
-    """Write the reduction of all ranks' entries into ``bucket.result``, in the order of the ranks.
-
-    Args:
-        bucket: whose exchange this is.
-        messages: from `gather_entries`.
-    """
-    result = bucket.result
-    dtype = index_dtype(result.size)
-    result[...] = 0
-    for message in messages:
-        count = message.size // (result.dtype.itemsize + dtype.itemsize)
-        end = count * result.dtype.itemsize
-        # No index comes twice, which this would add up but once.
-        result[message[end:].view(dtype)] += message[:end].view(result.dtype)
-    bucket.reduction.whole(len(messages)).apply(result)
+    def add_up(self) -> None:
+        """Write the reduction into ``bucket.result``, in the order of the ranks."""
+        result = self._bucket.result
+        if self._sum is not None:
+            if self._sum is not result:
+                result[...] = self._sum
+            return
+        dtype = index_dtype(result.size)
+        result[...] = 0
+        for message in self._messages:
+            count = message.size // (result.dtype.itemsize + dtype.itemsize)
+            end = count * result.dtype.itemsize
+            # No index comes twice, which this would add up but once.
+            result[message[end:].view(dtype)] += message[:end].view(result.dtype)
+        self._scaling.apply(result)

@@ -73,7 +73,9 @@ def on_one_core(entry: Entry, rounds: int) -> dict[str, Any]:
         watch.first = 0.0
         start = time.perf_counter()
         exchange()
-        column[:] = timed(copy), watch.first - start, time.perf_counter() - start
+        stop = time.perf_counter()
+        # A strategy may find nothing to send, and then has looked for it until the end.
+        column[:] = timed(copy), (watch.first or stop) - start, stop - start
     tracemalloc.start()
     try:
         exchange()

@@ -18,7 +18,8 @@ from hvdlite.exchange import (
     TopK,
 )
 from hvdlite.exchange.sparse import part_of
-from hvdlite.transport import Loopback
+from hvdlite.transport import CountingTransport, Loopback
+from tests.exchange.ranks import Ranks, gradients_of
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,22 @@ def test_an_exchange_takes_less_memory_than_two_buckets(strategy):
         assert tracemalloc.get_traced_memory()[1] < 2 * bucket.send.nbytes
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [Threshold(1e-3), TopK(0.9), DeepGradientCompression(0.9)])
+def test_nearly_everything_takes_no_more_than_a_dense_exchange(strategy, size):
+    ranks = Ranks(size, ErrorFeedback(strategy) if strategy.tells_unsent else strategy)
+    counting = [CountingTransport(each) for each in ranks.simulation.transports]
+    ranks.simulation.transports[:] = counting
+    shapes = {"a": (300,), "b": (7, 100)}
+    gradients = gradients_of(size, shapes)
+    results = ranks.step(gradients)
+    dense = 2 * (size - 1) / size * 4 * 1000
+    assert all(each.sent <= dense + 100 for each in counting)
+    key = "residual" if strategy.tells_unsent else "accumulated"
+    for name in shapes:
+        total = sum(each[name].astype(np.float64) for each in gradients)
+        left = ranks.residual(name, key)
+        np.testing.assert_allclose(results[name] * size + left, total, atol=1e-5)
+        assert results[name].any()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -100,7 +102,7 @@ def test_a_refusal_leaves_residuals_as_they_were():
 
 
 def test_of_each_tensor_what_no_rank_has_is_not_sent():
-    ranks = Ranks(2, TopK(1.0, per="tensor"))
+    ranks = Ranks(2, TopK(0.1, per="tensor"))
     gradients = gradients_of(2, SHAPES)
     for own in gradients:
         own["c"][...] = 0
@@ -112,7 +114,7 @@ def test_of_each_tensor_what_no_rank_has_is_not_sent():
             gather(piece, result),
         )
     ranks.step(gradients, absent=["c"])
-    others = sum(each.size for name, each in gradients[0].items() if name != "c")
+    others = sum(math.ceil(each.size / 10) for name, each in gradients[0].items() if name != "c")
     assert lengths == [8 * others] * 2
 
 
