@@ -367,3 +367,15 @@ def test_ranks_with_different_schedules(size):
         model, optimizer = wrapped(schedule if differs else hvd.Schedule.LocalSGD(every=2))
         with pytest.raises(hvd.MismatchError, match=words):
             train(model, optimizer, 1)
+
+
+@ranks(2)
+def test_the_default_has_a_name():
+    hvd.init()
+    weights = []
+    for schedule in (None, hvd.Schedule.EveryStep()):
+        model, optimizer = wrapped(schedule)
+        train(model, optimizer, 2)
+        assert not hasattr(optimizer, "average_weights")
+        weights.append(model[0].weight.detach())
+    assert torch.equal(*weights)
