@@ -76,8 +76,10 @@ SECTIONS: list[tuple[str, str, str]] = [
         broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object
         DistributedOptimizer DistributedOptimizer.synchronize DistributedOptimizer.skip_synchronize
         DistributedOptimizer.set_backward_passes_per_step DistributedOptimizer.zero_grad
-        DistributedOptimizer._parameter_names SyncBatchNorm convert_sync_batchnorm
-        SyncBatchNorm.convert_sync_batchnorm Compression ShardSampler pin_device checkpoint""",
+        DistributedOptimizer.average_weights DistributedOptimizer._parameter_names SyncBatchNorm
+        convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm Compression Schedule
+        Schedule.EveryStep Schedule.Accumulate Schedule.PartialSync Schedule.LocalSGD
+        Schedule.DiLoCo ShardSampler pin_device checkpoint""",
     ),
     (
         "hvdlite.torch.elastic",
@@ -94,7 +96,8 @@ SECTIONS: list[tuple[str, str, str]] = [
         reducescatter grouped_reducescatter join barrier rank_op size_op local_rank_op local_size_op
         process_set_included_op broadcast_variables broadcast_object broadcast_object_fn
         allgather_object SyncBatchNormalization DistributedGradientTape
-        DistributedGradientTape.gradient DistributedGradientTape.register_local_source
+        DistributedGradientTape.gradient DistributedGradientTape.end_step
+        DistributedGradientTape.average_weights DistributedGradientTape.register_local_source
         PartialDistributedGradientTape DistributedOptimizer broadcast_global_variables
         BroadcastGlobalVariablesHook pin_device shard checkpoint""",
     ),
@@ -162,7 +165,7 @@ def signature(module: str, name: str) -> str:
     """How a call is made, without annotations; the value of what is no call."""
     found: Any = importlib.import_module(module)
     if name.startswith("DistributedOptimizer.") and module == "hvdlite.torch":
-        found = importlib.import_module("hvdlite.torch.optimizer")._Distributed
+        found = importlib.import_module("hvdlite.torch.optimizer")._Scheduled
         name = name.partition(".")[2]
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -186,17 +186,13 @@ def _read(variables: Sequence[tf.Variable]) -> _Values:
 
 
 def _alike(gradients: Sequence[Gradient], sparse_as_dense: bool) -> list[Gradient]:
-    """Gradients of this rank, of the kinds that they would be of if they were of all ranks."""
-    result: list[Gradient] = []
-    for gradient in gradients:
-        if not isinstance(gradient, tf.IndexedSlices):
-            result.append(gradient)
-        elif sparse_as_dense:
-            result.append(tf.convert_to_tensor(gradient))
-        else:
-            indices = tf.cast(gradient.indices, tf.int64)
-            result.append(tf.IndexedSlices(gradient.values, indices, gradient.dense_shape))
-    return result
+    """Gradients of this rank, dense where they would be so if they were of all ranks."""
+    return [
+        tf.convert_to_tensor(gradient)
+        if sparse_as_dense and isinstance(gradient, tf.IndexedSlices)
+        else gradient
+        for gradient in gradients
+    ]
 
 
 def _nothing() -> tf.Tensor:

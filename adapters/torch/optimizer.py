@@ -276,7 +276,7 @@ def _before_scheduled_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[s
         )
     optimizer._schedule.attach(optimizer._trainable())
     optimizer._schedule.begin()
-    return None if optimizer._schedule.is_local else _before_step(optimizer, args, kwargs)
+    return _before_step(optimizer, args, kwargs)
 
 
 def _after_scheduled_step(optimizer: Any, args: Any, kwargs: Any) -> None:

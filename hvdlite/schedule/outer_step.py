@@ -46,7 +46,7 @@ class OuterSteps:
 
         Args:
             name: of the weight.
-            gradient: the ranks' outer gradient.
+            gradient: the ranks' outer gradient; its memory is used for the result.
         """
         anchor = self._spare[name] = self.anchors.pop(name)
         dtype = _wide(anchor.dtype)
@@ -57,11 +57,10 @@ class OuterSteps:
             buffer = self.buffers[name]
             buffer *= self._momentum
             buffer += step
-            step = step + self._momentum * buffer
-        step = np.asarray(step * self._learning_rate)
-        return np.subtract(anchor, step, out=step, casting="unsafe").astype(
-            anchor.dtype, copy=False
-        )
+            step += np.multiply(buffer, self._momentum)
+        step *= self._learning_rate
+        np.subtract(anchor, step, out=step)
+        return step.astype(anchor.dtype, copy=False)
 
     def restart(self) -> None:
         """Forget what weights were; the next steps begin with what they are then."""

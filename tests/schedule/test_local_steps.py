@@ -84,6 +84,8 @@ def test_of_other_types_and_alike_to_the_bit_after_an_exchange(size, dtype, sche
         expected = models.local_sgd(size, count, 2)
     else:
         expected = models.diloco(size, count, 2, 0.7, 0.9)
+        kept = {entry["momentum"].dtype.name for entry in steps.state_dict()["outer"].values()}
+        assert kept == {"float32"}
     tolerance = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}[dtype]
     assert_close(replica, expected[hvd.rank()], tolerance)
 
@@ -221,6 +223,10 @@ def test_parameters_that_come_later_are_exchanged_too(size):
         for name in ("a", "b", "c"):
             assert len(set(hvd.allgather_object(replica.weights[name].tobytes()))) == 1
         assert (replica.weights["c"] != models.start()["c"]).all()
+        late = "e" if hvd.rank() == 1 else "d"
+        steps.add([Parameter(late, SHAPES[late], np.dtype(np.float64))])
+        with pytest.raises(hvd.MismatchError, match="parameter 3 is 'd'"):
+            steps.begin(ArrayWeights(replica, ("a", "b", "c", late)))
 
 
 @ranks(2, 3)
@@ -310,3 +316,17 @@ def replica_velocity(rank):
     start = models.start()["a"]
     first = models.gradient("a", start, rank, 0)
     return models.MOMENTUM * first + models.gradient("a", start, rank, 1)
+
+
+@ranks(2)
+def test_an_average_in_between_is_exact_whatever_else_travels_compressed():
+    strategy = ErrorFeedback(Compression.fp16)
+    steps, replica = make(Schedule.DiLoCo(3), strategy=strategy), Replica()
+    train(steps, replica, 1)
+    steps.average(ArrayWeights(replica))
+    expected = [Replica(), Replica()]
+    for rank, each in enumerate(expected):
+        each.step(rank, 0)
+    models.average(expected)
+    assert_close(replica, expected[hvd.rank()])
+    assert steps.state_dict()["compression"] == {}

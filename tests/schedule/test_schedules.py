@@ -70,6 +70,11 @@ def test_parts_are_about_equal_and_have_everything_once(sizes, parts):
     assert max(totals, default=0) - min(totals, default=0) <= max(sizes, default=0)
 
 
+def test_the_largest_are_dealt_first():
+    assert deal((1, 1, 9, 1), 2) == ((2,), (0, 1, 3))
+    assert deal((3, 5, 4, 2), 2) == ((1, 3), (0, 2))  # 5, then 4 and 3, then 2
+
+
 def test_a_number_of_bytes_gives_the_number_of_parts():
     parameters = [Parameter(str(n), (25,), np.dtype(np.float32)) for n in range(8)]
     turns = [Schedule.PartialSync(bytes=250).due(step, parameters) for step in (1, 2, 3, 4, 5)]

@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite.torch.scheduled import TensorWeights
 from tests.keras.counting import exchanges
 from tests.torch.checks import assert_close, assert_identical_on_all_ranks
 
@@ -257,6 +258,9 @@ def test_a_schedules_state_is_saved_and_loaded(size):
         model, optimizer = wrapped(schedule)
         for part, state in zip((model, optimizer, optimizer._schedule), saved, strict=True):
             part.load_state_dict(state)
+        with exchanges() as count:
+            loss_of(model, hvd.rank(), 4).backward()
+        assert not count
         train(model, optimizer, 6, first=4)
         assert all(map(torch.equal, model.parameters(), whole.parameters()))
 
@@ -367,3 +371,40 @@ def test_ranks_with_different_schedules(size):
         model, optimizer = wrapped(schedule if differs else hvd.Schedule.LocalSGD(every=2))
         with pytest.raises(hvd.MismatchError, match=words):
             train(model, optimizer, 1)
+
+
+@ranks(2)
+def test_the_default_has_a_name():
+    hvd.init()
+    weights = []
+    for schedule in (None, hvd.Schedule.EveryStep()):
+        model, optimizer = wrapped(schedule)
+        train(model, optimizer, 2)
+        assert not hasattr(optimizer, "average_weights")
+        weights.append(model[0].weight.detach())
+    assert torch.equal(*weights)
+
+
+@ranks(2)
+def test_a_step_that_was_given_up_is_forgotten():
+    hvd.init()
+    model, optimizer = wrapped(hvd.Schedule.DiLoCo(every=2, outer_lr=0.5, outer_momentum=0.0))
+    state = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 1)
+    model.load_state_dict({name: 2 * weight for name, weight in state.items()})
+    optimizer._restart()
+    train(model, optimizer, 2, first=1)
+    # By half of a step of SGD, from what was loaded and not from what was there before.
+    moved = (2 * state["0.weight"] - model[0].weight.detach()).abs().max()
+    assert_identical_on_all_ranks(model)
+    assert 0 < moved < 0.1 < state["0.weight"].abs().max() / 2
+
+
+def test_moments_have_the_shape_of_their_parameter():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = adam([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert {"step"} < {*optimizer.state[parameter]}
+    weights = TensorWeights([parameter], lambda number: optimizer.state[parameter])
+    assert [moment.name for moment in weights.moments(0)] == ["exp_avg", "exp_avg_sq"]
