@@ -41,6 +41,8 @@ later calls work | `MismatchError`, a `HorovodInternalError` | also a \
 `tf.errors.FailedPreconditionError` |
 | a bad argument: a name that is on its way, no member, an unknown set, a bad root, bad splits | \
 the caller, at once | `ValueError` | also a `tf.errors.InvalidArgumentError` |
+| a gradient that its compression cannot send (not a number) | every member; later calls work | \
+`GradientError`, a `HorovodInternalError` | also a `tf.errors.InvalidArgumentError` |
 | a rank has died, or communication failed | every survivor | `HorovodInternalError` | \
 `HorovodInternalError` |
 | nothing heard of a tensor for `HVDLITE_STALL_CHECK_TIME_SECONDS` (60) | who waits: a warning \
@@ -77,9 +79,20 @@ SECTIONS: list[tuple[str, str, str]] = [
         DistributedOptimizer DistributedOptimizer.synchronize DistributedOptimizer.skip_synchronize
         DistributedOptimizer.set_backward_passes_per_step DistributedOptimizer.zero_grad
         DistributedOptimizer.average_weights DistributedOptimizer._parameter_names SyncBatchNorm
-        convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm Compression Schedule
-        Schedule.EveryStep Schedule.Accumulate Schedule.PartialSync Schedule.LocalSGD
-        Schedule.DiLoCo ShardSampler pin_device checkpoint""",
+        DistributedOptimizer.consolidate_compression_state
+        convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm
+        ShardSampler pin_device checkpoint""",
+    ),
+    (
+        "hvdlite",
+        "How and when gradients travel (in every adapter)",
+        """Compression Compression.Cast Compression.Float8 Compression.Blockwise8
+        Compression.Natural Compression.TopK Compression.Threshold Compression.RandomK
+        Compression.DeepGradientCompression Compression.Sign Compression.MajorityVote
+        Compression.TwoBit Compression.QSGD Compression.TernGrad Compression.PowerSGD
+        Compression.ErrorFeedback Compression.WarmUp Compression.ByParameter
+        Schedule Schedule.EveryStep Schedule.Accumulate Schedule.PartialSync Schedule.LocalSGD
+        Schedule.DiLoCo singa advise""",
     ),
     (
         "hvdlite.torch.elastic",
@@ -98,7 +111,9 @@ SECTIONS: list[tuple[str, str, str]] = [
         allgather_object SyncBatchNormalization DistributedGradientTape
         DistributedGradientTape.gradient DistributedGradientTape.end_step
         DistributedGradientTape.average_weights DistributedGradientTape.register_local_source
-        PartialDistributedGradientTape DistributedOptimizer broadcast_global_variables
+        PartialDistributedGradientTape
+        compression_state_dict load_compression_state_dict consolidate_compression_state
+        DistributedOptimizer broadcast_global_variables
         BroadcastGlobalVariablesHook pin_device shard checkpoint""",
     ),
     (
@@ -215,9 +230,10 @@ def _fit(function: Function, module: str, name: str) -> float:
     """How well a function serves as the test of a call; 0: not at all."""
     owner, _, member = name.partition(".")
     wanted = _resolve(f"{module}.{owner}")
-    if not any(_uses(function, *imported, owner, wanted) for imported in function.imports):
-        return 0.0
-    if member and not re.search(rf"\.{member}\b", function.text):
+    by_owner = any(_uses(function, *imported, owner, wanted) for imported in function.imports)
+    if member:
+        by_owner = by_owner and re.search(rf"\.{member}\b", function.text) is not None
+    if not by_owner and not (member and _uses_member(function, _resolve(f"{module}.{name}"))):
         return 0.0
     words = set((member or owner).lower().strip("_").split("_"))
     named = len(words & set(re.split(r"\W|_", function.label.lower()))) / len(words)
@@ -235,6 +251,14 @@ def _uses(function: Function, alias: str, path: str, owner: str, wanted: Any) ->
     return any(
         _resolve(where) is wanted and re.search(rf"\b{re.escape(way)}\b", function.text)
         for where, way in ways.items()
+    )
+
+
+def _uses_member(function: Function, wanted: Any) -> bool:
+    """Whether a function uses a class by the name under which its file has imported that alone."""
+    return isinstance(wanted, type) and any(
+        _resolve(path) is wanted and re.search(rf"\b{alias}\(", function.text)
+        for alias, path in function.imports
     )
 
 

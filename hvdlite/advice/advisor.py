@@ -23,6 +23,8 @@ CANDIDATES: tuple[Strategy, ...] = (
     DENSE,
     Compression.bf16,
     Compression.fp16,
+    ErrorFeedback(Compression.Blockwise8()),
+    ErrorFeedback(Compression.PowerSGD(4)),
     ErrorFeedback(Compression.TopK(0.01)),
 )
 
