@@ -103,7 +103,7 @@ def test_compression_rounds_what_travels(size, mode):
         assert result.dtype == tf.float32
         assert close(result, expected, 2 * unit)
         assert not close(result, expected, unit / 64)
-    with pytest.raises(TypeError, match="not a strategy"):
+    with pytest.raises(TypeError, match="is no compression"):
         hvd.allreduce(tensor, compression="fp16")
 
 
