@@ -68,7 +68,8 @@ def singa(dist_option: str = "fp32", spars: float = 0.05, corr: bool = True) -> 
     }
     if dist_option not in presets:
         raise ValueError(
-            f"dist_option={dist_option!r} is none of SINGA's names: {', '.join(presets)}"
+            f"{dist_option!r} is none of SINGA's names: {', '.join(presets)}; for others use "
+            "hvd.Compression"
         )
     return presets[dist_option]()
 

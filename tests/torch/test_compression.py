@@ -286,6 +286,8 @@ class TestOnesOwn:
     def test_what_is_no_compression(self):
         new_world()
         with pytest.raises(TypeError, match="is no compression"):
+            make(16)
+        with pytest.raises(ValueError, match="'fp17' is none of SINGA's names"):
             make("fp17")
         with pytest.raises(ValueError, match="remembers something from step to step"):
             hvd.allreduce(torch.ones(1), compression=ErrorFeedback(Compression.fp16))
