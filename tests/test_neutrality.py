@@ -10,41 +10,13 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import engine
-from hvdlite.exchange import Compression, ErrorFeedback, WarmUp
 from hvdlite.transport import CountingTransport
+from tests.exchange.strategies import STRATEGIES
 from tests.harness import ranks
 
 pytest.importorskip("torch")
 pytest.importorskip("tensorflow")
 
-#: Every strategy, most of them as they are meant to be used.
-STRATEGIES = [
-    Compression.none,
-    Compression.fp16,
-    Compression.bf16,
-    Compression.Cast("fp16", scale="auto"),
-    Compression.MajorityVote(),
-    Compression.QSGD(),
-    Compression.TernGrad(),
-    Compression.Natural(),
-    Compression.DeepGradientCompression(0.1, clip_norm=1.0),
-    WarmUp(ErrorFeedback(Compression.TopK(0.2)), 1),
-    *(
-        ErrorFeedback(inner)
-        for inner in (
-            Compression.fp16,
-            Compression.Float8(),
-            Compression.Blockwise8(),
-            Compression.Sign(),
-            Compression.TwoBit(0.5),
-            Compression.TopK(0.1),
-            Compression.TopK(0.1, per="tensor"),
-            Compression.Threshold(1.0),
-            Compression.RandomK(0.1),
-            Compression.PowerSGD(2),
-        )
-    ),
-]
 SHAPES = {"kernel": (40, 30), "bias": (30,), "scale": ()}
 STEPS = 3
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite import halves
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.messages import agree, find_not_finite, gather_messages
 from hvdlite.exchange.selection import greatest, index_dtype
@@ -43,7 +44,8 @@ class Sparse(Strategy):
         entries = Entries(bucket, transport, bucket.send, indices, bad)
         if bucket.unsent is not None:
             bucket.unsent[...] = bucket.send
-            bucket.unsent[indices] = 0
+            for piece in halves.pieces(indices.size):
+                bucket.unsent[indices[piece]] = 0
         entries.add_up()
 
 
@@ -94,7 +96,8 @@ def greatest_of_each(bucket: Bucket, values: Any, counts: Sequence[int]) -> Any:
 class Entries:
     """The entries that all ranks have sent, to be added up.
 
-    They are gathered, unless they take more bytes than the bucket has: then they are reduced among
+    Pieces are worked on, because numpy makes indices of eight bytes of all that it is given. They
+    are gathered, unless they take more bytes than the bucket has: then they are reduced among
     zeros, so that a strategy that sends nearly everything takes no more memory, or traffic, than a
     dense exchange.
 
@@ -120,14 +123,19 @@ class Entries:
         lengths = agree(bucket, transport, bad, length)
         self._scaling = bucket.reduction.whole(len(lengths))
         if sum(lengths) < values.nbytes:
-            packed = indices.astype(dtype, copy=False)
             # Not where the transport would like it: the length is this rank's own.
-            message = np.concatenate([values[indices].view(np.uint8), packed.view(np.uint8)])
+            message = np.empty(length, np.uint8)
+            end = indices.size * values.itemsize
+            own = message[:end].view(values.dtype)
+            for piece in halves.pieces(indices.size):
+                own[piece] = values[indices[piece]]
+            message[end:].view(dtype)[:] = indices
             self._messages = gather_messages(transport, message, lengths)
             return
         self._sum = np.empty_like(values) if bucket.send is bucket.result else bucket.result
         self._sum[...] = 0
-        self._sum[indices] = values[indices]
+        for piece in halves.pieces(indices.size):
+            self._sum[indices[piece]] = values[indices[piece]]
         transport.allreduce(self._sum, self._sum, ReduceOp.SUM, self._scaling)
 
     def add_up(self) -> None:
@@ -142,6 +150,8 @@ class Entries:
         for message in self._messages:
             count = message.size // (result.dtype.itemsize + dtype.itemsize)
             end = count * result.dtype.itemsize
-            # No index comes twice, which this would add up but once.
-            result[message[end:].view(dtype)] += message[:end].view(result.dtype)
+            values, indices = message[:end].view(result.dtype), message[end:].view(dtype)
+            for piece in halves.pieces(count):
+                # No index comes twice, which this would add up but once.
+                result[indices[piece]] += values[piece]
         self._scaling.apply(result)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -252,23 +250,6 @@ def test_the_bytes_do_not_depend_on_the_values(strategy):
 )
 def test_bytes_of_65536_values(strategy, nbytes):
     assert len(coded(strategy, normal(2**16))) == nbytes
-
-
-@every_strategy
-@pytest.mark.parametrize("feeds_back", [True, False])
-def test_memory(strategy, feeds_back):
-    """Not more than twice the bucket, even on a single rank, which adds up all of it."""
-    if feeds_back and not strategy.tells_unsent:
-        return
-    bucket = bucket_of(normal(2**19), unsent=feeds_back)
-    strategy.exchange(bucket, Loopback())
-    tracemalloc.start()
-    try:
-        strategy.exchange(bucket, Loopback())
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak <= 2 * bucket.send.nbytes
 
 
 @every_strategy
