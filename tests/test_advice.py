@@ -39,7 +39,8 @@ def test_the_fastest_is_advised():
     assert len(set(hvd.allgather_object(str(advice)))) == 1
     expected = 4 * (300 * 400 + 1000 + 50 * 50) / 2e7
     assert advice.measurements[0].seconds == pytest.approx(expected, rel=0.5)
-    assert "2 ranks, 0.5 MB of gradients in a step" in str(advice)
+    assert "2 ranks, 0.5 MB of gradients in a step; a rank sends " in str(advice)
+    assert advice.bandwidth == pytest.approx(2e7, rel=0.5)
     assert "use compression=Link(20000000.0, sends=0.1)" in str(advice)
 
 
@@ -86,6 +87,7 @@ def test_one_rank():
 def test_the_sentence_for_none():
     measured = (Measurement(DENSE, 0.01), Measurement(Link(1.0), 0.02))
     text = str(Advice(2, 4_000_000, 1.0, measured, DENSE))
+    assert "a rank sends 400 MB/s" in text
     assert "10.00 ms" in text
     assert "0.50 x as fast" in text
 

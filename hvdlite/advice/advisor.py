@@ -67,6 +67,12 @@ class Advice:
     measurements: tuple[Measurement, ...]
     compression: Strategy
 
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second that a rank sends in a dense exchange: 2 (n - 1) / n of all gradients."""
+        sent = 2 * (self.size - 1) / self.size * self.nbytes
+        return sent / self.measurements[0].seconds if self.measurements else float("inf")
+
     def __str__(self) -> str:
         """A table and a sentence."""
         if not self.measurements:
@@ -75,6 +81,7 @@ class Advice:
         lines = [f"{self.size} ranks, {self.nbytes / 1e6:.1f} MB of gradients in a step"]
         if self.measured < 1:
             lines[0] += f", measured on {100 * self.measured:.0f} % of them"
+        lines[0] += f"; a rank sends {self.bandwidth / 1e6:.0f} MB/s"
         width = max(len(repr(each.strategy)) for each in self.measurements)
         for each in self.measurements:
             faster = dense / each.seconds
