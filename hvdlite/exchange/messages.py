@@ -72,9 +72,7 @@ def gather_messages(transport: Transport, message: Any, lengths: Sequence[int]) 
         message: this rank's; a flat array of bytes.
         lengths: of all messages, by rank.
     """
-    if transport.size == 1:
-        return [message]
-    everything = np.empty(sum(lengths), np.uint8)
+    everything = message if transport.size == 1 else np.empty(sum(lengths), np.uint8)
     bounds = np.cumsum([0, *lengths]).tolist()
     messages = [everything[start:stop] for start, stop in itertools.pairwise(bounds)]
     transport.allgather(message, messages)

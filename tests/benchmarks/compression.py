@@ -43,7 +43,7 @@ def main() -> None:
     print(table(results))
     print()
     print(report.describe(document))
-    if "mnist" not in arguments["epochs"]:
+    if "mnist" not in arguments["epochs"] and not options.costs_only:
         print(f"without MNIST, which is not in {options.mnist}")
 
 
@@ -60,6 +60,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=report.positive, default=9, help="of the timings (%(default)s)"
     )
+    parser.add_argument("--costs-only", action="store_true", help="without the accuracies")
     parser.add_argument("--quick", action="store_true", help="one seed, one epoch, one round")
     parser.add_argument("--output", type=Path, default=report.DEFAULT_OUTPUT)
     return parser.parse_args()
@@ -67,6 +68,8 @@ def _parse_options() -> argparse.Namespace:
 
 def _epochs(options: argparse.Namespace) -> dict[str, int]:
     """How often to go through each data set that there is."""
+    if options.costs_only:
+        return {}
     there = {name: count for name, count in _EPOCHS.items() if name != "mnist"}
     if Path(options.mnist).is_dir():
         there = _EPOCHS

@@ -29,10 +29,13 @@ class _Watch(Loopback):
 
     def __init__(self) -> None:
         super().__init__()
+        self.recycles = False
         self._kept: dict[tuple[int, np.dtype[Any]], Any] = {}
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Use memory again, as transports do: the system takes long to clear new pages."""
+        if not self.recycles:
+            return np.empty(size, dtype)
         if (size, dtype) not in self._kept:
             self._kept[size, dtype] = np.empty(size, dtype)
         return self._kept[size, dtype]
@@ -81,6 +84,7 @@ def on_one_core(entry: Entry, rounds: int) -> dict[str, Any]:
     """
     watch = _Watch()
     exchange = _Exchange(entry.strategy, watch)
+    watch.recycles = True  # from now on; a bucket has two arrays of one size
     exchange()  # after it, the strategy has all that it keeps
     copy = _memcpy(exchange.bucket)
     samples = np.empty((3, rounds))
