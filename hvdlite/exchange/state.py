@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,19 +35,34 @@ class StrategyState:
         """What is remembered of a parameter, to be changed."""
         return self._entries.setdefault(name, {})
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return copies of all arrays, by the parameter's name and what they are."""
+    def state_dict(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Return copies of all arrays, by the parameter's name and what they are.
+
+        Args:
+            names: of the parameters; None: all.
+        """
+        chosen = list(self._entries) if names is None else names
+        entries = {name: self._entries.get(name) for name in chosen}
         return {
             name: {key: np.array(array) for key, array in entry.items()}
-            for name, entry in self._entries.items()
+            for name, entry in entries.items()
             if entry
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over what `state_dict` has returned, here or elsewhere."""
+    def load_state_dict(
+        self, state: Mapping[str, Mapping[str, Any]], names: Iterable[str] | None = None
+    ) -> None:
+        """Take over what `state_dict` has returned, here or elsewhere.
+
+        Args:
+            state: as it was returned.
+            names: of the parameters that it is about; None: all, and others are forgotten.
+        """
         self.is_common = False
-        self._entries.clear()
-        for name, entry in state.items():
+        if names is None:
+            self._entries.clear()
+        for name in state if names is None else names:
+            entry = state.get(name, {})
             self._entries[name] = {key: np.array(array) for key, array in entry.items()}
 
     def __bool__(self) -> bool:
