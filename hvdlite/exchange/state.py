@@ -21,10 +21,12 @@ class StrategyState:
 
     Attributes:
         is_common: whether all ranks have the same, see `hvdlite.gradients.consolidate`.
+        owner: the rank that exchanged last, and of how many; None: it has not exchanged.
     """
 
     def __init__(self) -> None:
         self.is_common = False
+        self.owner: tuple[int, int] | None = None
         self._entries: dict[str, dict[str, Any]] = {}
 
     def of(self, parameters: Sequence[Parameter]) -> BucketState:
@@ -93,6 +95,10 @@ class BucketState:
         for entry in self._entries():
             entry[_COUNT] = np.array(value, np.int64)
         self._whole.is_common = False
+
+    def belong(self, rank: int, size: int) -> None:
+        """Take note of the rank that exchanges, and of how many."""
+        self._whole.owner = rank, size
 
     def flat(self, key: str, dtype: Any) -> Any:
         """An array with an element for each of the bucket's, to be changed in place.

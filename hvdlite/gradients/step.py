@@ -173,6 +173,7 @@ class BucketExchange(Operation):
                 exchange_bucket(strategy, bucket, transport, self._step.weight)
             if strategy.stateful:
                 bucket.state.count = told.exchanges + 1
+                bucket.state.belong(transport.rank, transport.size)
 
 
 class NoGradients(Operation):

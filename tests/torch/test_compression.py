@@ -90,6 +90,18 @@ class TestMemory:
             step(parameters, optimizer, number)
         self.check(parameters, optimizer, range(6))
 
+    @ranks(2)
+    def test_it_can_be_saved_after_shutdown(self):
+        new_world()
+        parameters, optimizer = make(self.COMPRESSION)
+        step(parameters, optimizer, 0)
+        before, rank = optimizer.state_dict()["hvdlite"]["compression"], hvd.rank()
+        hvd.shutdown()
+        after = optimizer.state_dict()["hvdlite"]["compression"]
+        assert (after["rank"], after["size"]) == (before["rank"], before["size"]) == (rank, 2)
+        for name, entry in before["parameters"].items():
+            assert torch.equal(after["parameters"][name]["residual"], entry["residual"])
+
     @ranks(3)
     def test_one_rank_saves_for_all(self):
         new_world()
@@ -286,6 +298,8 @@ class TestOnesOwn:
     def test_what_is_no_compression(self):
         new_world()
         with pytest.raises(TypeError, match="is no compression"):
+            make(17)
+        with pytest.raises(ValueError, match="'fp17' is none of SINGA's names"):
             make("fp17")
         with pytest.raises(ValueError, match="remembers something from step to step"):
             hvd.allreduce(torch.ones(1), compression=ErrorFeedback(Compression.fp16))
