@@ -9,8 +9,8 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
-from hvdlite.exchange import Compression, Parameter, Reduction
-from hvdlite.gradients import GradientExchange
+from hvdlite.exchange import Compression, ErrorFeedback, Parameter, Reduction, StrategyState, TopK
+from hvdlite.gradients import GradientBuckets, GradientExchange
 from hvdlite.settings import Settings
 from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
@@ -439,6 +439,119 @@ class TestSingleBuckets:
         if hvd.rank() == 1:
             made.start_bucket(0, {})
         made.finish_bucket(0)
+
+
+TOP = ErrorFeedback(TopK(0.5))
+
+
+def with_state(label, parameters, state=None, threshold=80):
+    """An exchange by a strategy that remembers something, in a state that others may share."""
+    settings = Settings(fusion_threshold=threshold, first_bucket_size=min(threshold, 20))
+    engine = SimpleNamespace(gradients=runtime.engine().gradients, settings=settings)
+    state = StrategyState() if state is None else state
+    return GradientExchange(engine, label, parameters, TOP, Reduction(), state=state), state
+
+
+def put_all(made, value, positions=None):
+    for number in range(len(made.parameters)) if positions is None else positions:
+        made.put(number, np.full(made.parameters[number].shape, value, np.float32))
+        made.mark(number)
+
+
+def exchanges(state):
+    return {name: int(entry["exchanges"]) for name, entry in state.state_dict().items()}
+
+
+class TestRefused:
+    """What becomes of a step in which a gradient is not a number."""
+
+    @TWO
+    @pytest.mark.parametrize("samples", [None, 3])
+    def test_the_first_step_can_be_made_once_more(self, samples):
+        hvd.init()
+        made, state = with_state("model", model())
+        put_all(made, np.nan if hvd.rank() else 1.0)
+        with pytest.raises(hvd.GradientError, match="is not finite on rank 1"):
+            made.finish(samples)
+        for _ in range(3):
+            made.begin()
+            put_all(made, 1.0)
+            assert made.finish(samples) == [True] * 12
+            assert sorted(number for members in made.plan for number in members) == [*range(12)]
+        if samples is not None:  # all of what left without its weight has been taken back
+            assert set(exchanges(state).values()) == {3}
+
+    @TWO
+    def test_a_step_of_single_buckets_is_given_up(self):
+        hvd.init()
+        large = [parameter("bad", (4,)), *(parameter(f"p{n}", (10**6,)) for n in range(4))]
+        settings = Settings(fusion_threshold=0, first_bucket_size=0, overlap="1")
+        engine = SimpleNamespace(gradients=runtime.engine().gradients, settings=settings)
+        made = GradientBuckets(engine, "model", large, TOP, Reduction())
+        order = sorted(range(5), key=lambda index: made.plan[index] != [0])  # the bad one first
+        for value in (np.nan, 1.0, np.nan, 1.0):
+            for index in order:
+                shapes = {n: made.parameters[n].shape for n in made.plan[index]}
+                own = {n: np.full(s, 1.0 if n else value, np.float32) for n, s in shapes.items()}
+                made.start_bucket(index, own)
+            if np.isnan(value):
+                with pytest.raises(hvd.GradientError, match="'bad' is not finite"):
+                    made.finish_bucket(order[0])
+            else:
+                assert all(made.finish_bucket(index).all() for index in order)
+
+
+class TestWeights:
+    """The first step with weights, in which buckets may leave before anything is known of them."""
+
+    @TWO
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_what_was_loaded_stays(self, marked):
+        hvd.init()
+        made, state = with_state("model", [parameter("a", (4,))])
+        loaded = np.float32([0, 0, 0, 8])
+        state.load_state_dict({"a": {"residual": loaded, "exchanges": np.array(5)}})
+        if marked:
+            put_all(made, 1.0)
+        else:
+            made.mark() if hvd.rank() else put_all(made, 1.0)
+        made.finish(samples=1)
+        applied = made.result_slot(0).astype(np.float64)
+        left = hvd.allreduce(state.state_dict()["a"]["residual"], name="left")
+        share = 1.0 if marked else 0.5
+        np.testing.assert_allclose(applied + left, loaded + share)
+        assert exchanges(state) == {"a": 6}
+
+    @TWO
+    def test_parameters_that_come_later_leave_the_others_state_alone(self):
+        hvd.init()
+        first, state = with_state("first", model())
+        for _ in range(2):
+            first.begin()
+            put_all(first, 1.0)
+            first.finish(samples=1)
+        later, _ = with_state("later", [parameter("later", (5,))], state)
+        first.begin()
+        put_all(first, 1.0)
+        put_all(later, 1.0)
+        first.finish(samples=1)
+        before = state.state_dict()
+        later.finish(samples=1)
+        assert exchanges(state) == {"later": 1, **{f"p{n}": 3 for n in range(12)}}
+        for name, entry in before.items():
+            np.testing.assert_array_equal(state.state_dict()[name]["residual"], entry["residual"])
+
+    @TWO
+    @pytest.mark.parametrize("strategy", [Compression.none, Compression.fp16])
+    def test_the_average_of_no_samples_counts_for_nothing_whatever_it_is(self, strategy):
+        hvd.init()
+        made = exchange("model", model(), strategy)
+        for _ in range(2):
+            made.begin()
+            put_all(made, np.nan if hvd.rank() else 3.0)
+            made.finish(samples=0 if hvd.rank() else 7)
+            for number in range(12):
+                assert (made.result_slot(number) == 3).all()
 
 
 class TestAdasum:

@@ -7,7 +7,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
-from hvdlite.exchange import Compression, Parameter, Reduction
+from hvdlite.exchange import Compression, ErrorFeedback, Parameter, Reduction
 from hvdlite.gradients import GradientBuckets, GradientExchange
 from tests.harness import ranks
 
@@ -140,12 +140,12 @@ class TestGradients:
     def exchange(self, kind=GradientExchange, strategy=Compression.none):
         return kind(runtime.engine(), "model", self.PARAMETERS, strategy, Reduction())
 
-    def step(self, exchange, value):
+    def step(self, exchange, value, samples=None):
         exchange.begin()
         for number, parameter in reversed(list(enumerate(self.PARAMETERS))):
             exchange.put(number, np.full(parameter.shape, value, np.float32))
             exchange.mark(number)
-        assert exchange.finish() == [True] * 4
+        assert exchange.finish(samples) == [True] * 4
         return [exchange.result_slot(number).copy() for number in range(4)]
 
     @SEVERAL
@@ -164,6 +164,37 @@ class TestGradients:
             assert hvd.join() == size - 1
         plans = hvd.allgather_object(exchange.plan)
         assert plans == plans[:1] * size
+
+    @SEVERAL
+    def test_of_16_bits_as_they_are(self, size):
+        new_world()
+        parameter = Parameter("h", (5000,), np.dtype(np.float16))
+        made = GradientExchange(
+            runtime.engine(), "model", [parameter], Compression.none, Reduction()
+        )
+        for step in range(steps_of(hvd.rank())):
+            here = [r for r in range(size) if steps_of(r) > step]
+            made.begin()
+            made.put(0, np.full(5000, size, np.float16))
+            made.mark(0)
+            made.finish()
+            assert (made.result_slot(0) == len(here)).all()
+        hvd.join()
+
+    @SEVERAL
+    def test_a_rank_that_comes_late_to_weighted_steps(self, size):
+        new_world()
+        rank = hvd.rank()
+        exchange = self.exchange(strategy=ErrorFeedback(Compression.fp16))
+        for epoch in range(2):  # in the second, rank 0 comes to its first step
+            for step in range(steps_of(rank) + epoch):
+                here = [r for r in range(size) if steps_of(r) + epoch > step]
+                total = sum(r + 1 for r in here)
+                for average in self.step(exchange, float(rank), samples=rank + 1):
+                    np.testing.assert_allclose(
+                        average, sum(r * (r + 1) for r in here) / total, rtol=5e-3
+                    )
+            assert hvd.join() == size - 1
 
     @SEVERAL
     def test_buckets_that_a_framework_orders(self, size):

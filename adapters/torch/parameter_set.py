@@ -396,8 +396,10 @@ class ParameterSet:
     def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
         """Reduce what has no place in a bucket: all ranks do it for the same parameters."""
         sparse_axes, weight = self.exchange.sparse, self.exchange.weight
-        if weight != 1.0:
-            gradients = [None if each is None else each * weight for each in gradients]
+        if weight != 1.0:  # the average of no samples counts as zeros, whatever is in it
+            gradients = [
+                each * weight if weight and each is not None else None for each in gradients
+            ]
         numbers = sorted({*sparse_axes} | (self.exchange.apart & {*dense}))
         reduce_apart(
             [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,12 @@ class StrategyState:
 
     Attributes:
         is_common: whether all ranks have the same, see `hvdlite.gradients.consolidate`.
+        owner: the rank that exchanged last, and of how many; None: it has not exchanged.
     """
 
     def __init__(self) -> None:
         self.is_common = False
+        self.owner: tuple[int, int] | None = None
         self._entries: dict[str, dict[str, Any]] = {}
 
     def of(self, parameters: Sequence[Parameter]) -> BucketState:
@@ -35,19 +37,35 @@ class StrategyState:
         """What is remembered of a parameter, to be changed."""
         return self._entries.setdefault(name, {})
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return copies of all arrays, by the parameter's name and what they are."""
+    def state_dict(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Return copies of all arrays, by the parameter's name and what they are.
+
+        Args:
+            names: of the parameters; None: all.
+        """
+        chosen = list(self._entries) if names is None else names
+        # A lane's thread may be at work on them: their dicts are copied at once.
+        entries = {name: dict(self._entries.get(name, {})) for name in chosen}
         return {
             name: {key: np.array(array) for key, array in entry.items()}
-            for name, entry in self._entries.items()
+            for name, entry in entries.items()
             if entry
         }
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over what `state_dict` has returned, here or elsewhere."""
+    def load_state_dict(
+        self, state: Mapping[str, Mapping[str, Any]], names: Iterable[str] | None = None
+    ) -> None:
+        """Take over what `state_dict` has returned, here or elsewhere.
+
+        Args:
+            state: as it was returned.
+            names: of the parameters that it is about; None: all, and others are forgotten.
+        """
         self.is_common = False
-        self._entries.clear()
-        for name, entry in state.items():
+        if names is None:
+            self._entries.clear()
+        for name in state if names is None else names:
+            entry = state.get(name, {})
             self._entries[name] = {key: np.array(array) for key, array in entry.items()}
 
     def __bool__(self) -> bool:
@@ -78,6 +96,10 @@ class BucketState:
         for entry in self._entries():
             entry[_COUNT] = np.array(value, np.int64)
         self._whole.is_common = False
+
+    def belong(self, rank: int, size: int) -> None:
+        """Take note of the rank that exchanges, and of how many."""
+        self._whole.owner = rank, size
 
     def flat(self, key: str, dtype: Any) -> Any:
         """An array with an element for each of the bucket's, to be changed in place.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -106,6 +106,7 @@ class Strategy(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
+@dataclass(frozen=True, repr=False)
 class Dense(Strategy):
     """Every gradient in its own type."""
 
@@ -179,16 +180,19 @@ def exchange_bucket(
         strategy: how.
         bucket: what.
         transport: of the ranks.
-        weight: multiplies ``bucket.send``.
+        weight: multiplies ``bucket.send``; with 0 it counts as zeros, whatever is in it.
 
     Raises:
         GradientError: as `Strategy.exchange`.
     """
     if weight != 1.0:
-        bucket.result[...] = bucket.send
+        # The average of no samples is not a number.
+        bucket.result[...] = bucket.send if weight else 0
         bucket.result[...] = Scaling(weight).apply(bucket.result)
         bucket = bucket.derive(bucket.result, bucket.result)
-    if bucket.send.dtype.itemsize == 2 and strategy is not DENSE:
+    dtype = bucket.send.dtype
+    # Not by identity: where a rank has joined, another one's pickle comes here.
+    if is_floating(dtype) and dtype.itemsize == 2 and strategy != DENSE:
         narrow, size = bucket, bucket.send.size
         bucket = narrow.derive(halves.widen(narrow.send), np.empty(size, np.float32))
         strategy.exchange(bucket, transport)

@@ -11,6 +11,7 @@ from hvdlite.engine import Engine, Operation
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.plan import plan_buckets
+from hvdlite.errors import HorovodInternalError
 from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.gradients.device_step import DeviceStep
 from hvdlite.gradients.step import BucketStep
@@ -159,11 +160,12 @@ class GradientBuckets:
         """
         step = self._steps[index]
         if step.handle is not None:
-            if not step.handle.done():
+            if not (step.given_up or step.handle.done()):
                 raise ValueError(
                     f"bucket {index} of {self.label!r} is on its way; call finish_bucket() first"
                 )
-            step.reset()  # it belonged to a step that was given up before its end
+            step.settle()  # it belonged to a step that was given up before its end
+            step.reset()
         try:
             for number, gradient in gradients.items():
                 self.put(number, gradient)
@@ -190,6 +192,10 @@ class GradientBuckets:
         try:
             step.wait()
             return step.presence
+        except HorovodInternalError:
+            for other in self._steps:
+                other.given_up = other.handle is not None
+            raise
         finally:
             step.reset()
 

@@ -70,8 +70,8 @@ class GradientExchange(GradientBuckets):
         self._comparison: Handle | None = None
         self._agreed = False
         self._holds = False  # whether buckets wait for `finish`, which knows their weight
-        # What strategies remembered before the first step, as long as that lasts.
-        self._began_with: dict[str, Any] | None = self._state.state_dict()
+        self._is_first = True  # whether other ranks may not know yet whether there are weights
+        self._began_with: dict[str, Any] = {}  # what strategies remembered before such a step
         self._alone = False  # whether some rank had joined when the parameters were compared
         self._lock = threading.Lock()
 
@@ -155,10 +155,10 @@ class GradientExchange(GradientBuckets):
             with timeline.span(_ROW, timeline.SYNCHRONIZE):
                 unfit = self._weigh(samples)
                 self._complete()
-            if unfit:
-                raise ValueError(unfit)
             self.weight = self._steps[0].weight if self._steps else 1.0
             self._reorder()
+            if unfit:
+                raise ValueError(unfit)
             kinds = self._kinds()
             self.sparse = self._find_sparse(kinds)
             self._check_kinds(kinds)
@@ -180,34 +180,33 @@ class GradientExchange(GradientBuckets):
 
     def _weigh(self, samples: int | None) -> str:
         """Weight all buckets; return why that cannot be, if it cannot."""
-        began, self._began_with = self._began_with, None
         held = self._holds
         if samples is not None and self._reduction.op is not ReduceOp.AVERAGE:
             return "batch_size weights averages; use op=hvd.Average, or leave it out"
-        if samples is not None and not held:
-            if began is None:
-                return (
-                    "batch_size comes after a step without it, and gradients have left without "
-                    "their weight; give it in every step, on all ranks"
-                )
-            self._take_back(began)
+        if samples is not None and not held and not self._is_first:
+            return (
+                "batch_size comes after a step without it, and gradients have left without "
+                "their weight; give it in every step, on all ranks"
+            )
         self._holds = samples is not None
+        if samples is not None and not held:
+            self._take_back()
         for step in self._steps:
             step.samples = samples
         return ""
 
-    def _take_back(self, state: Mapping[str, Any]) -> None:
+    def _take_back(self) -> None:
         """Let what has left in the first step, when nothing was known of weights, leave again.
 
         On one rank that may be some buckets, on another none, so all of them leave before.
-
-        Args:
-            state: what strategies remembered before.
         """
-        self._complete()
-        with self._lock:
-            self._launched = 0
-        self._state.load_state_dict(state)
+        try:
+            self._complete()
+        finally:
+            # Of these parameters: others' exchanges may share the state.
+            self._state.load_state_dict(self._began_with, self._names())
+            with self._lock:
+                self._launched = 0
 
     def begin(self) -> bool:
         """Before the first `slot` or `mark` of a step, or its `finish`: pack the buckets anew.
@@ -240,11 +239,7 @@ class GradientExchange(GradientBuckets):
 
     def _reorder(self) -> None:
         """Send the order of the first step's gradients to all ranks."""
-        if self._alone:
-            # A rank that had joined comes to its first step later, and expects the others there.
-            self._alone = self._agreed = False
-            self._comparison, self._order = None, []
-        elif self._order is not None:
+        if self._order is not None and not self._alone:
             came, self._order = self._order, None
             # What has not come yet may come at any time: last, as in the plan.
             rest = sorted(set(range(len(self.parameters))) - set(came))
@@ -288,14 +283,18 @@ class GradientExchange(GradientBuckets):
             self._launch_next(begin=self.overlaps)
 
     def _launch_next(self, begin: bool = True) -> None:
+        if self._is_first and not self._launched:
+            self._began_with = self._state.state_dict(self._names())
         self._launch(self._launched, begin)
         self._launched += 1
 
+    def _names(self) -> list[str]:
+        return [parameter.name for parameter in self.parameters]
+
     def _settle(self) -> None:
-        """Wait, whatever becomes of one, for the last: then slots may be written again."""
+        """Wait, whatever becomes of one, for the last."""
         for step in self._steps:
-            with contextlib.suppress(HorovodInternalError):
-                step.wait()
+            step.settle()
 
     def _kinds(self) -> Any:
         """What gradients the ranks had, of shape (ranks, parameters)."""
@@ -334,6 +333,13 @@ class GradientExchange(GradientBuckets):
             trace.complete(_ROW, timeline.STEP, self._began, trace.now(), exchange=self.label)
         self._began = 0
         self._launched = 0
+        self._is_first, self._began_with = self._alone, {}
+        if self._order is not None:  # the step has failed, or is to be the first once more
+            self._order = []
+        if self._alone:
+            # A rank that had joined comes to its first step later, and expects the others there.
+            self._alone = self._agreed = self._holds = False
+            self._comparison = None
         for step in self._steps:
             step.reset()
 

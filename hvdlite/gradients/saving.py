@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite import collectives, objects, runtime
+from hvdlite.errors import NotInitializedError
 from hvdlite.exchange import StrategyState
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import Average, ReduceOp, is_floating
@@ -23,17 +24,27 @@ _COMMON = -1
 
 
 def save(state: StrategyState, process_set: ProcessSet) -> dict[str, Any]:
-    """Return what is remembered, and whose it is; {}: nothing.
+    """Return what is remembered, and whose it is; {}: nothing. After ``shutdown()``, too.
 
     Returns:
         ``rank`` (-1: that of any rank is right for all), ``size`` and ``parameters``: arrays by
         the parameter's name and what they are.
+
+    Raises:
+        NotInitializedError: before ``init()``, or after ``shutdown()`` if nothing has been
+            exchanged since it was loaded.
     """
     if not state:
         return {}
-    engine = runtime.engine(process_set)
-    rank = _COMMON if state.is_common or engine.size == 1 else engine.rank
-    return {"rank": rank, "size": engine.size, "parameters": state.state_dict()}
+    try:
+        engine = runtime.engine(process_set)
+        rank, size = engine.rank, engine.size
+    except NotInitializedError:
+        if state.owner is None:
+            raise
+        rank, size = state.owner
+    rank = _COMMON if state.is_common or size == 1 else rank
+    return {"rank": rank, "size": size, "parameters": state.state_dict()}
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hvdlite import timeline
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
+from hvdlite.errors import HorovodInternalError
 from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.gradients import report
 from hvdlite.gradients.report import ABSENT, DENSE, Report
@@ -33,6 +35,7 @@ class BucketStep:
         samples: of how many samples the gradients are averages; None: all ranks' count alike.
         handle: of the exchange, once it is on its way.
         renews: whether each exchange writes to a result array of its own.
+        given_up: whether nobody waits for the exchange, because another bucket's has failed.
     """
 
     def __init__(self, bucket: Bucket, strategy: Strategy, members: Sequence[int]) -> None:
@@ -52,6 +55,7 @@ class BucketStep:
         self.absent = self._size
         self.samples: int | None = None
         self.handle: Handle | None = None
+        self.given_up = False
 
     @property
     def begun(self) -> bool:
@@ -126,6 +130,11 @@ class BucketStep:
         if self.handle is not None:
             self.handle.wait()
 
+    def settle(self) -> None:
+        """Do so, whatever becomes of it: then its slots may be written again."""
+        with contextlib.suppress(HorovodInternalError):
+            self.wait()
+
 
 class BucketExchange(Operation):
     """The exchange of one bucket; its payload says which gradients are there.
@@ -164,6 +173,7 @@ class BucketExchange(Operation):
                 exchange_bucket(strategy, bucket, transport, self._step.weight)
             if strategy.stateful:
                 bucket.state.count = told.exchanges + 1
+                bucket.state.belong(transport.rank, transport.size)
 
 
 class NoGradients(Operation):

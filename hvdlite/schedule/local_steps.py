@@ -64,7 +64,8 @@ class LocalSteps:
     the gradient lane; nothing is exchanged by a rank alone, unless the outer step does more than
     to take the change as it is.
 
-    What a rank that joined lacks of its weights counts for nothing in an average.
+    What a rank that joined lacks of its weights counts for nothing in an average. It may join after
+    the first step only, in which all take part.
 
     Args:
         schedule: which steps are local, and what is exchanged when.
@@ -134,7 +135,8 @@ class LocalSteps:
         engine = runtime.engine(self.process_set)
         if engine is not self._agreed:
             self._check_names()
-            self._agree("its parameters", ("the number of steps", self.steps))
+            # A rank that comes to its first step later would wait for the others there.
+            self._agree("its parameters", ("the number of steps", self.steps), together=True)
             self._agreed = engine
         self.in_step = True
         if self.schedule.sends_changes and not self._is_idle(engine):
@@ -232,8 +234,14 @@ class LocalSteps:
         """Whether all exchanges would leave the weights as they are."""
         return engine.size == 1 and self.schedule.outer == (1.0, 0.0)
 
-    def _agree(self, what: str, *also: tuple[str, Any]) -> int:
-        """Compare ranks' schedules and parameters; return the greatest number of steps."""
+    def _agree(self, what: str, *also: tuple[str, Any], together: bool = False) -> int:
+        """Compare ranks' schedules and parameters; return the greatest number of steps.
+
+        Args:
+            what: is agreed on.
+            *also: compared as well, in pairs.
+            together: refuse to go on without ranks that have joined.
+        """
         if self._described is None:
             entries = [
                 (f"parameter {number}", f"{parameter.name!r} {describe(parameter)}")
@@ -243,7 +251,7 @@ class LocalSteps:
             self._described = Signature((("schedule", self.schedule), *entries, count))
         schedule, *rest = self._described
         signature = Signature((schedule, *also, *rest)) if also else self._described
-        stands_in = not self.schedule.remembers
+        stands_in = not together and not self.schedule.remembers
         turn = Turn(f"{self.label}: {what}", signature, self.steps, stands_in)
         return int(runtime.engine(self.process_set).gradients.run(turn))
 
@@ -272,7 +280,13 @@ class LocalSteps:
             name = parameters[position].name
             return self._outer.gradient(name, weights.read(numbers[position]))
 
-        _run(exchange, gradient)
+        before = self._state.state_dict() if self._strategy.stateful else {}
+        try:
+            _run(exchange, gradient)
+        except BaseException:
+            # Of buckets that did arrive, too: all changes are a part of the next exchange.
+            self._state.load_state_dict(before)
+            raise
         for position, number in enumerate(numbers):
             result = exchange.result_slot(position)
             weights.write(number, self._outer.end(parameters[position].name, result))

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite.exchange import Compression, ErrorFeedback, Parameter, Reduction
+from hvdlite.exchange import Compression, ErrorFeedback, Parameter, Reduction, TopK
 from hvdlite.schedule import LocalSteps, Schedule
 from tests.harness import ranks
 from tests.references import dtype_of
@@ -207,6 +209,37 @@ def test_a_failed_exchange_leaves_weights_and_loses_nothing(size):
         assert_close(replica, expected[hvd.rank()])
 
 
+@ranks(2)
+@pytest.mark.parametrize("bad", ["a", "b"])
+def test_a_refused_outer_gradient_leaves_what_the_compression_remembers(bad):
+    """Of the two buckets, one travels before the other is refused."""
+    hvd.init()
+    replica = SimpleNamespace(
+        weights={"a": np.zeros(8, np.float32), "b": np.zeros(8, np.float64)}, velocity={}
+    )
+    strategy = ErrorFeedback(TopK(0.25))
+    steps = LocalSteps(Schedule.DiLoCo(1, 1.0, 0.0), strategy, Reduction(), "test")
+    steps.add([Parameter(name, (8,), each.dtype) for name, each in replica.weights.items()])
+    weights = ArrayWeights(replica, tuple(replica.weights))
+
+    def step(last):
+        steps.begin(weights)
+        for name, each in replica.weights.items():
+            each -= np.arange(8.0)
+            each[7] -= last if name == bad and hvd.rank() else 0.0
+        steps.end(weights)
+
+    step(0.0)
+    before = steps.state_dict()["compression"]["parameters"]
+    with pytest.raises(hvd.GradientError, match=f"the gradient of '{bad}' is not finite on rank 1"):
+        step(np.nan)
+    after = steps.state_dict()["compression"]["parameters"]
+    for name in "ab":
+        assert before[name]["residual"].any()
+        np.testing.assert_array_equal(after[name]["residual"], before[name]["residual"])
+        assert after[name]["exchanges"] == 1
+
+
 @SEVERAL
 def test_parameters_that_come_later_are_exchanged_too(size):
     hvd.init()
@@ -266,6 +299,21 @@ def test_outer_steps_do_not_go_on_without_those_that_have_joined():
         with pytest.raises(hvd.HorovodInternalError, match="cannot go on without rank 0"):
             train(steps, replica, 1)
         hvd.join()
+
+
+@ranks(2)
+def test_the_first_step_does_not_go_on_without_those_that_have_joined():
+    """They would wait for the others in their first step, and these for them in another one."""
+    for schedule in (Schedule.LocalSGD(2), Schedule.PartialSync(parts=2)):
+        hvd.shutdown()
+        hvd.init()
+        steps, replica = make(schedule), Replica()
+        if hvd.rank() == 1:
+            with pytest.raises(hvd.HorovodInternalError, match="cannot go on without rank 0"):
+                train(steps, replica, 1)
+        hvd.join()
+        train(steps, replica, 2)
+        assert steps.steps == 2
 
 
 @ranks(2)

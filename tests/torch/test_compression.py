@@ -90,6 +90,35 @@ class TestMemory:
             step(parameters, optimizer, number)
         self.check(parameters, optimizer, range(6))
 
+    @ranks(2)
+    def test_a_state_in_the_midst_of_a_step_is_told_of(self):
+        new_world()
+        for compression, told in ((self.COMPRESSION, True), (Compression.none, False)):
+            parameters, optimizer = make(compression)
+            step(parameters, optimizer, 0)
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                optimizer.state_dict()
+                assert not found
+                sum((parameter**2).sum() for parameter in parameters.values()).backward()
+                optimizer.state_dict()
+            assert [
+                "call optimizer.synchronize() first" in str(each.message) for each in found
+            ] == [True] * told
+            optimizer.step()
+
+    @ranks(2)
+    def test_it_can_be_saved_after_shutdown(self):
+        new_world()
+        parameters, optimizer = make(self.COMPRESSION)
+        step(parameters, optimizer, 0)
+        before, rank = optimizer.state_dict()["hvdlite"]["compression"], hvd.rank()
+        hvd.shutdown()
+        after = optimizer.state_dict()["hvdlite"]["compression"]
+        assert (after["rank"], after["size"]) == (before["rank"], before["size"]) == (rank, 2)
+        for name, entry in before["parameters"].items():
+            assert torch.equal(after["parameters"][name]["residual"], entry["residual"])
+
     @ranks(3)
     def test_one_rank_saves_for_all(self):
         new_world()
