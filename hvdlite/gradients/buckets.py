@@ -154,7 +154,8 @@ class GradientBuckets:
                 those that have joined.
 
         Raises:
-            ValueError: the bucket is on its way already, or a gradient has another shape.
+            ValueError: the bucket is on its way already, a gradient has another shape, or a sum is
+                not weighted.
             HorovodInternalError: communication has failed before.
         """
         step = self._steps[index]

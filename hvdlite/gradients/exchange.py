@@ -205,6 +205,11 @@ class GradientExchange(GradientBuckets):
             state: what strategies remembered before.
         """
         self._complete()
+        self._holds = True
+        if not self._alone:
+            # A rank that gives no batch_size sends no bucket again, but the order it does.
+            self._reorder()
+            self._new_order()
         with self._lock:
             self._launched = 0
         self._state.load_state_dict(state)
@@ -223,14 +228,10 @@ class GradientExchange(GradientBuckets):
         Raises:
             HorovodInternalError: communication failed.
         """
-        if self._reordering is None and self.apart.issuperset(self.sparse):
+        # Waited for here and not in `finish`, where it would order the steps of several
+        # exchanges, which may come in another order on other ranks.
+        if not self._new_order() and self.apart.issuperset(self.sparse):
             return False
-        if self._reordering is not None:
-            # Waited for here and not in `finish`, where it would order the steps of several
-            # exchanges, which may come in another order on other ranks.
-            handle, self._reordering = self._reordering, None
-            order = np.frombuffer(handle.wait(), np.int64).tolist()
-            self._sequence = order or self._sequence  # none, where rank 0 has joined
         self.apart = self.apart.union(self.sparse)
         plan = self._planned(self._sequence)
         if plan == self.plan:
@@ -242,15 +243,26 @@ class GradientExchange(GradientBuckets):
         """Send the order of the first step's gradients to all ranks."""
         if self._alone:
             # A rank that had joined comes to its first step later, and expects the others there.
-            self._alone = self._agreed = False
+            self._alone = self._agreed = self._holds = False
             self._comparison, self._order = None, []
+            self._began_with = self._state.state_dict()
         elif self._order is not None:
             came, self._order = self._order, None
             # What has not come yet may come at any time: last, as in the plan.
             rest = sorted(set(range(len(self.parameters))) - set(came))
             order = np.array([*rest, *reversed(came)], np.int64).tobytes()
             name = f"{self.label}: the order of its gradients"
-            self._reordering = self._lane.submit(_Order(name, order, self._first))
+            told = ("batch_size", "given" if self._holds else "not given")
+            self._reordering = self._lane.submit(_Order(name, order, self._first, entries=[told]))
+
+    def _new_order(self) -> bool:
+        """Wait for the order, if it is on its way; return whether it was."""
+        if self._reordering is None:
+            return False
+        handle, self._reordering = self._reordering, None
+        order = np.frombuffer(handle.wait(), np.int64).tolist()
+        self._sequence = order or self._sequence  # none, where rank 0 has joined
+        return True
 
     def _compare(self) -> None:
         """Start to compare the parameters across ranks, before anything is exchanged."""
@@ -370,4 +382,5 @@ class _Order(BroadcastBytes):
     stands_in = True
 
     def stand_in(self) -> Callable[[], Operation]:
-        return partial(_Order, self.name, b"", self._root)
+        given = [entry for entry in self.signature if entry[0] == "batch_size"]
+        return partial(_Order, self.name, b"", self._root, entries=given)

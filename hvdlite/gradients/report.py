@@ -17,6 +17,7 @@ ABSENT, DENSE = 0, 1
 
 # How many exchanges have gone before, and of how many samples the gradients are; -1: not said.
 _NUMBERS = struct.Struct("<qq")
+_MOST_SAMPLES = 2**53  # floats, of which weights are made, know no greater odd number
 
 
 class Report(NamedTuple):
@@ -43,6 +44,30 @@ class Report(NamedTuple):
     def is_empty(self) -> bool:
         """Whether there is nothing to exchange."""
         return not (self.kinds == DENSE).any()
+
+
+def checked_samples(batch_size: Any) -> int | None:
+    """Return how many samples a gradient is the average of, or None.
+
+    Args:
+        batch_size: as the user gives it: any kind of number, array or tensor of one element.
+
+    Raises:
+        ValueError: it is no whole number from 0 on.
+    """
+    if batch_size is None:
+        return None
+    try:
+        number = -1 if isinstance(batch_size, (str, bytes)) else int(batch_size)
+        is_whole = 0 <= number <= _MOST_SAMPLES and number == float(batch_size)
+    except (TypeError, ValueError, OverflowError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(
+            f"batch_size={batch_size!r} is not a whole number from 0 on; give the number of "
+            "samples that this rank's gradients are averages of"
+        )
+    return number
 
 
 def write(kinds: bytes | bytearray, exchanges: int | None, samples: int | None) -> bytes:
