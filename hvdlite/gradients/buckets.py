@@ -154,8 +154,7 @@ class GradientBuckets:
                 those that have joined.
 
         Raises:
-            ValueError: the bucket is on its way already, a gradient has another shape, or a sum is
-                not weighted.
+            ValueError: the bucket is on its way already, or a gradient has another shape.
             HorovodInternalError: communication has failed before.
         """
         step = self._steps[index]

@@ -20,7 +20,7 @@ from hvdlite.engine.operations import Barrier, BroadcastBytes
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.exchange import Bucket
 from hvdlite.gradients.buckets import GradientBuckets
-from hvdlite.gradients.report import ABSENT, DENSE
+from hvdlite.gradients.report import ABSENT, DENSE, ONLY_AVERAGES
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
@@ -183,7 +183,7 @@ class GradientExchange(GradientBuckets):
         began, self._began_with = self._began_with, None
         held = self._holds
         if samples is not None and self._reduction.op is not ReduceOp.AVERAGE:
-            return "batch_size weights averages; use op=hvd.Average, or leave it out"
+            return ONLY_AVERAGES
         if samples is not None and not held:
             if began is None:
                 return (
