@@ -124,3 +124,29 @@ def check_steps(options: Options, adds_up: bool, scales: bool) -> None:
             f"with {options.schedule!r} the others would wait for it; use mixed_bfloat16, which "
             "needs no loss scaling, or leave out the schedule"
         )
+
+
+def check_unweighted(options: Options, adds_up: bool, batch_size: Any) -> None:
+    """Refuse a number of samples where a call is no step of all ranks' gradients.
+
+    Args:
+        options: of the optimizer.
+        adds_up: whether gradients of several calls add up before an exchange.
+        batch_size: what was given.
+
+    Raises:
+        ValueError: there is a schedule of local steps, or they add up.
+    """
+    if batch_size is None:
+        return
+    if options.schedule is not None:
+        raise ValueError(
+            "batch_size weights the gradients of all ranks, and with a schedule each rank steps on "
+            "its own; leave it out"
+        )
+    if adds_up:
+        raise ValueError(
+            "batch_size weights the gradients of one call, and here those of several add up before "
+            "they are exchanged; leave out backward_passes_per_step and "
+            "gradient_accumulation_steps, or batch_size"
+        )

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from hvdlite._keras.options import LABEL, Options
 from hvdlite.exchange import Parameter, StrategyState
+from hvdlite.gradients import check_not_local
 from hvdlite.schedule import LocalSteps
 
 
@@ -18,7 +19,9 @@ class Backend(Protocol):
     def __init__(self, options: Options, state: StrategyState) -> None:
         """Exchange gradients by these options, with what the compression remembers."""
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
+    ) -> list[Any]:
         """Return the gradients reduced over all ranks; None where no rank has one."""
 
     def divide_by_size(self, gradient: Any) -> Any:
@@ -100,18 +103,23 @@ class Synchronizer:
         finally:
             self.finished = before
 
-    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
+    ) -> list[Any]:
         """Reduce gradients over all ranks, except those of local variables.
 
         Args:
             gradients: of this rank; None counts as zeros where another rank has one.
             variables: what they are the gradients of; alike on all ranks.
+            batch_size: of how many samples the gradients are averages, which weights them; None,
+                on all ranks: all count alike.
 
         Returns:
             For each variable the reduced gradient; None where no rank has one.
 
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
+            ValueError: ``batch_size`` is no number of samples, or cannot be used here.
         """
         local = self._local_identities()
         result = list(gradients)
@@ -120,9 +128,12 @@ class Synchronizer:
             if local.isdisjoint(_identities(variable)):
                 shared.append(number)
             elif self.options.scale_local:
+                check_not_local(batch_size)
                 result[number] = self._backend.divide_by_size(result[number])
         reduced = self._backend.reduce(
-            [result[number] for number in shared], [variables[number] for number in shared]
+            [result[number] for number in shared],
+            [variables[number] for number in shared],
+            batch_size,
         )
         for number, gradient in zip(shared, reduced, strict=True):
             result[number] = gradient

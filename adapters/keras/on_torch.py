@@ -13,7 +13,12 @@ from hvdlite import runtime
 from hvdlite._keras.options import LABEL, Options
 from hvdlite.engine import Engine
 from hvdlite.exchange import Parameter, StrategyState
-from hvdlite.gradients import GradientBuckets, describe_sources
+from hvdlite.gradients import (
+    GradientBuckets,
+    check_weighted,
+    checked_samples,
+    describe_sources,
+)
 from hvdlite.schedule import LocalSteps
 from hvdlite.torch.scheduled import TensorWeights
 from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
@@ -38,16 +43,24 @@ class TorchBackend:
     @torch.compiler.disable
     @torch.no_grad()
     def reduce(
-        self, gradients: Sequence[torch.Tensor | None], variables: Sequence[Any]
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        variables: Sequence[Any],
+        batch_size: Any = None,
     ) -> list[torch.Tensor | None]:
         """Return the gradients reduced over all ranks; None where no rank has one."""
+        samples = checked_samples(batch_size)
+        if samples is not None:
+            check_weighted(self._options.reduction.op)
         exchange = self._connect(_describe(variables))
         if not exchange.plan:
             exchange.compare()
         for index, members in enumerate(exchange.plan):
             own = {number: gradients[number] for number in members}
             exchange.start_bucket(
-                index, {number: to_array(as_dense(g)) for number, g in own.items() if g is not None}
+                index,
+                {number: to_array(as_dense(g)) for number, g in own.items() if g is not None},
+                samples,
             )
         # All are on their way before the first is waited for.
         reduced: list[torch.Tensor | None] = [None] * len(gradients)

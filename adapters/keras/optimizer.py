@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 from keras import ops
 
 from hvdlite._keras.distributed import Distributed, make_distributed
-from hvdlite._keras.options import Options, check_options, check_steps
+from hvdlite._keras.options import Options, check_options, check_steps, check_unweighted
 from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite._keras.training import distributed_part, keep_local, moments_in
 from hvdlite.exchange import Compression
@@ -49,6 +49,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     The optimizer itself is changed and returned: its class becomes a subclass of what it was,
     of the same name, and its variables, schedules and settings stay. A model that is saved with
     it can be loaded without hvdlite; `load_model` makes it distributed again.
+
+    Ranks whose batches differ in size tell it, in every step: ``apply(gradients, variables,
+    batch_size=n)``, or ``apply_gradients(pairs, batch_size=n)``, in a loop of one's own or in a
+    model's own ``train_step``. What ``fit`` does by itself cannot: there all ranks count alike, so
+    give them batches of one size, and leave a smaller last one out.
 
     XLA cannot compile the exchange: ``fit`` compiles its steps without it, and says so.
 
@@ -148,11 +153,42 @@ class KerasDistributed(Distributed):
     """What `DistributedOptimizer` adds to an optimizer's class."""
 
     @as_it_is
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], batch_size: Any = None
+    ) -> Any:
+        """Do what `apply` does, with pairs of gradients and variables.
+
+        Returns:
+            The number of steps so far, as Keras does.
+
+        Raises:
+            HorovodInternalError, ValueError: as there.
+        """
+        grads, trainable_variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, trainable_variables, batch_size)
+        return self.iterations  # type: ignore[attr-defined]
+
+    @as_it_is
+    def apply(
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
+        batch_size: Any = None,
+    ) -> None:
         """Average the gradients over all ranks, and apply them as Keras does.
+
+        Args:
+            grads: of this rank.
+            trainable_variables: what they are the gradients of; None: all that the optimizer has.
+            batch_size: of how many samples this rank's gradients are averages, a number or a
+                scalar tensor. Each rank's gradients then count as much as it has samples, and the
+                result is the gradient of all samples. Given on all ranks, or on none.
 
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
+            ValueError: ``batch_size`` is no number of samples, or comes with another op than
+                Average, a schedule, accumulation, or local variables whose gradients are divided
+                by the number of ranks.
         """
         if trainable_variables is None and self.built:  # type: ignore[attr-defined]
             trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
@@ -160,6 +196,8 @@ class KerasDistributed(Distributed):
         if len(grads) != len(variables):
             super().apply(grads, trainable_variables)  # type: ignore[misc] # which says what is wrong
             return
+        adds_up = bool(getattr(self, "gradient_accumulation_steps", None))
+        check_unweighted(self._hvdlite.options, adds_up, batch_size)
         gradients = list(grads)
         factor = self._hvdlite.options.pass_factor
         if factor != 1:  # Keras will divide by as much
@@ -172,7 +210,10 @@ class KerasDistributed(Distributed):
             )
             return
         if not self._hvdlite.finished:
-            gradients = self._synchronized(gradients, variables)
+            if adds_up:
+                gradients = accumulated(self, gradients, variables)
+            else:
+                gradients = self._hvdlite.reduce(gradients, variables, batch_size)
         apply(gradients, variables)
 
     def _moments_of(self, variable: Any) -> dict[str, Any]:
@@ -184,12 +225,6 @@ class KerasDistributed(Distributed):
             len(self._trainable_variables),  # type: ignore[attr-defined]
             lambda kept: isinstance(kept, keras.Variable) and kept.shape == variable.shape,
         )
-
-    def _synchronized(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """What Keras is to apply, or to add up."""
-        if getattr(self, "gradient_accumulation_steps", None):
-            return accumulated(self, gradients, variables)
-        return self._hvdlite.reduce(gradients, variables)
 
 
 def accumulated(optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:

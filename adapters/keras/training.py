@@ -16,7 +16,7 @@ import keras
 
 from hvdlite import world
 from hvdlite._keras.distributed import Distributed
-from hvdlite._keras.options import check_steps
+from hvdlite._keras.options import check_steps, check_unweighted
 from hvdlite._keras.training import exchanging
 from hvdlite.keras.backend import NAME, as_it_is
 
@@ -58,18 +58,24 @@ def _averaging_first(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     @as_it_is
     def apply(
-        self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
+        self: Any,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         """Average before Keras looks whether gradients are finite: all ranks find the same."""
         inner = self.inner_optimizer
         if not isinstance(inner, Distributed) or inner._hvdlite.finished:
-            original(self, grads, trainable_variables)
+            original(self, grads, trainable_variables, **kwargs)
             return
         check_steps(inner._hvdlite.options, adds_up=False, scales=True)
+        batch_size = kwargs.pop("batch_size", None)
+        adds_up = bool(getattr(inner, "gradient_accumulation_steps", None))
+        check_unweighted(inner._hvdlite.options, adds_up, batch_size)
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        reduced = inner._hvdlite.reduce(list(grads), list(trainable_variables))
+        reduced = inner._hvdlite.reduce(list(grads), list(trainable_variables), batch_size)
         with inner._hvdlite.elsewhere():
-            original(self, reduced, list(trainable_variables))
+            original(self, reduced, list(trainable_variables), **kwargs)
 
     return apply

@@ -36,9 +36,11 @@ class TensorFlowBackend:
         )
 
     @as_it_is
-    def reduce(self, gradients: Sequence[Gradient], variables: Sequence[Any]) -> list[Gradient]:
+    def reduce(
+        self, gradients: Sequence[Gradient], variables: Sequence[Any], batch_size: Any = None
+    ) -> list[Gradient]:
         """Return the gradients reduced over all ranks; None where no rank has one."""
-        return self._reducer.reduce(gradients, variables)
+        return self._reducer.reduce(gradients, variables, batch_size)
 
     def divide_by_size(self, gradient: Gradient) -> Gradient:
         """Return a gradient, or None, divided by the number of ranks."""

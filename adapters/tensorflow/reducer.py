@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvdlite import HorovodInternalError, MismatchError, collectives, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.gradients import GradientBuckets, plan_for
+from hvdlite.gradients import GradientBuckets, check_weighted, checked_samples, plan_for
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.tensorflow.collectives import allreduce
@@ -60,7 +60,7 @@ class Reducer:
         self,
         gradients: Sequence[Gradient],
         sources: Sequence[Any],
-        samples: tf.Tensor | int | None = None,
+        samples: Any = None,
     ) -> list[Gradient]:
         """Return the reduced gradients.
 
@@ -68,14 +68,18 @@ class Reducer:
             gradients: of this rank.
             sources: what they are the gradients of; names, shapes and dtypes alike on all
                 ranks.
-            samples: of how many samples this rank's gradients are averages, which weights the
-                average over the ranks; None, on all ranks: they count alike.
+            samples: of how many samples this rank's gradients are averages, a number or a scalar
+                tensor, which weights the average over the ranks; None, on all ranks: they count
+                alike.
 
         Raises:
+            ValueError: ``samples`` is no number of samples, or comes with another reduction than
+                an average.
             MismatchError: the ranks disagree.
             HorovodInternalError: communication failed.
         """
         engine(self._process_set)
+        weight = [] if samples is None else [_samples(samples, self._reduction)]
         if self._sparse_as_dense:
             gradients = [_dense(gradient) for gradient in gradients]
         slices = {
@@ -106,7 +110,7 @@ class Reducer:
             if gradients[position] is not None
         }
         reduced: list[Gradient] = [None] * len(gradients)
-        for number, gradient in _exchange(layout, dense, samples).items():
+        for number, gradient in _exchange(layout, dense, weight).items():
             reduced[layout.dense[number]] = gradient
         for position, gradient in slices.items():
             reduced[position] = _gather(layout, position, gradient)
@@ -116,6 +120,16 @@ class Reducer:
         if not self._strategy.stateful:
             return None
         return state_of(sources) if self._state is None else self._state
+
+
+def _samples(samples: Any, reduction: Reduction) -> tf.Tensor:
+    """A number of samples as a tensor; if it is one of a graph, its value is checked there."""
+    check_weighted(reduction.op)
+    if not tf.is_tensor(samples) or tf.executing_eagerly():
+        return tf.constant(checked_samples(samples), tf.int64)
+    if not samples.dtype.is_integer or samples.shape.rank not in (0, None):
+        raise ValueError(f"batch_size is {samples}; expected a scalar of an integer type")
+    return tf.cast(samples, tf.int64)
 
 
 def _describe(sources: Sequence[Any]) -> tuple[Parameter, ...]:
@@ -142,7 +156,7 @@ def _dense(gradient: Gradient) -> tf.Tensor | None:
 
 
 def _exchange(
-    layout: Layout, gradients: Mapping[int, tf.Tensor], samples: tf.Tensor | int | None
+    layout: Layout, gradients: Mapping[int, tf.Tensor], weight: list[tf.Tensor]
 ) -> dict[int, tf.Tensor]:
     """Exchange dense gradients, by their number; return those that any rank has."""
     settings = engine(layout.process_set).settings
@@ -151,7 +165,6 @@ def _exchange(
     if not plan:
         run(lambda: _compare(layout), [], [], layout.process_set)
     here = [number for members in plan for number in members if number in gradients]
-    weight = [] if samples is None else [tf.cast(samples, tf.int64)]
     foreign: list[int] = []  # those that only other ranks have; in eager mode
 
     def exchange(*tensors: tf.Tensor) -> list[tf.Tensor]:
@@ -181,7 +194,7 @@ def _start(
     here = [number for number in plan[index] if number in own]
 
     def start(*given: Any) -> list[Any]:
-        arrays, samples = given[: len(here)], [int(array) for array in given[len(here) :]]
+        arrays, samples = given[: len(here)], map(checked_samples, given[len(here) :])
         exchange = layout.connect()  # in the world that there is when the graph runs
         _check_plan(exchange, plan)
         gradients = dict(zip(here, map(np.asarray, arrays), strict=True))

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.exchange import Compression, Reduction, Strategy, check_groups
+from hvdlite.gradients import check_not_local
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
@@ -162,7 +163,9 @@ class DistributedGradientTape(tf.GradientTape):
             HorovodInternalError: communication failed.
             ValueError: inside a function that XLA compiles, or in the scope of a strategy of
                 ``tf.distribute`` with several replicas; with a schedule also where the step
-                before has not ended, or a source is no variable.
+                before has not ended, or a source is no variable. ``batch_size`` is no number of
+                samples, or comes with a schedule, another op than Average, or local sources whose
+                gradients are divided by the number of ranks.
         """
         own = self._inner.gradient(target, sources, output_gradients, unconnected_gradients)
         flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
@@ -190,6 +193,7 @@ class DistributedGradientTape(tf.GradientTape):
         result = list(gradients)
         if self._scale_local_gradients:
             for number in {*range(len(result))}.difference(shared):
+                check_not_local(batch_size)
                 result[number] = _divided(gradients[number], self._process_set)
         reduced = self._reducer.reduce(
             [gradients[number] for number in shared],

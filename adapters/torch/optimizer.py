@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdlite.exchange import Compression, Reduction
+from hvdlite.gradients import checked_samples
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
@@ -23,7 +24,6 @@ from hvdlite.torch.wrapping import (
     change_class,
     check_groups,
     check_optimizer,
-    checked_batch_size,
     checked_passes,
     names_of,
 )
@@ -148,10 +148,10 @@ class _Distributed(Wrapped):
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
             RuntimeError: a gradient was changed after its exchange had begun.
-            ValueError: ``batch_size`` is negative, or comes after a step without it, or with
-                another op than Average.
+            ValueError: ``batch_size`` is no number of samples, comes after a step without it, or
+                with another op than Average.
         """
-        samples = checked_batch_size(batch_size)
+        samples = checked_samples(batch_size)
         self._reducer.attach(self._trainable())
         self._reducer.finish(samples)
         self._in_step = False

@@ -108,19 +108,6 @@ def checked_passes(passes: int) -> int:
     return int(passes)
 
 
-def checked_batch_size(batch_size: int | None) -> int | None:
-    """Return a number of samples, or None.
-
-    Raises:
-        ValueError: it is no whole number from 0 on.
-    """
-    if batch_size is None:
-        return None
-    if batch_size < 0 or int(batch_size) != batch_size:
-        raise ValueError(f"batch_size={batch_size} is not a whole number from 0 on")
-    return int(batch_size)
-
-
 def check_groups(
     optimizer: torch.optim.Optimizer,
     num_groups: int,

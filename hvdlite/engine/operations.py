@@ -218,12 +218,20 @@ class BroadcastBytes(Operation):
         content: on the root; ignored elsewhere.
         root: the member whose bytes count.
         failure: why the root has none.
+        entries: what the ranks are to agree on besides.
     """
 
-    def __init__(self, name: str, content: bytes, root: int, failure: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        content: bytes,
+        root: int,
+        failure: str | None = None,
+        entries: Iterable[tuple[str, Any]] = (),
+    ) -> None:
         super().__init__(
             name,
-            Signature((("the operation", "broadcast of an object"), ("root_rank", root))),
+            Signature((("the operation", "broadcast of an object"), ("root_rank", root), *entries)),
             payload=struct.pack("<q", len(content)),
             failure=failure,
         )

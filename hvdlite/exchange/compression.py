@@ -67,6 +67,11 @@ def check_strategy(compression: Any, conversion: Conversion | None = None) -> St
     """
     if isinstance(compression, Strategy):
         return compression
+    if isinstance(compression, type) and issubclass(compression, Strategy):
+        raise TypeError(
+            f"compression={compression.__name__} is a class, and has settings; call it, as in "
+            "hvd.Compression.TopK(0.01)"
+        )
     if callable(getattr(compression, "compress", None)) and callable(
         getattr(compression, "decompress", None)
     ):

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.strategy import DENSE, Strategy
-from hvdlite.exchange.wrapper import Wrapper
+from hvdlite.exchange.wrapper import Wrapper, check_inner
 from hvdlite.transport import Transport
 
 _RESIDUAL = "residual"
@@ -30,6 +30,7 @@ class ErrorFeedback(Wrapper):
 
     Raises:
         ValueError: it does not.
+        TypeError: it is no strategy.
     """
 
     inner: Strategy
@@ -38,6 +39,7 @@ class ErrorFeedback(Wrapper):
     tells_unsent = False  # it keeps that itself
 
     def __post_init__(self) -> None:
+        check_inner("ErrorFeedback", self.inner)
         if not self.inner.tells_unsent:
             raise ValueError(
                 f"ErrorFeedback({self.inner!r}): the inner strategy does not tell what it leaves "

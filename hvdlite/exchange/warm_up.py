@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.strategy import DENSE, Strategy
-from hvdlite.exchange.wrapper import Wrapper
+from hvdlite.exchange.wrapper import Wrapper, check_inner
 from hvdlite.transport import Transport
 
 
@@ -19,7 +19,8 @@ class WarmUp(Wrapper):
         steps: how many steps are the first.
 
     Raises:
-        ValueError: ``steps`` is negative.
+        ValueError: ``steps`` is no whole number from 0 on.
+        TypeError: ``inner`` is no strategy.
     """
 
     inner: Strategy
@@ -28,8 +29,9 @@ class WarmUp(Wrapper):
     stateful = True
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ValueError(f"steps={self.steps} is negative")
+        check_inner("WarmUp", self.inner)
+        if not isinstance(self.steps, int) or self.steps < 0:
+            raise ValueError(f"steps={self.steps!r} is not a whole number from 0 on")
 
     @property
     def tells_unsent(self) -> bool:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 from hvdlite.exchange.parameter import Parameter
 from hvdlite.exchange.strategy import Strategy
@@ -27,3 +28,21 @@ class Wrapper(Strategy):
     @abstractmethod
     def around(self, inner: Strategy) -> Strategy:
         """Return a wrapper of this kind around another strategy, or that strategy alone."""
+
+
+def check_inner(wrapper: str, inner: Any) -> None:
+    """Refuse to wrap what is no strategy.
+
+    Args:
+        wrapper: the name of the class that is to wrap it.
+        inner: what the user has given.
+
+    Raises:
+        TypeError: naming both.
+    """
+    if not isinstance(inner, Strategy):
+        found = inner.__name__ if isinstance(inner, type) else repr(inner)
+        raise TypeError(
+            f"{wrapper}({found}): {found} is no strategy; give one with its settings, as in "
+            f"{wrapper}(hvd.Compression.TopK(0.01), ...)"
+        )

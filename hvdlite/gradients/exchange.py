@@ -20,7 +20,7 @@ from hvdlite.engine.operations import Barrier, BroadcastBytes
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.exchange import Bucket
 from hvdlite.gradients.buckets import GradientBuckets
-from hvdlite.gradients.report import ABSENT, DENSE
+from hvdlite.gradients.report import ABSENT, DENSE, ONLY_AVERAGES
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
@@ -182,7 +182,7 @@ class GradientExchange(GradientBuckets):
         """Weight all buckets; return why that cannot be, if it cannot."""
         held = self._holds
         if samples is not None and self._reduction.op is not ReduceOp.AVERAGE:
-            return "batch_size weights averages; use op=hvd.Average, or leave it out"
+            return ONLY_AVERAGES
         if samples is not None and not held and not self._is_first:
             return (
                 "batch_size comes after a step without it, and gradients have left without "
@@ -202,6 +202,10 @@ class GradientExchange(GradientBuckets):
         """
         try:
             self._complete()
+            if not self._alone:
+                # A rank that gives no batch_size sends no bucket again, but the order it does.
+                self._reorder()
+                self._new_order()
         finally:
             # Of these parameters: others' exchanges may share the state.
             self._state.load_state_dict(self._began_with, self._names())
@@ -222,14 +226,10 @@ class GradientExchange(GradientBuckets):
         Raises:
             HorovodInternalError: communication failed.
         """
-        if self._reordering is None and self.apart.issuperset(self.sparse):
+        # Waited for here and not in `finish`, where it would order the steps of several
+        # exchanges, which may come in another order on other ranks.
+        if not self._new_order() and self.apart.issuperset(self.sparse):
             return False
-        if self._reordering is not None:
-            # Waited for here and not in `finish`, where it would order the steps of several
-            # exchanges, which may come in another order on other ranks.
-            handle, self._reordering = self._reordering, None
-            order = np.frombuffer(handle.wait(), np.int64).tolist()
-            self._sequence = order or self._sequence  # none, where rank 0 has joined
         self.apart = self.apart.union(self.sparse)
         plan = self._planned(self._sequence)
         if plan == self.plan:
@@ -245,7 +245,17 @@ class GradientExchange(GradientBuckets):
             rest = sorted(set(range(len(self.parameters))) - set(came))
             order = np.array([*rest, *reversed(came)], np.int64).tobytes()
             name = f"{self.label}: the order of its gradients"
-            self._reordering = self._lane.submit(_Order(name, order, self._first))
+            told = ("batch_size", "given" if self._holds else "not given")
+            self._reordering = self._lane.submit(_Order(name, order, self._first, entries=[told]))
+
+    def _new_order(self) -> bool:
+        """Wait for the order, if it is on its way; return whether it was."""
+        if self._reordering is None:
+            return False
+        handle, self._reordering = self._reordering, None
+        order = np.frombuffer(handle.wait(), np.int64).tolist()
+        self._sequence = order or self._sequence  # none, where rank 0 has joined
+        return True
 
     def _compare(self) -> None:
         """Start to compare the parameters across ranks, before anything is exchanged."""
@@ -376,4 +386,5 @@ class _Order(BroadcastBytes):
     stands_in = True
 
     def stand_in(self) -> Callable[[], Operation]:
-        return partial(_Order, self.name, b"", self._root)
+        given = [entry for entry in self.signature if entry[0] == "batch_size"]
+        return partial(_Order, self.name, b"", self._root, entries=given)

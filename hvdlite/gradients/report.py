@@ -10,13 +10,17 @@ import numpy as np
 
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import GradientError
+from hvdlite.reduction import ReduceOp
 
 # What is said of a gradient; a sparse one is DENSE and the number of its sparse axes, which a rank
 # that has no gradient has to know.
 ABSENT, DENSE = 0, 1
 
+ONLY_AVERAGES = "batch_size weights averages; use op=hvd.Average, or leave it out"
+
 # How many exchanges have gone before, and of how many samples the gradients are; -1: not said.
 _NUMBERS = struct.Struct("<qq")
+_MOST_SAMPLES = 2**53  # floats, of which weights are made, know no greater odd number
 
 
 class Report(NamedTuple):
@@ -43,6 +47,54 @@ class Report(NamedTuple):
     def is_empty(self) -> bool:
         """Whether there is nothing to exchange."""
         return not (self.kinds == DENSE).any()
+
+
+def checked_samples(batch_size: Any) -> int | None:
+    """Return how many samples a gradient is the average of, or None.
+
+    Args:
+        batch_size: as the user gives it: any kind of number, array or tensor of one element.
+
+    Raises:
+        ValueError: it is no whole number from 0 on.
+    """
+    if batch_size is None:
+        return None
+    try:
+        number = -1 if isinstance(batch_size, (str, bytes)) else int(batch_size)
+        is_whole = 0 <= number <= _MOST_SAMPLES and number == float(batch_size)
+    except (TypeError, ValueError, OverflowError):
+        is_whole = False
+    if not is_whole:
+        raise ValueError(
+            f"batch_size={batch_size!r} is not a whole number from 0 on; give the number of "
+            "samples that this rank's gradients are averages of"
+        )
+    return number
+
+
+def check_weighted(op: ReduceOp) -> None:
+    """Refuse to weight by numbers of samples what is no average.
+
+    Raises:
+        ValueError: it is another reduction.
+    """
+    if op is not ReduceOp.AVERAGE:
+        raise ValueError(ONLY_AVERAGES)
+
+
+def check_not_local(batch_size: Any) -> None:
+    """Refuse to weight other ranks' gradients beside local ones, which are divided by their number.
+
+    Raises:
+        ValueError: there is a number of samples.
+    """
+    if batch_size is not None:
+        raise ValueError(
+            "batch_size weights the gradients of all ranks, and those of local variables are "
+            "divided by the number of ranks, whatever their batches; pass "
+            "scale_local_gradients=False and weight these yourself, or leave batch_size out"
+        )
 
 
 def write(kinds: bytes | bytearray, exchanges: int | None, samples: int | None) -> bytes:

@@ -74,6 +74,16 @@ def singa(dist_option: str = "fp32", spars: float = 0.05, corr: bool = True) -> 
     return presets[dist_option]()
 
 
+def _named(compression: str) -> Preset:
+    try:
+        return singa(compression)
+    except ValueError as error:
+        raise ValueError(
+            f"compression={compression!r} is no compression; use one of hvd.Compression, such as "
+            f"hvd.Compression.fp16, or a name that hvd.singa takes ({error})"
+        ) from None
+
+
 def _corrected(strategy: Strategy, corr: bool) -> Strategy:
     return ErrorFeedback(strategy) if corr else strategy
 
@@ -103,7 +113,7 @@ def check_exchange(
         TypeError: one is something else.
         ValueError: they do not go together, or there is no preset of this name.
     """
-    preset = singa(compression) if isinstance(compression, str) else compression
+    preset = _named(compression) if isinstance(compression, str) else compression
     if isinstance(preset, Preset):
         if preset.schedule is not None and schedule is not None:
             raise ValueError(

@@ -43,6 +43,13 @@ class TestErrorFeedback:
             with pytest.raises(ValueError, match="does not tell what it leaves out"):
                 ErrorFeedback(inner)
 
+    @pytest.mark.parametrize(("inner", "found"), [(Compression.TopK, "TopK"), ("fp16", "'fp16'")])
+    def test_what_is_no_strategy_is_refused(self, inner, found):
+        """A class whose settings were forgotten, say, of which properties are true."""
+        for wrap in (ErrorFeedback, lambda inner: WarmUp(inner, 3)):
+            with pytest.raises(TypeError, match=f"{found} is no strategy; give one with its set"):
+                wrap(inner)
+
     def test_the_residual_is_what_rounding_has_lost(self):
         """Two steps by hand: 1 + 2**-10 is 1 in bfloat16, and twice that is 1 + 2**-7."""
         ranks = Ranks(1, ErrorFeedback(Compression.bf16))
@@ -98,8 +105,12 @@ class TestWarmUp:
     def test_around_what_is_chosen(self):
         assert WarmUp(Compression.fp16, 3).choose(parameter(2, dtype=np.int32)) is DENSE
         assert WarmUp(DENSE, 3).choose(parameter(2)) == WarmUp(DENSE, 3)
-        with pytest.raises(ValueError, match="steps=-1 is negative"):
+        with pytest.raises(ValueError, match="steps=-1 is not a whole number"):
             WarmUp(Compression.fp16, -1)
+
+    def test_half_a_step_is_refused(self):
+        with pytest.raises(ValueError, match=r"steps=2.5 is not a whole number from 0 on"):
+            WarmUp(Compression.fp16, 2.5)
 
     def test_both_ways_to_combine(self):
         for strategy in (

@@ -99,6 +99,32 @@ def loops_of_ones_own():
             assert same_on_all_ranks(model.get_weights())
 
 
+def uneven_batches_give_the_gradient_of_their_union():
+    sizes = [1 + 3 * rank for rank in range(hvd.size())]
+    x, y = (array[: sum(sizes)] for array in data())
+    rows = slice(sum(sizes[: hvd.rank()]), sum(sizes[: hvd.rank() + 1]))
+    scaling = keras.mixed_precision.LossScaleOptimizer
+    for kind in KINDS:
+        union = make_model()
+        fit(union, kind(0.1), x, y, len(x))
+        for optimizer in (
+            hvd.DistributedOptimizer(kind(0.1)),
+            scaling(hvd.DistributedOptimizer(kind(0.1)), dynamic=False, initial_scale=1),
+        ):
+            model = make_model()
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            pairs = list(zip(gradients, model.trainable_variables, strict=True))
+            optimizer.apply_gradients(pairs, batch_size=sizes[hvd.rank()])
+            assert same_on_all_ranks(model.get_weights())
+            assert close(model.get_weights(), union.get_weights())
+        twice = hvd.DistributedOptimizer(kind(0.1), backward_passes_per_step=2)
+        for optimizer in (twice, scaling(twice)):
+            with pytest.raises(ValueError, match="here those of several add up"):
+                optimizer.apply_gradients(pairs, batch_size=1)
+
+
 def backward_passes_add_up():
     # As many samples in one batch.
     for kind in KINDS:
@@ -297,6 +323,7 @@ CHECKS = [
     legacy_keras_it_is,
     fit_exchanges_in_every_step,
     loops_of_ones_own,
+    uneven_batches_give_the_gradient_of_their_union,
     backward_passes_add_up,
     steps_that_overflow_on_one_rank_are_skipped_on_all,
     what_was_trained_before_and_what_is_saved,

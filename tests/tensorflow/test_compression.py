@@ -117,6 +117,28 @@ class Halved:
         return tf.cast(tensor, ctx)
 
 
+@ranks(1)
+def test_where_batch_size_has_no_meaning():
+    new_world()
+    variable = tf.Variable(tf.zeros(SHAPE), name="w")
+    for given in (-1, 2.5, "3", float("nan"), tf.constant(2.5), tf.constant([2])):
+        with pytest.raises(ValueError, match=r"batch_size=.* is not a whole number from 0 on"):
+            stepper(variable, "eager")(tf.ones(SHAPE), given)
+    with pytest.raises(ValueError, match="expected a scalar of an integer type"):
+        stepper(variable, "function")(tf.ones(SHAPE), tf.constant(2.5))
+    with pytest.raises(tf.errors.OpError, match=r"batch_size=.*-1.* is not a whole number"):
+        stepper(variable, "function")(tf.ones(SHAPE), tf.constant(-1))
+    for op in (hvd.Sum, hvd.Adasum):
+        with pytest.raises(ValueError, match="batch_size weights averages"):
+            stepper(variable, "eager", op=op)(tf.ones(SHAPE), 2)
+    with tf.GradientTape() as recorded:
+        loss = tf.reduce_sum(variable)
+    tape = hvd.DistributedGradientTape(recorded)
+    tape.register_local_source(variable)
+    with pytest.raises(ValueError, match="pass scale_local_gradients=False"):
+        tape.gradient(loss, [variable], batch_size=2)
+
+
 @each_mode
 @ranks(1, 2)
 def test_a_class_with_compress_and_decompress(mode):

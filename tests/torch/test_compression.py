@@ -1,5 +1,8 @@
 """`DistributedOptimizer` with a compression: its memory, weights, the user's own."""
 
+import re
+import warnings
+
 import numpy as np
 import pytest
 
@@ -248,9 +251,10 @@ class TestBatchSize:
     def test_what_is_refused(self):
         new_world()
         parameters, optimizer = make(Compression.none)
-        with pytest.raises(ValueError, match="batch_size=-1 is not a whole number"):
-            step(parameters, optimizer, 0, batch_size=-1)
-        optimizer.step()
+        for given in (-1, 2.5, float("nan"), 10**30, "3", [3]):
+            with pytest.raises(ValueError, match=f"batch_size={re.escape(repr(given))} is not a"):
+                step(parameters, optimizer, 0, batch_size=given)
+            optimizer.step()
         with pytest.raises(ValueError, match="comes after a step without it"):
             step(parameters, optimizer, 0, batch_size=1)
         parameters, optimizer = make(Compression.none)
@@ -273,6 +277,38 @@ class TestBatchSize:
             with pytest.raises(hvd.HorovodInternalError, match="rank 1 gave no batch_size"):
                 step(parameters, optimizer, number, **given)
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+
+    @ranks(2)
+    def test_on_one_rank_only_in_the_first_step(self):
+        """Whose gradients have left before; the other rank learns of it in its next step."""
+        new_world()
+        parameters, optimizer = make(Compression.none)
+        words = "batch_size is given on rank 0, not given on rank 1"
+        if hvd.rank() == 0:
+            with pytest.raises(hvd.MismatchError, match=words):
+                step(parameters, optimizer, 0, batch_size=2)
+        else:
+            step(parameters, optimizer, 0)
+            with pytest.raises(hvd.MismatchError, match=words):
+                step(parameters, optimizer, 1)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+
+    @ranks(2)
+    def test_of_a_rank_that_had_joined_before_its_first_step(self):
+        new_world()
+        parameters, optimizer = make(Compression.none)
+        if hvd.rank() == 0:
+            step(parameters, optimizer, 0, batch_size=3)
+        hvd.join()
+        hvd.broadcast_parameters(parameters, root_rank=0)
+        assert_close(parameters["a"].detach(), -gradient("a", 0, 0), 1e-6)
+        for number in (1, 2):
+            step(parameters, optimizer, number, batch_size=1 + 2 * hvd.rank())
+        first, second = (
+            (gradient("a", number, 0) + 3 * gradient("a", number, 1)) / 4 for number in (1, 2)
+        )
+        expected = -gradient("a", 0, 0) - first - second
+        assert_close(parameters["a"].detach(), expected, 1e-5)
 
 
 class Halved:
@@ -314,9 +350,9 @@ class TestOnesOwn:
     @ranks(1)
     def test_what_is_no_compression(self):
         new_world()
-        with pytest.raises(TypeError, match="is no compression"):
-            make(16)
-        with pytest.raises(ValueError, match="'fp17' is none of SINGA's names"):
+        with pytest.raises(ValueError, match=r"'fp17' is no compression; use one of hvd.Compress"):
             make("fp17")
+        with pytest.raises(TypeError, match=r"compression=TopK is a class, .* call it, as in"):
+            make(Compression.TopK)
         with pytest.raises(ValueError, match="remembers something from step to step"):
             hvd.allreduce(torch.ones(1), compression=ErrorFeedback(Compression.fp16))

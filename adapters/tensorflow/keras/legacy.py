@@ -11,7 +11,7 @@ import tensorflow as tf
 import tf_keras
 
 from hvdlite._keras.distributed import Distributed, make_distributed
-from hvdlite._keras.options import Options, check_steps
+from hvdlite._keras.options import Options, check_steps, check_unweighted
 from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite._keras.training import exchanging, moments_in
 from hvdlite.tensorflow.backend import TensorFlowBackend
@@ -58,19 +58,33 @@ class LegacyDistributed(Distributed):
 
     @as_it_is
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        *args: Any,
+        batch_size: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """Average the gradients over all ranks, and apply them as Keras does.
 
+        Args:
+            grads_and_vars: pairs of this rank's gradients and of variables.
+            *args: as in Keras, like all further keywords.
+            batch_size: as in `hvdlite.keras.optimizer.KerasDistributed.apply`.
+            **kwargs: see there.
+
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
+            ValueError: as there.
         """
         synchronizer, pairs = self._hvdlite, list(grads_and_vars)
+        check_unweighted(synchronizer.options, synchronizer.options.passes > 1, batch_size)
         exchanged = synchronizer.finished
         apply = super().apply_gradients  # type: ignore[misc]
 
         def step(pairs: _Pairs) -> Any:
-            return apply(pairs if exchanged else reduced(synchronizer, pairs), *args, **kwargs)
+            if not exchanged:
+                pairs = reduced(synchronizer, pairs, batch_size)
+            return apply(pairs, *args, **kwargs)
 
         if synchronizer.options.schedule is not None:
             return self._scheduled_step(pairs, lambda own: apply(own, *args, **kwargs))
@@ -113,10 +127,11 @@ class LegacyDistributed(Distributed):
         return moments_in(vars(self), index, len(indices), fits)
 
 
-def reduced(synchronizer: Synchronizer, pairs: _Pairs) -> _Pairs:
+def reduced(synchronizer: Synchronizer, pairs: _Pairs, batch_size: Any = None) -> _Pairs:
     """Pairs of gradients and variables, with the gradients of all ranks."""
     gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
-    return list(zip(synchronizer.reduce(gradients, variables), variables, strict=True))
+    average = synchronizer.reduce(gradients, variables, batch_size)
+    return list(zip(average, variables, strict=True))
 
 
 def _build(optimizer: Any, variables: list[Any]) -> None:
@@ -151,7 +166,9 @@ def _averaging_first(original: Any) -> Any:
         if not isinstance(inner, Distributed) or inner._hvdlite.finished:
             return original(self, grads_and_vars, *args, **kwargs)
         check_steps(inner._hvdlite.options, adds_up=False, scales=True)
-        pairs = reduced(inner._hvdlite, list(grads_and_vars))
+        batch_size = kwargs.pop("batch_size", None)
+        check_unweighted(inner._hvdlite.options, inner._hvdlite.options.passes > 1, batch_size)
+        pairs = reduced(inner._hvdlite, list(grads_and_vars), batch_size)
         with inner._hvdlite.elsewhere():
             return original(self, pairs, *args, **kwargs)
 
