@@ -157,9 +157,20 @@ class _Distributed(Wrapped):
         self._in_step = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with what the compression remembers, if it does."""
+        """Return the optimizer's state, with what the compression remembers, if it does.
+
+        To be called between steps: while gradients are being exchanged, that changes.
+        """
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         own = self._reducer.state_dict()
+        if own and self._reducer.in_flight:
+            # No error: it may be the last chance to save anything.
+            warnings.warn(
+                "state_dict() was called after backward() and before step() or synchronize(), "
+                "while gradients are being exchanged: what the compression has left to send is "
+                "that of different steps; call optimizer.synchronize() first",
+                stacklevel=2,
+            )
         return {**state, STATE: {"compression": own}} if own else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

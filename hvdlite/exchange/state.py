@@ -44,7 +44,8 @@ class StrategyState:
             names: of the parameters; None: all.
         """
         chosen = list(self._entries) if names is None else names
-        entries = {name: self._entries.get(name) for name in chosen}
+        # A lane's thread may be at work on them: their dicts are copied at once.
+        entries = {name: dict(self._entries.get(name, {})) for name in chosen}
         return {
             name: {key: np.array(array) for key, array in entry.items()}
             for name, entry in entries.items()

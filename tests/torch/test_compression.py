@@ -1,5 +1,7 @@
 """`DistributedOptimizer` with a compression: its memory, weights, the user's own."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -89,6 +91,23 @@ class TestMemory:
         for number in range(3, 6):
             step(parameters, optimizer, number)
         self.check(parameters, optimizer, range(6))
+
+    @ranks(2)
+    def test_a_state_in_the_midst_of_a_step_is_told_of(self):
+        new_world()
+        for compression, told in ((self.COMPRESSION, True), (Compression.none, False)):
+            parameters, optimizer = make(compression)
+            step(parameters, optimizer, 0)
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                optimizer.state_dict()
+                assert not found
+                sum((parameter**2).sum() for parameter in parameters.values()).backward()
+                optimizer.state_dict()
+            texts = [str(each.message) for each in found]
+            assert len(texts) == told
+            assert all("call optimizer.synchronize() first" in text for text in texts)
+            optimizer.step()
 
     @ranks(2)
     def test_it_can_be_saved_after_shutdown(self):
