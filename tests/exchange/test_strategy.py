@@ -4,7 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.exchange import Bucket, Compression, Parameter, Reduction, check_strategy
+from hvdlite.exchange import (
+    Bucket,
+    Compression,
+    Parameter,
+    Reduction,
+    check_strategy,
+    exchange_bucket,
+)
 from hvdlite.reduction import Adasum, Average, Sum
 from hvdlite.transport.simulated import Simulation
 from tests.references import adasum, check_reduction, dtype_of, samples
@@ -84,6 +91,30 @@ def test_what_is_out_of_range_becomes_infinite_and_nan_stays():
 def test_an_empty_bucket(strategy):
     arrays = [np.zeros((0, 3), np.float32)] * 2
     assert exchange(strategy, arrays, Reduction()).shape == (0, 3)
+
+
+def test_a_class_of_the_users_own_gets_the_type_that_there_is():
+    """Of 16 bits: floats are widened, and integers, which a float has no room for, are not."""
+    seen = []
+
+    class Seen:
+        @staticmethod
+        def compress(tensor):
+            seen.append(tensor.dtype)
+            return tensor, None
+
+        @staticmethod
+        def decompress(tensor, context):
+            return tensor
+
+    for dtype, expected in (("int16", "int16"), ("float16", "float32")):
+        array = np.full(5, 20_000).astype(dtype)
+        bucket = Bucket([Parameter("a", (5,), array.dtype)], Reduction(Sum))
+        bucket.send[...] = array
+        exchange_bucket(check_strategy(Seen), bucket, Simulation(1).transports[0])
+        np.testing.assert_array_equal(bucket.result, array)
+        assert bucket.result.dtype == array.dtype
+        assert seen.pop() == expected
 
 
 def test_names():

@@ -277,3 +277,20 @@ def test_a_sparse_gradient_that_is_changed_too_early_is_an_error():
     with contextlib.suppress(RuntimeError):
         optimizer.zero_grad()
     optimizer.step()
+
+
+@ranks(2)
+def test_of_no_samples_it_counts_for_nothing_whatever_it_is():
+    hvd.init()
+    table = torch.nn.Embedding(ROWS, COLUMNS, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        factor = float("nan") if hvd.rank() else 1.0
+        (table(torch.tensor([hvd.rank()])).sum() * factor).backward()
+        optimizer.synchronize(batch_size=0 if hvd.rank() else 5)
+        expected = torch.zeros(ROWS, COLUMNS)
+        expected[0] = 1.0
+        assert_close(table.weight.grad.to_dense(), expected)
+        with optimizer.skip_synchronize():
+            optimizer.step()
