@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,19 @@ class StrategyState:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over what `state_dict` has returned, here or elsewhere."""
-        self.is_common = False
         self._entries.clear()
-        for name, entry in state.items():
+        self.restore(state, state)
+
+    def restore(self, names: Iterable[str], state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Let these parameters have what `state_dict` has returned, and the others what they have.
+
+        Args:
+            names: of the parameters; what ``state`` has nothing of remembers nothing then.
+            state: by the parameter's name and what they are.
+        """
+        self.is_common = False
+        for name in names:
+            entry = state.get(name, {})
             self._entries[name] = {key: np.array(array) for key, array in entry.items()}
 
     def __bool__(self) -> bool:

@@ -71,7 +71,7 @@ class GradientExchange(GradientBuckets):
         self._agreed = False
         self._holds = False  # whether buckets wait for `finish`, which knows their weight
         # What strategies remembered before the first step, as long as that lasts.
-        self._began_with: dict[str, Any] | None = self._state.state_dict()
+        self._began_with: dict[str, Any] | None = None
         self._alone = False  # whether some rank had joined when the parameters were compared
         self._lock = threading.Lock()
 
@@ -212,7 +212,8 @@ class GradientExchange(GradientBuckets):
             self._new_order()
         with self._lock:
             self._launched = 0
-        self._state.load_state_dict(state)
+        # Other exchanges have parameters of their own in it, and steps of their own.
+        self._state.restore((parameter.name for parameter in self.parameters), state)
 
     def begin(self) -> bool:
         """Before the first `slot` or `mark` of a step, or its `finish`: pack the buckets anew.
@@ -228,6 +229,9 @@ class GradientExchange(GradientBuckets):
         Raises:
             HorovodInternalError: communication failed.
         """
+        if self._order is not None:
+            # Not when this was made: a checkpoint may have been loaded since.
+            self._began_with = self._state.state_dict()
         # Waited for here and not in `finish`, where it would order the steps of several
         # exchanges, which may come in another order on other ranks.
         if not self._new_order() and self.apart.issuperset(self.sparse):
@@ -245,7 +249,6 @@ class GradientExchange(GradientBuckets):
             # A rank that had joined comes to its first step later, and expects the others there.
             self._alone = self._agreed = self._holds = False
             self._comparison, self._order = None, []
-            self._began_with = self._state.state_dict()
         elif self._order is not None:
             came, self._order = self._order, None
             # What has not come yet may come at any time: last, as in the plan.
