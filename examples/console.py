@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,13 +21,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
 def parse_options(
-    description: str, add_more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    description: str,
+    add_more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+    compressions: Sequence[str] = ("none", "fp16", "bf16"),
 ) -> argparse.Namespace:
     """Return the options of the command line.
 
     Args:
         description: of the script; its first line is shown.
         add_more: adds the options that only this script has.
+        compressions: the names that ``--compression`` takes, the default first.
     """
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     add_more(parser)
@@ -39,7 +42,7 @@ def parse_options(
     add("--lr", type=float, default=0.03, help="learning rate of one process")
     add("--warmup-epochs", type=float, help="until the rate is scaled; default: a sixth of all")
     add("--seed", type=int, default=1)
-    add("--compression", choices=("none", "fp16", "bf16"), default="none")
+    add("--compression", choices=compressions, default=compressions[0])
     add("--checkpoint-dir", help="save each epoch there, and resume from there")
     add("--json", action="store_true", help="end with a line of JSON on standard output")
     options = parser.parse_args()

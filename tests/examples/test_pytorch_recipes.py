@@ -73,3 +73,20 @@ def test_amp_lowers_the_scale_on_all_ranks_where_gradients_overflow():
     result = train("pytorch_amp.py", 2, "--epochs", 3, "--dtype", "float16", "--init-scale", 1e9)
     assert result["scale"] < 1e8
     assert result["train_loss"] < 3
+
+
+def test_compression_and_resuming_it(tmp_path):
+    """What has not been sent yet comes back with the rest of the training."""
+    options = ("--epochs", 6)
+    whole = train("pytorch_compression.py", 2, *options, "--checkpoint-dir", tmp_path / "whole")
+    assert whole["test_accuracy"] > 0.8
+    folder = ("--checkpoint-dir", tmp_path / "parts")
+    # 23 steps make an epoch: this one is interrupted in the fourth.
+    train("pytorch_compression.py", 2, *options, *folder, "--steps", 70)
+    resumed = train("pytorch_compression.py", 2, *options, *folder)
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_compression_of_low_rank():
+    options = ("--compression", "powersgd", "--epochs", 6)
+    assert train("pytorch_compression.py", 3, *options)["test_accuracy"] > 0.8

@@ -220,6 +220,44 @@ class TestBatchSize:
             assert_close(left - parameter.detach().double(), total, 1e-5)
 
     @ranks(2)
+    def test_error_feedback_loses_nothing_in_the_first_step_after_a_checkpoint(self):
+        new_world()
+        compression = ErrorFeedback(Compression.TopK(0.1))
+        parameters, optimizer = make(compression)
+        step(parameters, optimizer, 0, batch_size=1)
+        again, resumed = make(compression)
+        resumed.load_state_dict(optimizer.state_dict())
+        hvd.broadcast_parameters(parameters, root_rank=0)
+        for number in (1, 2):
+            step(parameters, optimizer, number, batch_size=1 + hvd.rank())
+            step(again, resumed, number, batch_size=1 + hvd.rank())
+        for name, parameter in again.items():
+            drawn = [[gradient(name, k, rank).double() for rank in range(2)] for k in range(3)]
+            total = sum(drawn[0]) / 2 + sum((a + 2 * b) / 3 for a, b in drawn[1:])
+            saved = resumed.state_dict()["hvdlite"]["compression"]["parameters"]
+            left = hvd.allreduce(saved[name]["residual"].double())
+            # The first step was the other optimizer's.
+            first = parameters[name].detach() - parameter.detach()
+            assert_close(left - parameter.detach().double() - first.double(), total, 1e-5)
+
+    @ranks(2)
+    def test_error_feedback_loses_nothing_where_parameters_come_later(self):
+        """Whose first step is none of the others."""
+        new_world()
+        parameters, optimizer = make(ErrorFeedback(Compression.TopK(0.1)), names=["a"])
+        step(parameters, optimizer, 0, batch_size=1)
+        parameters["b"] = torch.nn.Parameter(torch.zeros(SHAPES["b"]))
+        optimizer.add_param_group({"params": [parameters["b"]]})
+        for number in (1, 2):
+            step(parameters, optimizer, number, batch_size=1 + 2 * hvd.rank())
+        saved = optimizer.state_dict()["hvdlite"]["compression"]["parameters"]
+        residual = [entry["residual"] for entry in saved.values() if entry["residual"].dim() == 2]
+        drawn = [[gradient("a", k, rank).double() for rank in range(2)] for k in range(3)]
+        total = sum(drawn[0]) / 2 + sum((a + 3 * b) / 4 for a, b in drawn[1:])
+        left = hvd.allreduce(residual[0].double())
+        assert_close(left - parameters["a"].detach().double(), total, 1e-5)
+
+    @ranks(2)
     def test_sparse_gradients(self):
         new_world()
         table = torch.nn.Embedding(6, 3, sparse=True)
