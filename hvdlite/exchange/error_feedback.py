@@ -25,6 +25,8 @@ class ErrorFeedback(Wrapper):
     A rank that has no gradient of a parameter sends what it has left of earlier ones. What no rank
     has a gradient of stays as it is.
 
+    Where a GradScaler changes the scale of the loss, what is left is still of the scale before.
+
     Args:
         inner: the strategy, which has to tell what it has not sent.
 
