@@ -59,7 +59,8 @@ def agree(bucket: Bucket, transport: Transport, bad: int, length: int = 0) -> li
         raise GradientError(
             f"rank {transport.members[transport.rank]}: the gradient of {name!r} is not finite on "
             f"{members}, and the compression cannot send that; lower the learning rate or clip "
-            "the loss, or use Compression.none, .fp16 or .bf16, which pass it on"
+            "the loss, train in bfloat16 instead of with a GradScaler, which makes gradients "
+            "overflow on purpose, or use Compression.none, .fp16 or .bf16, which pass it on"
         )
     return [length for length, _ in headers]
 

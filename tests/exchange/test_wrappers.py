@@ -58,6 +58,17 @@ class TestErrorFeedback:
         assert results == [1.0, 1.0, 1 + 2.0**-7, 1.0]
         assert ranks.residual("a").tolist() == [0.0]
 
+    @pytest.mark.parametrize("cast", [Compression.fp16, Compression.bf16, Cast("fp16", "auto")])
+    def test_an_overflow_comes_once(self, cast):
+        """As where a GradScaler leaves that step out, and goes on with a smaller scale."""
+        ranks = Ranks(2, ErrorFeedback(cast))
+        ones = {"a": np.ones(4, np.float32)}
+        bad = {"a": np.array([1, np.inf, -np.inf, np.nan], np.float32)}
+        found = [ranks.step([ones, given])["a"].tolist() for given in (bad, ones, ones)]
+        assert found[0][:3] == [1.0, np.inf, -np.inf]
+        assert np.isnan(found[0][3])
+        assert found[1:] == [[1.0] * 4] * 2
+
     def test_what_loses_nothing_needs_none(self):
         fed_back = ErrorFeedback(Compression.fp16)
         assert fed_back.choose(parameter(3, dtype=np.int64)) is DENSE
