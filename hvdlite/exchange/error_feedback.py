@@ -25,14 +25,11 @@ class ErrorFeedback(Wrapper):
     A rank that has no gradient of a parameter sends what it has left of earlier ones. What no rank
     has a gradient of stays as it is.
 
-    <<<<<<< HEAD
     Where a gradient is refused (it is not a number, say), the residuals of its bucket stay as they
     were. Buckets that were exchanged before in that step have had their residuals sent, with
     gradients of which no optimizer made a step: these are lost, as those gradients are. To lose
-    nothing, return to a checkpoint, or to a commit of ``hvd.elastic``.
-    =======
-    Where a GradScaler changes the scale of the loss, what is left is still of the scale before.
-    >>>>>>> reviewuse
+    nothing, return to a checkpoint, or to a commit of ``hvd.elastic``. Where a GradScaler changes the
+    scale of the loss, what is left is still of the scale before.
 
     Args:
         inner: the strategy, which has to tell what it has not sent.
