@@ -28,8 +28,8 @@ class ErrorFeedback(Wrapper):
     Where a gradient is refused (it is not a number, say), the residuals of its bucket stay as they
     were. Buckets that were exchanged before in that step have had their residuals sent, with
     gradients of which no optimizer made a step: these are lost, as those gradients are. To lose
-    nothing, return to a checkpoint, or to a commit of ``hvd.elastic``. Where a GradScaler changes the
-    scale of the loss, what is left is still of the scale before.
+    nothing, return to a checkpoint, or to a commit of ``hvd.elastic``. Where a GradScaler changes
+    the scale of the loss, what is left is still of the scale before.
 
     Args:
         inner: the strategy, which has to tell what it has not sent.
