@@ -83,7 +83,7 @@ def main() -> None:
             # 7. Checkpoint: rank 0 alone writes the file. What the compression has left to send is
             # each rank's own, so before that all ranks take the average of it.
             if options.checkpoint_dir and len(steps) == len(sampler):
-                optimizer.consolidate_compression_state()
+                optimizer.consolidate_exchange_state()
                 checkpoint.save(
                     {
                         "epoch": epoch + 1,

@@ -79,7 +79,7 @@ SECTIONS: list[tuple[str, str, str]] = [
         DistributedOptimizer DistributedOptimizer.synchronize DistributedOptimizer.skip_synchronize
         DistributedOptimizer.set_backward_passes_per_step DistributedOptimizer.zero_grad
         DistributedOptimizer.average_weights DistributedOptimizer._parameter_names SyncBatchNorm
-        DistributedOptimizer.consolidate_compression_state
+        DistributedOptimizer.consolidate_exchange_state
         convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm
         ShardSampler pin_device checkpoint""",
     ),
@@ -112,7 +112,7 @@ SECTIONS: list[tuple[str, str, str]] = [
         DistributedGradientTape.gradient DistributedGradientTape.end_step
         DistributedGradientTape.average_weights DistributedGradientTape.register_local_source
         PartialDistributedGradientTape
-        compression_state_dict load_compression_state_dict consolidate_compression_state
+        exchange_state_dict load_exchange_state_dict consolidate_exchange_state
         DistributedOptimizer broadcast_global_variables
         BroadcastGlobalVariablesHook pin_device shard checkpoint""",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from hvdlite import gradients, runtime
+from hvdlite import runtime
 from hvdlite._keras.synchronizer import Synchronizer
 
 
@@ -19,31 +19,31 @@ class Distributed:
         """Keep a variable's gradients to this rank: they are not exchanged."""
         self._hvdlite.keep_local([var])
 
-    def compression_state_dict(self) -> dict[str, Any]:
-        """Return what the compression remembers on this rank: numbers and arrays; {}: nothing.
+    def exchange_state_dict(self) -> dict[str, Any]:
+        """Return what the compression and the schedule remember on this rank; {}: nothing.
 
-        It is no part of a saved model, which can be loaded without hvdlite: save it beside.
+        They are numbers and arrays. It is no part of a saved model, which can be loaded without
+        hvdlite: save it beside.
         """
-        options = self._hvdlite.options
-        return gradients.save(self._hvdlite.state, options.process_set)
+        return self._hvdlite.state.state_dict(self._hvdlite.options.process_set)
 
-    def load_compression_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `compression_state_dict` has returned, as far as it is this rank's."""
+    def load_exchange_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `exchange_state_dict` has returned, as far as it is this rank's."""
         options = self._hvdlite.options
-        gradients.load(self._hvdlite.state, state_dict, options.reduction.op, options.process_set)
+        self._hvdlite.state.load_state_dict(state_dict, options.reduction.op, options.process_set)
 
-    def consolidate_compression_state(self) -> None:
+    def consolidate_exchange_state(self) -> None:
         """Make what the compression remembers the same on all ranks; collective.
 
-        To be called before one rank saves `compression_state_dict` for all. Nothing is lost: every
+        To be called before one rank saves `exchange_state_dict` for all. Nothing is lost: every
         rank gets the average of what all have left to send.
 
         Raises:
             HorovodInternalError: communication failed.
         """
         process_set = self._hvdlite.options.process_set
-        name = runtime.engine(process_set).unnamed("consolidate_compression_state")
-        gradients.consolidate(self._hvdlite.state, name, process_set)
+        name = runtime.engine(process_set).unnamed("consolidate_exchange_state")
+        self._hvdlite.state.consolidate(name, process_set)
 
     def average_weights(self) -> None:
         """Average the weights over all ranks now: before an evaluation, or at the end.

@@ -49,10 +49,10 @@ class ModelState(VariableState):
         """Assign what was saved last."""
         super().restore()
         if self._compression is not None:
-            self.optimizer.load_compression_state_dict(self._compression)
+            self.optimizer.load_exchange_state_dict(self._compression)
 
     def _remembered(self) -> Any:
-        remembers = getattr(self.optimizer, "compression_state_dict", None)
+        remembers = getattr(self.optimizer, "exchange_state_dict", None)
         return None if remembers is None else remembers()
 
     def variables_kept(self) -> Sequence[Any]:

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from hvdlite._keras.options import LABEL, Options
 from hvdlite.exchange import Parameter, StrategyState
 from hvdlite.gradients import check_not_local
-from hvdlite.schedule import LocalSteps
+from hvdlite.schedule import ExchangeState, LocalSteps
 
 
 class Backend(Protocol):
@@ -63,24 +63,22 @@ class Synchronizer:
 
     Attributes:
         options: as given.
-        state: what the compression remembers of the variables.
+        state: what the compression and the schedule remember of the variables.
         finished: whether someone around the optimizer has exchanged already.
         pending: variables that had a gradient since the last exchange, by position.
         train_functions: the compiled functions of models that were made with the exchange.
         passes: what adds up the gradients of several passes, where Keras does not.
-        steps: with a schedule, the steps so far; None: there has been none.
     """
 
     def __init__(self, options: Options, backend: type[Backend]) -> None:
         self.options = options
-        self.state = StrategyState()
+        self.state = ExchangeState(StrategyState())
         self.finished = False
         self.pending: set[int] = set()
         self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
         self.passes: Any = None
-        self.steps: LocalSteps | None = None
         self._followed: Steps | None = None
-        self._backend = backend(options, self.state)
+        self._backend = backend(options, self.state.state)
         self._local_variables: list[Any] = []
         self._local_layers: list[Any] = []
 
@@ -189,21 +187,22 @@ class Synchronizer:
 
     def _steps_of(self, variables: Sequence[Any]) -> LocalSteps:
         """The steps of these variables; if they are others than before, it goes on with those."""
-        options, earlier = self.options, self.steps
+        options, earlier = self.options, self.state.steps
         parameters = list(self._backend.describe(variables))
         if earlier is not None and earlier.parameters == parameters:
             return earlier
         assert options.schedule is not None
-        self.steps = LocalSteps(
+        steps = LocalSteps(
             options.schedule, options.strategy, options.reduction, LABEL, options.process_set
         )
-        self.steps.add(parameters)
+        steps.add(parameters)
         if earlier is not None:
             names = {parameter.name for parameter in parameters}
             state = earlier.state_dict()
             state["outer"] = {n: entry for n, entry in state["outer"].items() if n in names}
-            self.steps.load_state_dict(state)
-        return self.steps
+            steps.load_state_dict(state)
+        self.state.follow(steps)
+        return steps
 
     def _local_identities(self) -> set[int]:
         # Layers are asked each time: they may have been built since.

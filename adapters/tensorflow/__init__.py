@@ -24,9 +24,9 @@ from hvdlite.tensorflow.grouped import (
     grouped_reducescatter,
 )
 from hvdlite.tensorflow.memory import (
-    compression_state_dict,
-    consolidate_compression_state,
-    load_compression_state_dict,
+    consolidate_exchange_state,
+    exchange_state_dict,
+    load_exchange_state_dict,
 )
 from hvdlite.tensorflow.objects import allgather_object, broadcast_object, broadcast_object_fn
 from hvdlite.tensorflow.optimizer import DistributedOptimizer
@@ -76,9 +76,9 @@ __all__ = [
     "PartialDistributedGradientTape",
     "SyncBatchNormalization",  # noqa: F405 - see __getattr__
     "DistributedOptimizer",
-    "compression_state_dict",
-    "load_compression_state_dict",
-    "consolidate_compression_state",
+    "exchange_state_dict",
+    "load_exchange_state_dict",
+    "consolidate_exchange_state",
     "broadcast_variables",
     "elastic",
     "broadcast_global_variables",

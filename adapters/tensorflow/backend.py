@@ -12,8 +12,8 @@ from hvdlite.exchange import Parameter, StrategyState
 from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
-from hvdlite.tensorflow.scheduled import VariableSteps, describe, value_of
-from hvdlite.tensorflow.tensors import as_it_is
+from hvdlite.tensorflow.scheduled import VariableSteps, describe
+from hvdlite.tensorflow.tensors import as_it_is, value_of
 
 
 class TensorFlowBackend:

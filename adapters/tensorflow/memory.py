@@ -8,16 +8,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import gradients, runtime
+from hvdlite import runtime
 from hvdlite.exchange import StrategyState
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.schedule import ExchangeState
+from hvdlite.tensorflow.tensors import value_of
 
 # By the variables' identities, which are theirs until the first of them is gone.
-_states: dict[tuple[int, ...], StrategyState] = {}
+_states: dict[tuple[int, ...], ExchangeState] = {}
 
 
-def state_of(sources: Sequence[Any]) -> StrategyState:
+def state_of(sources: Sequence[Any]) -> ExchangeState:
     """What is remembered of a list of variables, of TensorFlow or Keras, in this order.
 
     Raises:
@@ -29,36 +31,37 @@ def state_of(sources: Sequence[Any]) -> StrategyState:
                 "this compression remembers something of each source from step to step, so "
                 f"sources have to be variables; there is a {type(source).__name__} among them"
             )
-    key = tuple(map(id, sources))
+    inner = [value_of(source) for source in sources]
+    key = tuple(map(id, inner))
     if key not in _states:
-        _states[key] = StrategyState()
-        if sources:
-            weakref.finalize(sources[0], _states.pop, key, None)
+        _states[key] = ExchangeState(StrategyState())
+        if inner:
+            weakref.finalize(inner[0], _states.pop, key, None)
     return _states[key]
 
 
-def compression_state_dict(
+def exchange_state_dict(
     variables: Sequence[Any], process_set: ProcessSet = global_process_set
 ) -> dict[str, Any]:
-    """Return what the compression of a `DistributedGradientTape` remembers, on this rank.
+    """Return what a `DistributedGradientTape`'s compression and schedule remember on this rank.
 
     Args:
-        variables: what ``gradient`` was called with, in that order.
+        variables: what ``gradient`` was called with, in that order, without local sources.
         process_set: the ranks that take part.
 
     Returns:
-        Numbers and arrays, to be saved beside the variables; {}: it remembers nothing.
+        Numbers and arrays, to be saved beside the variables; {}: nothing.
     """
-    return gradients.save(state_of(tf.nest.flatten(variables)), process_set)
+    return state_of(tf.nest.flatten(variables)).state_dict(process_set)
 
 
-def load_compression_state_dict(
+def load_exchange_state_dict(
     variables: Sequence[Any],
     state_dict: Mapping[str, Any],
     op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Take over what `compression_state_dict` has returned, as far as it is this rank's.
+    """Take over what `exchange_state_dict` has returned, as far as it is this rank's.
 
     Args:
         variables: as there.
@@ -67,15 +70,15 @@ def load_compression_state_dict(
         process_set: the ranks that take part.
     """
     state = state_of(tf.nest.flatten(variables))
-    gradients.load(state, state_dict, ReduceOp(op), process_set)
+    state.load_state_dict(state_dict, ReduceOp(op), process_set)
 
 
-def consolidate_compression_state(
+def consolidate_exchange_state(
     variables: Sequence[Any], process_set: ProcessSet = global_process_set
 ) -> None:
     """Make what the compression remembers the same on all ranks; collective.
 
-    To be called before one rank saves `compression_state_dict` for all. Nothing is lost: every
+    To be called before one rank saves `exchange_state_dict` for all. Nothing is lost: every
     rank gets the average of what all have left to send.
 
     Args:
@@ -85,5 +88,5 @@ def consolidate_compression_state(
     Raises:
         HorovodInternalError: communication failed.
     """
-    name = runtime.engine(process_set).unnamed("consolidate_compression_state")
-    gradients.consolidate(state_of(tf.nest.flatten(variables)), name, process_set)
+    name = runtime.engine(process_set).unnamed("consolidate_exchange_state")
+    state_of(tf.nest.flatten(variables)).consolidate(name, process_set)

@@ -119,7 +119,7 @@ class Reducer:
     def _remembered(self, sources: Sequence[Any]) -> StrategyState | None:
         if not self._strategy.stateful:
             return None
-        return state_of(sources) if self._state is None else self._state
+        return state_of(sources).state if self._state is None else self._state
 
 
 def _samples(samples: Any, reduction: Reduction) -> tf.Tensor:

@@ -13,9 +13,10 @@ from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.schedule import ExchangeSchedule, LocalSteps
 from hvdlite.schedule.local_steps import Moment
+from hvdlite.tensorflow.memory import state_of
 from hvdlite.tensorflow.names import unique_names
 from hvdlite.tensorflow.reducer import Gradient
-from hvdlite.tensorflow.tensors import dtype_of, run
+from hvdlite.tensorflow.tensors import dtype_of, run, value_of
 
 _Values = Sequence[tf.Tensor]
 
@@ -232,15 +233,10 @@ def steps_of(
     if key not in _steps:
         _steps[key] = LocalSteps(schedule, strategy, reduction, label, process_set)
         _steps[key].add(describe(variables))
+        state_of(variables).follow(_steps[key])
         for variable in inner:
             weakref.finalize(variable, _steps.pop, key, None)
     return _steps[key]
 
 
 _steps: dict[tuple[Any, ...], LocalSteps] = {}
-
-
-def value_of(variable: Any) -> Any:
-    """What a Keras variable stands for; others as they are."""
-    inner = getattr(variable, "value", None)
-    return inner if isinstance(inner, tf.Variable) else variable

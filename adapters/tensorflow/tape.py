@@ -16,8 +16,8 @@ from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
-from hvdlite.tensorflow.scheduled import VariableSteps, steps_of, value_of
-from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
+from hvdlite.tensorflow.scheduled import VariableSteps, steps_of
+from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, value_of
 
 _LABEL = "DistributedGradientTape"
 _FORGOTTEN = (

@@ -60,6 +60,12 @@ def to_array(tensor: tf.Tensor) -> Any:
 CONVERSION = Conversion(tf.convert_to_tensor, to_array)
 
 
+def value_of(variable: Any) -> Any:
+    """What a Keras variable stands for; others as they are."""
+    inner = getattr(variable, "value", None)
+    return inner if isinstance(inner, tf.Variable) else variable
+
+
 def dtype_of(dtype: Any) -> np.dtype[Any]:
     """The numpy dtype for a TensorFlow dtype or its name; bfloat16 is ``ml_dtypes``'."""
     return np.dtype(tf.as_dtype(dtype).as_numpy_dtype)

@@ -63,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     What a compression remembers from step to step (error feedback, say) is a part of
     ``state_dict()``, and each rank's own. Before one rank saves it for all, call
-    ``optimizer.consolidate_compression_state()`` on all ranks.
+    ``optimizer.consolidate_exchange_state()`` on all ranks.
 
     Args:
         optimizer: any torch optimizer; on all ranks over the same parameters.
@@ -90,7 +90,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()``,
-        ``set_backward_passes_per_step(n)`` and ``consolidate_compression_state()``; with a
+        ``set_backward_passes_per_step(n)`` and ``consolidate_exchange_state()``; with a
         schedule of local steps, and with Adasum, also ``average_weights()``.
 
     Raises:
@@ -178,7 +178,7 @@ class _Distributed(Wrapped):
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self._reducer.load_state_dict(state_dict.get(STATE, {}).get("compression", {}))
 
-    def consolidate_compression_state(self) -> None:
+    def consolidate_exchange_state(self) -> None:
         """Make what the compression remembers the same on all ranks; collective.
 
         To be called before one rank saves ``state_dict()`` for all. Nothing is lost: every rank
@@ -187,7 +187,7 @@ class _Distributed(Wrapped):
         Raises:
             HorovodInternalError: communication failed.
         """
-        self._reducer.consolidate_compression_state()
+        self._reducer.consolidate_exchange_state()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

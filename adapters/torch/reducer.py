@@ -198,9 +198,9 @@ class Reducer:
         """Take over what `state_dict` has returned, as far as it is this rank's."""
         gradients.load(self._state, map_leaves(leaf_to_array, saved), self.op, self.process_set)
 
-    def consolidate_compression_state(self) -> None:
+    def consolidate_exchange_state(self) -> None:
         """Let all ranks remember the average of what all do; collective."""
-        name = runtime.engine(self.process_set).unnamed("consolidate_compression_state")
+        name = runtime.engine(self.process_set).unnamed("consolidate_exchange_state")
         gradients.consolidate(self._state, name, self.process_set)
 
     def is_apart(self, gradient: torch.Tensor) -> bool:

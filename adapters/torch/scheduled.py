@@ -84,10 +84,10 @@ class Scheduled:
         if "schedule" in own:
             self._schedule.load_state_dict(own["schedule"])
 
-    def consolidate_compression_state(self) -> None:
+    def consolidate_exchange_state(self) -> None:
         """Make what the compression remembers the same on all ranks; collective."""
-        super().consolidate_compression_state()  # type: ignore[misc]
-        self._schedule.consolidate_compression_state()
+        super().consolidate_exchange_state()  # type: ignore[misc]
+        self._schedule.consolidate_exchange_state()
 
     def _restart(self) -> None:
         """Give up the step that a failure has interrupted; the next begins anew."""
@@ -211,9 +211,9 @@ class OptimizerSchedule:
         self._steps.load_state_dict(map_leaves(leaf_to_array, state))
         self._follow(self._parameters)
 
-    def consolidate_compression_state(self) -> None:
+    def consolidate_exchange_state(self) -> None:
         """Let all ranks remember the average of what the compression has left; collective."""
-        self._steps.consolidate_compression_state()
+        self._steps.consolidate_exchange_state()
 
     def _moments(self, number: int) -> Mapping[str, Any]:
         """What the optimizer keeps for a parameter."""

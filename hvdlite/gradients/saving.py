@@ -76,7 +76,7 @@ def load(
         warnings.warn(
             f"rank {engine.rank} of {engine.size}: what the compression has left to send was saved "
             f"on rank {rank} of {size} for that rank alone, and is lost on this one; before "
-            "saving, call consolidate_compression_state() on all ranks",
+            "saving, call consolidate_exchange_state() on all ranks",
             stacklevel=4,
         )
 

@@ -7,6 +7,7 @@ from hvdlite.schedule.local import DiLoCo, LocalSGD, PartialSync
 from hvdlite.schedule.local_steps import LocalSteps, Weights
 from hvdlite.schedule.namespace import Schedule, check_schedule
 from hvdlite.schedule.presets import CompressionArgument, Preset, check_exchange, singa
+from hvdlite.schedule.saving import ExchangeState
 
 __all__ = [
     "Accumulate",
@@ -14,6 +15,7 @@ __all__ = [
     "DiLoCo",
     "EveryStep",
     "ExchangeSchedule",
+    "ExchangeState",
     "LocalSGD",
     "LocalSteps",
     "PartialSync",

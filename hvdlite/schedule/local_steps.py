@@ -199,7 +199,7 @@ class LocalSteps:
             "compression": gradients.save(self._state, self.process_set),
         }
 
-    def consolidate_compression_state(self) -> None:
+    def consolidate_exchange_state(self) -> None:
         """Let all ranks remember the average of what the compression has left; collective.
 
         Raises:

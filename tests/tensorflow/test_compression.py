@@ -49,18 +49,18 @@ def test_nothing_is_lost(mode):
     for number in range(6):
         if number in (2, 4):
             if number == 4:
-                hvd.consolidate_compression_state([variable])
-                saved = hvd.broadcast_object(hvd.compression_state_dict([variable]), size - 1)
-                assert saved["rank"] == -1
+                hvd.consolidate_exchange_state([variable])
+                saved = hvd.broadcast_object(hvd.exchange_state_dict([variable]), size - 1)
+                assert saved["compression"]["rank"] == -1
             else:
-                saved = hvd.compression_state_dict([variable])
+                saved = hvd.exchange_state_dict([variable])
             new_world()
             variable = tf.Variable(variable, name="w")
-            assert not hvd.compression_state_dict([variable])
-            hvd.load_compression_state_dict([variable], saved)
+            assert not hvd.exchange_state_dict([variable])
+            hvd.load_exchange_state_dict([variable], saved)
             step = stepper(variable, mode, **options)
         step(gradient(number, hvd.rank()))
-    left = hvd.compression_state_dict([variable])["parameters"]["w"]["residual"]
+    left = hvd.exchange_state_dict([variable])["compression"]["parameters"]["w"]["residual"]
     left = hvd.allreduce(tf.constant(left, tf.float64))
     everything = [[gradient(number, rank) for rank in range(size)] for number in range(6)]
     expected = np.sum(np.mean(np.float64(everything), axis=1), axis=0)
@@ -73,8 +73,8 @@ def test_variables_of_one_name_have_memories_of_their_own():
     first, second = (tf.Variable(tf.zeros(SHAPE), name="w") for _ in range(2))
     options = {"compression": ErrorFeedback(Compression.bf16)}
     stepper(first, "eager", **options)(gradient(0, 0))
-    assert hvd.compression_state_dict([first])
-    assert not hvd.compression_state_dict([second])
+    assert hvd.exchange_state_dict([first])
+    assert not hvd.exchange_state_dict([second])
 
 
 @ranks(1)
@@ -163,14 +163,80 @@ def test_a_keras_optimizer_remembers():
     model.compile(optimizer, "mse")
     draw = np.random.default_rng(hvd.rank()).standard_normal
     model.fit(draw((16, 4)), draw((16, 3)), batch_size=8, verbose=0)
-    saved = optimizer.compression_state_dict()
+    saved = optimizer.exchange_state_dict()["compression"]
     assert saved["rank"] == hvd.rank()
     assert all(int(entry["exchanges"]) == 2 for entry in saved["parameters"].values())
     assert all(entry["residual"].any() for entry in saved["parameters"].values())
-    optimizer.consolidate_compression_state()
-    common = optimizer.compression_state_dict()
+    optimizer.consolidate_exchange_state()
+    common = optimizer.exchange_state_dict()["compression"]
     gathered = hvd.allgather_object([e["residual"] for e in common["parameters"].values()])
     for first, second in zip(*gathered, strict=True):
         np.testing.assert_array_equal(first, second)
-    optimizer.load_compression_state_dict(saved)
-    assert optimizer.compression_state_dict()["rank"] == hvd.rank()
+    optimizer.load_exchange_state_dict({"compression": saved})
+    assert optimizer.exchange_state_dict()["compression"]["rank"] == hvd.rank()
+
+
+def scheduled_stepper(variable, mode, **options):
+    def step(given):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * given)
+        tape = hvd.DistributedGradientTape(tape, **options)
+        (found,) = tape.gradient(loss, [variable])
+        variable.assign_sub(0.1 * found)
+        tape.end_step()
+
+    return in_mode(mode, step)
+
+
+@each_mode
+@ranks(2)
+def test_a_schedule_goes_on_from_a_checkpoint(mode):
+    """In the middle between two outer steps, with an outer momentum and residuals."""
+    new_world()
+    options = {
+        "schedule": hvd.Schedule.DiLoCo(every=2),
+        "compression": ErrorFeedback(Compression.bf16),
+    }
+    whole = tf.Variable(tf.zeros(SHAPE), name="w")
+    step = scheduled_stepper(whole, mode, **options)
+    for number in range(7):
+        if number == 3:
+            saved, weights = hvd.exchange_state_dict([whole]), tf.identity(whole)
+        step(gradient(number, hvd.rank()))
+    assert saved["schedule"]["steps"] == 3
+    again = tf.Variable(weights, name="w")
+    hvd.load_exchange_state_dict([again], saved)
+    assert hvd.exchange_state_dict([again])["schedule"]["steps"] == 3
+    step = scheduled_stepper(again, mode, **options)
+    for number in range(3, 7):
+        step(gradient(number, hvd.rank()))
+    np.testing.assert_array_equal(again.numpy(), whole.numpy())
+
+
+@ranks(2)
+def test_a_keras_optimizers_schedule_goes_on_from_a_checkpoint():
+    import keras
+
+    new_world()
+    options = {
+        "schedule": hvd.Schedule.DiLoCo(every=2),
+        "compression": ErrorFeedback(Compression.bf16),
+    }
+
+    def made():
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **options)
+
+    def step(optimizer, variable, number):
+        optimizer.apply([tf.constant(gradient(number, hvd.rank()))], [variable])
+
+    whole, optimizer = keras.Variable(np.zeros(SHAPE, np.float32), name="w"), made()
+    for number in range(7):
+        if number == 3:
+            saved, weights = optimizer.exchange_state_dict(), whole.numpy()
+        step(optimizer, whole, number)
+    assert saved["schedule"]["steps"] == 3
+    again, optimizer = keras.Variable(weights, name="w"), made()
+    optimizer.load_exchange_state_dict(saved)
+    for number in range(3, 7):
+        step(optimizer, again, number)
+    np.testing.assert_array_equal(again.numpy(), whole.numpy())

@@ -128,7 +128,7 @@ class TestMemory:
         parameters, optimizer = make(self.COMPRESSION)
         for number in range(3):
             step(parameters, optimizer, number)
-        optimizer.consolidate_compression_state()
+        optimizer.consolidate_exchange_state()
         self.check(parameters, optimizer, range(3))
         saved = hvd.broadcast_object(optimizer.state_dict(), 1)
         assert saved["hvdlite"]["compression"]["rank"] == -1
