@@ -25,9 +25,9 @@ class MajorityVote(Quantised):
     not move, and a rank without data has no say. That takes 2 bits, for votes as for results,
     where a convention for zeros and ties would take 1.
 
-    Every rank has one vote, whatever its ``batch_size`` (but none if that is 0). It is not linear, so
-    that there is nothing to feed back. As all values have one magnitude,
-    learning rates are those of sign methods: much smaller than those of SGD.
+    Every rank has one vote, whatever its ``batch_size`` (but none if that is 0). It is not linear,
+    so there is nothing to feed back. As all values have one magnitude, learning rates are those of sign
+    methods: much smaller than those of SGD.
 
     Args:
         scale: the magnitude of the result.
