@@ -26,8 +26,8 @@ class MajorityVote(Quantised):
     where a convention for zeros and ties would take 1.
 
     Every rank has one vote, whatever its ``batch_size`` (but none if that is 0). It is not linear,
-    so there is nothing to feed back. As all values have one magnitude, learning rates are those of sign
-    methods: much smaller than those of SGD.
+    so there is nothing to feed back. As all values have one magnitude, learning rates are those of
+    sign methods: much smaller than those of SGD.
 
     Args:
         scale: the magnitude of the result.
