@@ -58,8 +58,8 @@ def test_it_keeps_to_its_time():
     shapes = {str(number): (25_000,) for number in range(20)}
     link = Link(1e6)
     began = time.monotonic()
-    advice = advise(shapes, [link, Link(1e6, 0.5)], seconds=3)
-    assert time.monotonic() - began < 12
+    advice = advise(shapes, [link, Link(1e6, 0.5)], seconds=1.5)
+    assert time.monotonic() - began < 8
     assert 0 < advice.measured < 1
     assert advice.measurements[0].seconds == pytest.approx(2.0, rel=0.5)
     assert "measured on" in str(advice)
@@ -68,7 +68,7 @@ def test_it_keeps_to_its_time():
 @ranks(2)
 def test_on_shared_memory_there_is_nothing_to_gain():
     hvd.init()
-    advice = advise({"weights": (1000, 2000), "more": (500, 3000)}, seconds=5)
+    advice = advise({"weights": (1000, 2000), "more": (500, 3000)}, seconds=2)
     assert advice.compression == DENSE
     assert len(advice.measurements) == len(CANDIDATES)
     assert str(advice).endswith("use no compression: on these links it costs more than it saves")

@@ -6,6 +6,9 @@ import hvdlite as hvd
 from hvdlite.advice.advisor import advise
 
 
+_SECONDS = 10.0
+
+
 def resnet50() -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a ResNet-50 (He et al. 2015, arXiv:1512.03385)."""
     shapes: dict[str, tuple[int, ...]] = {"stem": (64, 3, 7, 7)}
@@ -26,7 +29,7 @@ def resnet50() -> dict[str, tuple[int, ...]]:
 def main() -> None:
     """Print the advice for a ResNet-50, once."""
     hvd.init()
-    advice = advise(resnet50())
+    advice = advise(resnet50(), seconds=_SECONDS)
     if hvd.rank() == 0:
         print(f"Gradients of a ResNet-50: {advice}")
         print("For a model of your own, on these links: hvdlite.advise(model).")

@@ -76,7 +76,7 @@ def assert_as(training, expected):
             np.testing.assert_allclose(own[name].numpy(), other[name], 1e-10, 1e-12)
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @each_mode
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_what_the_papers_say(size, mode, case):
