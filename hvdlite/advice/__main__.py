@@ -5,8 +5,7 @@ from __future__ import annotations
 import hvdlite as hvd
 from hvdlite.advice.advisor import advise
 
-
-_SECONDS = 10.0
+_SECONDS = 5.0
 
 
 def resnet50() -> dict[str, tuple[int, ...]]:

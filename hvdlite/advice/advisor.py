@@ -133,13 +133,12 @@ def advise(
     nbytes = sum(parameter.nbytes for parameter in parameters)
     if engine.size == 1:
         return Advice(1, nbytes, 0.0, (), candidates[0])
-    allowed = seconds / (len(candidates) + 1)
-    probe = _times(engine, "advise: probe", [_PROBE], candidates[:1], 2, process_set)[0]
+    probe = _times(engine, "advise: probe", [_PROBE], candidates[:1], 0.0, process_set)[0]
     step = probe * nbytes / _PROBE.nbytes  # about as long as a dense step takes
-    sampled = _sample(parameters, min(1.0, allowed / (_LEAST_ROUNDS + 1) / step))
+    dense_steps = len(candidates) * (_LEAST_ROUNDS + 1)
+    sampled = _sample(parameters, min(1.0, seconds / dense_steps / step))
     part = sum(parameter.nbytes for parameter in sampled) / nbytes
-    rounds = int(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, allowed / (step * part))))
-    times = _times(engine, "advise", sampled, candidates, rounds, process_set)
+    times = _times(engine, "advise", sampled, candidates, seconds, process_set)
     measurements = tuple(
         Measurement(strategy, each / part) for strategy, each in zip(candidates, times, strict=True)
     )
@@ -172,21 +171,30 @@ def _times(
     label: str,
     parameters: Sequence[Parameter],
     candidates: Sequence[Strategy],
-    rounds: int,
+    seconds: float,
     process_set: ProcessSet,
 ) -> list[float]:
-    """For each candidate the median time of an exchange on the slowest rank, in turns."""
+    """For each candidate the median time of an exchange on the slowest rank, in turns.
+
+    There are as many rounds as ``seconds`` allow, within limits.
+    """
+
+    def slowest(times: Sequence[float], what: str) -> list[float]:
+        own, name = np.array(times), f"{label}: {what}"
+        found = collectives.allreduce(own, name=name, op=Max, process_set=process_set)
+        return [float(each) for each in found]
+
     exchanges = [
         GradientBuckets(engine, f"{label}: {strategy!r}", parameters, strategy, Reduction())
         for strategy in candidates
     ]
     draw = np.random.default_rng(engine.rank).standard_normal
     gradients = [draw(p.shape, np.float32).astype(p.dtype) for p in parameters]
-    taken = [[_seconds(each, gradients) for each in exchanges] for _ in range(rounds + 1)]
-    medians = [median(column) for column in zip(*taken[1:], strict=True)]  # the first warms up
-    name = f"{label}: times"
-    slowest = collectives.allreduce(np.array(medians), name=name, op=Max, process_set=process_set)
-    return [float(each) for each in slowest]
+    warm_up = slowest([_seconds(each, gradients) for each in exchanges], "warm-up")
+    rounds = int(seconds / sum(warm_up)) - 1
+    rounds = min(max(rounds, _LEAST_ROUNDS), _MOST_ROUNDS)
+    taken = [[_seconds(each, gradients) for each in exchanges] for _ in range(rounds)]
+    return slowest([median(column) for column in zip(*taken, strict=True)], "times")
 
 
 def _seconds(exchange: GradientBuckets, gradients: Sequence[Any]) -> float:

@@ -112,7 +112,7 @@ def assert_as(model, expected, tolerance=1e-10):
         assert_close(own, other, tolerance)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 def test_local_sgd_after_shared_steps_with_clipping(size):
     hvd.init()
     model, optimizer = wrapped(hvd.Schedule.LocalSGD(every=2, start=2))
