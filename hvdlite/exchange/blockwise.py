@@ -7,39 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.exchange.blocks import BlockCodec, check_block
-from hvdlite.exchange.bucket import Bucket
-from hvdlite.exchange.codec import Codec
-from hvdlite.exchange.quantised import Quantised
+from hvdlite.exchange.blocks import BlockCodec
+from hvdlite.exchange.eight_bits import EightBits
 
 _LARGEST = 127
-
-
-@dataclass(frozen=True, repr=False)
-class Blockwise8(Quantised):
-    """Every value as one of 255 equally spaced ones, the greatest of its block being the last.
-
-    Dettmers et al. 2021, arXiv:2110.02861, with linear codes as DeepSpeed has them:
-    round(127 x / max|x|), of two to the even one. A block of zeros stays one.
-
-    Args:
-        block: how many values have a scale in common, which is as wide as they are (16-bit
-            gradients': 32 bits).
-
-    Raises:
-        ValueError: ``block`` is out of range.
-    """
-
-    block: int = 256
-
-    by_slices = True
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """The same for all ranks."""
-        return _IntegerCodec(self.block, 8, bucket.send.dtype)
 
 
 class _IntegerCodec(BlockCodec):
@@ -54,3 +25,21 @@ class _IntegerCodec(BlockCodec):
         """Divide: 127 is exactly 1."""
         np.copyto(out, codes.view(np.int8))
         out /= _LARGEST
+
+
+@dataclass(frozen=True, repr=False)
+class Blockwise8(EightBits):
+    """Every value as one of 255 equally spaced ones, the greatest of its block being the last.
+
+    Dettmers et al. 2021, arXiv:2110.02861, with linear codes as DeepSpeed has them:
+    round(127 x / max|x|), of two to the even one. A block of zeros stays one.
+
+    Args:
+        block: how many values have a scale in common, which is as wide as they are (16-bit
+            gradients': 32 bits).
+
+    Raises:
+        ValueError: ``block`` is out of range.
+    """
+
+    block_codec = _IntegerCodec

@@ -9,43 +9,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hvdlite.exchange.blocks import BlockCodec, check_block
-from hvdlite.exchange.bucket import Bucket
-from hvdlite.exchange.codec import Codec
+from hvdlite.exchange.blocks import BlockCodec
+from hvdlite.exchange.eight_bits import EightBits
 from hvdlite.exchange.packing import unpack
-from hvdlite.exchange.quantised import Quantised
 
 _LARGEST = 448.0
 _HALF_WORD = np.uint32(16)
 _LOWER_HALF = np.uint32(0xFFFF)
-
-
-@dataclass(frozen=True, repr=False)
-class Float8(Quantised):
-    """Every value as a float of 8 bits: sign, 4 bits of exponent, 3 of fraction (e4m3).
-
-    Micikevicius et al. 2022, arXiv:2209.05433. Each block of values is scaled so that its greatest
-    magnitude is the type's largest number, 448, and rounded to nearest, of two to the even one;
-    a block of zeros stays one. What is below 2**-19 of the greatest becomes 0.
-
-    Args:
-        block: how many values have a scale in common, which is as wide as they are (16-bit
-            gradients': 32 bits).
-
-    Raises:
-        ValueError: ``block`` is out of range.
-    """
-
-    block: int = 256
-
-    by_slices = True
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-
-    def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """The same for all ranks."""
-        return _Float8Codec(self.block, 8, bucket.send.dtype)
 
 
 class _Float8Codec(BlockCodec):
@@ -68,6 +38,25 @@ class _Float8Codec(BlockCodec):
     def read_ratios(self, codes: Any, out: Any) -> None:
         """Look up."""
         unpack(_ratios(), codes, out)
+
+
+@dataclass(frozen=True, repr=False)
+class Float8(EightBits):
+    """Every value as a float of 8 bits: sign, 4 bits of exponent, 3 of fraction (e4m3).
+
+    Micikevicius et al. 2022, arXiv:2209.05433. Each block of values is scaled so that its greatest
+    magnitude is the type's largest number, 448, and rounded to nearest, of two to the even one;
+    a block of zeros stays one. What is below 2**-19 of the greatest becomes 0.
+
+    Args:
+        block: how many values have a scale in common, which is as wide as they are (16-bit
+            gradients': 32 bits).
+
+    Raises:
+        ValueError: ``block`` is out of range.
+    """
+
+    block_codec = _Float8Codec
 
 
 @lru_cache
