@@ -74,7 +74,7 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
     16-bit floats are accumulated in float32; every other type in itself.
     """
-    if is_floating(dtype) and dtype.itemsize < 4:
+    if dtype.itemsize < 4 and is_floating(dtype):
         return np.dtype(np.float32)
     return dtype
 
@@ -131,23 +131,25 @@ class Scaling:
             return self._scale_integers(values).astype(dtype)
         if accumulator(dtype) != dtype:
             return self._scale_halves(values)
-        if self.factor != 1.0:
-            values *= dtype.type(self.factor / self.divisor)
-        elif dtype.kind == "f" and self.divisor & (self.divisor - 1) == 0:
-            # The same bits as from the division, in less than half of its time.
-            values *= dtype.type(1.0 / self.divisor)
-        else:
-            values /= dtype.type(self.divisor)
+        self.write(values, values)
         return values
 
     def write(self, values: Any, out: Any) -> None:
-        """Write ``values`` scaled, floats of 32 bits or more, into ``out``: the bits of `apply`."""
+        """Write the bits of `apply` into ``out``, for a type that is its own `accumulator`.
+
+        Args:
+            values: of such a type.
+            out: of the same size and type; it may be ``values``.
+        """
         dtype = values.dtype
         if self.is_identity:
             np.copyto(out, values)
+        elif dtype.kind in "iub":
+            out[...] = self._scale_integers(values)
         elif self.factor != 1.0:
             np.multiply(values, dtype.type(self.factor / self.divisor), out=out)
-        elif self.divisor & (self.divisor - 1) == 0:
+        elif dtype.kind == "f" and self.divisor & (self.divisor - 1) == 0:
+            # The same bits as from the division, in less than half of its time.
             np.multiply(values, dtype.type(1.0 / self.divisor), out=out)
         else:
             np.divide(values, dtype.type(self.divisor), out=out)

@@ -20,7 +20,7 @@ from hvdlite.gradients import GradientExchange
 from hvdlite.reduction import Sum
 from hvdlite.settings import Settings
 from hvdlite.transport import Loopback, futex
-from hvdlite.transport.shared import DEFAULT_CHUNK, SharedMemoryTransport
+from hvdlite.transport.shared import CHUNK_OF_TWO, DEFAULT_CHUNK, SharedMemoryTransport
 from hvdlite.transport.simulated import Simulation
 from hvdlite.transport.table import LARGEST_CHUNK, Table
 from hvdlite.tuning import CAPS, CHUNKS, Tuning, choose, measure, tune
@@ -31,12 +31,15 @@ from tests.transport.worlds import connected, threads
 
 MIB = 2**20
 DEFAULT = Tuning(25 * MIB, MIB)
+OF_TWO = Tuning(25 * MIB, MIB // 2)
 shared_memory = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
 
 def test_what_is_tried_is_allowed_and_has_the_defaults():
     assert Tuning(Settings().fusion_threshold, DEFAULT_CHUNK) == DEFAULT
+    assert Tuning(Settings().fusion_threshold, CHUNK_OF_TWO) == OF_TWO
     assert DEFAULT.chunk in CHUNKS
+    assert OF_TWO.chunk in CHUNKS
     assert DEFAULT.bucket_cap in CAPS
     assert list(CHUNKS) == sorted(CHUNKS)
     assert min(CHUNKS) > 0
@@ -319,14 +322,14 @@ class TestTuning:
         found = node.tune()
         assert len(set(found)) == 1
         # All times are equal on these clocks: the default chunk, the smallest cap.
-        assert found[0] == Tuning(4096, MIB)
+        assert found[0] == Tuning(4096, OF_TWO.chunk if size == 2 else DEFAULT.chunk)
         assert len(node.made) == 1
         assert node.closed == size
 
     def test_lanes_transports_are_left_as_they_are(self, cache):
         node = Node(2)
         node.tune()
-        assert [made.chunk for made in node.transports] == [MIB] * 2
+        assert [made.chunk for made in node.transports] == [OF_TWO.chunk] * 2
 
     def test_the_second_start_measures_nothing(self, cache):
         first = Node(2).tune()
@@ -386,7 +389,7 @@ class TestTuning:
         file.write_bytes(text.encode("latin-1"))
         node = Node(2)
         with caplog.at_level(logging.INFO, "hvdlite"):
-            assert node.tune() == [Tuning(4096, MIB)] * 2
+            assert node.tune() == [Tuning(4096, OF_TWO.chunk)] * 2
         assert len(node.made) == 1
         assert {record.levelno for record in caplog.records} == {logging.INFO}
         assert list(cache.iterdir()) == [file]
@@ -397,40 +400,40 @@ class TestTuning:
         for _ in range(2):
             node = Node(2)
             with caplog.at_level(logging.DEBUG, "hvdlite"):
-                assert node.tune() == [Tuning(4096, MIB)] * 2
+                assert node.tune() == [Tuning(4096, OF_TWO.chunk)] * 2
             assert len(node.made) == 1
         assert not [record for record in caplog.records if record.levelno > logging.INFO]
         assert "the tuning was not stored" in caplog.text
 
     def test_a_cap_that_is_given_stays(self, cache):
         given = Settings(fusion_threshold=5)
-        assert Node(2).tune(given) == [Tuning(5, MIB)] * 2
+        assert Node(2).tune(given) == [Tuning(5, OF_TWO.chunk)] * 2
         # What has been stored knows nothing of it.
-        assert Node(2).tune() == [Tuning(4096, MIB)] * 2
+        assert Node(2).tune() == [Tuning(4096, OF_TWO.chunk)] * 2
         same = Settings(given=frozenset({"fusion_threshold"}))
-        assert Node(2).tune(same) == [DEFAULT] * 2
+        assert Node(2).tune(same) == [OF_TWO] * 2
 
     def test_a_cap_that_is_given_on_one_rank_stays_there(self, cache):
         found = Node(2).tune(Settings(), Settings(fusion_threshold=5))
-        assert found == [Tuning(4096, MIB), Tuning(5, MIB)]
+        assert found == [Tuning(4096, OF_TWO.chunk), Tuning(5, OF_TWO.chunk)]
 
     def test_switched_off(self, cache):
         Node(2).tune()  # what is stored is not used, either
         node = Node(2)
-        assert node.tune(Settings(autotune=False)) == [DEFAULT] * 2
+        assert node.tune(Settings(autotune=False)) == [OF_TWO] * 2
         found = node.tune(Settings(autotune=False, fusion_threshold=5))
-        assert found == [Tuning(5, MIB)] * 2
+        assert found == [Tuning(5, OF_TWO.chunk)] * 2
         assert node.made == []
 
     @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
     def test_rank_0_decides_whether(self, cache, wanted):
         node = Node(2)
         found = node.tune(*(Settings(autotune=each) for each in wanted))
-        assert found == [Tuning(4096, MIB) if wanted[0] else DEFAULT] * 2
+        assert found == [Tuning(4096, OF_TWO.chunk) if wanted[0] else OF_TWO] * 2
         assert len(node.made) == wanted[0]
 
     def test_too_little_time_gives_the_defaults_and_is_not_stored(self, cache):
-        assert Node(2).tune(step=0.01) == [DEFAULT] * 2
+        assert Node(2).tune(step=0.01) == [OF_TWO] * 2
         assert not cache.exists()
 
     @pytest.mark.parametrize("step", [0.001, 0.01], ids=["measured", "too little time"])
@@ -441,7 +444,7 @@ class TestTuning:
             file.unlink()
         assert node.tune() == first
         assert len(node.made) == 1
-        assert first[0] == (DEFAULT if step == 0.01 else Tuning(4096, MIB))
+        assert first[0] == (OF_TWO if step == 0.01 else Tuning(4096, OF_TWO.chunk))
 
     def test_a_rank_that_fails_is_not_waited_for(self, cache):
         def prepare(made):
@@ -474,7 +477,7 @@ class TestTuning:
             Node(2).tune()
         first, second = (record.getMessage() for record in caplog.records)
         assert "buckets of 4096 bytes" in first
-        assert "chunks of 1048576 bytes: measured" in first
+        assert "chunks of 524288 bytes: measured" in first
         assert second.endswith("as measured before")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 
@@ -25,18 +25,20 @@ class Chunk:
     end: int
     bounds: tuple[int, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Elements."""
         return self.bounds[-1]
 
-    @property
+    @cached_property
     def is_fused(self) -> bool:
         """Whether there is more than one part."""
         return len(self.bounds) > 2
 
     def parts(self, arrays: Sequence[Any]) -> list[Any]:
         """The parts, of a list of flat arrays."""
+        if not self.is_fused:  # nearly all, where there are many
+            return [arrays[self.arrays.start][self.begin : self.end]]
         parts = list(arrays[self.arrays])
         parts[-1] = parts[-1][: self.end]
         parts[0] = parts[0][self.begin :]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,11 @@ import numpy as np
 from hvdlite import halves
 from hvdlite.reduction import UFUNCS, ReduceOp, Scaling, accumulator
 from hvdlite.transport.chunks import split
+
+#: Something to do that has been prepared: a function, and what it takes.
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+#: Prepares the reduction of parts into a result, which may be the first or the second of them.
+Reducer = Callable[[Any, Sequence[Any]], list[Call]]
 
 # Elements that stay in a core's own cache from one pass over them to the next.
 _BLOCK = 2**16
@@ -27,19 +33,24 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
         op: SUM, MIN, MAX or PRODUCT.
         scaling: applied once, at the end.
     """
-    if accumulator(result.dtype) != result.dtype:
-        for piece in halves.pieces(result.size):
-            _reduce_halves(result[piece], [part[piece] for part in parts], op, scaling)
-        return
-    if len(parts) == 2 and scaling.is_identity:
-        combine(parts, op, result)  # one pass
-        return
-    for start in range(0, result.size, _BLOCK):
-        piece = slice(start, start + _BLOCK)
-        out = result[piece]
-        scaled = scaling.apply(combine([part[piece] for part in parts], op, out))
-        if scaled is not out:
-            out[...] = scaled
+    perform(reducer(result.dtype, op, scaling)(result, parts))
+
+
+def perform(calls: Sequence[Call]) -> None:
+    """Make calls, in their order."""
+    for function, arguments in calls:
+        function(*arguments)
+
+
+def reducer(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
+    """Prepare `reduce_into` for many arrays of a dtype.
+
+    Returns:
+        Of a result and parts, makes the calls that reduce them, to be made once, in their order.
+    """
+    if accumulator(dtype) != dtype:
+        return partial(_in_float32, op, scaling)
+    return partial(_in_blocks, _ufunc(op, dtype), scaling, scaling.is_identity)
 
 
 def reduce_apart(
@@ -62,21 +73,14 @@ def reduce_apart(
         op: SUM, MIN, MAX or PRODUCT.
         scaling: applied once, at the end.
     """
-    if len(results) == 1:
-        parts = list(parts)
-        if position < 2:  # else it could be overwritten before it is read
-            parts[position] = own[0]
-        reduce_into(results[0], parts, op, scaling)
-        return
     dtype = parts[0].dtype
-    plain = dtype.kind != "b" and accumulator(dtype) == dtype
-    if plain and len(parts) == 2 and scaling.is_identity:
+    if len(parts) == 2 and scaling.is_identity and accumulator(dtype) == dtype:
         # One call for each, and no pass over memory more than it takes.
         theirs = split(parts[1 - position], bounds)
         first, second = (own, theirs) if position == 0 else (theirs, own)
-        reduce = UFUNCS[op]
+        ufunc = _ufunc(op, dtype)
         for result, a, b in zip(results, first, second, strict=True):
-            reduce(a, b, out=result)
+            ufunc(a, b, result)
         return
     total = np.empty(parts[0].size, dtype)
     reduce_into(total, parts, op, scaling)
@@ -84,24 +88,42 @@ def reduce_apart(
         result[...] = piece
 
 
-def combine(parts: Sequence[Any], op: ReduceOp, result: Any = None) -> Any:
-    """Reduce parts in their accumulator's type, in ``result``, of that type, if it is given.
-
-    A part alone is copied, and not to ``result`` if it is of that type itself.
-    """
-    dtype = parts[0].dtype
-    ufunc = _logical(op) if dtype.kind == "b" else UFUNCS[op]
-    if accumulator(dtype) != dtype:
-        total = halves.widen(parts[0], result)
-        for part in parts[1:]:
-            halves.accumulate(ufunc, total, part)
-        return total
-    if len(parts) == 1:
-        return parts[0].copy()
-    total = ufunc(parts[0], parts[1], out=result)
-    for part in parts[2:]:
-        ufunc(total, part, out=total)
+def combine(parts: Sequence[Any], op: ReduceOp, total: Any = None) -> Any:
+    """Reduce 16-bit floats to float32, in ``total`` if that is given."""
+    total = halves.widen(parts[0], total)
+    for part in parts[1:]:
+        halves.accumulate(UFUNCS[op], total, part)
     return total
+
+
+def _in_blocks(
+    ufunc: Callable[[Any, Any, Any], object],
+    scaling: Scaling,
+    is_identity: bool,
+    result: Any,
+    parts: Sequence[Any],
+) -> list[Call]:
+    if is_identity and len(parts) == 2:
+        return [(ufunc, (*parts, result))]  # one pass
+    each: list[tuple[Any, Sequence[Any]]] = [(result, parts)]
+    if result.size > _BLOCK:
+        blocks = [slice(start, start + _BLOCK) for start in range(0, result.size, _BLOCK)]
+        each = [(result[block], [part[block] for part in parts]) for block in blocks]
+    calls: list[Call] = []
+    for out, (total, *others) in each:
+        for part in others:
+            calls.append((ufunc, (total, part, out)))
+            total = out
+        if not is_identity or not others:
+            calls.append((scaling.write, (total, out)))
+    return calls
+
+
+def _in_float32(op: ReduceOp, scaling: Scaling, result: Any, parts: Sequence[Any]) -> list[Call]:
+    return [
+        (_reduce_halves, (result[piece], [part[piece] for part in parts], op, scaling))
+        for piece in halves.pieces(result.size)
+    ]
 
 
 def _reduce_halves(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
@@ -112,5 +134,18 @@ def _reduce_halves(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Sca
     halves.narrow(scaling.apply(total), result)
 
 
-def _logical(op: ReduceOp) -> np.ufunc:
-    return np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
+def _ufunc(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Any, Any, Any], object]:
+    """A ufunc of two operands and the output."""
+    if dtype.kind == "b":
+        return np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
+    if op in (ReduceOp.MIN, ReduceOp.MAX):  # which want the output by its name
+        return _smaller if op is ReduceOp.MIN else _larger
+    return UFUNCS[op]
+
+
+def _smaller(a: Any, b: Any, out: Any) -> None:
+    np.minimum(a, b, out=out)
+
+
+def _larger(a: Any, b: Any, out: Any) -> None:
+    np.maximum(a, b, out=out)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdlite import timeline
 from hvdlite.reduction import ReduceOp, Scaling, accumulator
 from hvdlite.transport import slices
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
-from hvdlite.transport.chunks import Chunk, cut, split
-from hvdlite.transport.reduce import combine, reduce_apart, reduce_into
+from hvdlite.transport.chunked import ChunkedAllreduce, bring, slice_of
+from hvdlite.transport.chunks import Chunk, cut
+from hvdlite.transport.reduce import Reducer, combine, perform, reduce_into, reducer
 from hvdlite.transport.segment import Arena
-from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Table
+from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Step, Table
 
-#: Bytes of a user's array that a rank brings to one meeting. Less, and the interpreter is
-#: slower than memory; more, and chunks do not stay in the cache between the ranks.
-DEFAULT_CHUNK = 2**20
+#: Bytes of a user's array that a rank brings to one meeting, and of those of two ranks. Less, and
+#: the interpreter is slower than memory; more, and chunks do not stay in the cache until the other
+#: ranks have read them. More ranks read less of them each, and give way to each other more often.
+DEFAULT_CHUNK, CHUNK_OF_TWO = 2**20, 2**19
 # Pieces in which a rank works on what lies in segments: what it reads and writes fits its cache.
 _PIECE = 2**18
 # With more ranks than this, and for 16-bit floats, each rank reduces a slice of a chunk for all,
@@ -59,7 +57,7 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.rank = index
         self.size = len(table.places)
-        self.chunk: int = DEFAULT_CHUNK
+        self.chunk: int = DEFAULT_CHUNK if self.size > 2 else CHUNK_OF_TWO
         self._table = table
         self._arena = Arena()
         self._brought = 0
@@ -117,12 +115,18 @@ class SharedMemoryTransport(Transport):
             slices.allreduce(self, send, result, op, scaling)
         elif where[0] is not None and where[1] is not None:
             self._reduce_in_segments(send, result, (*where[0], *where[1]), op, scaling)
-        else:
-            chunks = self._cut(sends)
-            reduce = self._reduce_slices if self._in_slices(sends) else self._reduce_chunks
-            if chunks:
-                meeting = brought or self._pack(sends, chunks[0])
-                reduce(sends, results, chunks, meeting, op, scaling)
+        elif chunks := self._cut(sends):
+            table = self._table
+            if not brought:
+                self._load(sends)
+                brought = table.arrive()
+            exchange = ChunkedAllreduce(table, self.rank, sends, results, op, scaling, self.lane)
+            if self._in_slices(sends):
+                reduce = self._reducer(send.dtype, op, scaling)
+                steps = exchange.in_slices(chunks, brought, self._owners, reduce)
+            else:
+                steps = exchange.apart(chunks, brought)
+            table.walk(brought, steps)
 
     def _in_slices(self, sends: Sequence[Any]) -> bool:
         """Whether each rank reduces a slice of every chunk, for all."""
@@ -150,7 +154,7 @@ class SharedMemoryTransport(Transport):
             The meeting.
         """
         for chunk in self._cut(cargo)[:1]:
-            self._copy_in(cargo, chunk)
+            bring(self._table, chunk, cargo, self.lane)
         return self._table.next
 
     def _reduce_in_segments(
@@ -163,17 +167,21 @@ class SharedMemoryTransport(Transport):
         everywhere = [place.numbers(meeting) for place in table.places]
         sends = self._views(send, [numbers[:4] for numbers in everywhere])
         results = self._views(result, [numbers[4:] for numbers in everywhere])
-        own = self._parts(send.size)[self.rank]
-        in_place = where[:4] == where[4:]
+        reduce = self._reducer(send.dtype, op, scaling)
         # Across nodes all at once; else in pieces that are still in the cache when they are
         # passed on. Where the result lies on an input, a piece of its own.
         nbytes = _PIECE if self._cross is None else send.nbytes
-        for piece in _pieces(own.start, own.stop, send.dtype, nbytes):
-            reduced = np.empty_like(result[piece]) if in_place else result[piece]
-            self._reduce(reduced, [array[piece] for array in sends], op, scaling)
+        pieces = _pieces(slice_of(self.rank, send.size, self._owners), send.dtype, nbytes)
+        in_place = where[:4] == where[4:]
+        room = np.empty(pieces[0].stop - pieces[0].start if in_place and pieces else 0, send.dtype)
+        step: Step = []
+        for piece in pieces:
+            reduced = room[: piece.stop - piece.start] if in_place else result[piece]
+            step += reduce(reduced, [array[piece] for array in sends])
             for target in results:
                 if target is not result or in_place:
-                    target[piece] = reduced
+                    step.append((np.copyto, (target[piece], reduced)))
+        perform(step)
         table.meet()  # before anybody may write to what others read, or read what they write
 
     def _views(self, own: Any, where: Sequence[Sequence[int]]) -> list[Any]:
@@ -187,118 +195,24 @@ class SharedMemoryTransport(Transport):
             )
         ]
 
-    def _reduce_chunks(
-        self,
-        sends: Sequence[Any],
-        results: Sequence[Any],
-        chunks: Sequence[Chunk],
-        meeting: int,
-        op: ReduceOp,
-        scaling: Scaling,
+    def _reduce_across(
+        self, out: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Reduce each chunk on every rank, for itself.
-
-        Args:
-            sends: everything.
-            results: likewise.
-            chunks: its parts.
-            meeting: to which the first has been brought.
-            op: SUM, MIN, MAX or PRODUCT.
-            scaling: of the results.
-        """
-        for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
-            self._table.wait(meeting)
-            outs, own = chunk.parts(results), chunk.parts(sends)
-            parts = self._chunks(meeting, chunk.size, outs[0].dtype)
-            with self._fusing(chunk, timeline.MEMCPY_OUT_FUSION_BUFFER):
-                reduce_apart(outs, own, parts, chunk.bounds, self.rank, op, scaling)
-            if following:
-                meeting = self._pack(sends, following)
-
-    def _reduce_slices(
-        self,
-        sends: Sequence[Any],
-        results: Sequence[Any],
-        chunks: Sequence[Chunk],
-        meeting: int,
-        op: ReduceOp,
-        scaling: Scaling,
-    ) -> None:
-        """Reduce a slice of each chunk on each rank, for all; arguments as `_reduce_chunks`.
-
-        To one meeting each rank brings a chunk, and its slice of the chunk before.
-        """
-        table, dtype = self._table, sends[0].dtype
-        before: Chunk | None = None
-        for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
-            table.wait(meeting)
-            self._take(before, meeting, results)
-            own = self._slice(chunk)
-            parts = [part[own] for part in self._chunks(meeting, chunk.size, dtype)]
-            if not chunk.is_fused:
-                parts[self.rank] = chunk.parts(sends)[0][own]
-            reduced = table.own.slice(table.next, own.stop - own.start, dtype)
-            self._reduce(reduced, parts, op, scaling)
-            if following:
-                self._copy_in(sends, following, for_slices=True)
-            before, meeting = chunk, table.arrive()
-        table.wait(meeting)
-        self._take(before, meeting, results)
-
-    def _take(self, chunk: Chunk | None, meeting: int, results: Sequence[Any]) -> None:
-        """Copy what the ranks have reduced of a chunk."""
-        if chunk is None:
-            return
-        outs = chunk.parts(results)
-        whole = np.empty(chunk.size, outs[0].dtype) if chunk.is_fused else outs[0]
-        for part, place in zip(self._parts(whole.size), self._table.places, strict=True):
-            whole[part] = place.slice(meeting, part.stop - part.start, whole.dtype)
-        if chunk.is_fused:
-            with self._fusing(chunk, timeline.MEMCPY_OUT_FUSION_BUFFER):
-                for out, part in zip(outs, split(whole, chunk.bounds), strict=True):
-                    out[...] = part
-
-    def _pack(self, sends: Sequence[Any], chunk: Chunk) -> int:
-        """Arrive at the next meeting with a chunk; return its number."""
-        self._copy_in(sends, chunk)
-        return self._table.arrive()
-
-    def _copy_in(self, sends: Sequence[Any], chunk: Chunk, for_slices: bool = False) -> None:
-        """Write a chunk for the next meeting, as far as the others read it there."""
-        parts = chunk.parts(sends)
-        target = self._table.own.chunk(self._table.next, chunk.size, parts[0].dtype)
-        if chunk.is_fused:
-            with self._fusing(chunk, timeline.MEMCPY_IN_FUSION_BUFFER):
-                np.concatenate(parts, out=target)
-        elif for_slices:
-            own = self._slice(chunk)
-            for others in (slice(0, own.start), slice(own.stop, target.size)):
-                target[others] = parts[0][others]
-        else:
-            target[...] = parts[0]
-
-    def _slice(self, chunk: Chunk) -> slice:
-        """This rank's of a chunk."""
-        return self._parts(chunk.size)[self.rank]
-
-    def _fusing(self, chunk: Chunk, event: str) -> contextlib.AbstractContextManager[None]:
-        """The time that goes into the parts of a chunk, in the timeline."""
-        return timeline.span(self.lane, event) if chunk.is_fused else contextlib.nullcontext()
-
-    def _parts(self, size: int) -> list[slice]:
-        """The slice of each rank of an array of ``size`` elements; that of some may be empty."""
-        return _parts(size, self._owners, self.size)
-
-    def _reduce(self, out: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
         """Reduce a slice over this node's ranks, and then over the nodes."""
-        if self._cross is None:
-            reduce_into(out, parts, op, scaling)
-        elif self.rank < self._owners:
-            # 16-bit floats stay wide until the end.
-            total = combine(parts, op, out if accumulator(out.dtype) == out.dtype else None)
+        assert self._cross is not None
+        if accumulator(out.dtype) == out.dtype:
+            reduce_into(out, parts, op, Scaling())
+            self._cross.allreduce(out, out, op, scaling)
+        else:  # 16-bit floats stay wide until the end
+            total = combine(parts, op)
             self._cross.allreduce(total, total, op, scaling)
-            if total is not out:
-                out[...] = total
+            out[...] = total
+
+    def _reducer(self, dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
+        """Prepare to reduce slices for all, over all nodes."""
+        if self._cross is None:
+            return reducer(dtype, op, scaling)
+        return lambda out, parts: [(self._reduce_across, (out, parts, op, scaling))]
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Exchange in rounds, in each a part of everybody's chunk for each rank."""
@@ -329,7 +243,7 @@ class SharedMemoryTransport(Transport):
 
     def broadcast(self, array: Any, root: int) -> None:
         """Pass the root's array on, chunk by chunk."""
-        for piece in _pieces(0, array.size, array.dtype, self.chunk):
+        for piece in _pieces(slice(0, array.size), array.dtype, self.chunk):
             part = array[piece]
             meeting = self._bring(part if self.rank == root else part[:0])
             self._table.wait(meeting)
@@ -350,16 +264,12 @@ class SharedMemoryTransport(Transport):
         return [place.chunk(meeting, size, dtype) for place in self._table.places]
 
 
-@lru_cache  # asked for with every chunk, and chunks are alike
-def _parts(size: int, owners: int, ranks: int) -> list[slice]:
-    bounds = slices.slice_bounds(size, owners) + [size] * (ranks - owners)
-    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-
-
-def _pieces(start: int, stop: int, dtype: np.dtype[Any], nbytes: int) -> Iterator[slice]:
+def _pieces(whole: slice, dtype: np.dtype[Any], nbytes: int) -> list[slice]:
     step = max(nbytes // dtype.itemsize, 1)
-    for begin in range(start, stop, step):
-        yield slice(begin, min(begin + step, stop))
+    return [
+        slice(start, min(start + step, whole.stop))
+        for start in range(whole.start, whole.stop, step)
+    ]
 
 
 def _split(words: bytes) -> list[bytes]:

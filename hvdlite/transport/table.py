@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +13,8 @@ import numpy as np
 
 from hvdlite.errors import RankGoneError
 from hvdlite.transport.base import WORD_SIZE, Patience
-from hvdlite.transport.futex import Futex, give_way
+from hvdlite.transport.futex import Futex, give_way, pause
+from hvdlite.transport.reduce import Call, perform
 from hvdlite.transport.segment import Key, Peer, Segment
 
 #: Words that a rank can bring to a meeting.
@@ -22,16 +25,17 @@ LARGEST_CHUNK = 4 * 2**20
 # What a rank has written for a meeting may be read until the next one, see `Table`. So there
 # have to be two of everything; more, and less of it stays in the cache.
 _COPIES = 2
-# Two words that are waited for, on cache lines of their own, then notes, then chunks.
-_ARRIVED, _GONE = 0, 64
+# Three words, the one that others look at all the time on a cache line of its own, then notes,
+# then chunks.
+_ARRIVED, _SLEEPS, _GONE = 0, 64, 68
 _HEADER = struct.Struct("<9q")
 _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
 # Not at the beginning of a page, as large arrays nearly do: where a copy goes 4 to 16 bytes further
 # into its page than it comes from, recent AMD processors take three to six times as long (glibc's
 # bug 30994).
 _CHUNKS = 32 * 4096 + 2048
-_SLICES = _CHUNKS + _COPIES * LARGEST_CHUNK
-_PLACE_BYTES = _SLICES + _COPIES * LARGEST_CHUNK
+_REDUCED = _CHUNKS + _COPIES * LARGEST_CHUNK
+_PLACE_BYTES = _REDUCED + _COPIES * LARGEST_CHUNK
 
 # A rank looks for the others for so long before it sleeps: to wake a core that sleeps takes 0.1 ms,
 # and costs the one that wakes it nearly as much. With fewer cores than ranks it gives way between
@@ -39,6 +43,10 @@ _PLACE_BYTES = _SLICES + _COPIES * LARGEST_CHUNK
 _SPIN_SECONDS = 0.5e-3
 # Who waits in the kernel comes up as often to see whether those waited for are still alive.
 _LOOK_SECONDS = 0.05
+
+
+#: What a rank does between two meetings.
+Step = list[Call]
 
 
 class _Copies(dict[np.dtype[Any], list[Any]]):
@@ -68,14 +76,15 @@ class Place:
     def __init__(self, memory: Any, rank: int, peer: Peer) -> None:
         self.rank = rank
         self.peer = peer
-        self.arrived = Futex(memory, _ARRIVED)
-        self.gone = Futex(memory, _GONE)
+        self.arrived = Futex.from_buffer(memory, _ARRIVED)
+        self.sleeps = ctypes.c_uint32.from_buffer(memory, _SLEEPS)
+        self.gone = Futex.from_buffer(memory, _GONE)
         self._notes = [
             memoryview(memory)[start : start + _NOTE_BYTES]
             for start in range(_NOTES, _NOTES + _COPIES * _NOTE_BYTES, _NOTE_BYTES)
         ]
         self._chunks = _Copies(memory, _CHUNKS)
-        self._slices = _Copies(memory, _SLICES)
+        self._reduced = _Copies(memory, _REDUCED)
 
     def write(self, meeting: int, numbers: Sequence[int], words: bytes = b"") -> None:
         """Write the note for a meeting: up to 8 integers, and words."""
@@ -97,9 +106,9 @@ class Place:
         """The first ``size`` elements of what is brought along to a meeting."""
         return self._chunks[dtype][meeting % _COPIES][:size]
 
-    def slice(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
-        """The same of something else: what this rank has reduced for all."""
-        return self._slices[dtype][meeting % _COPIES][:size]
+    def reduced(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
+        """The same of something else, that all ranks write a part of."""
+        return self._reduced[dtype][meeting % _COPIES][:size]
 
 
 class Table:
@@ -110,9 +119,9 @@ class Table:
     again. So who arrives at a meeting has read all that was brought to the one before, and who
     has waited for it may overwrite that.
 
-    Every word that is waited for has one writer, so no atomic operations are needed, which
-    Python does not have. Waiting happens in the kernel: a rank that spins takes its core from
-    those it waits for, where ranks fill the cores.
+    Every word has one writer, so that nothing has to be read and written at once, for which Python
+    has no means. Who waits for long waits in the kernel, having said so: to wake somebody is a
+    system call, and most often nobody sleeps.
 
     Args:
         index: this rank's position on the node.
@@ -145,6 +154,9 @@ class Table:
         self._last = 0  # meeting that this rank has arrived at
         self._met = 0  # at which it has waited for the others
         self._patience: Patience | None = None
+        # Nobody else's, so always free. To take it is an atomic operation: what was written before
+        # it is seen by others before anything is read after it.
+        self._fence = threading.Lock()
 
     @staticmethod
     def segment() -> Segment:
@@ -156,10 +168,28 @@ class Table:
         """The number of the meeting that this rank arrives at next."""
         return self._last + 1
 
+    @staticmethod
+    def turn(meeting: int) -> int:
+        """Meetings with the same turn use the same memory; it stands for any of them."""
+        return meeting % _COPIES
+
+    def reduced(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
+        """What the ranks reduce for each other: each brings a slice of it to a meeting."""
+        return self.places[0].reduced(meeting, size, dtype)
+
     def arrive(self) -> int:
         """Arrive at the next meeting, and return its number."""
         self._last += 1
-        self.own.arrived.set(self._last)
+        own = self.own
+        own.arrived.value = self._last
+        # Who goes to sleep says so, and then looks once more, in the kernel. Here it is the other
+        # way round, so at least one of the two sees the other.
+        if self._fence.acquire(False):
+            self._fence.release()
+        for place in self.others:
+            if place.sleeps.value == own.arrived.value:
+                own.arrived.wake()
+                break
         return self._last
 
     def wait(self, meeting: int, patience: Patience | None = None) -> None:
@@ -175,7 +205,8 @@ class Table:
         self._patience = patience or self._patience
         start = 0.0
         for place in self.others:
-            if not _reached(place.arrived.value, meeting):
+            # What `_reached` does, which would cost more to call.
+            if (place.arrived.value - meeting) & 0x80000000:
                 start = start or time.monotonic()
                 self._wait_for(place, meeting, start)
         for place in self.others:
@@ -190,10 +221,25 @@ class Table:
         self.wait(meeting)
         return meeting
 
+    def walk(self, meeting: int, steps: Sequence[Step]) -> None:
+        """Wait for a meeting, take a step, arrive at the next one, and so on.
+
+        Args:
+            meeting: the first, at which this rank has arrived.
+            steps: at least one. No meeting follows the last.
+        """
+        *before, last = steps
+        for step in before:
+            self.wait(meeting)
+            perform(step)
+            meeting = self.arrive()
+        self.wait(meeting)
+        perform(last)
+
     def leave(self) -> None:
         """Let the others know the first meeting that this rank has no part in any more."""
-        self.own.gone.set(((self._met + 1) & 0xFFFFFFFF) or 1)
-        self.own.arrived.set(self._last)  # wakes those who wait
+        self.own.gone.value = ((self._met + 1) & 0xFFFFFFFF) or 1
+        self.own.arrived.wake()
 
     def absent(self) -> list[int]:
         """The ranks that have not arrived where this one waits."""
@@ -202,22 +248,18 @@ class Table:
         ]
 
     def _wait_for(self, place: Place, meeting: int, start: float) -> None:
-        seen = place.arrived.value
-        while not _reached(seen, meeting) and time.monotonic() < start + _SPIN_SECONDS:
-            if self._crowded:
-                give_way()
-            else:
-                place.arrived.pause()
-            seen = place.arrived.value
-        while not _reached(seen, meeting):
-            place.arrived.wait(seen, _LOOK_SECONDS)
-            seen = place.arrived.value
-            if _reached(seen, meeting):
+        look = give_way if self._crowded else pause
+        while time.monotonic() < start + _SPIN_SECONDS:
+            look()
+            if _reached(place.arrived.value, meeting):
                 return
+        while not _reached(seen := place.arrived.value, meeting):
             elapsed = time.monotonic() - start
             self._look_at_others(meeting, elapsed)
-            if self._patience is not None:
+            if self._patience is not None and elapsed > _LOOK_SECONDS:
                 self._patience.check(elapsed)
+            self.own.sleeps.value = meeting
+            place.arrived.wait(seen, _LOOK_SECONDS)
 
     def _look_at_others(self, meeting: int, elapsed: float) -> None:
         """Raise if any rank, not only the one that is waited for first, will not come."""

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on
 
 @pytest.fixture
 def word():
-    return Futex(mmap.mmap(-1, 4096), 64)
+    return Futex.from_buffer(mmap.mmap(-1, 4096), 64)
 
 
 def wait_for(word, seen, seconds):
@@ -32,7 +32,7 @@ def wait_for(word, seen, seconds):
 
 def test_two_views_of_one_word():
     memory = mmap.mmap(-1, 4096)
-    mine, theirs, next_to_it = Futex(memory, 64), Futex(memory, 64), Futex(memory, 68)
+    mine, theirs, next_to_it = (Futex.from_buffer(memory, offset) for offset in (64, 64, 68))
     mine.set(7)
     assert (mine.value, theirs.value, next_to_it.value) == (7, 7, 0)
 
@@ -115,11 +115,11 @@ def test_a_signal_is_served_while_its_thread_waits(word):
 
 def test_another_process_wakes_a_wait():
     segment = Segment(4096)
-    word = Futex(segment.memory, 128)
+    word = Futex.from_buffer(segment.memory, 128)
     code = (
         "import os, time; from hvdlite.transport.futex import Futex;"
         "from hvdlite.transport.segment import Peer;"
-        f"word = Futex(Peer(os.getppid()).map({segment.key}), 128);"
+        f"word = Futex.from_buffer(Peer(os.getppid()).map({segment.key}), 128);"
         "time.sleep(0.1); word.set(77)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], env=environment())
@@ -129,7 +129,7 @@ def test_another_process_wakes_a_wait():
         child.wait(20)
 
 
-def test_what_the_system_refuses_is_an_error(word):
-    word._address = 64  # nothing is mapped there
+def test_what_the_system_refuses_is_an_error():
+    word = Futex.from_address(64)  # nothing is mapped there
     with pytest.raises(OSError, match="futex"):
         word.wait(0, 0.01)

@@ -12,7 +12,7 @@ import pytest
 from hvdlite import mpi
 from hvdlite.errors import RankGoneError
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
-from hvdlite.transport import futex, shared
+from hvdlite.transport import futex, shared, table
 from hvdlite.transport.shared import SharedMemoryTransport
 from hvdlite.transport.table import Table
 from tests.harness import ranks
@@ -372,6 +372,18 @@ class TestWaiting:
             made.meet([bytes(16)], checks.NoPatience())
             used = time.process_time() - before
             assert made.rank == 1 or used < 0.05 * 2
+
+    @ranks(2, 3, timeout=60)
+    def test_who_sleeps_is_woken_by_whoever_comes(self, monkeypatch):
+        """One that is not woken would sleep for 20 seconds."""
+        monkeypatch.setattr(table, "_SPIN_SECONDS", 0.0)
+        monkeypatch.setattr(table, "_LOOK_SECONDS", 20.0)
+        with transport(chunk=64) as made:
+            array = np.ones(16 * 3000, np.float32)
+            start = time.monotonic()
+            made.allreduce(array, array, Sum, Scaling())
+            assert time.monotonic() - start < 15
+            assert (array == made.size).all()
 
     @ranks(3, timeout=30)
     def test_who_is_absent_is_known_at_once(self):

@@ -1,0 +1,192 @@
+"""Allreduce of arrays that lie anywhere, through the buffers that the ranks of a node share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdlite import timeline
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport import slices
+from hvdlite.transport.chunks import Chunk, split
+from hvdlite.transport.reduce import Call, Reducer, perform, reduce_apart, reducer
+from hvdlite.transport.table import Step, Table
+
+
+class ChunkedAllreduce:
+    """What a rank does with each chunk, between one meeting and the next.
+
+    It is prepared before the first meeting. What runs between meetings then is numpy's; the
+    Python that finds out what to call would have to come back from memory each time, since a
+    chunk drives it out of the caches.
+
+    Args:
+        table: where the ranks meet.
+        rank: this one's position there.
+        sends: flat arrays of one dtype; what this rank has.
+        results: likewise; where the outcome goes. They may be ``sends``.
+        op: SUM, MIN, MAX or PRODUCT.
+        scaling: of the results.
+        lane: whose timeline shows the copies of arrays that share a chunk.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        rank: int,
+        sends: Sequence[Any],
+        results: Sequence[Any],
+        op: ReduceOp,
+        scaling: Scaling,
+        lane: str,
+    ) -> None:
+        self._table = table
+        self._rank = rank
+        self._sends = sends
+        self._results = results
+        self._op = op
+        self._scaling = scaling
+        self._lane = lane
+        self._dtype = sends[0].dtype
+
+    def apart(self, chunks: Sequence[Chunk], meeting: int) -> list[Step]:
+        """Reduce each chunk on every rank, for itself.
+
+        Args:
+            chunks: at least one.
+            meeting: to which the first of them has been brought.
+        """
+        table, dtype = self._table, self._dtype
+        reduce = reducer(dtype, self._op, self._scaling)
+
+        @cache
+        def everybodys(turn: int, size: int) -> list[Any]:
+            return [place.chunk(turn, size, dtype) for place in table.places]
+
+        steps: list[Step] = []
+        for here, chunk in enumerate(chunks, meeting):
+            parts = everybodys(table.turn(here), chunk.size)
+            own = chunk.parts(self._sends)
+            if steps:
+                steps[-1].append(_pack(own, parts[self._rank], self._lane))
+            if chunk.is_fused:
+                steps.append([self._reduce_fused(chunk, own, parts)])
+            else:
+                if self._rank < 2:  # else it could be overwritten before it is read
+                    parts = [*parts]
+                    parts[self._rank] = own[0]
+                steps.append(reduce(chunk.parts(self._results)[0], parts))
+        return steps
+
+    def in_slices(
+        self, chunks: Sequence[Chunk], meeting: int, owners: int, reduce: Reducer
+    ) -> list[Step]:
+        """Reduce a slice of each chunk on each rank, for all.
+
+        To one meeting each rank brings a chunk, and its slice of the chunk before.
+
+        Args:
+            chunks: at least one.
+            meeting: to which the first of them has been brought.
+            owners: how many ranks have a slice, the first ones.
+            reduce: a slice.
+        """
+        table = self._table
+
+        @cache
+        def shared(turn: int, size: int) -> _Shared:
+            return _Shared.of(table, turn, size, self._dtype, slice_of(self._rank, size, owners))
+
+        steps: list[Step] = [[]]
+        for here, chunk in enumerate(chunks, meeting):
+            there = shared(table.turn(here), chunk.size)
+            own, parts = chunk.parts(self._sends), there.parts
+            if here > meeting:
+                # Behind the reduction of the chunk before, in front of what is below.
+                if chunk.is_fused:
+                    steps[-2].append(_pack(own, there.whole, self._lane))
+                else:
+                    steps[-2] += [(np.copyto, (to, own[0][some])) for some, to in there.read]
+            if not chunk.is_fused:
+                parts = [*parts]
+                parts[self._rank] = own[0][there.own]
+            if there.own.start < there.own.stop:
+                steps[-1] += reduce(there.reduced[there.own], parts)
+            steps.append([self._unpack(chunk, there.reduced)])
+        return steps
+
+    def _reduce_fused(self, chunk: Chunk, own: Sequence[Any], parts: Sequence[Any]) -> Call:
+        outs = chunk.parts(self._results)
+        arguments = (outs, own, parts, chunk.bounds, self._rank, self._op, self._scaling)
+        event = timeline.MEMCPY_OUT_FUSION_BUFFER
+        return (_timed, (self._lane, event, reduce_apart, *arguments))
+
+    def _unpack(self, chunk: Chunk, whole: Any) -> Call:
+        """Copy what the ranks have reduced of a chunk."""
+        outs = chunk.parts(self._results)
+        if not chunk.is_fused:
+            return (np.copyto, (outs[0], whole))
+        arguments = (outs, split(whole, chunk.bounds))
+        return (_timed, (self._lane, timeline.MEMCPY_OUT_FUSION_BUFFER, _copy_all, *arguments))
+
+
+class _Shared(NamedTuple):
+    """What ranks share of the chunks that lie in the same buffers.
+
+    Attributes:
+        own: this rank's slice.
+        parts: the same slice of what each rank brings.
+        whole: what this rank brings.
+        read: the parts of it that others read: where they are, and they themselves.
+        reduced: what the ranks reduce of it for each other.
+    """
+
+    own: slice
+    parts: list[Any]
+    whole: Any
+    read: list[tuple[slice, Any]]
+    reduced: Any
+
+    @staticmethod
+    def of(table: Table, turn: int, size: int, dtype: np.dtype[Any], own: slice) -> _Shared:
+        """Of chunks of ``size`` elements."""
+        parts = [place.chunk(turn, size, dtype)[own] for place in table.places]
+        whole = table.own.chunk(turn, size, dtype)
+        read = [(some, whole[some]) for some in (slice(0, own.start), slice(own.stop, size))]
+        return _Shared(own, parts, whole, read, table.reduced(turn + 1, size, dtype))
+
+
+def bring(table: Table, chunk: Chunk, sends: Sequence[Any], lane: str) -> None:
+    """Write a chunk where the next meeting finds it; arguments as of `ChunkedAllreduce`."""
+    target = table.own.chunk(table.next, chunk.size, sends[0].dtype)
+    perform([_pack(chunk.parts(sends), target, lane)])
+
+
+@lru_cache  # asked for with every chunk, and chunks are alike
+def slice_of(rank: int, size: int, owners: int) -> slice:
+    """A rank's slice of an array of ``size`` elements, of which the first ``owners`` have one."""
+    bounds = slices.slice_bounds(size, owners)
+    return slice(*bounds[rank : rank + 2]) if rank < owners else slice(size, size)
+
+
+def _pack(parts: Sequence[Any], whole: Any, lane: str) -> Call:
+    if len(parts) == 1:
+        return (np.copyto, (whole, parts[0]))
+    return (_timed, (lane, timeline.MEMCPY_IN_FUSION_BUFFER, _concatenate, parts, whole))
+
+
+def _timed(lane: str, event: str, function: Callable[..., object], *arguments: Any) -> None:
+    with timeline.span(lane, event):
+        function(*arguments)
+
+
+def _concatenate(parts: Sequence[Any], whole: Any) -> None:
+    np.concatenate(parts, out=whole)
+
+
+def _copy_all(targets: Sequence[Any], parts: Sequence[Any]) -> None:
+    for target, part in zip(targets, parts, strict=True):
+        np.copyto(target, part)
