@@ -155,7 +155,8 @@ class _Shared(NamedTuple):
         """Of chunks of ``size`` elements."""
         parts = [place.chunk(turn, size, dtype)[own] for place in table.places]
         whole = table.own.chunk(turn, size, dtype)
-        read = [(some, whole[some]) for some in (slice(0, own.start), slice(own.stop, size))]
+        others = (slice(0, own.start), slice(own.stop, size))
+        read = [(some, whole[some]) for some in others if some.start < some.stop]
         return _Shared(own, parts, whole, read, table.reduced(turn + 1, size, dtype))
 
 
