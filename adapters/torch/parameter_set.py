@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hvdlite import timeline
 from hvdlite.torch.apart import Apart, reduce_apart
 from hvdlite.torch.arrivals import Arrivals
+from hvdlite.torch.changes import Changes
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.tensors import to_tensor
 
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from hvdlite.torch.device_memory import CudaMemory
     from hvdlite.torch.reducer import Reducer
 
-# The first steps in which all gradients are compared with their copies: a program that changes
-# them unseen mostly does so from the beginning. Later that would cost time, and they take turns.
-_STEPS_COMPARED = 3
-# Elements that are compared then: what is scaled or clipped changes everywhere.
-_SAMPLE = 2**12
 # Bytes from which on a gradient is copied as soon as it is there, still in the cache, and becomes
 # its average without a copy. The smaller ones are copied together, each way: that takes a third of
 # the time of one by one.
@@ -63,12 +58,11 @@ class ParameterSet:
             for parameter in parameters
         ]
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
-        self._comparisons: list[tuple[str, Callable[[], bool | None]]] = []
+        self._changes = Changes(memory)
         self._huge = [
             parameter.numel() * parameter.element_size() >= _HUGE for parameter in parameters
         ]
         self._kept: list[torch.Tensor] = []  # the own memory of gradients that are averages now
-        self._steps = 0
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._arrivals: list[Arrivals] = []
         self._own_hooks = [self._hook(number) for number in range(len(parameters))]
@@ -90,7 +84,7 @@ class ParameterSet:
     def restart(self) -> None:
         """Make the exchange anew, and forget what has come for the one that there was."""
         self._gradients.clear()
-        self._comparisons.clear()
+        self._changes.forget()
         self.connect()
         self._begin()
 
@@ -171,12 +165,12 @@ class ParameterSet:
         """Copy a gradient into its bucket, or leave that until the bucket is complete."""
         if self._untouched:
             self._open_step()
-        if self._large[number] or self._steps == 0:
+        if self._large[number] or self._changes.steps == 0:
             self._copy([number])
-            if self._huge[number] and self._steps >= _STEPS_COMPARED:
+            if self._huge[number] and not self._changes.compares_all:
                 self._swap(number)
-        self._remember([number], [self._parameters[number].grad])
-        if self._steps == 0:  # its exact order is of interest
+        self._changes.take([number], [self._parameters[number].grad])
+        if self._changes.steps == 0:  # its exact order is of interest
             self._mark([number])
             return
         index = self._bucket_of[number]
@@ -204,7 +198,7 @@ class ParameterSet:
         small = [number for number in told if not self._large[number]]
         if small or quick:
             gradients = self._copy(quick + small)
-            self._remember(quick, gradients)
+            self._changes.take(quick, gradients)
         self._mark([*told, *quick])
 
     def _mark(self, numbers: Sequence[int]) -> None:
@@ -225,12 +219,6 @@ class ParameterSet:
         arrivals.quick.clear()
         arrivals.absent -= len(numbers)
         return numbers
-
-    def _remember(self, numbers: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Take note of what the gradients, which begin with those of the numbers, are now."""
-        self._taken.update(zip(numbers, gradients, strict=False))
-        versions = [gradient._version for gradient in gradients]
-        self._versions.update(zip(numbers, versions, strict=False))
 
     def _copy(self, numbers: Sequence[int]) -> list[Any]:
         """Copy gradients into their buckets, if they have a place there; return all of them."""
@@ -272,7 +260,7 @@ class ParameterSet:
         gradient, slot = self._parameters[number].grad, self._slots[number]
         if gradient is not None and self._has_place(number) and self._may_swap(gradient):
             gradient.data = slot
-            self._samples[number] = slot.view(-1)[:_SAMPLE].clone()
+            self._changes.sample(number, slot)
 
     def _open_step(self) -> None:
         self._untouched = False
@@ -293,77 +281,23 @@ class ParameterSet:
         for index, arrivals in enumerate(self._arrivals):
             if arrivals.absent or arrivals.told:
                 self._complete(index)
-        changed = [number for number in self._changed() if self._differs(number)]
-        # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
-        for number in self._suspects():
-            if number in self._taken and self._has_place(number) and self._has_changed(number):
-                changed.append(number)
-        names = [self._reducer.names[self._parameters[number]] for number in changed]
-        return self._found_to_differ() + names
+        changed = self._changes.find(self._gradients, self._copied)
+        return [self._name(number) for number in changed]
 
-    def _changed(self) -> list[int]:
-        """Those that are another tensor, or of another version, than when they were taken."""
-        now = [self._gradients[number] for number in self._taken]
-        versions = [gradient._version for gradient in self._taken.values()]
-        # All at once: nearly always there are none, among hundreds.
-        same = all(map(operator.is_, now, self._taken.values()))
-        if same and versions == [*self._versions.values()]:
-            return []
-        return sorted(
-            number
-            for number, taken in self._taken.items()
-            if self._gradients[number] is not taken or taken._version != self._versions[number]
-        )
-
-    def _differs(self, number: int) -> bool:
-        """Whether a gradient of another version is another gradient.
-
-        Gradients that are views of one tensor, as a function of the user's own may return them,
-        share their version: where one is accumulated in place, so it seems are the others.
-        """
-        is_copied = self._has_place(number) and number not in self._samples
-        if self._memory is not None or not is_copied:
-            return True
-        replaced = self._gradients[number] is not self._taken[number]
-        return replaced or self._has_changed(number, whole=True)
+    def _copied(self, number: int) -> torch.Tensor | None:
+        """What a gradient of this step was copied to, if it has a place in a bucket."""
+        return self._slots[number] if self._has_place(number) else None
 
     def _complete(self, index: int) -> None:
         """Bring what there is of a bucket that no hook has found to be complete."""
         arrivals = self._arrivals[index]
         quick = {self._numbers[id(parameter)] for parameter in arrivals.quick}
         for number in arrivals.members:
-            seen = number in quick or number in self._taken
+            seen = number in quick or number in self._changes
             if not seen and self._parameters[number].grad is not None:
                 self._take(number)  # accumulation was cut short
         if arrivals.begun:
             self._bring([index])
-
-    def _suspects(self) -> Iterable[int]:
-        """Those whose values are compared in this step."""
-        if self._steps < _STEPS_COMPARED:
-            return range(len(self._parameters))
-        return {*self._samples, self._steps % len(self._parameters)}
-
-    def _has_changed(self, number: int, whole: bool = False) -> bool:
-        gradient = self._taken[number]
-        parameter, sample = self._parameters[number], self._samples.get(number)
-        slot = self._slots[number]
-        dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
-        if self._steps >= _STEPS_COMPARED and not whole:
-            slot, dense = slot.reshape(-1)[:_SAMPLE], dense.reshape(-1)[:_SAMPLE]
-        slot = slot if sample is None else sample
-        if self._memory is not None:  # found out later: the host does not wait for the device
-            comparison = self._memory.compare(slot, dense)
-            self._comparisons.append((self._reducer.names[parameter], comparison))
-            return False
-        dense = dense.cpu()
-        return not bool(((slot == dense) | ((slot != slot) & (dense != dense))).all())
-
-    def _found_to_differ(self) -> list[str]:
-        """The names of those that were changed unseen, as far as a device has found out."""
-        results = [(name, equal(), equal) for name, equal in self._comparisons]
-        self._comparisons = [(name, equal) for name, known, equal in results if known is None]
-        return [name for name, known, _ in results if known is False]
 
     def finish(self, samples: int | None = None) -> None:
         """Wait for the exchange, and give the averages to the parameters."""
@@ -371,7 +305,7 @@ class ParameterSet:
             found = self.exchange.finish(samples)
         finally:
             self._begin()
-            self._steps += 1
+            self._changes.steps += 1
         gradients, self._gradients = self._gradients, []
         everywhere = [number for number, anywhere in enumerate(found) if anywhere]
         there = [number for number in everywhere if number not in self.exchange.apart]
@@ -439,11 +373,7 @@ class ParameterSet:
             self._choose_hooks(arrivals, arrivals.next_quick() if hurry else [])
             arrivals.reset()
         self.begin_step()
-        # What gradients were when they came: the tensors and their versions.
-        self._taken: dict[int, torch.Tensor] = {}
-        self._versions: dict[int, int] = {}
-        # Of gradients that are their own copy: what some elements were.
-        self._samples: dict[int, torch.Tensor] = {}
+        self._changes.begin()
         # Those that are exchanged as sparse ones.
         self._sparse: dict[int, torch.Tensor] = {}
         self._whole = 0  # buckets that have all their gradients
@@ -453,7 +383,7 @@ class ParameterSet:
     def _may_hurry(self) -> bool:
         """Whether gradients may come without a hook in Python that looks at each."""
         return (
-            self._steps >= _STEPS_COMPARED
+            not self._changes.compares_all
             and self._memory is None
             and self._reducer.passes_per_step == 1
             and timeline.current is None

@@ -57,13 +57,8 @@ class Futex(ctypes.c_uint32):
     word's place in it, in bytes.
 
     Attributes:
-        value: the word.
+        value: the word; of what is written, the lowest 32 bits. Then call `wake`.
     """
-
-    def set(self, value: int) -> None:
-        """Write the lowest 32 bits of a number, and wake whoever waits for the word."""
-        self.value = value
-        self.wake()
 
     def wake(self) -> None:
         """Wake whoever waits for the word."""

@@ -78,7 +78,7 @@ class Place:
         self.peer = peer
         self.arrived = Futex.from_buffer(memory, _ARRIVED)
         self.sleeps = ctypes.c_uint32.from_buffer(memory, _SLEEPS)
-        self.gone = Futex.from_buffer(memory, _GONE)
+        self.gone = ctypes.c_uint32.from_buffer(memory, _GONE)
         self._notes = [
             memoryview(memory)[start : start + _NOTE_BYTES]
             for start in range(_NOTES, _NOTES + _COPIES * _NOTE_BYTES, _NOTE_BYTES)
@@ -238,7 +238,7 @@ class Table:
 
     def leave(self) -> None:
         """Let the others know the first meeting that this rank has no part in any more."""
-        self.own.gone.value = ((self._met + 1) & 0xFFFFFFFF) or 1
+        self.own.gone.value = ((self._met + 1) & 0xFFFFFFFF) or 1  # 0 stands for: it is here
         self.own.arrived.wake()
 
     def absent(self) -> list[int]:

@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.torch import parameter_set
+from hvdlite.torch import changes, parameter_set
 from tests.torch.test_optimizer import batch as make_batch
 from tests.torch.test_optimizer import flat as weights
 from tests.torch.test_optimizer import (
@@ -97,7 +97,7 @@ def test_before_the_exchange_a_gradient_is_the_ranks_own(monkeypatch):
             for slot, parameter in zip(members._slots, members._parameters, strict=True)
         ]
         large = [parameter.numel() * 4 >= 64 for parameter in members._parameters]
-        assert lent == (large if step >= parameter_set._STEPS_COMPARED else [False] * 6)
+        assert lent == (large if step >= changes._STEPS_COMPARED else [False] * 6)
         optimizer.step()
 
 

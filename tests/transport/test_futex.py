@@ -33,14 +33,14 @@ def wait_for(word, seen, seconds):
 def test_two_views_of_one_word():
     memory = mmap.mmap(-1, 4096)
     mine, theirs, next_to_it = (Futex.from_buffer(memory, offset) for offset in (64, 64, 68))
-    mine.set(7)
+    mine.value = 7
     assert (mine.value, theirs.value, next_to_it.value) == (7, 7, 0)
 
 
 def test_it_has_32_bits(word):
-    word.set(2**32 + 5)
+    word.value = 2**32 + 5
     assert word.value == 5
-    word.set(2**32 - 1)
+    word.value = 2**32 - 1
     assert word.value == 2**32 - 1
     start = time.monotonic()
     word.wait(2**32 - 1, 0.05)
@@ -48,7 +48,7 @@ def test_it_has_32_bits(word):
 
 
 def test_a_word_that_has_changed_is_not_waited_for(word):
-    word.set(3)
+    word.value = 3
     start = time.monotonic()
     word.wait(2, 10.0)
     assert time.monotonic() - start < 1.0
@@ -73,7 +73,8 @@ def test_everybody_is_woken(word, waiting):
     time.sleep(0.05)  # a wait that begins later finds the word changed
     assert found == []
     start = time.monotonic()
-    word.set(9)
+    word.value = 9
+    word.wake()
     for thread in threads:
         thread.join(5)
     assert time.monotonic() - start < 1.0
@@ -86,7 +87,8 @@ def test_other_threads_run_while_one_waits(word):
     count = sum(1 for _ in range(100_000))  # would take ten seconds
     assert thread.is_alive()
     assert count == 100_000
-    word.set(1)
+    word.value = 1
+    word.wake()
     thread.join(5)
     assert not thread.is_alive()
 
@@ -120,7 +122,7 @@ def test_another_process_wakes_a_wait():
         "import os, time; from hvdlite.transport.futex import Futex;"
         "from hvdlite.transport.segment import Peer;"
         f"word = Futex.from_buffer(Peer(os.getppid()).map({segment.key}), 128);"
-        "time.sleep(0.1); word.set(77)"
+        "time.sleep(0.1); word.value = 77; word.wake()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], env=environment())
     try:

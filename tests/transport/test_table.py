@@ -107,7 +107,7 @@ class TestMeetings:
         made = tables(3)
         for table in made:
             table._last = 2**32 - 5
-            table.own.arrived.set(table._last)
+            table.own.arrived.value = table._last
 
         def run(table):
             for _ in range(20):
@@ -125,7 +125,7 @@ class TestMeetings:
         late, waiting = tables(2)
         for table in (late, waiting):
             table._last = before
-            table.own.arrived.set(before)
+            table.own.arrived.value = before
         thread = threading.Thread(target=waiting.meet, daemon=True)
         thread.start()
         time.sleep(0.15)
