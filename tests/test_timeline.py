@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -30,7 +31,9 @@ SETTINGS = ("HVDLITE_TIMELINE", "HVDLITE_TIMELINE_MARK_CYCLES")
 
 
 def parsed(path):
+    """The events; with the lock of readers, as other ranks may be writing."""
     with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
         return json.load(file)
 
 
