@@ -10,7 +10,7 @@ import pytest
 import hvdlite as hvd
 from hvdlite import runtime
 from hvdlite.exchange import Compression, ErrorFeedback, Parameter, Reduction, StrategyState, TopK
-from hvdlite.gradients import GradientBuckets, GradientExchange
+from hvdlite.gradients import GradientBuckets, GradientExchange, buckets
 from hvdlite.settings import Settings
 from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
@@ -370,9 +370,44 @@ class TestMistakes:
         check(made, 2)
 
 
+class TestLending:
+    @ALL
+    @pytest.mark.parametrize("threshold", [0, 80])
+    def test_the_exchange_reads_what_is_lent_where_it_lies(self, threshold):
+        hvd.init()
+        made = exchange("model", model(dtypes=DTYPES), threshold=threshold)
+        for step in range(3):
+            made.begin()
+            lent = 0
+            for number in random.Random(step).sample(range(12), 12):
+                own = gradient(made, number, step, hvd.rank()).reshape(-1)
+                unread, slot = made.unread(number), made.slot(number).reshape(-1)
+                slot[...] = own
+                slot[unread] = 99
+                made.lend(number, own[unread])
+                made.mark(number)
+                lent += own[unread].size
+            assert made.finish() == [True] * 12
+            check(made, step)
+            assert bool(lent) == (hvd.size() > 1)
+
+    @TWO
+    def test_a_step_that_failed_leaves_nothing(self):
+        hvd.init()
+        made = exchange("model", [parameter(f"p{n}", (6,)) for n in range(4 - hvd.rank())])
+        made.lend(0, np.full(3, 99, np.float32))
+        made.mark(0)
+        with pytest.raises(hvd.MismatchError):
+            made.finish()
+        assert not any(step.bucket.lent for step in made._steps)
+
+
 class TestSingleBuckets:
     @ALL
-    def test_each_by_itself_in_an_order_of_the_ranks_own(self):
+    @pytest.mark.parametrize("lends", [False, True])
+    def test_each_by_itself_in_an_order_of_the_ranks_own(self, monkeypatch, lends):
+        if lends:
+            monkeypatch.setattr(buckets, "LEAST_LENT", 0)
         hvd.init()
         rank, size = hvd.rank(), hvd.size()
         made = exchange("model", model())

@@ -11,6 +11,9 @@ import torch
 if TYPE_CHECKING:
     from hvdlite.torch.device_memory import CudaMemory
 
+#: What has been copied of a gradient: which of its flat elements, and the flat copies.
+Copies = list[tuple[slice, torch.Tensor]]
+
 # The first steps in which all gradients are compared with their copies: a program that changes
 # them unseen mostly does so from the beginning. Later that would cost time, and they take turns.
 _STEPS_COMPARED = 3
@@ -39,7 +42,7 @@ class Changes:
         # The tensors and their versions, by number.
         self._taken: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
-        # Of gradients that are their own copy: what some elements were.
+        # Of gradients that have not been copied, or not all of them: what some elements were.
         self._samples: dict[int, torch.Tensor] = {}
 
     def forget(self) -> None:
@@ -63,25 +66,23 @@ class Changes:
         self._versions.update(zip(numbers, versions, strict=False))
 
     def sample(self, number: int, gradient: torch.Tensor) -> None:
-        """Take note of some elements of a gradient that is its own copy."""
+        """Take note of some elements of a gradient of which there is no copy, or not of all."""
         self._samples[number] = gradient.view(-1)[:_SAMPLE].clone()
 
-    def find(
-        self, gradients: Sequence[Any], copy: Callable[[int], torch.Tensor | None]
-    ) -> list[int]:
+    def find(self, gradients: Sequence[Any], copies: Callable[[int], Copies | None]) -> list[int]:
         """Find those that have changed.
 
         Args:
             gradients: of all parameters, as they are now.
-            copy: gives what was copied of one, by number; None: it was not copied.
+            copies: gives what was copied of one, by number; None: it is not exchanged so.
 
         Returns:
             Their numbers; those on a device when it has told, in a later step.
         """
-        changed = [n for n in self._others(gradients) if self._differs(n, gradients[n], copy(n))]
+        changed = [n for n in self._others(gradients) if self._differs(n, gradients[n], copies(n))]
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         for number in self._suspects(len(gradients)):
-            copied = copy(number) if number in self._taken else None
+            copied = copies(number) if number in self._taken else None
             if copied is not None and self._has_changed(number, copied):
                 changed.append(number)
         return self._found_on_device() + changed
@@ -100,7 +101,7 @@ class Changes:
             if gradients[number] is not taken or taken._version != self._versions[number]
         )
 
-    def _differs(self, number: int, gradient: Any, copied: torch.Tensor | None) -> bool:
+    def _differs(self, number: int, gradient: Any, copied: Copies | None) -> bool:
         """Whether a gradient of another version is another gradient.
 
         Gradients that are views of one tensor, as a function of the user's own may return them,
@@ -115,20 +116,27 @@ class Changes:
         """Those whose values are compared in this step."""
         return range(count) if self.compares_all else {*self._samples, self.steps % count}
 
-    def _has_changed(self, number: int, copied: torch.Tensor, whole: bool = False) -> bool:
+    def _has_changed(self, number: int, copied: Copies, whole: bool = False) -> bool:
         gradient, sample = self._taken[number], self._samples.get(number)
         dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
+        flat = dense.reshape(-1)
+        pairs = [(copy, flat[where]) for where, copy in copied]
         if not (self.compares_all or whole):
-            copied, dense = copied.reshape(-1)[:_SAMPLE], dense.reshape(-1)[:_SAMPLE]
-        copied = copied if sample is None else sample
+            pairs = [(copy[:_SAMPLE], now[:_SAMPLE]) for copy, now in pairs]
+        if sample is not None:
+            pairs.append((sample, flat[:_SAMPLE]))
         if self._memory is not None:  # found out later: the host does not wait for the device
-            self._comparisons.append((number, self._memory.compare(copied, dense)))
+            compare = self._memory.compare
+            self._comparisons += [(number, compare(before, now)) for before, now in pairs]
             return False
-        dense = dense.cpu()
-        return not bool(((copied == dense) | ((copied != copied) & (dense != dense))).all())
+        return not all(_equal(before, now.cpu()) for before, now in pairs)
 
     def _found_on_device(self) -> list[int]:
         """Those that were changed unseen, as far as a device has found out."""
         results = [(number, equal(), equal) for number, equal in self._comparisons]
         self._comparisons = [(number, equal) for number, known, equal in results if known is None]
         return [number for number, known, _ in results if known is False]
+
+
+def _equal(before: torch.Tensor, now: torch.Tensor) -> bool:
+    return bool(((before == now) | ((before != before) & (now != now))).all())

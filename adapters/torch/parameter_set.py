@@ -13,21 +13,11 @@ from hvdlite.torch.apart import Apart, reduce_apart
 from hvdlite.torch.arrivals import Arrivals
 from hvdlite.torch.changes import Changes
 from hvdlite.torch.labels import next_label
-from hvdlite.torch.tensors import to_tensor
+from hvdlite.torch.slots import Slots
 
 if TYPE_CHECKING:
     from hvdlite.torch.device_memory import CudaMemory
     from hvdlite.torch.reducer import Reducer
-
-# Bytes from which on a gradient is copied as soon as it is there, still in the cache, and becomes
-# its average without a copy. The smaller ones are copied together, each way: that takes a third of
-# the time of one by one.
-_LARGE = 2**16
-# Bytes from which on a gradient gives its own memory up at once, for that of its copy: the C
-# library returns so large pieces to the system anyhow. That of others is kept until the next step,
-# when it would be freed without an exchange, too: freed in another order, the heap would be cut
-# back, and every step would fetch it anew, page by page, which takes longer than a copy.
-_HUGE = 2**25
 
 # Of each parameter, the hook of the optimizer that was wrapped last.
 _hooks = WeakTensorKeyDictionary()
@@ -52,17 +42,9 @@ class ParameterSet:
         self._reducer = reducer
         self._parameters = list(parameters)
         self._memory = memory
-        # On a device the cache is no matter, and the number of kernels is.
-        self._large = [
-            memory is None and parameter.numel() * parameter.element_size() >= _LARGE
-            for parameter in parameters
-        ]
+        self._slots = Slots(self._parameters, memory, reducer.is_apart)
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
         self._changes = Changes(memory)
-        self._huge = [
-            parameter.numel() * parameter.element_size() >= _HUGE for parameter in parameters
-        ]
-        self._kept: list[torch.Tensor] = []  # the own memory of gradients that are averages now
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._arrivals: list[Arrivals] = []
         self._own_hooks = [self._hook(number) for number in range(len(parameters))]
@@ -89,21 +71,13 @@ class ParameterSet:
         self._begin()
 
     def _find_slots(self) -> None:
-        numbers = range(len(self._parameters))
-        self._slots = [self._tensor(self.exchange.slot(number)) for number in numbers]
+        self._slots.find(self.exchange)
         plan = self.exchange.plan
         self._bucket_of = {n: index for index, members in enumerate(plan) for n in members}
-        # Averages of buckets from which all are copied: their places stay the same.
-        self._results: list[torch.Tensor | None] = [None for _ in numbers]
-        for index, members in enumerate(plan):
-            if not any(self._large[number] for number in members):
-                self.exchange.keep_result(index)
-                for number in members:
-                    self._results[number] = self._tensor(self.exchange.result_slot(number))
         for arrivals in self._arrivals:
             self._choose_hooks(arrivals, [])
         self._arrivals = [
-            Arrivals(members, [number for number in members if not self._large[number]])
+            Arrivals(members, [number for number in members if not self._slots.large[number]])
             for members in plan
         ]
 
@@ -128,9 +102,6 @@ class ParameterSet:
             if _hooks.get(self._parameters[number]) is self._handles[number]:  # not another's now
                 hook = arrivals.quick.append if number in quick else self._own_hooks[number]
                 self._handles[number] = self._register(number, hook)
-
-    def _tensor(self, slot: Any) -> torch.Tensor:
-        return to_tensor(slot) if self._memory is None else slot
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         reducer = self._reducer
@@ -165,10 +136,12 @@ class ParameterSet:
         """Copy a gradient into its bucket, or leave that until the bucket is complete."""
         if self._untouched:
             self._open_step()
-        if self._large[number] or self._changes.steps == 0:
-            self._copy([number])
-            if self._huge[number] and not self._changes.compares_all:
-                self._swap(number)
+        if self._slots.large[number]:
+            copied = not self._slots.bring_large(number, not self._changes.compares_all)
+            if not copied:
+                self._changes.sample(number, self._parameters[number].grad)
+        elif self._changes.steps == 0:
+            self._slots.copy([number])
         self._changes.take([number], [self._parameters[number].grad])
         if self._changes.steps == 0:  # its exact order is of interest
             self._mark([number])
@@ -195,17 +168,18 @@ class ParameterSet:
             quick += self._quick_ones(arrivals)
             told += arrivals.told
             arrivals.told = []
-        small = [number for number in told if not self._large[number]]
+        small = [number for number in told if not self._slots.large[number]]
         if small or quick:
-            gradients = self._copy(quick + small)
+            gradients = self._slots.copy(quick + small)
             self._changes.take(quick, gradients)
         self._mark([*told, *quick])
 
     def _mark(self, numbers: Sequence[int]) -> None:
-        if not self._sparse:
+        there = self._slots.sparse
+        if not there:
             self.exchange.mark(*numbers)
             return
-        sparse = {n: self._sparse[n].sparse_dim() for n in numbers if n in self._sparse}
+        sparse = {n: there[n].sparse_dim() for n in numbers if n in there}
         self.exchange.mark(*(n for n in numbers if n not in sparse), sparse=sparse)
 
     def _quick_ones(self, arrivals: Arrivals) -> list[int]:
@@ -220,51 +194,9 @@ class ParameterSet:
         arrivals.absent -= len(numbers)
         return numbers
 
-    def _copy(self, numbers: Sequence[int]) -> list[Any]:
-        """Copy gradients into their buckets, if they have a place there; return all of them."""
-        gradients: list[Any] = [self._parameters[number].grad for number in numbers]
-        copied = dict(zip(numbers, gradients, strict=True))
-        plain = all(gradient.layout is torch.strided for gradient in gradients)
-        if not plain or self.exchange.apart:
-            sparse = {n: each for n, each in copied.items() if self._reducer.is_apart(each)}
-            self._sparse.update(sparse)
-            copied = {
-                n: each if each.layout is torch.strided else each.to_dense()
-                for n, each in copied.items()
-                if self._has_place(n)
-            }
-        if copied:
-            with torch.no_grad():
-                torch._foreach_copy_([self._slots[n] for n in copied], [*copied.values()])
-        return gradients
-
-    def _has_place(self, number: int) -> bool:
-        """Whether the gradient of this step goes into a bucket."""
-        return number not in self._sparse and number not in self.exchange.apart
-
-    def _may_swap(self, gradient: torch.Tensor) -> bool:
-        """Whether the memory of a gradient may be exchanged for other memory."""
-        return (
-            self._memory is None
-            and gradient.layout is torch.strided
-            and gradient.is_contiguous()
-            and not gradient.requires_grad
-        )
-
-    def _swap(self, number: int) -> None:
-        """Let a huge gradient be its copy, which the exchange only reads, if it can be.
-
-        What it has been computed in is free for the gradients to come: fewer pages of memory
-        are touched, and less is needed at a time.
-        """
-        gradient, slot = self._parameters[number].grad, self._slots[number]
-        if gradient is not None and self._has_place(number) and self._may_swap(gradient):
-            gradient.data = slot
-            self._changes.sample(number, slot)
-
     def _open_step(self) -> None:
         self._untouched = False
-        self._kept.clear()
+        self._slots.release()
         self._reducer.reconnect()
         if self.exchange.begin():
             self._find_slots()
@@ -281,12 +213,8 @@ class ParameterSet:
         for index, arrivals in enumerate(self._arrivals):
             if arrivals.absent or arrivals.told:
                 self._complete(index)
-        changed = self._changes.find(self._gradients, self._copied)
+        changed = self._changes.find(self._gradients, self._slots.copies)
         return [self._name(number) for number in changed]
-
-    def _copied(self, number: int) -> torch.Tensor | None:
-        """What a gradient of this step was copied to, if it has a place in a bucket."""
-        return self._slots[number] if self._has_place(number) else None
 
     def _complete(self, index: int) -> None:
         """Bring what there is of a bucket that no hook has found to be complete."""
@@ -315,17 +243,7 @@ class ParameterSet:
             if gradients[number] is None or gradients[number].layout is not torch.strided:
                 parameter = self._parameters[number]
                 gradients[number] = parameter.grad = torch.empty_like(parameter)
-        if any(self._large):
-            lent = {n for n in there if self._large[n] and self._may_swap(gradients[n])}
-            for number in sorted(lent):
-                if not self._huge[number]:
-                    self._kept.append(gradients[number].detach())
-                _lend(gradients[number], self._average(number))
-            there = [number for number in there if number not in lent]
-        if there:
-            averages = [self._average(number) for number in there]
-            with torch.no_grad():
-                torch._foreach_copy_([gradients[number] for number in there], averages)
+        self._slots.hand_over(gradients, there)
 
     def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
         """Reduce what has no place in a bucket: all ranks do it for the same parameters."""
@@ -349,10 +267,6 @@ class ParameterSet:
             self._reducer.process_set,
         )
 
-    def _average(self, number: int) -> torch.Tensor:
-        result = self._results[number]
-        return to_tensor(self.exchange.result_slot(number)) if result is None else result
-
     @property
     def in_flight(self) -> bool:
         """Whether gradients have come for which `finish` has not been called."""
@@ -362,7 +276,7 @@ class ParameterSet:
         """Count the backward passes anew."""
         self._passes = [0] * len(self._parameters)
         self._untouched = True
-        self._kept.clear()
+        self._slots.release()
         if not self._may_hurry():
             for arrivals in self._arrivals:
                 self._choose_hooks(arrivals, [])
@@ -374,8 +288,7 @@ class ParameterSet:
             arrivals.reset()
         self.begin_step()
         self._changes.begin()
-        # Those that are exchanged as sparse ones.
-        self._sparse: dict[int, torch.Tensor] = {}
+        self._slots.begin()
         self._whole = 0  # buckets that have all their gradients
         #: What to say of gradients that came too often.
         self.repeated: list[str] = []
@@ -395,14 +308,3 @@ def release(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         if parameter in _hooks:
             _hooks.pop(parameter).remove()
-
-
-def _lend(gradient: torch.Tensor, average: torch.Tensor) -> None:
-    """Let a gradient be an average, without a copy.
-
-    The memory belongs to whoever views it, until nobody does. The gradient stays the same
-    tensor, for those who have got hold of it.
-    """
-    gradient.data = average
-    # torch does not see the exchange: views and saved tensors must know of it.
-    torch.autograd.graph.increment_version(gradient)

@@ -71,6 +71,10 @@ class Lane:
         """
         return self._transport.empty(size, dtype)
 
+    def unread(self, size: int) -> slice:
+        """What other ranks read nothing of in such an array, see `Transport.unread`."""
+        return self._transport.unread(size)
+
     def submit(
         self, operation: Operation, begin: bool = True, handle: Handle | None = None
     ) -> Handle:

@@ -12,6 +12,7 @@ from hvdlite.exchange.parameter import Parameter, Reduction
 from hvdlite.exchange.state import BucketState, StrategyState
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport, slices
+from hvdlite.transport.base import place
 
 
 class Bucket:
@@ -35,6 +36,8 @@ class Bucket:
         state: as given, of these parameters.
         count: how many exchanges have gone before, alike on all ranks.
         absent: positions of parameters of which no rank has a gradient in this step.
+        lent: parts of ``send`` that lie elsewhere until `complete`, by where each begins there:
+            flat arrays.
         unsent: None, or an array like ``send`` in which the exchange is to leave what of ``send``
             has no part in the result.
     """
@@ -53,6 +56,7 @@ class Bucket:
         self.state: BucketState = (StrategyState() if state is None else state).of(parameters)
         self.count = 0
         self.absent: Collection[int] = ()
+        self.lent: dict[int, Any] = {}
         self.unsent: Any = None
         self.send = empty(self.bounds[-1], parameters[0].dtype)
         self.renew()
@@ -62,10 +66,16 @@ class Bucket:
         self.result: Any = None  # its memory may be what comes back
         self.result = self._empty(self.bounds[-1], self.parameters[0].dtype)
 
+    def complete(self) -> None:
+        """Copy what is lent to where it belongs."""
+        place([*self.lent.items()], self.send)
+        self.lent = {}
+
     def derive(self, send: Any, result: Any, unsent: Any = None) -> Bucket:
         """Make a bucket of the same parameters with other arrays, alike in size."""
         derived = copy.copy(self)
         derived.send, derived.result, derived.unsent = send, result, unsent
+        derived.lent = {}
         return derived
 
     def reduce(self, transport: Transport, send: Any, result: Any, scaling: Scaling) -> None:
@@ -78,7 +88,10 @@ class Bucket:
             scaling: applied after the reduction.
         """
         if self.reduction.op is ReduceOp.ADASUM:
+            self.complete()
             slices.adasum(transport, send, result, scaling, self.bounds)
+        elif self.lent:
+            transport.allreduce_lent(send, sorted(self.lent.items()), result, ReduceOp.SUM, scaling)
         else:
             transport.allreduce(send, result, ReduceOp.SUM, scaling)
 

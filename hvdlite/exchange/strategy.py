@@ -127,6 +127,7 @@ class Dense(Strategy):
         """Reduce in place in ``result`` where gradients are divided before the sum."""
         reduction, send = bucket.reduction, bucket.send
         if not reduction.before.is_identity:
+            bucket.complete()
             bucket.result[...] = bucket.send
             bucket.result[...] = reduction.before.apply(bucket.result)
             send = bucket.result
@@ -185,13 +186,15 @@ def exchange_bucket(
     Raises:
         GradientError: as `Strategy.exchange`.
     """
+    # Not by identity: where a rank has joined, another one's pickle comes here.
+    if weight != 1.0 or strategy != DENSE:
+        bucket.complete()
     if weight != 1.0:
         # The average of no samples is not a number.
         bucket.result[...] = bucket.send if weight else 0
         bucket.result[...] = Scaling(weight).apply(bucket.result)
         bucket = bucket.derive(bucket.result, bucket.result)
     dtype = bucket.send.dtype
-    # Not by identity: where a rank has joined, another one's pickle comes here.
     if is_floating(dtype) and dtype.itemsize == 2 and strategy != DENSE:
         narrow, size = bucket, bucket.send.size
         bucket = narrow.derive(halves.widen(narrow.send), np.empty(size, np.float32))

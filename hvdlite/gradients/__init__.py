@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hvdlite.gradients.buckets import GradientBuckets, describe_sources, plan_for
+from hvdlite.gradients.buckets import LEAST_LENT, GradientBuckets, describe_sources, plan_for
 from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.gradients.report import check_not_local, check_weighted, checked_samples
 from hvdlite.gradients.saving import consolidate, load, save
 
 __all__ = [
+    "LEAST_LENT",
     "GradientBuckets",
     "GradientExchange",
     "check_not_local",

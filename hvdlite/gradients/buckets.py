@@ -19,6 +19,10 @@ from hvdlite.reduction import ReduceOp, check
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
+#: Bytes from which on what other ranks do not read of a gradient had better be lent than copied.
+#: To look after that takes longer than the copy of a smaller one.
+LEAST_LENT = 2**20
+
 
 class GradientBuckets:
     """A fixed list of parameters in buckets, for a framework that orders the buckets itself.
@@ -110,6 +114,42 @@ class GradientBuckets:
         step, position = self._places[number]
         return step.bucket.send_slot(position)
 
+    def _checked(self, number: int, gradient: Any) -> Any:
+        """The slot of a gradient that fits into it, and has not come yet."""
+        step, position = self._places[number]
+        step.check(position)
+        slot = step.bucket.send_slot(position)
+        if gradient.shape != slot.shape:
+            raise ValueError(
+                f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
+                f"expected {describe(slot)}, as the parameter is"
+            )
+        return slot
+
+    def unread(self, number: int) -> slice:
+        """Which elements of a parameter's flat gradient need no copy, if they are lent; see `lend`.
+
+        They are those that no other rank reads. It holds as long as the slots do.
+        """
+        step, position = self._places[number]
+        if self._memory is not None:
+            return slice(0, 0)
+        return step.unread(position, self._lane.unread(step.bucket.send.size))
+
+    def lend(self, number: int, part: Any) -> None:
+        """Let the exchange read the `unread` elements of a gradient where they lie.
+
+        The others are to be copied into its slot, and it is to be marked, as usual.
+
+        Args:
+            number: the parameter's.
+            part: these elements, flat; they have to stay as they are until the step has ended.
+        """
+        step, position = self._places[number]
+        start = step.bucket.bounds[position] + self.unread(number).start
+        if part.size:
+            step.bucket.lent[start] = part
+
     def result_slot(self, number: int) -> Any:
         """Where the average is after `finish`.
 
@@ -129,20 +169,12 @@ class GradientBuckets:
             ValueError: it has another shape than the parameter, or has been marked in this
                 step before.
         """
-        step, position = self._places[number]
-        step.check(position)
-        slot = step.bucket.send_slot(position)
-        if gradient.shape != slot.shape:
-            raise ValueError(
-                f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
-                f"expected {describe(slot)}, as the parameter is"
-            )
-        slot[...] = gradient
+        self._checked(number, gradient)[...] = gradient
 
     def start_bucket(
         self, index: int, gradients: Mapping[int, Any], samples: int | None = None
     ) -> None:
-        """Copy a bucket's gradients, and start its exchange.
+        """Copy a bucket's gradients, or lend parts of them, and start its exchange.
 
         For an owner whose framework orders the buckets, in place of `mark` and `finish`. The
         parameters are compared across ranks each time, together with those of any other
@@ -150,7 +182,8 @@ class GradientBuckets:
 
         Args:
             index: the bucket's position in ``plan``.
-            gradients: those that are there, by the parameter's number.
+            gradients: those that are there, by the parameter's number. They have to stay as they
+                are until `finish_bucket`.
             samples: of how many the gradients are averages; None: all ranks' count alike, also
                 those that have joined.
 
@@ -168,13 +201,25 @@ class GradientBuckets:
             step.reset()
         try:
             for number, gradient in gradients.items():
-                self.put(number, gradient)
+                self._bring(number, gradient)
                 step.mark(self._places[number][1])
             step.samples = samples
             self._launch(index, begin=self.overlaps)
         except BaseException:
             step.reset()
             raise
+
+    def _bring(self, number: int, gradient: Any) -> None:
+        """Copy what other ranks read of a gradient, and lend the rest if that is worth it."""
+        slot = self._checked(number, gradient)
+        unread = self.unread(number) if gradient.nbytes >= LEAST_LENT else slice(0, 0)
+        if unread.start == unread.stop or gradient.dtype != slot.dtype:
+            slot[...] = gradient
+            return
+        flat = gradient.reshape(-1)  # a copy where it is not contiguous, which is as good
+        for part in (slice(0, unread.start), slice(unread.stop, None)):
+            slot.reshape(-1)[part] = flat[part]
+        self.lend(number, flat[unread])
 
     def finish_bucket(self, index: int) -> Any:
         """Wait for a bucket that has been started.

@@ -11,9 +11,10 @@ from hvdlite import timeline
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import HorovodInternalError
-from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, exchange_bucket
+from hvdlite.exchange import Bucket, Dense, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.gradients import report
 from hvdlite.gradients.report import ABSENT, DENSE, Report
+from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
 
@@ -56,6 +57,7 @@ class BucketStep:
         self.samples: int | None = None
         self.handle: Handle | None = None
         self.given_up = False
+        self.bucket.lent = {}
 
     @property
     def begun(self) -> bool:
@@ -96,6 +98,21 @@ class BucketStep:
         """Take note that a gradient is sparse, and comes to the others in another way."""
         self.mark(position)
         self.present[position] = DENSE + sparse_axes
+
+    def unread(self, position: int, among: slice) -> slice:
+        """The elements of a gradient of which no other rank reads anything.
+
+        Args:
+            position: its parameter's.
+            among: such elements of the bucket, if a strategy needs no more than that.
+        """
+        reduction = self.bucket.reduction
+        is_plain = isinstance(self.strategy, Dense) and reduction.before.is_identity
+        if not is_plain or reduction.op is ReduceOp.ADASUM:
+            return slice(0, 0)
+        start, stop = self.bucket.bounds[position : position + 2]
+        first, last = max(among.start, start), min(among.stop, stop)
+        return slice(first - start, last - start) if first < last else slice(0, 0)
 
     def tell(self) -> bytes:
         """What the other ranks need to know."""

@@ -106,6 +106,34 @@ class Transport(ABC):
         ``op`` is SUM, MIN, MAX, PRODUCT or ADASUM.
         """
 
+    def unread(self, size: int) -> slice:
+        """What no other rank reads of an array of ``size`` elements from `empty`.
+
+        That is in an `allreduce` into another such array. Not collective.
+        """
+        return slice(0, 0)
+
+    def allreduce_lent(
+        self,
+        send: Any,
+        lent: Sequence[tuple[int, Any]],
+        result: Any,
+        op: ReduceOp,
+        scaling: Scaling,
+    ) -> None:
+        """Do `allreduce` of an array of which parts lie elsewhere; to others it is the same call.
+
+        Args:
+            send: as there; it may be complete afterwards.
+            lent: for each of these parts, which are `unread`, where it begins in ``send`` and a
+                flat array like that. They do not overlap, and ascend.
+            result: as there.
+            op: likewise.
+            scaling: likewise.
+        """
+        place(lent, send)
+        self.allreduce(send, result, op, scaling)
+
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
@@ -151,6 +179,12 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back what the transport holds; no rank calls anything after it."""
+
+
+def place(lent: Sequence[tuple[int, Any]], array: Any) -> None:
+    """Copy parts to where they begin in an array."""
+    for start, part in lent:
+        array[start : start + part.size] = part
 
 
 def common_prefix(brought: Sequence[Sequence[bytes]]) -> int:

@@ -95,6 +95,10 @@ class CountingTransport(Transport):
         """Return what suits the inner one."""
         return self._inner.empty(size, dtype)
 
+    def unread(self, size: int) -> slice:
+        """Ask the inner one."""
+        return self._inner.unread(size)
+
     def gather(self, message: bytes) -> list[bytes]:
         """Count the message, for each other rank."""
         self._count_to_all("gather", len(message))
@@ -104,6 +108,18 @@ class CountingTransport(Transport):
         """Count slices."""
         self._count_allreduce([send])
         self._inner.allreduce(send, result, op, scaling)
+
+    def allreduce_lent(
+        self,
+        send: Any,
+        lent: Sequence[tuple[int, Any]],
+        result: Any,
+        op: ReduceOp,
+        scaling: Scaling,
+    ) -> None:
+        """Count slices."""
+        self._count_allreduce([send])
+        self._inner.allreduce_lent(send, lent, result, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling

@@ -89,6 +89,10 @@ class SharedMemoryTransport(Transport):
         """Return an array in a segment."""
         return self._arena.empty(size, np.dtype(dtype))
 
+    def unread(self, size: int) -> slice:
+        """This rank's own slice, which it alone reduces."""
+        return slice(0, 0) if self._cross is not None else slice_of(self.rank, size, self._owners)
+
     def gather(self, message: bytes) -> list[bytes]:
         """Exchange the lengths, and then the messages."""
         self._brought = 0
@@ -102,6 +106,21 @@ class SharedMemoryTransport(Transport):
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce within segments, or chunk by chunk."""
         self.allreduce_all([send], [result], op, scaling)
+
+    def allreduce_lent(
+        self,
+        send: Any,
+        lent: Sequence[tuple[int, Any]],
+        result: Any,
+        op: ReduceOp,
+        scaling: Scaling,
+    ) -> None:
+        """Read what is lent where it lies, within segments."""
+        where = (self._arena.find(send), self._arena.find(result))
+        if where[0] is None or where[1] is None or self._cross is not None:
+            super().allreduce_lent(send, lent, result, op, scaling)
+        else:
+            self._reduce_in_segments(send, result, (*where[0], *where[1]), op, scaling, lent)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
@@ -158,7 +177,13 @@ class SharedMemoryTransport(Transport):
         return self._table.next
 
     def _reduce_in_segments(
-        self, send: Any, result: Any, where: Sequence[int], op: ReduceOp, scaling: Scaling
+        self,
+        send: Any,
+        result: Any,
+        where: Sequence[int],
+        op: ReduceOp,
+        scaling: Scaling,
+        lent: Sequence[tuple[int, Any]] = (),
     ) -> None:
         """Reduce this rank's slice of everybody's array into everybody's result."""
         table = self._table
@@ -171,13 +196,17 @@ class SharedMemoryTransport(Transport):
         # Across nodes all at once; else in pieces that are still in the cache when they are
         # passed on. Where the result lies on an input, a piece of its own.
         nbytes = _PIECE if self._cross is None else send.nbytes
-        pieces = _pieces(slice_of(self.rank, send.size, self._owners), send.dtype, nbytes)
+        own = slice_of(self.rank, send.size, self._owners)
+        pieces = _pieces_of(send, own, lent, max(nbytes // send.itemsize, 1))
         in_place = where[:4] == where[4:]
-        room = np.empty(pieces[0].stop - pieces[0].start if in_place and pieces else 0, send.dtype)
+        largest = max((part.size for _, part in pieces), default=0)
+        room = np.empty(largest if in_place else 0, send.dtype)
         step: Step = []
-        for piece in pieces:
-            reduced = room[: piece.stop - piece.start] if in_place else result[piece]
-            step += reduce(reduced, [array[piece] for array in sends])
+        for piece, part in pieces:
+            reduced = room[: part.size] if in_place else result[piece]
+            parts = [array[piece] for array in sends]
+            parts[self.rank] = part
+            step += reduce(reduced, parts)
             for target in results:
                 if target is not result or in_place:
                     step.append((np.copyto, (target[piece], reduced)))
@@ -269,6 +298,22 @@ def _pieces(whole: slice, dtype: np.dtype[Any], nbytes: int) -> list[slice]:
     return [
         slice(start, min(start + step, whole.stop))
         for start in range(whole.start, whole.stop, step)
+    ]
+
+
+def _pieces_of(
+    array: Any, whole: slice, lent: Sequence[tuple[int, Any]], room: int
+) -> list[tuple[slice, Any]]:
+    """Cut a slice of an array, parts of which lie elsewhere, into pieces of ``room`` elements."""
+    parts, end = [], whole.start
+    for start, part in lent:
+        parts += [(end, array[end:start]), (start, part)]
+        end = start + part.size
+    parts.append((end, array[end : whole.stop]))
+    return [
+        (slice(begin + start, begin + min(start + room, part.size)), part[start : start + room])
+        for begin, part in parts
+        for start in range(0, part.size, room)
     ]
 
 

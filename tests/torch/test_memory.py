@@ -1,5 +1,8 @@
 """Where gradients lie: the memory that they lend and are lent."""
 
+import math
+import weakref
+
 import pytest
 
 from tests.harness import ranks
@@ -9,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.torch import changes, parameter_set
+from hvdlite.torch import changes, slots
 from tests.torch.test_optimizer import batch as make_batch
 from tests.torch.test_optimizer import flat as weights
 from tests.torch.test_optimizer import (
@@ -24,8 +27,8 @@ from tests.torch.test_optimizer import (
 
 
 def let_nothing_be_small(monkeypatch):
-    monkeypatch.setattr(parameter_set, "_LARGE", 0)
-    monkeypatch.setattr(parameter_set, "_HUGE", 64)
+    monkeypatch.setattr(slots, "_LARGE", 0)
+    monkeypatch.setattr(slots, "_HUGE", 64)
 
 
 def distributed():
@@ -57,7 +60,7 @@ def test_training_is_the_same(monkeypatch, set_to_none):
 @ranks(2)
 @pytest.mark.parametrize("reset", ["optimizer", "model", "in place"])
 def test_a_gradients_own_memory_is_freed_when_the_next_step_begins(monkeypatch, reset):
-    monkeypatch.setattr(parameter_set, "_LARGE", 0)
+    monkeypatch.setattr(slots, "_LARGE", 0)
     hvd.init()
     reference = make_model()
     train(reference, sgd(reference), 12, local=False)
@@ -68,13 +71,13 @@ def test_a_gradients_own_memory_is_freed_when_the_next_step_begins(monkeypatch, 
             model.zero_grad()
         else:
             optimizer.zero_grad(set_to_none=reset == "optimizer")
-            assert members._kept == []
+            assert members._slots._kept == []
         x, y = make_batch(step)
         loss_of(model, own(x), own(y)).backward()
-        assert members._kept == []
+        assert members._slots._kept == []
         before = [parameter.grad.data_ptr() for parameter in model.parameters()]
         optimizer.step()
-        assert [own.data_ptr() for own in members._kept] == before
+        assert [own.data_ptr() for own in members._slots._kept] == before
         after = [parameter.grad.data_ptr() for parameter in model.parameters()]
         assert not {*before} & {*after}
     assert relative_error(weights(model), weights(reference)) < 1e-5
@@ -94,7 +97,7 @@ def test_before_the_exchange_a_gradient_is_the_ranks_own(monkeypatch):
         (members,) = optimizer._reducer._sets
         lent = [
             slot.data_ptr() == parameter.grad.data_ptr()
-            for slot, parameter in zip(members._slots, members._parameters, strict=True)
+            for slot, parameter in zip(members._slots._slots, members._parameters, strict=True)
         ]
         large = [parameter.numel() * 4 >= 64 for parameter in members._parameters]
         assert lent == (large if step >= changes._STEPS_COMPARED else [False] * 6)
@@ -154,17 +157,169 @@ def test_a_change_that_torch_does_not_see_is_an_error(monkeypatch):
             optimizer.step()
 
 
+def lend_all(monkeypatch):
+    """Let all gradients be lent, as far as they can be; return the numbers of those that were."""
+    found = []
+    lend = slots.Slots._lend
+
+    def lend_and_spoil(self, number, gradient):
+        lend(self, number, gradient)
+        self._slots[number].view(-1)[self._unread[number]] = math.nan  # nobody is to read it
+        found.append(number)
+
+    monkeypatch.setattr(slots, "LEAST_LENT", 0)
+    monkeypatch.setattr(slots, "_LARGE", 0)
+    monkeypatch.setattr(slots.Slots, "_lend", lend_and_spoil)
+    return found
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_no_other_rank_reads_needs_no_copy(monkeypatch, passes):
+    lent = lend_all(monkeypatch)
+    hvd.init()
+    reference = make_model()
+    train(reference, sgd(reference), 12, local=False)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), model.named_parameters(), backward_passes_per_step=passes
+    )
+    for step in range(12):
+        optimizer.zero_grad()
+        x, y = (own(each) for each in make_batch(step))
+        for _ in range(passes):
+            (loss_of(model, x, y) / passes).backward()
+        optimizer.step()
+    assert relative_error(weights(model), weights(reference)) < 1e-5
+    assert identical_on_all_ranks(model)
+    assert bool(lent) == (hvd.size() > 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [{"compression": hvd.Compression.bf16}, {"op": hvd.Adasum}, {"gradient_predivide_factor": 2.0}],
+    ids=str,
+)
+def test_what_needs_the_whole_copy_gets_it(monkeypatch, options):
+    lent = lend_all(monkeypatch)
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+    train(model, optimizer, 4)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert identical_on_all_ranks(model)
+    assert not lent
+
+
+@ranks(2, 3)
+def test_gradients_with_weights(monkeypatch):
+    """Ranks that have no samples at all, too: what they have lent is not a number."""
+    lent = lend_all(monkeypatch)
+    hvd.init()
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("it", parameter)])
+    for step in range(5):
+        optimizer.zero_grad()
+        samples = hvd.rank() + step % 2
+        value = hvd.rank() + 1.0 if samples else math.nan
+        (parameter * value).sum().backward()
+        optimizer.synchronize(batch_size=samples)
+        counts = [rank + step % 2 for rank in range(hvd.size())]
+        mean = sum((rank + 1) * count for rank, count in enumerate(counts)) / sum(counts)
+        torch.testing.assert_close(parameter.grad, torch.full((10,), mean))
+    assert len(lent) == 5
+
+
+@ranks(2)
+@pytest.mark.parametrize("step", [0, 1, 5])
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_change_of_what_is_lent_is_an_error(monkeypatch, step, seen):
+    lent = lend_all(monkeypatch)
+    hvd.init()
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("it", parameter)])
+
+    def backward():
+        optimizer.zero_grad()
+        (parameter * (hvd.rank() + 1)).sum().backward()
+
+    for _ in range(step):
+        backward()
+        optimizer.step()
+    backward()
+    gradient = parameter.grad if seen else parameter.grad.data
+    gradient *= 2
+    with pytest.raises(RuntimeError, match="'it' was changed after backward"):
+        optimizer.step()
+    backward()
+    optimizer.step()
+    assert len(lent) == step + 2
+    assert parameter.tolist() == [-1.5 * (step + 1)] * 10
+
+
+class _TwoViews(torch.autograd.Function):
+    """Two parameters whose gradients lie in one tensor."""
+
+    @staticmethod
+    def forward(ctx, first, second):
+        return (first + second).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        both = torch.ones(2, 6) * gradient
+        return both[0], both[1]
+
+
+@ranks(2)
+def test_gradients_that_share_memory_are_copied(monkeypatch):
+    lent = lend_all(monkeypatch)
+    hvd.init()
+    first, second = (torch.nn.Parameter(torch.zeros(6)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([first, second], lr=1.0), [("first", first), ("second", second)]
+    )
+    for step in range(5):
+        optimizer.zero_grad()
+        (_TwoViews.apply(first, second) * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        expected = torch.full((6,), -1.5 * (step + 1))
+        torch.testing.assert_close((first.data, second.data), (expected, expected))
+    assert not lent
+
+
+@ranks(2)
+def test_what_is_lent_is_let_go_of(monkeypatch):
+    lent = lend_all(monkeypatch)
+    monkeypatch.setattr(slots, "_HUGE", 0)  # smaller ones are kept until the next step
+    hvd.init()
+    model, optimizer = distributed()
+    parameters = list(model.parameters())
+    for step in range(5):
+        lent.clear()
+        backward(model, optimizer, step)
+        storages = [weakref.ref(parameters[number].grad.untyped_storage()) for number in lent]
+        assert storages
+        optimizer.synchronize()
+        assert [storage() for storage in storages] == [None] * len(storages)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
 @ranks(2, fresh=True, timeout=60, env={"HVDLITE_OVERLAP": "1"})
-def test_training_with_overlap():
-    check_training()
+@pytest.mark.parametrize("lends", [False, True])
+def test_training_with_overlap(monkeypatch, lends):
+    check_training(monkeypatch, lends)
 
 
 @ranks(2, fresh=True, timeout=60, env={"HVDLITE_OVERLAP": "0"})
-def test_training_without_overlap():
-    check_training()
+def test_training_without_overlap(monkeypatch):
+    check_training(monkeypatch, False)
 
 
-def check_training():
+def check_training(monkeypatch, lends):
+    if lends:
+        lend_all(monkeypatch)
     hvd.init()
     reference = make_model()
     train(reference, sgd(reference), 8, local=False)

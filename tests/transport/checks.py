@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,29 @@ def arrays_of_its_own(transport: Transport) -> None:
             assert tail.tobytes() == kept[len(kept) - tail.nbytes :]
 
 
+def what_is_lent(transport: Transport) -> None:
+    """Parts of an array that lie elsewhere count, and not what is in their place."""
+    digest = Digest()
+    for (dtype, op), size in itertools.product(cases((Sum,)), (0, 1, 777)):
+        unread = transport.unread(size)
+        assert 0 <= unread.start <= unread.stop <= size
+        arrays = samples(transport.size, dtype, size)
+        own = arrays[transport.rank]
+        send = transport.empty(size, own.dtype)
+        for cuts, in_place in (((0, 0.3, 0.4, 1), False), ((0, 1), True), ((0.2, 0.9), False)):
+            bounds = [unread.start + int(cut * (unread.stop - unread.start)) for cut in cuts]
+            lent = [(a, own[a:b].copy()) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+            send[...] = own
+            for start, part in lent:
+                send[start : start + part.size].view(np.uint8)[...] = own.dtype != bool
+            result = send if in_place else transport.empty(size, own.dtype)
+            with np.errstate(all="ignore"):
+                transport.allreduce_lent(send, lent, result, op, Scaling())
+                check_reduction(result, arrays, op)
+            digest.add(result)
+    agree(transport, digest.value())
+
+
 def several_at_once(transport: Transport) -> None:
     """Arrays that are reduced together, in place or not, whatever their sizes."""
     sizes = (3, 0, 1, 1000, 0, 7, 2048, 1)
@@ -262,5 +286,6 @@ EVERYTHING = (
     allgather,
     broadcast,
     arrays_of_its_own,
+    what_is_lent,
     several_at_once,
 )
