@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +16,6 @@ from hvdlite.torch.device_memory import lend
 from hvdlite.torch.handles import TensorHandle, copied, written
 from hvdlite.torch.tensors import to_array
 
-# Bytes of the largest tensor whose allreduce is kept: with larger ones other things take the time,
-# and what is kept for a tensor that is gone takes memory.
-_LARGEST_KEPT = 2**16
-
 
 class KeptAllreduce:
     """An allreduce of a tensor on the host in place, kept for the next call like it.
@@ -29,14 +26,30 @@ class KeptAllreduce:
         operation: which has been submitted once.
         tensor: contiguous.
         arguments: of the call, whatever else they are.
+        forget: called with this object and the operation's name when the tensor is gone.
     """
 
-    __slots__ = ("_address", "_arguments", "_dtype", "_shape", "_tensor", "operation")
+    __slots__ = (
+        "__weakref__",
+        "_address",
+        "_arguments",
+        "_dtype",
+        "_shape",
+        "_tensor",
+        "operation",
+    )
 
-    def __init__(self, operation: Operation, tensor: torch.Tensor, arguments: Any) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        tensor: torch.Tensor,
+        arguments: Any,
+        forget: Callable[[str, KeptAllreduce], object],
+    ) -> None:
         self.operation = operation
         self._arguments = arguments
-        self._tensor = weakref.ref(tensor)
+        itself, name = weakref.ref(self), operation.name
+        self._tensor = weakref.ref(tensor, lambda _: _forget(forget, name, itself))
         self._address, self._shape, self._dtype = tensor.data_ptr(), tensor.shape, tensor.dtype
 
     def fits(self, tensor: torch.Tensor, arguments: Any) -> bool:
@@ -84,9 +97,18 @@ def allreduce_handle(
     engine.named.submit(operation, begin, handle)
     # A warning that comes with the argument comes every time.
     in_place = tensor.is_cpu and out is not None
-    if name and average is None and in_place and out.nbytes <= _LARGEST_KEPT:
-        engine.persistent.keep(name, KeptAllreduce(operation, tensor, arguments))
+    if name and average is None and in_place:
+        persistent = engine.persistent
+        persistent.keep(name, KeptAllreduce(operation, tensor, arguments, persistent.forget))
     return handle
+
+
+def _forget(
+    forget: Callable[[str, KeptAllreduce], object], name: str, kept: weakref.ref[KeptAllreduce]
+) -> None:
+    entry = kept()
+    if entry is not None:
+        forget(name, entry)
 
 
 def memory_of(tensor: torch.Tensor, array: Any) -> Any:

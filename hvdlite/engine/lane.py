@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -119,10 +119,7 @@ class Lane:
             drives = not self._driven and not handle.done()
             self._driven |= drives
         if drives:
-            # The handle carries the error as well, with the operation's name.
-            with contextlib.suppress(Exception), self._driving():
-                while not handle.done():
-                    self._rounds.run()
+            self._drive_until(handle.done)
 
     def begin_close(self) -> None:
         """Tell the other ranks that this one submits no more.
@@ -174,11 +171,7 @@ class Lane:
                 if self._driven:
                     continue  # who drives looks after the device, too
                 self._driven = True
-            # The pending handles carry the error.
-            with contextlib.suppress(Exception), self._driving():
-                self._devices.look()
-                while self._has_work() and not self._rounds.closed:
-                    self._rounds.run()
+            self._drive_until(self._has_nothing_to_do)
 
     def _let_more_come(self) -> None:
         """Leave the GIL to whoever submits; nobody waits yet, who did would drive."""
@@ -204,14 +197,19 @@ class Lane:
     def _has_work(self) -> bool:
         return bool(self._queue) or self._queue.closing or self._broken
 
-    @contextlib.contextmanager
-    def _driving(self) -> Iterator[None]:
+    def _has_nothing_to_do(self) -> bool:
+        self._devices.look()
+        return self._rounds.closed or not self._has_work()
+
+    def _drive_until(self, ended: Callable[[], bool]) -> None:
         """Hold the driver's seat; a failure in it fails everything that is pending."""
         try:
-            yield
+            while not ended():
+                self._rounds.run()
         except BaseException as error:
             self._break(error)
-            raise
+            if not isinstance(error, Exception):  # else the handles carry it
+                raise
         finally:
             with self._changed:
                 self._driven = False

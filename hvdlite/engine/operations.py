@@ -105,6 +105,7 @@ class Allreduce(Operation):
         self._send = array if array.ndim == 1 else array.reshape(-1)
         self._result = self._send if out is array else self._out.reshape(-1)
         self.nbytes = array.nbytes
+        self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
 
     stands_in = True
 
@@ -129,7 +130,16 @@ class Allreduce(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the reduced array, of the input's shape and dtype."""
-        return self.execute_together((), transport)[0]
+        if self._prescale != 1.0:
+            return self.execute_together((), transport)[0]
+        where, reduce = self._prepared
+        if where is not transport:  # it is the first time
+            arrays = self._send, self._result
+            reduce = transport.allreduce_init(*arrays, *self._reduction(transport))
+            self._prepared = transport, reduce
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            reduce()
+        return self._out
 
     def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:
         """Reduce all arrays of a group, of which this is the first, at once."""
@@ -139,12 +149,15 @@ class Allreduce(Operation):
         else:
             sends = [operation._scaled() for operation in group]
         results = [operation._result for operation in group]
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            transport.allreduce_all(sends, results, *self._reduction(transport))
+        return [operation._out for operation in group]
+
+    def _reduction(self, transport: Transport) -> tuple[ReduceOp, Scaling]:
+        """What the transport does, and with what it scales the outcome."""
         average = self._op is ReduceOp.AVERAGE
         scaling = Scaling(self._postscale, transport.size if average else 1)
-        op = ReduceOp.SUM if average else self._op
-        with timeline.span(self.lane, timeline.EXCHANGE):
-            transport.allreduce_all(sends, results, op, scaling)
-        return [operation._out for operation in group]
+        return ReduceOp.SUM if average else self._op, scaling
 
     def _scaled(self) -> Any:
         """What is to be reduced, with the factor that comes before."""

@@ -37,4 +37,10 @@ class Persistent(Generic[T]):
             self._entries.pop(name, None)
             self._entries[name] = entry
             if len(self._entries) > self._capacity:
-                del self._entries[next(iter(self._entries))]
+                self._entries.pop(next(iter(self._entries), ""), None)
+
+    def forget(self, name: str, entry: T) -> None:
+        """Keep an entry no more; it may be called at any time, by the garbage collector, too."""
+        # Without the lock, which this thread may hold. At worst another entry goes.
+        if self._entries.get(name) is entry:
+            self._entries.pop(name, None)

@@ -26,6 +26,7 @@ from hvdlite.transport import Transport
 
 _log = logging.getLogger("hvdlite")
 _CLOSING_WORD = bytes(16)
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 # Pauses between rounds in which nothing could be decided; a new submission ends them.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5e-3, 20e-3
 
@@ -106,7 +107,7 @@ class Rounds:
     ) -> contextlib.AbstractContextManager[None]:
         """The time until it is agreed on what comes next, in the timeline."""
         if timeline.current is None or not operations:
-            return contextlib.nullcontext()
+            return _NOTHING
         event = timeline.NEGOTIATE + operations[0].activity
         return timeline.span(self._name, event, tensor=operations[0].name)
 
@@ -202,7 +203,7 @@ class Rounds:
         """The time that a group takes, in the timeline; and how long each of it has waited."""
         trace = timeline.current
         if trace is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         now = trace.now()
         for operation in group:
             submitted = int(operation.submitted * 1e9)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -105,6 +106,19 @@ class Transport(ABC):
         Every rank gets the same bits. ``send`` is left as it is unless it is ``result``.
         ``op`` is SUM, MIN, MAX, PRODUCT or ADASUM.
         """
+
+    def allreduce_init(
+        self, send: Any, result: Any, op: ReduceOp, scaling: Scaling
+    ) -> Callable[[], None]:
+        """Prepare an `allreduce` that may be made again and again; not collective.
+
+        This is what persistent collectives are in MPI: all that does not depend on values is done
+        only once.
+
+        Returns:
+            What makes the allreduce. Like MPI's it keeps the arrays.
+        """
+        return partial(self.allreduce, send, result, op, scaling)
 
     def unread(self, size: int) -> slice:
         """What no other rank reads of an array of ``size`` elements from `empty`.

@@ -13,7 +13,7 @@ from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import slices
 from hvdlite.transport.chunks import Chunk, split
 from hvdlite.transport.reduce import Call, Reducer, perform, reduce_apart, reducer
-from hvdlite.transport.table import Step, Table
+from hvdlite.transport.table import SUMS, Step, Table
 
 
 class ChunkedAllreduce:
@@ -26,6 +26,7 @@ class ChunkedAllreduce:
     Args:
         table: where the ranks meet.
         rank: this one's position there.
+        chunks: of the arrays, at least one.
         sends: flat arrays of one dtype; what this rank has.
         results: likewise; where the outcome goes. They may be ``sends``.
         op: SUM, MIN, MAX or PRODUCT.
@@ -37,6 +38,7 @@ class ChunkedAllreduce:
         self,
         table: Table,
         rank: int,
+        chunks: Sequence[Chunk],
         sends: Sequence[Any],
         results: Sequence[Any],
         op: ReduceOp,
@@ -45,6 +47,7 @@ class ChunkedAllreduce:
     ) -> None:
         self._table = table
         self._rank = rank
+        self._chunks = chunks
         self._sends = sends
         self._results = results
         self._op = op
@@ -52,12 +55,11 @@ class ChunkedAllreduce:
         self._lane = lane
         self._dtype = sends[0].dtype
 
-    def apart(self, chunks: Sequence[Chunk], meeting: int) -> list[Step]:
+    def apart(self, turn: int) -> list[Step]:
         """Reduce each chunk on every rank, for itself.
 
         Args:
-            chunks: at least one.
-            meeting: to which the first of them has been brought.
+            turn: of the meeting to which the first chunk has been brought, see `Table.turn`.
         """
         table, dtype = self._table, self._dtype
         reduce = reducer(dtype, self._op, self._scaling)
@@ -67,56 +69,55 @@ class ChunkedAllreduce:
             return [place.chunk(turn, size, dtype) for place in table.places]
 
         steps: list[Step] = []
-        for here, chunk in enumerate(chunks, meeting):
+        for here, chunk in enumerate(self._chunks, turn):
             parts = everybodys(table.turn(here), chunk.size)
             own = chunk.parts(self._sends)
             if steps:
-                steps[-1].append(_pack(own, parts[self._rank], self._lane))
+                steps[-1].before.append(_pack(own, parts[self._rank], self._lane))
             if chunk.is_fused:
-                steps.append([self._reduce_fused(chunk, own, parts)])
+                steps.append(Step([self._reduce_fused(chunk, own, parts)], []))
             else:
                 if self._rank < 2:  # else it could be overwritten before it is read
                     parts = [*parts]
                     parts[self._rank] = own[0]
-                steps.append(reduce(chunk.parts(self._results)[0], parts))
+                steps.append(Step(reduce(chunk.parts(self._results)[0], parts), []))
         return steps
 
-    def in_slices(
-        self, chunks: Sequence[Chunk], meeting: int, owners: int, reduce: Reducer
-    ) -> list[Step]:
+    def in_slices(self, owners: int, reduce: Reducer, turn: int) -> list[Step]:
         """Reduce a slice of each chunk on each rank, for all.
 
-        To one meeting each rank brings a chunk, and its slice of the chunk before.
+        To one meeting each rank brings a chunk, and its slice of the chunk before. When it has
+        arrived it unpacks what has been brought to the one before.
 
         Args:
-            chunks: at least one.
-            meeting: to which the first of them has been brought.
             owners: how many ranks have a slice, the first ones.
             reduce: a slice.
+            turn: as in `apart`.
         """
         table = self._table
 
         @cache
-        def shared(turn: int, size: int) -> _Shared:
-            return _Shared.of(table, turn, size, self._dtype, slice_of(self._rank, size, owners))
+        def shared(turn: int, number: int, size: int) -> _Shared:
+            own = slice_of(self._rank, size, owners)
+            return _Shared.of(table, turn, number, size, self._dtype, own)
 
-        steps: list[Step] = [[]]
-        for here, chunk in enumerate(chunks, meeting):
-            there = shared(table.turn(here), chunk.size)
+        steps: list[Step] = []
+        unpack: list[Call] = []
+        for number, chunk in enumerate(self._chunks):
+            there = shared(table.turn(turn + number), number % SUMS, chunk.size)
             own, parts = chunk.parts(self._sends), there.parts
-            if here > meeting:
-                # Behind the reduction of the chunk before, in front of what is below.
-                if chunk.is_fused:
-                    steps[-2].append(_pack(own, there.whole, self._lane))
-                else:
-                    steps[-2] += [(np.copyto, (to, own[0][some])) for some, to in there.read]
+            if steps:
+                packed = _pack(own, there.whole, self._lane)
+                read = [(np.copyto, (to, own[0][some])) for some, to in there.read]
+                steps[-1].before.extend([packed] if chunk.is_fused else read)
             if not chunk.is_fused:
                 parts = [*parts]
                 parts[self._rank] = own[0][there.own]
-            if there.own.start < there.own.stop:
-                steps[-1] += reduce(there.reduced[there.own], parts)
-            steps.append([self._unpack(chunk, there.reduced)])
-        return steps
+            has_slice = there.own.start < there.own.stop
+            reduced = reduce(there.reduced[there.own], parts) if has_slice else []
+            steps.append(Step(reduced, unpack))
+            unpack = [self._unpack(chunk, there.reduced)]
+        return [*steps, Step(unpack, [])]
 
     def _reduce_fused(self, chunk: Chunk, own: Sequence[Any], parts: Sequence[Any]) -> Call:
         outs = chunk.parts(self._results)
@@ -151,13 +152,15 @@ class _Shared(NamedTuple):
     reduced: Any
 
     @staticmethod
-    def of(table: Table, turn: int, size: int, dtype: np.dtype[Any], own: slice) -> _Shared:
+    def of(
+        table: Table, turn: int, number: int, size: int, dtype: np.dtype[Any], own: slice
+    ) -> _Shared:
         """Of chunks of ``size`` elements."""
         parts = [place.chunk(turn, size, dtype)[own] for place in table.places]
         whole = table.own.chunk(turn, size, dtype)
         others = (slice(0, own.start), slice(own.stop, size))
         read = [(some, whole[some]) for some in others if some.start < some.stop]
-        return _Shared(own, parts, whole, read, table.reduced(turn + 1, size, dtype))
+        return _Shared(own, parts, whole, read, table.reduced(number, size, dtype))
 
 
 def bring(table: Table, chunk: Chunk, sends: Sequence[Any], lane: str) -> None:

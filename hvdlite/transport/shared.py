@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hvdlite.transport import slices
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
 from hvdlite.transport.chunked import ChunkedAllreduce, bring, slice_of
 from hvdlite.transport.chunks import Chunk, cut
-from hvdlite.transport.reduce import Reducer, combine, perform, reduce_into, reducer
+from hvdlite.transport.reduce import Call, Reducer, combine, perform, reduce_into, reducer
 from hvdlite.transport.segment import Arena
 from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Step, Table
 
@@ -126,26 +127,47 @@ class SharedMemoryTransport(Transport):
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
         """Reduce one array, or fill chunks with several."""
-        brought, self._brought = self._brought, 0
+        self._prepare(sends, results, op, scaling)()
+
+    def allreduce_init(
+        self, send: Any, result: Any, op: ReduceOp, scaling: Scaling
+    ) -> Callable[[], None]:
+        """Keep what is done between meetings."""
+        return self._prepare([send], [result], op, scaling)
+
+    def _prepare(
+        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
+    ) -> Callable[[], None]:
         send, result = sends[0], results[0]
-        alone = len(sends) == 1
-        where = (self._arena.find(send), self._arena.find(result)) if alone else (None, None)
         if op is ReduceOp.ADASUM:
-            slices.allreduce(self, send, result, op, scaling)
-        elif where[0] is not None and where[1] is not None:
-            self._reduce_in_segments(send, result, (*where[0], *where[1]), op, scaling)
-        elif chunks := self._cut(sends):
+            return partial(slices.allreduce, self, send, result, op, scaling)
+        if len(sends) == 1:
+            where = (self._arena.find(send), self._arena.find(result))
+            if where[0] is not None and where[1] is not None:
+                places = (*where[0], *where[1])
+                return partial(self._reduce_in_segments, send, result, places, op, scaling)
+        chunks = self._cut(sends)
+        exchange = ChunkedAllreduce(
+            self._table, self.rank, chunks, sends, results, op, scaling, self.lane
+        )
+        if self._in_slices(sends):
+            reduce = self._reducer(send.dtype, op, scaling)
+            prepare: Callable[[int], list[Step]]
+            prepare = partial(exchange.in_slices, self._owners, reduce)
+        else:
+            prepare = exchange.apart
+        return partial(self._reduce_in_chunks, sends, bool(chunks), cache(prepare))
+
+    def _reduce_in_chunks(
+        self, sends: Sequence[Any], any_chunk: bool, steps: Callable[[int], list[Step]]
+    ) -> None:
+        brought, self._brought = self._brought, 0
+        if any_chunk:
             table = self._table
             if not brought:
                 self._load(sends)
                 brought = table.arrive()
-            exchange = ChunkedAllreduce(table, self.rank, sends, results, op, scaling, self.lane)
-            if self._in_slices(sends):
-                reduce = self._reducer(send.dtype, op, scaling)
-                steps = exchange.in_slices(chunks, brought, self._owners, reduce)
-            else:
-                steps = exchange.apart(chunks, brought)
-            table.walk(brought, steps)
+            table.walk(brought, steps(table.turn(brought)))
 
     def _in_slices(self, sends: Sequence[Any]) -> bool:
         """Whether each rank reduces a slice of every chunk, for all."""
@@ -201,16 +223,16 @@ class SharedMemoryTransport(Transport):
         in_place = where[:4] == where[4:]
         largest = max((part.size for _, part in pieces), default=0)
         room = np.empty(largest if in_place else 0, send.dtype)
-        step: Step = []
+        calls: list[Call] = []
         for piece, part in pieces:
             reduced = room[: part.size] if in_place else result[piece]
             parts = [array[piece] for array in sends]
             parts[self.rank] = part
-            step += reduce(reduced, parts)
+            calls += reduce(reduced, parts)
             for target in results:
                 if target is not result or in_place:
-                    step.append((np.copyto, (target[piece], reduced)))
-        perform(step)
+                    calls.append((np.copyto, (target[piece], reduced)))
+        perform(calls)
         table.meet()  # before anybody may write to what others read, or read what they write
 
     def _views(self, own: Any, where: Sequence[Sequence[int]]) -> list[Any]:

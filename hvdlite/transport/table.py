@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,8 @@ LARGEST_CHUNK = 4 * 2**20
 # What a rank has written for a meeting may be read until the next one, see `Table`. So there
 # have to be two of everything; more, and less of it stays in the cache.
 _COPIES = 2
+#: How many of what ranks reduce for each other may be read, while the next one is written.
+SUMS = 3
 # Three words, the one that others look at all the time on a cache line of its own, then notes,
 # then chunks.
 _ARRIVED, _SLEEPS, _GONE = 0, 64, 68
@@ -35,7 +37,7 @@ _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
 # bug 30994).
 _CHUNKS = 32 * 4096 + 2048
 _REDUCED = _CHUNKS + _COPIES * LARGEST_CHUNK
-_PLACE_BYTES = _REDUCED + _COPIES * LARGEST_CHUNK
+_PLACE_BYTES = _REDUCED + SUMS * LARGEST_CHUNK
 
 # A rank looks for the others for so long before it sleeps: to wake a core that sleeps takes 0.1 ms,
 # and costs the one that wakes it nearly as much. With fewer cores than ranks it gives way between
@@ -45,18 +47,26 @@ _SPIN_SECONDS = 0.5e-3
 _LOOK_SECONDS = 0.05
 
 
-#: What a rank does between two meetings.
-Step = list[Call]
+class Step(NamedTuple):
+    """What a rank does between two meetings.
+
+    Attributes:
+        before: it arrives at the next one: what others wait for.
+        after: that, and before it waits: what only it needs. Who is early has something to do.
+    """
+
+    before: list[Call]
+    after: list[Call]
 
 
 class _Copies(dict[np.dtype[Any], list[Any]]):
     """The copies of what a rank brings along, as arrays of each dtype that was asked for."""
 
-    def __init__(self, memory: Any, start: int) -> None:
+    def __init__(self, memory: Any, start: int, count: int) -> None:
         super().__init__()
         self._bytes = [
             np.ndarray(LARGEST_CHUNK, np.uint8, memory, start + copy * LARGEST_CHUNK)
-            for copy in range(_COPIES)
+            for copy in range(count)
         ]
 
     def __missing__(self, dtype: np.dtype[Any]) -> list[Any]:
@@ -83,8 +93,8 @@ class Place:
             memoryview(memory)[start : start + _NOTE_BYTES]
             for start in range(_NOTES, _NOTES + _COPIES * _NOTE_BYTES, _NOTE_BYTES)
         ]
-        self._chunks = _Copies(memory, _CHUNKS)
-        self._reduced = _Copies(memory, _REDUCED)
+        self._chunks = _Copies(memory, _CHUNKS, _COPIES)
+        self._reduced = _Copies(memory, _REDUCED, SUMS)
 
     def write(self, meeting: int, numbers: Sequence[int], words: bytes = b"") -> None:
         """Write the note for a meeting: up to 8 integers, and words."""
@@ -106,9 +116,9 @@ class Place:
         """The first ``size`` elements of what is brought along to a meeting."""
         return self._chunks[dtype][meeting % _COPIES][:size]
 
-    def reduced(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
-        """The same of something else, that all ranks write a part of."""
-        return self._reduced[dtype][meeting % _COPIES][:size]
+    def reduced(self, number: int, size: int, dtype: np.dtype[Any]) -> Any:
+        """The same of something else, which has a number, and which all ranks write a part of."""
+        return self._reduced[dtype][number % SUMS][:size]
 
 
 class Table:
@@ -150,6 +160,7 @@ class Table:
             self.places.append(Place(memory, ranks[position], peer))
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
+        self._sleeps = [place.sleeps for place in self.others]
         self._crowded = crowded
         self._last = 0  # meeting that this rank has arrived at
         self._met = 0  # at which it has waited for the others
@@ -173,22 +184,27 @@ class Table:
         """Meetings with the same turn use the same memory; it stands for any of them."""
         return meeting % _COPIES
 
-    def reduced(self, meeting: int, size: int, dtype: np.dtype[Any]) -> Any:
-        """What the ranks reduce for each other: each brings a slice of it to a meeting."""
-        return self.places[0].reduced(meeting, size, dtype)
+    def reduced(self, number: int, size: int, dtype: np.dtype[Any]) -> Any:
+        """What the ranks reduce for each other: each brings a slice of it to a meeting.
+
+        They number it as they like, the same for each meeting, and read it until they arrive at the
+        second meeting after that, or wait for the next.
+        """
+        return self.places[0].reduced(number, size, dtype)
 
     def arrive(self) -> int:
         """Arrive at the next meeting, and return its number."""
-        self._last += 1
-        own = self.own
-        own.arrived.value = self._last
+        last = self._last = self._last + 1
+        arrived = self.own.arrived
+        arrived.value = last
         # Who goes to sleep says so, and then looks once more, in the kernel. Here it is the other
         # way round, so at least one of the two sees the other.
         if self._fence.acquire(False):
             self._fence.release()
-        for place in self.others:
-            if place.sleeps.value == own.arrived.value:
-                own.arrived.wake()
+        last &= 0xFFFFFFFF
+        for sleeps in self._sleeps:
+            if sleeps.value == last:
+                arrived.wake()
                 break
         return self._last
 
@@ -222,19 +238,21 @@ class Table:
         return meeting
 
     def walk(self, meeting: int, steps: Sequence[Step]) -> None:
-        """Wait for a meeting, take a step, arrive at the next one, and so on.
+        """Wait for a meeting, take a step, arrive at the next one in it, and so on.
 
         Args:
             meeting: the first, at which this rank has arrived.
             steps: at least one. No meeting follows the last.
         """
-        *before, last = steps
-        for step in before:
+        *steps, last = steps
+        for before, after in steps:
             self.wait(meeting)
-            perform(step)
+            perform(before)
             meeting = self.arrive()
+            perform(after)
         self.wait(meeting)
-        perform(last)
+        perform(last.before)
+        perform(last.after)
 
     def leave(self) -> None:
         """Let the others know the first meeting that this rank has no part in any more."""

@@ -326,13 +326,19 @@ def test_nothing_kept_holds_a_tensor(size):
     tensor = torch.ones(4)
     reduce_in_place(tensor)
     gone = weakref.ref(tensor)
+    persistent = runtime.engine().persistent
+    kept = weakref.ref(persistent.get("again"))
     del tensor
     assert gone() is None
-    reduce_in_place(torch.ones(4))
-    big = torch.ones(2**20)
-    reduce_in_place(big, name="big")
-    assert runtime.engine().persistent.get("again") is not None
-    assert runtime.engine().persistent.get("big") is None
+    assert len(persistent) == 0
+    assert kept() is None
+    first, second = torch.ones(4), torch.ones(2**20)
+    reduce_in_place(first)
+    reduce_in_place(second)  # in the place of the first
+    del first
+    assert persistent.get("again") is not None
+    del second
+    assert len(persistent) == 0
 
 
 @ranks(2, fresh=True, env={"HOROVOD_CACHE_CAPACITY": "0"})

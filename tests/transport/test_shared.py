@@ -79,14 +79,18 @@ class TestPromises:
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_where_now_and_then_a_rank_is_slow_to_read(self, check, monkeypatch):
         """What it reads must not be overwritten, whether it was brought in this call or before."""
-        wait = Table.wait
 
-        def wait_and_linger(table, *arguments):
-            wait(table, *arguments)
-            if random.random() < 0.05:
-                time.sleep(0.002)
+        def and_linger(call):
+            def call_and_linger(*arguments):
+                result = call(*arguments)
+                if random.random() < 0.05:
+                    time.sleep(0.002)
+                return result
 
-        monkeypatch.setattr(Table, "wait", wait_and_linger)
+            return call_and_linger
+
+        monkeypatch.setattr(Table, "wait", and_linger(Table.wait))
+        monkeypatch.setattr(Table, "arrive", and_linger(Table.arrive))
         with transport(chunk=301) as made:
             random = np.random.default_rng(made.rank)
             check(made)

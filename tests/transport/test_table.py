@@ -13,7 +13,7 @@ from hvdlite.errors import RankGoneError
 from hvdlite.transport import futex
 from hvdlite.transport.base import WORD_SIZE
 from hvdlite.transport.segment import Peer
-from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Place, Table
+from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, SUMS, Place, Table
 from tests.harness.mpirun import environment
 from tests.simulation import on_all_ranks
 from tests.transport.checks import NoPatience
@@ -48,13 +48,15 @@ class TestPlace:
         for meeting in range(2):
             place.write(meeting, numbers, words)
             place.chunk(meeting, LARGEST_CHUNK, byte)[...] = meeting
-            place.reduced(meeting, LARGEST_CHUNK, byte)[...] = 10 + meeting
+        for number in range(SUMS):
+            place.reduced(number, LARGEST_CHUNK, byte)[...] = 10 + number
         for meeting in range(2):
             assert place.numbers(meeting) == tuple(numbers)
             assert place.words(meeting) == words
             assert (place.chunk(meeting, LARGEST_CHUNK // 8, word).view(byte) == meeting).all()
-            reduced = place.reduced(meeting, LARGEST_CHUNK // 8, word)
-            assert (reduced.view(byte) == 10 + meeting).all()
+        for number in range(SUMS):
+            reduced = place.reduced(number, LARGEST_CHUNK // 8, word)
+            assert (reduced.view(byte) == 10 + number).all()
         assert (place.arrived.value, place.gone.value) == (0, 0)
 
     @pytest.mark.parametrize("dtype", ["int8", "float16", "float64", "complex128"])
@@ -93,7 +95,14 @@ class TestMeetings:
                 table.own.chunk(table.next, 2000, eight)[...] = table.next * 10 + table.own.rank
                 mine = slice(500 * table.own.rank - 5000, 500 * table.own.rank - 4500)
                 table.reduced(table.next, 500 * size, eight)[mine] = table.next * 20
-                meeting = table.meet()
+                meeting = table.arrive()
+                if random.random() < 0.02:
+                    time.sleep(0.001)
+                if meeting > 1:  # of the meeting before, until this rank waits for the others
+                    assert (
+                        table.reduced(meeting - 1, 500 * size, eight) == (meeting - 1) * 20
+                    ).all()
+                table.wait(meeting)
                 for place in table.places:
                     if random.random() < 0.02:
                         time.sleep(0.001)
