@@ -384,7 +384,7 @@ class TestLending:
                 unread, slot = made.unread(number), made.slot(number).reshape(-1)
                 slot[...] = own
                 slot[unread] = 99
-                made.lend(number, own[unread])
+                made.lend(number, unread.start, own[unread])
                 made.mark(number)
                 lent += own[unread].size
             assert made.finish() == [True] * 12
@@ -395,7 +395,7 @@ class TestLending:
     def test_a_step_that_failed_leaves_nothing(self):
         hvd.init()
         made = exchange("model", [parameter(f"p{n}", (6,)) for n in range(4 - hvd.rank())])
-        made.lend(0, np.full(3, 99, np.float32))
+        made.lend(0, 0, np.full(3, 99, np.float32))
         made.mark(0)
         with pytest.raises(hvd.MismatchError):
             made.finish()

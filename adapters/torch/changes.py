@@ -120,11 +120,11 @@ class Changes:
         gradient, sample = self._taken[number], self._samples.get(number)
         dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
         flat = dense.reshape(-1)
-        pairs = [(copy, flat[where]) for where, copy in copied]
-        if not (self.compares_all or whole):
-            pairs = [(copy[:_SAMPLE], now[:_SAMPLE]) for copy, now in pairs]
-        if sample is not None:
-            pairs.append((sample, flat[:_SAMPLE]))
+        pairs = [] if sample is None else [(sample, flat[:_SAMPLE])]
+        if self.compares_all or whole:
+            pairs += [(copy, flat[where]) for where, copy in copied]
+        elif sample is None:
+            pairs = [(copy[:_SAMPLE], flat[where][:_SAMPLE]) for where, copy in copied]
         if self._memory is not None:  # found out later: the host does not wait for the device
             compare = self._memory.compare
             self._comparisons += [(number, compare(before, now)) for before, now in pairs]

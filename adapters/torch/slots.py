@@ -190,7 +190,8 @@ class Slots:
         flat, slot = gradient.detach().view(-1), self._slots[number].view(-1)
         for part in self._read(number):
             slot[part].copy_(flat[part])
-        self._exchange.lend(number, to_array(flat[self._unread[number]]))
+        unread = self._unread[number]
+        self._exchange.lend(number, unread.start, to_array(flat[unread]))
         self._lent.add(number)
 
     def _read(self, number: int) -> list[slice]:

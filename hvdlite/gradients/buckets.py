@@ -136,19 +136,19 @@ class GradientBuckets:
             return slice(0, 0)
         return step.unread(position, self._lane.unread(step.bucket.send.size))
 
-    def lend(self, number: int, part: Any) -> None:
-        """Let the exchange read the `unread` elements of a gradient where they lie.
+    def lend(self, number: int, first: int, part: Any) -> None:
+        """Let the exchange read `unread` elements of a gradient where they lie.
 
         The others are to be copied into its slot, and it is to be marked, as usual.
 
         Args:
             number: the parameter's.
-            part: these elements, flat; they have to stay as they are until the step has ended.
+            first: of these elements, in the flat gradient.
+            part: they themselves, flat; they have to stay as they are until the step has ended.
         """
         step, position = self._places[number]
-        start = step.bucket.bounds[position] + self.unread(number).start
         if part.size:
-            step.bucket.lent[start] = part
+            step.bucket.lent[step.bucket.bounds[position] + first] = part
 
     def result_slot(self, number: int) -> Any:
         """Where the average is after `finish`.
@@ -219,7 +219,7 @@ class GradientBuckets:
         flat = gradient.reshape(-1)  # a copy where it is not contiguous, which is as good
         for part in (slice(0, unread.start), slice(unread.stop, None)):
             slot.reshape(-1)[part] = flat[part]
-        self.lend(number, flat[unread])
+        self.lend(number, unread.start, flat[unread])
 
     def finish_bucket(self, index: int) -> Any:
         """Wait for a bucket that has been started.

@@ -146,28 +146,37 @@ class SharedMemoryTransport(Transport):
             if where[0] is not None and where[1] is not None:
                 places = (*where[0], *where[1])
                 return partial(self._reduce_in_segments, send, result, places, op, scaling)
-        chunks = self._cut(sends)
+        steps = cache(partial(self._steps, sends, results, op, scaling))
+        is_empty = not any(array.size for array in sends)
+        return partial(self._reduce_in_chunks, sends, is_empty, steps)
+
+    def _steps(
+        self,
+        sends: Sequence[Any],
+        results: Sequence[Any],
+        op: ReduceOp,
+        scaling: Scaling,
+        turn: int,
+        chunk: int,  # which is what `_cut` goes by
+    ) -> list[Step]:
         exchange = ChunkedAllreduce(
-            self._table, self.rank, chunks, sends, results, op, scaling, self.lane
+            self._table, self.rank, self._cut(sends), sends, results, op, scaling, self.lane
         )
         if self._in_slices(sends):
-            reduce = self._reducer(send.dtype, op, scaling)
-            prepare: Callable[[int], list[Step]]
-            prepare = partial(exchange.in_slices, self._owners, reduce)
-        else:
-            prepare = exchange.apart
-        return partial(self._reduce_in_chunks, sends, bool(chunks), cache(prepare))
+            reduce = self._reducer(sends[0].dtype, op, scaling)
+            return exchange.in_slices(self._owners, reduce, turn)
+        return exchange.apart(turn)
 
     def _reduce_in_chunks(
-        self, sends: Sequence[Any], any_chunk: bool, steps: Callable[[int], list[Step]]
+        self, sends: Sequence[Any], is_empty: bool, steps: Callable[[int, int], list[Step]]
     ) -> None:
         brought, self._brought = self._brought, 0
-        if any_chunk:
+        if not is_empty:
             table = self._table
             if not brought:
                 self._load(sends)
                 brought = table.arrive()
-            table.walk(brought, steps(table.turn(brought)))
+            table.walk(brought, steps(table.turn(brought), self.chunk))
 
     def _in_slices(self, sends: Sequence[Any]) -> bool:
         """Whether each rank reduces a slice of every chunk, for all."""
@@ -208,6 +217,7 @@ class SharedMemoryTransport(Transport):
         lent: Sequence[tuple[int, Any]] = (),
     ) -> None:
         """Reduce this rank's slice of everybody's array into everybody's result."""
+        self._brought = 0
         table = self._table
         table.own.write(table.next, where)
         meeting = table.meet()

@@ -19,12 +19,12 @@ def _train(size, *arguments):
 
 
 def test_it_learns_the_same_on_any_number_of_ranks(tmp_path):
-    alone = _train(1, "--epochs", "12", "--warmup-epochs", "0")
+    alone = _train(1, "--epochs", "8", "--warmup-epochs", "0")
     assert alone["rows_here"] == 300
-    assert alone["test_loss"] < 0.3  # of a variance of 1
+    assert alone["test_loss"] < 0.6  # of a variance of 1
     for size in (2, 3):
         spread = _train(
-            size, "--epochs", "12", "--warmup-epochs", "0", "--checkpoint-dir", str(tmp_path)
+            size, "--epochs", "8", "--warmup-epochs", "0", "--checkpoint-dir", str(tmp_path)
         )
         assert spread["identical"]
         assert spread["rows_here"] < 300 / size + 2

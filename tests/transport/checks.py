@@ -230,6 +230,23 @@ def arrays_of_its_own(transport: Transport) -> None:
             assert tail.tobytes() == kept[len(kept) - tail.nbytes :]
 
 
+def again_and_again(transport: Transport) -> None:
+    """What has been prepared once serves for other values, and after other collectives."""
+    for dtype, size in itertools.product(("float32", "bfloat16"), (0, 1, 1777)):
+        send, wide = (np.empty(size, dtype_of(dtype)) for _ in range(2))
+        elsewhere = transport.allreduce_init(send, wide, Sum, Scaling())
+        in_place = transport.allreduce_init(send, send, Max, Scaling())
+        for seed in range(5):
+            arrays = samples(transport.size, dtype, size, seed=seed)
+            send[...] = arrays[transport.rank]
+            elsewhere()
+            check_reduction(wide, arrays, Sum)
+            if seed % 2:
+                agree(transport, wide.tobytes())
+            in_place()
+            check_reduction(send, arrays, Max)
+
+
 def what_is_lent(transport: Transport) -> None:
     """Parts of an array that lie elsewhere count, and not what is in their place."""
     digest = Digest()
@@ -286,6 +303,7 @@ EVERYTHING = (
     allgather,
     broadcast,
     arrays_of_its_own,
+    again_and_again,
     what_is_lent,
     several_at_once,
 )

@@ -137,6 +137,18 @@ class TestPromises:
             made.chunk = chunk
             assert checks.reductions(made, sizes) == whole
 
+    @ranks(2, 3)
+    def test_what_is_prepared_follows_the_size_of_chunks(self):
+        with transport() as made:
+            array = np.empty(5000, np.float32)
+            reduce = made.allreduce_init(array, array, Sum, Scaling())
+            for chunk in (4000, 999, 2**20, 4000):
+                made.chunk = chunk
+                array[...] = np.arange(5000) + made.rank
+                reduce()
+                expected = np.arange(5000) * made.size + sum(range(made.size))
+                np.testing.assert_array_equal(array, expected.astype(np.float32))
+
     @ranks(2, 3, 4, timeout=60)
     def test_the_bits_do_not_depend_on_slices(self, monkeypatch):
         with transport() as made:
