@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,23 @@ from hvdlite.transport import slices
 from hvdlite.transport.chunks import Chunk, split
 from hvdlite.transport.reduce import Call, Reducer, perform, reduce_apart, reducer
 from hvdlite.transport.table import SUMS, Step, Table
+
+T = TypeVar("T")
+
+
+class Prepared(dict[tuple[int, ...], T]):
+    """What a function makes, by its arguments.
+
+    `functools.cache` does the same, and takes as long to begin with as a small allreduce.
+    """
+
+    def __init__(self, make: Callable[..., T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, arguments: tuple[int, ...]) -> T:
+        made = self[arguments] = self._make(*arguments)
+        return made
 
 
 class ChunkedAllreduce:
@@ -64,13 +81,13 @@ class ChunkedAllreduce:
         table, dtype = self._table, self._dtype
         reduce = reducer(dtype, self._op, self._scaling)
 
-        @cache
         def everybodys(turn: int, size: int) -> list[Any]:
             return [place.chunk(turn, size, dtype) for place in table.places]
 
+        parts_of = Prepared(everybodys)
         steps: list[Step] = []
         for here, chunk in enumerate(self._chunks, turn):
-            parts = everybodys(table.turn(here), chunk.size)
+            parts = parts_of[table.turn(here), chunk.size]
             own = chunk.parts(self._sends)
             if steps:
                 steps[-1].before.append(_pack(own, parts[self._rank], self._lane))
@@ -96,15 +113,15 @@ class ChunkedAllreduce:
         """
         table = self._table
 
-        @cache
         def shared(turn: int, number: int, size: int) -> _Shared:
             own = slice_of(self._rank, size, owners)
             return _Shared.of(table, turn, number, size, self._dtype, own)
 
+        shared_of = Prepared(shared)
         steps: list[Step] = []
         unpack: list[Call] = []
         for number, chunk in enumerate(self._chunks):
-            there = shared(table.turn(turn + number), number % SUMS, chunk.size)
+            there = shared_of[table.turn(turn + number), number % SUMS, chunk.size]
             own, parts = chunk.parts(self._sends), there.parts
             if steps:
                 packed = _pack(own, there.whole, self._lane)

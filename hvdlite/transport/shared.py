@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from hvdlite.reduction import ReduceOp, Scaling, accumulator
 from hvdlite.transport import slices
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
-from hvdlite.transport.chunked import ChunkedAllreduce, bring, slice_of
+from hvdlite.transport.chunked import ChunkedAllreduce, Prepared, bring, slice_of
 from hvdlite.transport.chunks import Chunk, cut
 from hvdlite.transport.reduce import Call, Reducer, combine, perform, reduce_into, reducer
 from hvdlite.transport.segment import Arena
@@ -146,7 +146,7 @@ class SharedMemoryTransport(Transport):
             if where[0] is not None and where[1] is not None:
                 places = (*where[0], *where[1])
                 return partial(self._reduce_in_segments, send, result, places, op, scaling)
-        steps = cache(partial(self._steps, sends, results, op, scaling))
+        steps = Prepared(partial(self._steps, sends, results, op, scaling))
         is_empty = not any(array.size for array in sends)
         return partial(self._reduce_in_chunks, sends, is_empty, steps)
 
@@ -168,7 +168,7 @@ class SharedMemoryTransport(Transport):
         return exchange.apart(turn)
 
     def _reduce_in_chunks(
-        self, sends: Sequence[Any], is_empty: bool, steps: Callable[[int, int], list[Step]]
+        self, sends: Sequence[Any], is_empty: bool, steps: Prepared[list[Step]]
     ) -> None:
         brought, self._brought = self._brought, 0
         if not is_empty:
@@ -176,7 +176,7 @@ class SharedMemoryTransport(Transport):
             if not brought:
                 self._load(sends)
                 brought = table.arrive()
-            table.walk(brought, steps(table.turn(brought), self.chunk))
+            table.walk(brought, steps[table.turn(brought), self.chunk])
 
     def _in_slices(self, sends: Sequence[Any]) -> bool:
         """Whether each rank reduces a slice of every chunk, for all."""
