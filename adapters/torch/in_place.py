@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hvdlite import collectives, reduction, runtime
 from hvdlite.engine import Operation
+from hvdlite.engine.persistent import Persistent
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.device_memory import lend
@@ -26,7 +26,7 @@ class KeptAllreduce:
         operation: which has been submitted once.
         tensor: contiguous.
         arguments: of the call, whatever else they are.
-        forget: called with this object and the operation's name when the tensor is gone.
+        persistent: where it is kept by the operation's name, until the tensor is gone.
     """
 
     __slots__ = (
@@ -44,12 +44,13 @@ class KeptAllreduce:
         operation: Operation,
         tensor: torch.Tensor,
         arguments: Any,
-        forget: Callable[[str, KeptAllreduce], object],
+        persistent: Persistent[KeptAllreduce],
     ) -> None:
         self.operation = operation
         self._arguments = arguments
-        itself, name = weakref.ref(self), operation.name
-        self._tensor = weakref.ref(tensor, lambda _: _forget(forget, name, itself))
+        # Weakly, or memory of an engine that has been shut down would wait for the collector.
+        keeper, itself, name = weakref.ref(persistent), weakref.ref(self), operation.name
+        self._tensor = weakref.ref(tensor, lambda _: _forget(keeper(), name, itself()))
         self._address, self._shape, self._dtype = tensor.data_ptr(), tensor.shape, tensor.dtype
 
     def fits(self, tensor: torch.Tensor, arguments: Any) -> bool:
@@ -99,16 +100,15 @@ def allreduce_handle(
     in_place = tensor.is_cpu and out is not None
     if name and average is None and in_place:
         persistent = engine.persistent
-        persistent.keep(name, KeptAllreduce(operation, tensor, arguments, persistent.forget))
+        persistent.keep(name, KeptAllreduce(operation, tensor, arguments, persistent))
     return handle
 
 
 def _forget(
-    forget: Callable[[str, KeptAllreduce], object], name: str, kept: weakref.ref[KeptAllreduce]
+    persistent: Persistent[KeptAllreduce] | None, name: str, kept: KeptAllreduce | None
 ) -> None:
-    entry = kept()
-    if entry is not None:
-        forget(name, entry)
+    if persistent is not None and kept is not None:
+        persistent.forget(name, kept)
 
 
 def memory_of(tensor: torch.Tensor, array: Any) -> Any:

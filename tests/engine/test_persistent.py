@@ -33,6 +33,19 @@ def test_where_there_is_no_room_nothing_is_kept():
     assert len(kept) == 0
 
 
+def test_only_what_is_kept_is_forgotten():
+    kept = Persistent(3)
+    first, second = [1], [1]
+    kept.keep("a", first)
+    kept.keep("b", first)
+    kept.keep("a", second)
+    kept.forget("a", first)  # it is not there any more
+    kept.forget("c", first)
+    assert kept.get("a") is second
+    kept.forget("a", second)
+    assert [kept.get(name) for name in "ab"] == [None, first]
+
+
 @pytest.mark.parametrize("capacity", [1, 10])
 def test_many_threads(capacity):
     kept = Persistent(capacity)

@@ -1,9 +1,12 @@
+import gc
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hvdlite import mpi, runtime
+from hvdlite.engine.persistent import Persistent
 from tests.harness import ranks
 
 pytest.importorskip("torch")
@@ -11,6 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite.torch.in_place import KeptAllreduce
 
 DTYPES = [
     torch.uint8,
@@ -339,6 +343,19 @@ def test_nothing_kept_holds_a_tensor(size):
     assert persistent.get("again") is not None
     del second
     assert len(persistent) == 0
+
+
+def test_what_is_kept_needs_no_garbage_collector():
+    kept, tensor = Persistent(1), torch.ones(4)
+    operation = SimpleNamespace(name="again")
+    gc.disable()
+    try:
+        kept.keep("again", KeptAllreduce(operation, tensor, (), kept))
+        gone = [weakref.ref(kept), weakref.ref(kept.get("again"))]
+        del kept
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 @ranks(2, fresh=True, env={"HOROVOD_CACHE_CAPACITY": "0"})
