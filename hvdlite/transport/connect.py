@@ -76,7 +76,8 @@ def _sit_down(world: World) -> Table | None:
     ranks = list(itertools.compress(world.ranks, here_too))
     cores = set().union(*(cores for _, _, cores in processes))
     places = [(pid, key) for pid, key, _ in processes]
-    return Table(world.node.rank, ranks, segment, places, crowded=len(places) > len(cores))
+    crowded = len(places) > len(cores)
+    return Table(world.node.rank, ranks, segment, places, cores if crowded else ())
 
 
 def _anywhere(world: World, failure: OSError | None) -> bool:

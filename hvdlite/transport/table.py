@@ -6,13 +6,14 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.errors import RankGoneError
 from hvdlite.transport.base import WORD_SIZE, Patience
+from hvdlite.transport.cores import Cores
 from hvdlite.transport.futex import Futex, give_way, pause
 from hvdlite.transport.reduce import Call, perform
 from hvdlite.transport.segment import Key, Peer, Segment
@@ -27,9 +28,9 @@ LARGEST_CHUNK = 4 * 2**20
 _COPIES = 2
 #: How many of what ranks reduce for each other may be read, while the next one is written.
 SUMS = 3
-# Three words, the one that others look at all the time on a cache line of its own, then notes,
+# Four words, the one that others look at all the time on a cache line of its own, then notes,
 # then chunks.
-_ARRIVED, _SLEEPS, _GONE = 0, 64, 68
+_ARRIVED, _SLEEPS, _GONE, _CORE = 0, 64, 68, 72
 _HEADER = struct.Struct("<9q")
 _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
 # Not at the beginning of a page, as large arrays nearly do: where a copy goes 4 to 16 bytes further
@@ -89,6 +90,7 @@ class Place:
         self.arrived = Futex.from_buffer(memory, _ARRIVED)
         self.sleeps = ctypes.c_uint32.from_buffer(memory, _SLEEPS)
         self.gone = ctypes.c_uint32.from_buffer(memory, _GONE)
+        self.core = ctypes.c_uint32.from_buffer(memory, _CORE)
         self._notes = [
             memoryview(memory)[start : start + _NOTE_BYTES]
             for start in range(_NOTES, _NOTES + _COPIES * _NOTE_BYTES, _NOTE_BYTES)
@@ -138,7 +140,7 @@ class Table:
         ranks: of all that meet here, in the world.
         segment: this rank's, of `Table.segment`.
         processes: every rank's process and segment, by position.
-        crowded: whether there are more ranks than cores.
+        cores: those that the ranks may run on, if there are fewer than ranks.
 
     Raises:
         OSError: a segment cannot be opened.
@@ -150,7 +152,7 @@ class Table:
         ranks: Sequence[int],
         segment: Segment,
         processes: Sequence[tuple[int, Key]],
-        crowded: bool = False,
+        cores: Collection[int] = (),
     ) -> None:
         self._segment = segment
         self.places = []
@@ -161,7 +163,8 @@ class Table:
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
         self._sleeps = [place.sleeps for place in self.others]
-        self._crowded = crowded
+        words = [place.core for place in self.places]
+        self._cores = Cores(words, index, cores) if cores else None
         self._last = 0  # meeting that this rank has arrived at
         self._met = 0  # at which it has waited for the others
         self._patience: Patience | None = None
@@ -244,6 +247,8 @@ class Table:
             meeting: the first, at which this rank has arrived.
             steps: at least one. No meeting follows the last.
         """
+        if self._cores is not None:
+            self._cores.tell()
         *steps, last = steps
         for before, after in steps:
             self.wait(meeting)
@@ -266,7 +271,10 @@ class Table:
         ]
 
     def _wait_for(self, place: Place, meeting: int, start: float) -> None:
-        look = give_way if self._crowded else pause
+        look = pause
+        if self._cores is not None:
+            look = give_way
+            self._cores.spread(start)
         while time.monotonic() < start + _SPIN_SECONDS:
             look()
             if _reached(place.arrived.value, meeting):
