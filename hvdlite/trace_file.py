@@ -20,6 +20,7 @@ import json
 import operator
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ _BLANKS = 2**14
 _LONGEST_FIRST_LINE = 4096
 # What is searched for the end of the last whole write; no write is that long.
 _TAIL = 2**24
+# Who writes holds the lock for less than a millisecond, a reader as long as it reads.
+_SECONDS_TO_LOCK = 30.0
+_SECONDS_BETWEEN_TRIES = 1e-3
 
 
 class Run(NamedTuple):
@@ -100,11 +104,23 @@ class TraceFile:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _SECONDS_TO_LOCK
+        while not self._try_to_lock():
+            if time.monotonic() > deadline:
+                held = f"Another process has locked it for {_SECONDS_TO_LOCK:g} s"
+                raise OSError(errno.EAGAIN, held)
+            time.sleep(_SECONDS_BETWEEN_TRIES)
         try:
             yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def _try_to_lock(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def _holds(self, run: Run) -> bool:
         """Whether the file is of this run, or of one that faster ranks have begun since."""

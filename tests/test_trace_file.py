@@ -8,10 +8,12 @@ import math
 import os
 import resource
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from hvdlite import trace_file
 from hvdlite.trace_file import Run, TraceFile
 
 RUN = Run("a job", 1)
@@ -142,6 +144,22 @@ def test_a_file_that_somebody_else_has_emptied_is_left_alone(path):
         file.append([event(1)])
     file.close()
     assert path.read_text() == ""
+
+
+def test_who_keeps_it_locked_is_not_waited_for_without_end(path, monkeypatch):
+    monkeypatch.setattr(trace_file, "_SECONDS_TO_LOCK", 0.3)
+    file = TraceFile(str(path), RUN, FIRST)
+    with open(path) as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        for write in (lambda: file.append([event(1)]), lambda: TraceFile(str(path), RUN, FIRST)):
+            start = time.monotonic()
+            with pytest.raises(OSError, match=r"Another process has locked it for 0.3 s"):
+                write()
+            assert 0.3 <= time.monotonic() - start < 2
+        threading.Timer(0.1, fcntl.flock, [reader, fcntl.LOCK_UN]).start()
+        file.append([event(2)])
+    assert names(path) == ["first", "event 2"]
+    file.close()
 
 
 def test_on_a_full_disk_the_file_stays_as_it_was(path):
