@@ -42,7 +42,7 @@ class ParameterSet:
         self._reducer = reducer
         self._parameters = list(parameters)
         self._memory = memory
-        self._slots = Slots(self._parameters, memory, reducer.is_apart)
+        self._slots = Slots(self._parameters, memory, reducer.is_apart, self._name)
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
         self._changes = Changes(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -134,6 +134,9 @@ class ParameterSet:
 
     def _take(self, number: int) -> None:
         """Copy a gradient into its bucket, or leave that until the bucket is complete."""
+        gradient = self._parameters[number].grad
+        if gradient is None:
+            raise RuntimeError(self._slots.gone([number]))
         if self._untouched:
             self._open_step()
         if self._slots.large[number]:

@@ -34,6 +34,7 @@ class Slots:
         parameters: whose gradients they are.
         memory: of the device on which all lie; None: the host's.
         is_apart: whether a gradient is exchanged as a sparse one, beside the buckets.
+        name: of a parameter, by its number.
 
     Attributes:
         large: of each parameter, whether its gradient is brought by `bring_large`, alone.
@@ -45,10 +46,12 @@ class Slots:
         parameters: Sequence[torch.Tensor],
         memory: CudaMemory | None,
         is_apart: Callable[[torch.Tensor], bool],
+        name: Callable[[int], str],
     ) -> None:
         self._parameters = parameters
         self._memory = memory
         self._is_apart = is_apart
+        self._name = name
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
         # On a device the cache is no matter, and the number of kernels is.
         self.large = [memory is None and size >= _LARGE for size in sizes]
@@ -84,10 +87,18 @@ class Slots:
         self._kept.clear()
 
     def copy(self, numbers: Sequence[int]) -> list[Any]:
-        """Copy gradients into their buckets, if they have a place there; return all of them."""
+        """Copy gradients into their buckets, if they have a place there; return all of them.
+
+        Raises:
+            RuntimeError: one that has been computed is not there.
+        """
         gradients: list[Any] = [self._parameters[number].grad for number in numbers]
         copied = dict(zip(numbers, gradients, strict=True))
-        plain = all(gradient.layout is torch.strided for gradient in gradients)
+        try:
+            plain = all(gradient.layout is torch.strided for gradient in gradients)
+        except AttributeError:  # of None
+            gone = [n for n, gradient in copied.items() if gradient is None]
+            raise RuntimeError(self.gone(gone)) from None
         if not plain or self._exchange.apart:
             sparse = {n: each for n, each in copied.items() if self._is_apart(each)}
             self.sparse.update(sparse)
@@ -101,6 +112,15 @@ class Slots:
                 torch._foreach_copy_([self._slots[n] for n in copied], [*copied.values()])
         return gradients
 
+    def gone(self, numbers: Sequence[int]) -> str:
+        """What to say of gradients that have been computed and are not there."""
+        names = ", ".join(repr(self._name(number)) for number in numbers)
+        return (
+            f"the gradient of {names} was computed, but has become None before it could "
+            "be averaged, perhaps in another hook; set gradients to None after step() or "
+            "synchronize() only"
+        )
+
     def bring_large(self, number: int, gives_up: bool) -> bool:
         """Bring a large gradient into its bucket: all of it, or what other ranks read.
 
@@ -112,7 +132,7 @@ class Slots:
             Whether there is no copy of it, or not of all.
         """
         gradient = self._parameters[number].grad
-        if gradient is not None and self._may_lend(number, gradient):
+        if self._may_lend(number, gradient):
             self._lend(number, gradient)
             return True
         (gradient,) = self.copy([number])

@@ -290,6 +290,42 @@ def test_a_hook_before_ours_may_change_the_gradient_in_place():
     check_alike(train, make_model)
 
 
+def drop(parameter):
+    parameter.grad = None
+
+
+@ranks(2)
+@pytest.mark.parametrize("width", [3, 2**14, 2**19], ids=["small", "large", "lent"])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("good_steps", [0, 2])
+def test_a_hook_that_drops_the_gradient_is_noticed(width, before, good_steps):
+    hvd.init()
+    model = torch.nn.Linear(width, 1)
+    armed = []
+
+    def may_drop(parameter):
+        if armed:
+            drop(parameter)
+
+    if before:
+        model.weight.register_post_accumulate_grad_hook(may_drop)
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    if not before:
+        model.weight.register_post_accumulate_grad_hook(may_drop)
+
+    def train():
+        optimizer.zero_grad()
+        model(torch.ones(2, width)).sum().backward()
+        optimizer.step()
+
+    for _ in range(good_steps):
+        train()
+    armed.append(True)
+    with pytest.raises(RuntimeError, match=r"'weight' was (computed, but|changed after backward)"):
+        train()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, name="after").item() == 2
+
+
 class Scaled(torch.autograd.Function):
     """Returns gradients that are views of one tensor."""
 
