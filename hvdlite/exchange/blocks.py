@@ -14,16 +14,6 @@ from hvdlite.exchange.packing import packed_size
 LARGEST_BLOCK = 2**16
 
 
-def check_block(block: int) -> None:
-    """Refuse what is no number of values in a block.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(block, int) or not 1 <= block <= LARGEST_BLOCK:
-        raise ValueError(f"block={block!r} is not a number of values from 1 to {LARGEST_BLOCK}")
-
-
 def by_block(ufunc: np.ufunc, values: Any, scales: Any, block: int) -> None:
     """Do ``ufunc(values, scale of their block)`` in place.
 

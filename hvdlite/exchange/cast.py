@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from hvdlite import halves
+from hvdlite.arguments import check_choice
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec, add_by_slices, greatest_magnitude
 from hvdlite.exchange.parameter import Parameter, Reduction
@@ -55,8 +56,7 @@ class Cast(Strategy):
     takes_weights = True
 
     def __post_init__(self) -> None:
-        if self.kind not in _DTYPES:
-            raise ValueError(f"kind={self.kind!r} is not one of {', '.join(map(repr, _DTYPES))}")
+        check_choice("kind", self.kind, *_DTYPES)
         if self.scale not in (None, "auto") and not (
             isinstance(self.scale, (int, float))
             and 2.0**-_MOST_BITS <= self.scale <= 2.0**_MOST_BITS

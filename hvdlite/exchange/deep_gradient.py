@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from hvdlite import halves
+from hvdlite.arguments import check_count, check_momentum, check_positive, check_ratio
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.messages import find_not_finite
 from hvdlite.exchange.sparse import (
     Entries,
-    check_ratio,
     greatest_of_each,
     no_entries,
     part_of,
@@ -70,12 +70,10 @@ class DeepGradientCompression(Strategy):
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
         check_ratio("warm_up_ratio", self.warm_up_ratio)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum!r} is not at least 0 and below 1")
-        if self.clip_norm is not None and not 0 < self.clip_norm < np.inf:
-            raise ValueError(f"clip_norm={self.clip_norm!r} is neither a number above 0 nor None")
-        if self.warm_up_steps < 0:
-            raise ValueError(f"warm_up_steps={self.warm_up_steps!r} is negative")
+        check_momentum("momentum", self.momentum)
+        if self.clip_norm is not None:
+            check_positive("clip_norm", self.clip_norm)
+        check_count("warm_up_steps", self.warm_up_steps, 0)
         if self.warm_up_steps and self.warm_up_ratio < self.ratio:
             raise ValueError(
                 f"warm_up_ratio={self.warm_up_ratio!r} is below ratio={self.ratio!r}; the first "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hvdlite.exchange.blocks import BlockCodec, check_block
+from hvdlite.arguments import check_count
+from hvdlite.exchange.blocks import LARGEST_BLOCK, BlockCodec
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec
 from hvdlite.exchange.quantised import Quantised
@@ -30,7 +31,7 @@ class EightBits(Quantised):
     block_codec: ClassVar[type[BlockCodec]]
 
     def __post_init__(self) -> None:
-        check_block(self.block)
+        check_count("block", self.block, 1, LARGEST_BLOCK)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
         """The same for all ranks."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.arguments import check_positive
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec
-from hvdlite.exchange.quantised import Quantised, check_positive
+from hvdlite.exchange.quantised import Quantised
 from hvdlite.exchange.ternary import TernaryCodec, codes_of
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdlite.arguments import check_count
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec, greatest_magnitude
 from hvdlite.exchange.packing import unpack
-from hvdlite.exchange.quantised import Quantised, check_seed, generator_of
+from hvdlite.exchange.quantised import Quantised, generator_of
 
 # Codes without the sign: 0, and this many powers of two.
 _POWERS = 127
@@ -47,7 +48,7 @@ class Natural(Quantised):
     by_slices = True
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_count("seed", self.seed, 0)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
         """One with the rank's random numbers."""

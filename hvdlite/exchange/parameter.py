@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.arguments import check_positive
 from hvdlite.reduction import ReduceOp, Scaling
 
 
@@ -55,8 +56,7 @@ class Reduction:
             )
         if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
             raise ValueError("gradient_predivide_factor needs op=hvd.Average")
-        if not self.predivide > 0:
-            raise ValueError(f"gradient_predivide_factor={self.predivide} is not a number above 0")
+        check_positive("gradient_predivide_factor", self.predivide)
 
     @property
     def before(self) -> Scaling:

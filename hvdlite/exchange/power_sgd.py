@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from hvdlite import halves
+from hvdlite.arguments import check_count, check_positive
 from hvdlite.errors import GradientError
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.messages import agree, find_not_finite
@@ -64,12 +65,9 @@ class PowerSGD(Strategy):
     tells_unsent = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"rank={self.rank!r} is not a whole number above 0")
-        if not (isfinite(self.min_compression) and self.min_compression > 0):
-            raise ValueError(f"min_compression={self.min_compression!r} is not a number above 0")
-        if not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"seed={self.seed!r} is not a whole number, 0 or above")
+        check_count("rank", self.rank)
+        check_positive("min_compression", self.min_compression)
+        check_count("seed", self.seed, 0)
 
     def choose(self, parameter: Parameter) -> Strategy:
         """This one, for matrices with which it pays."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.exchange.blocks import BlockCodec, by_block, check_block
+from hvdlite.arguments import check_count
+from hvdlite.exchange.blocks import LARGEST_BLOCK, BlockCodec, by_block
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec
 from hvdlite.exchange.packing import pack, unpack
-from hvdlite.exchange.quantised import Quantised, check_seed, generator_of
+from hvdlite.exchange.quantised import Quantised, generator_of
 from hvdlite.exchange.stochastic import codes_at_random
 
 _MOST_LEVELS = 127
@@ -43,10 +44,9 @@ class QSGD(Quantised):
     stateful = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.levels, int) or not 1 <= self.levels <= _MOST_LEVELS:
-            raise ValueError(f"levels={self.levels!r} is not an integer from 1 to {_MOST_LEVELS}")
-        check_block(self.block)
-        check_seed(self.seed)
+        check_count("levels", self.levels, 1, _MOST_LEVELS)
+        check_count("block", self.block, 1, LARGEST_BLOCK)
+        check_count("seed", self.seed, 0)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
         """One with the rank's random numbers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -76,33 +75,3 @@ def generator(seed: int, count: int, name: str, *more: int) -> np.random.Generat
 def bounds_of(bucket: Bucket, per: str) -> Sequence[int]:
     """Return where each ``"tensor"`` begins, or the whole ``"bucket"``, and the end."""
     return bucket.bounds if per == "tensor" else [0, bucket.send.size]
-
-
-def check_per(per: str) -> None:
-    """Refuse what `bounds_of` does not know.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if per not in ("tensor", "bucket"):
-        raise ValueError(f"per={per!r} is neither 'tensor' nor 'bucket'")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Refuse a setting that is no finite number above 0.
-
-    Raises:
-        ValueError: naming it.
-    """
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r} is not a number above 0")
-
-
-def check_seed(seed: int) -> None:
-    """Refuse what random numbers cannot be made from.
-
-    Raises:
-        ValueError: it is no integer, or negative.
-    """
-    if not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed={seed!r} is not an integer of at least 0")

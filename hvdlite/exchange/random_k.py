@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.arguments import check_count, check_ratio
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import MismatchError
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.messages import agree, find_not_finite
 from hvdlite.exchange.quantised import generator_of
-from hvdlite.exchange.sparse import check_ratio, part_of
+from hvdlite.exchange.sparse import part_of
 from hvdlite.exchange.strategy import Strategy
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
@@ -47,8 +48,7 @@ class RandomK(Strategy):
 
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
-        if self.seed < 0 or self.seed != int(self.seed):
-            raise ValueError(f"seed={self.seed!r} is not a whole number, 0 or above")
+        check_count("seed", self.seed, 0)
 
     @property
     def tells_unsent(self) -> bool:  # type: ignore[override]

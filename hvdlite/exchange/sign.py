@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdlite.arguments import check_choice
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec, greatest_magnitude
 from hvdlite.exchange.packing import pack, packed_size, unpack
-from hvdlite.exchange.quantised import Quantised, bounds_of, check_per
+from hvdlite.exchange.quantised import Quantised, bounds_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +34,7 @@ class Sign(Quantised):
     per: Literal["tensor", "bucket"] = "tensor"
 
     def __post_init__(self) -> None:
-        check_per(self.per)
+        check_choice("per", self.per, "tensor", "bucket")
 
     def parts(self, bucket: Bucket) -> Sequence[int]:
         """Each tensor, or all."""

@@ -49,16 +49,6 @@ class Sparse(Strategy):
         entries.add_up()
 
 
-def check_ratio(name: str, ratio: float) -> None:
-    """Refuse what is no part of a whole.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    if not 0 < ratio <= 1:
-        raise ValueError(f"{name}={ratio!r} is not above 0 and at most 1; 0.01 is one percent")
-
-
 def part_of(size: int, ratio: float) -> int:
     """Return how many of ``size`` entries a ratio is, rounded up.
 

@@ -8,14 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdlite.arguments import check_choice, check_count, check_positive
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec, greatest_magnitude
 from hvdlite.exchange.quantised import (
     Quantised,
     bounds_of,
-    check_per,
-    check_positive,
-    check_seed,
     generator_of,
 )
 from hvdlite.exchange.stochastic import codes_at_random
@@ -52,8 +50,8 @@ class TernGrad(Quantised):
     def __post_init__(self) -> None:
         if self.clip is not None:
             check_positive("clip", self.clip)
-        check_per(self.per)
-        check_seed(self.seed)
+        check_choice("per", self.per, "tensor", "bucket")
+        check_count("seed", self.seed, 0)
 
     def parts(self, bucket: Bucket) -> Sequence[int]:
         """Each tensor, or all."""

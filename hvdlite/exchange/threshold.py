@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hvdlite.arguments import check_positive
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.selection import at_least
 from hvdlite.exchange.sparse import Sparse
@@ -28,8 +29,7 @@ class Threshold(Sparse):
     value: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.value < float("inf"):
-            raise ValueError(f"value={self.value!r} is not a number above 0")
+        check_positive("value", self.value)
 
     def select(self, bucket: Bucket) -> Any:
         """All that reach the threshold."""

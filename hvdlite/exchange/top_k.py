@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hvdlite.arguments import check_choice, check_count, check_ratio
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.selection import greatest
-from hvdlite.exchange.sparse import Sparse, check_ratio, greatest_of_each, part_of
+from hvdlite.exchange.sparse import Sparse, greatest_of_each, part_of
 
 _RATIO = 0.01
 
@@ -38,10 +39,9 @@ class TopK(Sparse):
     def __post_init__(self) -> None:
         if self.ratio is not None and self.count is not None:
             raise ValueError(f"ratio={self.ratio!r} and count={self.count!r}; give one of them")
-        if self.per not in ("bucket", "tensor"):
-            raise ValueError(f"per={self.per!r} is neither 'bucket' nor 'tensor'")
-        if self.count is not None and not (self.count >= 1 and self.count == int(self.count)):
-            raise ValueError(f"count={self.count!r} is not a whole number above 0")
+        check_choice("per", self.per, "bucket", "tensor")
+        if self.count is not None:
+            check_count("count", self.count)
         if self.ratio is None and self.count is None:
             object.__setattr__(self, "ratio", _RATIO)
         if self.ratio is not None:

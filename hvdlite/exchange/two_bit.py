@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hvdlite.arguments import check_positive
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec
-from hvdlite.exchange.quantised import Quantised, check_positive
+from hvdlite.exchange.quantised import Quantised
 from hvdlite.exchange.ternary import TernaryCodec, codes_of
 
 

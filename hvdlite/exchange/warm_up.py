@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvdlite.arguments import check_count
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.strategy import DENSE, Strategy
 from hvdlite.exchange.wrapper import Wrapper, check_inner
@@ -30,8 +31,7 @@ class WarmUp(Wrapper):
 
     def __post_init__(self) -> None:
         check_inner("WarmUp", self.inner)
-        if not isinstance(self.steps, int) or self.steps < 0:
-            raise ValueError(f"steps={self.steps!r} is not a whole number from 0 on")
+        check_count("steps", self.steps, 0)
 
     @property
     def tells_unsent(self) -> bool:  # type: ignore[override]

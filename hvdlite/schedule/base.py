@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvdlite.arguments import check_count
 from hvdlite.exchange import Parameter
 
 
@@ -58,13 +59,3 @@ class Accumulate(ExchangeSchedule):
 
     def __repr__(self) -> str:
         return f"Schedule.Accumulate({self.passes})"
-
-
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not a whole number.
-
-    Raises:
-        ValueError: it is not, or below ``least``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} is not a whole number of {least} or more")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, isfinite
+from math import ceil
 
+from hvdlite.arguments import check_count, check_momentum, check_positive
 from hvdlite.exchange import Parameter
-from hvdlite.schedule.base import ExchangeSchedule, check_count
+from hvdlite.schedule.base import ExchangeSchedule
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,10 +148,8 @@ class DiLoCo(ExchangeSchedule):
 
     def __post_init__(self) -> None:
         check_count("every", self.every)
-        if not (isfinite(self.outer_lr) and self.outer_lr > 0):
-            raise ValueError(f"outer_lr={self.outer_lr!r} is not a number above 0")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum={self.outer_momentum!r} is not from 0 to below 1")
+        check_positive("outer_lr", self.outer_lr)
+        check_momentum("outer_momentum", self.outer_momentum)
 
     @property
     def outer(self) -> tuple[float, float]:  # type: ignore[override]

@@ -242,9 +242,9 @@ def test_settings():
         ({"warm_up_ratio": 0}, "warm_up_ratio=0 is not"),
         ({"momentum": 1}, "momentum=1 is not"),
         ({"momentum": -0.1}, "momentum=-0.1 is not"),
-        ({"clip_norm": 0}, "clip_norm=0 is neither"),
-        ({"clip_norm": float("nan")}, "clip_norm=nan is neither"),
-        ({"warm_up_steps": -1}, "warm_up_steps=-1 is negative"),
+        ({"clip_norm": 0}, "clip_norm=0 is not a number above 0"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan is not"),
+        ({"warm_up_steps": -1}, "warm_up_steps=-1 is not an integer of 0 or more"),
         ({"ratio": 0.5, "warm_up_steps": 1}, "warm_up_ratio=0.25 is below ratio=0.5"),
     ):
         with pytest.raises(ValueError, match=message):

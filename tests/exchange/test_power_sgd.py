@@ -410,12 +410,12 @@ def test_it_is_no_adasum(op):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rank": 0}, "rank=0 is not a whole number above 0"),
-        ({"rank": 1.5}, "rank=1.5 is not a whole number"),
+        ({"rank": 0}, "rank=0 is not an integer of 1 or more"),
+        ({"rank": 1.5}, "rank=1.5 is not an integer"),
         ({"min_compression": 0}, "min_compression=0 is not a number above 0"),
         ({"min_compression": float("nan")}, "min_compression=nan"),
         ({"min_compression": float("inf")}, "min_compression=inf"),
-        ({"seed": -1}, "seed=-1 is not a whole number, 0 or above"),
+        ({"seed": -1}, "seed=-1 is not an integer of 0 or more"),
     ],
 )
 def test_settings_are_checked(settings, words):

@@ -138,14 +138,14 @@ def test_settings():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ratio": 0}, "ratio=0 is not above 0"),
-        ({"ratio": 1.5}, "ratio=1.5 is not above 0 and at most 1"),
+        ({"ratio": 0}, "ratio=0 is not a number above 0"),
+        ({"ratio": 1.5}, "ratio=1.5 is not a number above 0 and at most 1"),
         ({"ratio": -0.1}, "ratio=-0.1 is not"),
         ({"ratio": NAN}, "ratio=nan is not"),
-        ({"count": 0}, "count=0 is not a whole number above 0"),
-        ({"count": 1.5}, "count=1.5 is not a whole number"),
+        ({"count": 0}, "count=0 is not an integer of 1 or more"),
+        ({"count": 1.5}, "count=1.5 is not an integer"),
         ({"ratio": 0.1, "count": 3}, "give one of them"),
-        ({"per": "layer"}, "per='layer' is neither"),
+        ({"per": "layer"}, "per='layer' is not one of 'bucket', 'tensor'"),
     ],
     ids=str,
 )

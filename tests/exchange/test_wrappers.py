@@ -116,11 +116,11 @@ class TestWarmUp:
     def test_around_what_is_chosen(self):
         assert WarmUp(Compression.fp16, 3).choose(parameter(2, dtype=np.int32)) is DENSE
         assert WarmUp(DENSE, 3).choose(parameter(2)) == WarmUp(DENSE, 3)
-        with pytest.raises(ValueError, match="steps=-1 is not a whole number"):
+        with pytest.raises(ValueError, match="steps=-1 is not an integer"):
             WarmUp(Compression.fp16, -1)
 
     def test_half_a_step_is_refused(self):
-        with pytest.raises(ValueError, match=r"steps=2.5 is not a whole number from 0 on"):
+        with pytest.raises(ValueError, match=r"steps=2.5 is not an integer of 0 or more"):
             WarmUp(Compression.fp16, 2.5)
 
     def test_both_ways_to_combine(self):

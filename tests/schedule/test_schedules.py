@@ -39,14 +39,14 @@ def test_schedules_are_values_whose_text_has_all_settings(schedule, text):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Schedule.Accumulate(0), "passes=0 is not a whole number of 1 or more"),
+        (lambda: Schedule.Accumulate(0), "passes=0 is not an integer of 1 or more"),
         (lambda: Schedule.Accumulate(True), "passes=True"),
         (lambda: Schedule.PartialSync(), "either parts=... or bytes=..."),
         (lambda: Schedule.PartialSync(2, 100), "either parts=... or bytes=..."),
         (lambda: Schedule.PartialSync(parts=0), "parts=0"),
         (lambda: Schedule.PartialSync(bytes=1.5), "bytes=1.5"),
         (lambda: Schedule.LocalSGD(0), "every=0"),
-        (lambda: Schedule.LocalSGD(2, start=-1), "start=-1 is not a whole number of 0 or more"),
+        (lambda: Schedule.LocalSGD(2, start=-1), "start=-1 is not an integer of 0 or more"),
         (lambda: Schedule.DiLoCo(2.0), "every=2.0"),
         (lambda: Schedule.DiLoCo(2, outer_lr=0.0), "outer_lr=0.0"),
         (lambda: Schedule.DiLoCo(2, outer_lr=float("nan")), "outer_lr=nan"),

@@ -1,0 +1,70 @@
+"""Checks of the settings that a user passes; each names the argument and what it has to be."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """Refuse what is not an integer, of numpy's types or Python's.
+
+    Raises:
+        ValueError: it is not, below ``least`` or above ``most``.
+    """
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Integral)
+        or int(value) < least
+        or (most is not None and int(value) > most)
+    ):
+        bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r} is not an integer {bounds}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse what is not a finite number above 0.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 < _number(value) < math.inf:
+        raise ValueError(f"{name}={value!r} is not a number above 0")
+
+
+def check_ratio(name: str, value: Any) -> None:
+    """Refuse what is not a part of a whole.
+
+    Raises:
+        ValueError: it is not above 0 and at most 1.
+    """
+    if not 0 < _number(value) <= 1:
+        raise ValueError(
+            f"{name}={value!r} is not a number above 0 and at most 1; 0.01 is one percent"
+        )
+
+
+def check_momentum(name: str, value: Any) -> None:
+    """Refuse what is not a factor of a sum that remains finite.
+
+    Raises:
+        ValueError: it is not from 0 to below 1.
+    """
+    if not 0 <= _number(value) < 1:
+        raise ValueError(f"{name}={value!r} is not a number from 0 to below 1")
+
+
+def check_choice(name: str, value: Any, *choices: str) -> None:
+    """Refuse what is not one of some words.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def _number(value: Any) -> Any:
+    """What can be compared with numbers, but is not between any two if it is none."""
+    return value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
