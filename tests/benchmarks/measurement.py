@@ -116,6 +116,7 @@ def interleave(
             contenders[index].prepare()
             meet(comm)
             row[index] = timed(contenders[index].call, calls)
+            meet(comm)  # else the next inputs are filled on cores that slower ranks still need
         rows.append(row)
     slowest = np.array(rows)
     comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
