@@ -175,15 +175,32 @@ class _Shared(NamedTuple):
         """Of chunks of ``size`` elements."""
         parts = [place.chunk(turn, size, dtype)[own] for place in table.places]
         whole = table.own.chunk(turn, size, dtype)
-        others = (slice(0, own.start), slice(own.stop, size))
-        read = [(some, whole[some]) for some in others if some.start < some.stop]
+        read = [(some, whole[some]) for some in _without(own, size)]
         return _Shared(own, parts, whole, read, table.reduced(number, size, dtype))
 
 
-def bring(table: Table, chunk: Chunk, sends: Sequence[Any], lane: str) -> None:
-    """Write a chunk where the next meeting finds it; arguments as of `ChunkedAllreduce`."""
+def bring(
+    table: Table, chunk: Chunk, sends: Sequence[Any], lane: str, unread: slice | None = None
+) -> None:
+    """Write a chunk where the next meeting finds it.
+
+    Args:
+        table, chunk, sends, lane: as of `ChunkedAllreduce`.
+        unread: what no other rank reads of a chunk that is not fused.
+    """
     target = table.own.chunk(table.next, chunk.size, sends[0].dtype)
-    perform([_pack(chunk.parts(sends), target, lane)])
+    parts = chunk.parts(sends)
+    if unread is not None:
+        for some in _without(unread, chunk.size):
+            np.copyto(target[some], parts[0][some])
+    else:
+        perform([_pack(parts, target, lane)])
+
+
+def _without(part: slice, size: int) -> list[slice]:
+    """What is left of ``size`` elements."""
+    left = (slice(0, part.start), slice(part.stop, size))
+    return [some for some in left if some.start < some.stop]
 
 
 @lru_cache  # asked for with every chunk, and chunks are alike

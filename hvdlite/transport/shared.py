@@ -204,7 +204,10 @@ class SharedMemoryTransport(Transport):
             The meeting.
         """
         for chunk in self._cut(cargo)[:1]:
-            bring(self._table, chunk, cargo, self.lane)
+            unread = None
+            if len(cargo) == 1 and self._in_slices(cargo):
+                unread = slice_of(self.rank, chunk.size, self._owners)
+            bring(self._table, chunk, cargo, self.lane, unread)
         return self._table.next
 
     def _reduce_in_segments(

@@ -377,6 +377,54 @@ class TestMovement:
                 assert sums[1].tolist() == [20.0 + 2 * step] * 5
 
 
+class TestCargo:
+    """What is brought along to a meeting need not be brought again."""
+
+    @pytest.mark.parametrize("size", [2, 3, 4])
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+    def test_what_lies_beside_the_words_is_reduced(self, size, dtype, monkeypatch):
+        always_in_slices(monkeypatch)
+        counts = (1, 2, size - 1, 1023, 2**12 + 1)  # in chunks of 4 KiB, the first one brought
+
+        def run(made):
+            made.chunk = 2**12
+            for count in counts:
+                arrays = samples(size, dtype, count)
+                for chunk in made._table.own._chunks[dtype_of("uint8")]:
+                    chunk[:] = 0xAA
+                assert made.meet([bytes(16)], checks.NoPatience(), [arrays[made.rank]]) == 1
+                if count == 1023:  # the others read none of this rank's slice
+                    own = shared.slice_of(made.rank, count, size)
+                    brought = made._table.own.chunk(made._brought, count, dtype_of(dtype))
+                    assert (brought[own].view(np.uint8) == 0xAA).all()
+                result = np.empty_like(arrays[0])
+                made.allreduce(arrays[made.rank], result, Sum, Scaling())
+                check_reduction(result, arrays, Sum)
+
+        on_all_ranks(run, threads(size))
+
+    @pytest.mark.parametrize("size", [2, 3, 4])
+    @pytest.mark.parametrize("sliced", [True, False])
+    def test_ranks_that_bring_more_than_others(self, size, sliced, monkeypatch):
+        """What all have is the first array; one rank alone has no second."""
+        if sliced:
+            always_in_slices(monkeypatch)
+
+        def run(made):
+            made.chunk = 2**12
+            for count in (1, 5, 300, 1023, 2000):
+                first, second = samples(size, "float32", count), samples(size, "float32", 40)
+                both = [first[made.rank], second[made.rank]]
+                mine = both[:1] if made.rank == size - 1 else both
+                words = [bytes([number]) * 16 for number in range(len(mine))]
+                assert made.meet(words, checks.NoPatience(), mine) == 1
+                result = np.empty_like(first[0])
+                made.allreduce_all([first[made.rank]], [result], Sum, Scaling())
+                check_reduction(result, first, Sum)
+
+        on_all_ranks(run, threads(size))
+
+
 class TestWaiting:
     @ranks(2, timeout=30)
     def test_a_rank_that_waits_for_a_late_one_uses_no_processor(self):
