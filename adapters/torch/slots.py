@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 # its average without a copy. The smaller ones are copied together, each way: that takes a third of
 # the time of one by one.
 _LARGE = 2**16
-# Bytes from which on a gradient gives its own memory up at once, for that of its copy: the C
-# library returns so large pieces to the system anyhow. That of others is kept until the next step,
-# when it would be freed without an exchange, too: freed in another order, the heap would be cut
-# back, and every step would fetch it anew, page by page, which takes longer than a copy.
+# Bytes from which on a gradient that is copied gives its own memory up at once, for that of its
+# copy: the C library returns so large pieces to the system anyhow. That of others is kept until the
+# gradients are zeroed, when it would be freed without an exchange, too: freed in another order, the
+# heap would be cut back, and every step would fetch it anew, page by page, which takes longer than
+# a copy; and memory that is free for a second may go back from a virtual machine to its host.
 _HUGE = 2**25
 
 _NOTHING = slice(0, 0)
@@ -165,8 +166,7 @@ class Slots:
         if any(self.large):
             lent = {n for n in numbers if self.large[n] and self._may_swap(gradients[n])}
             for number in sorted(lent):
-                if not self._huge[number]:
-                    self._kept.append(gradients[number].detach())
+                self._kept.append(gradients[number].detach())
                 _become(gradients[number], self._average(number))
             numbers = [number for number in numbers if number not in lent]
         if numbers:
