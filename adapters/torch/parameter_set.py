@@ -142,10 +142,10 @@ class ParameterSet:
         if self._slots.large[number]:
             copied = not self._slots.bring_large(number, not self._changes.compares_all)
             if not copied:
-                self._changes.sample(number, self._parameters[number].grad)
+                self._changes.sample(number, gradient)
         elif self._changes.steps == 0:
             self._slots.copy([number])
-        self._changes.take([number], [self._parameters[number].grad])
+        self._changes.take([number], [gradient])
         if self._changes.steps == 0:  # its exact order is of interest
             self._mark([number])
             return
