@@ -107,7 +107,9 @@ class TraceFile:
         deadline = time.monotonic() + _SECONDS_TO_LOCK
         while not self._try_to_lock():
             if time.monotonic() > deadline:
-                held = f"Another process has locked it for {_SECONDS_TO_LOCK:g} s (fuser tells which)"
+                held = (
+                    f"Another process has locked it for {_SECONDS_TO_LOCK:g} s (fuser tells which)"
+                )
                 raise OSError(errno.EAGAIN, held)
             time.sleep(_SECONDS_BETWEEN_TRIES)
         try:
