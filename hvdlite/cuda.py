@@ -21,6 +21,9 @@ from hvdlite.reduction import ReduceOp, Scaling
 
 # Earlier ones have neither bfloat16 nor the average.
 _OLDEST_NCCL = 21000
+# Earlier ones pass the number of elements of a broadcast to NCCL in 32 bits.
+_OLDEST_CUPY = (13, 4)
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 class Event(Protocol):
@@ -31,15 +34,37 @@ class Event(Protocol):
         """Whether the device has passed it."""
 
 
+class _Event:
+    """An event of cupy's, whose own ``done`` takes every error for "not yet"."""
+
+    def __init__(self, runtime: Any, event: Any) -> None:
+        self._runtime = runtime
+        self._event = event  # destroyed with the last reference
+        self.ptr = event.ptr
+
+    @property
+    def done(self) -> bool:
+        """Ask the device.
+
+        Raises:
+            CUDARuntimeError: an earlier kernel or copy has failed.
+        """
+        status = self._runtime.eventQuery(self.ptr)
+        if status not in (0, _NOT_READY):
+            raise self._runtime.CUDARuntimeError(status)
+        return bool(status == 0)
+
+
 class Cuda:
     """The devices of this process.
 
     Raises:
-        ImportError: cupy is not installed.
+        ImportError: cupy is not installed, or is older than 13.4.
     """
 
     def __init__(self) -> None:
         self._cupy = import_module("cupy")
+        _check_version(self._cupy.__version__)
         self._runtime = self._cupy.cuda.runtime
         self.nccl = _load_nccl()
 
@@ -98,8 +123,7 @@ class Cuda:
         with self._cupy.cuda.Device(device):
             event = self._cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(event.ptr, stream)
-        made: Event = event
-        return made
+        return _Event(self._runtime, event)
 
     def wait_event(self, device: int, stream: int, event: Any) -> None:
         """Let a stream's later work wait for an event; the host does not wait."""
@@ -237,6 +261,15 @@ def _stored_as(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
         part = np.dtype(f"float{4 * dtype.itemsize}")
         return part, part
     return dtype, dtype
+
+
+def _check_version(version: str) -> None:
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < _OLDEST_CUPY:
+        raise ImportError(
+            f"cupy {version} is older than 13.4, whose broadcast counts elements in 64 bits; "
+            "upgrade it (pip install 'hvdlite[cuda13]', or [cuda12])"
+        )
 
 
 def _load_nccl() -> Any:

@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,30 @@ def test_the_fake_offers_what_the_real_one_does():
         assert list(inspect.signature(fake).parameters) == list(
             inspect.signature(real).parameters
         ), name
+
+
+def test_an_event_tells_an_error_from_not_yet():
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    status = [600, 0, 700]
+    runtime = SimpleNamespace(CUDARuntimeError=CUDARuntimeError, eventQuery=lambda ptr: status[ptr])
+    pending, passed, failed = (
+        cuda._Event(runtime, SimpleNamespace(ptr=number)) for number in range(3)
+    )
+    assert not pending.done
+    assert passed.done
+    with pytest.raises(CUDARuntimeError, match="700"):
+        _ = failed.done
+
+
+def test_an_old_cupy_is_refused(monkeypatch):
+    """Its broadcast would send the number of elements modulo 2**32."""
+    for version in ("13.3.0", "12.4", "9.0.0rc1"):
+        with pytest.raises(ImportError, match=rf"cupy {version} is older than 13.4.*cuda13"):
+            cuda._check_version(version)
+    for version in ("13.4.0", "14.0.0rc1", "14.2"):
+        cuda._check_version(version)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
 from tests.simulation import on_all_ranks
 from tests.transport.fake_cuda import FakeCuda, FakeNode
-from tests.transport.fake_memory import DeviceRanks, FakeMemory
+from tests.transport.fake_memory import Blocked, DeviceRanks, FakeMemory
 
 SHAPES = [(3, 4), (), (0, 2), (7,), (5, 1), (2, 2, 2)]
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
@@ -148,6 +148,84 @@ def test_gradients_from_several_streams(connect):
     on_all_ranks(train, connect(2).ranks)
 
 
+def test_gradients_and_named_operations_share_a_communicator(connect):
+    """Two of them, enqueued in another order on another rank, can wait for each other for ever."""
+    job = connect(2)
+
+    def train(rank):
+        made = exchange(rank)
+        for step in range(3):
+            made.begin()
+            handles = []
+
+            def submit(step=step, handles=handles):
+                array = rank.memory.lend(np.full(5, rank.rank + 1.0))
+                operation = DeviceAllreduce(f"loss {step}", array, Sum)
+                handles.append(rank.named.submit(operation))
+
+            if rank.rank == 0:
+                submit()
+            mark_all(rank, made, step)
+            if rank.rank == 1:
+                submit()
+            made.finish()
+            check(rank, made, step, 2)
+            assert rank.memory.read(handles[0].wait().take()).tolist() == [3.0] * 5
+
+    on_all_ranks(train, job.ranks)
+    assert job.node.connected == 2
+
+
+def test_a_stream_that_is_new_writes_slots_after_they_have_been_read(connect):
+    def train(rank):
+        made, node, gate = exchange(rank), rank.memory.node, Blocked()
+        for step in range(2):  # after the first one the buckets are packed anew
+            made.begin()
+            if step == 1:
+                # The slots are written, and their exchange is not over for now.
+                node.push(rank.named._devices._transport.stream.ptr, gate)
+            mark_all(rank, made, step)
+            made.finish()
+        made.begin()
+        other = node.new_stream()
+        with rank.memory.on(other.ptr):
+            for number in range(12):
+                made.slot(number)[...] = gradient(made, number, 2, rank.rank)
+        with node.lock:
+            for stream in (rank.memory.main, other):
+                while node.advance(stream):
+                    pass
+        gate.complete = True
+        check(rank, made, 1, 2)
+
+    on_all_ranks(train, connect(2).ranks)
+
+
+def test_averages_are_read_before_another_stream_s_step_overwrites_them(connect):
+    def train(rank):
+        made, memory = exchange(rank), rank.memory
+        for step in range(2):  # after the first one the buckets are packed anew
+            made.begin()
+            mark_all(rank, made, step)
+            made.finish()
+        seen = [np.empty(made.parameters[number].shape, np.float32) for number in range(12)]
+        for number, copy in enumerate(seen):
+            values = made.result_slot(number).values
+            memory.launch(lambda copy=copy, values=values: np.copyto(copy, values))
+        made.begin()
+        other = memory.node.new_stream()
+        with memory.on(other.ptr):
+            mark_all(rank, made, 2)
+            made.finish()
+            memory.node.synchronize(other)
+        for number, copy in enumerate(seen):
+            check_reduction(copy, [gradient(made, number, 1, r) for r in range(2)], Average)
+        with memory.on(other.ptr):
+            check(rank, made, 2, 2)
+
+    on_all_ranks(train, connect(2).ranks)
+
+
 def test_without_the_event_of_a_bucket_old_data_travel(connect, monkeypatch):
     monkeypatch.setattr(DeviceStep, "_seal", lambda step: None)
 
@@ -155,7 +233,7 @@ def test_without_the_event_of_a_bucket_old_data_travel(connect, monkeypatch):
         made = exchange(rank)
         mark_all(rank, made, 0)
         made.finish()
-        for _, result in list(rank.gradients._devices.under_way):
+        for _, result in list(rank.named._devices.under_way):
             while not result.done():
                 pass
         with pytest.raises(AssertionError):
@@ -178,7 +256,7 @@ def test_the_host_does_not_wait_for_the_device(connect, monkeypatch):
     assert on_all_ranks(train, job.ranks) == [[True] * 12] * 2
     assert "allReduce" not in job.node.executed
     for rank in job.ranks:
-        rank.gradients._devices.abort("the test is over")
+        rank.named._devices.abort("the test is over")
 
 
 def test_an_asynchronous_error_on_one_rank_ends_all(connect):
@@ -220,7 +298,11 @@ def test_processes_without_nccl_go_through_the_host(size):
     memory = FakeMemory(FakeCuda(FakeNode(), version=0))
     engine = runtime.engine()
     rank = SimpleNamespace(
-        rank=hvd.rank(), gradients=engine.gradients, settings=engine.settings, memory=memory
+        rank=hvd.rank(),
+        gradients=engine.gradients,
+        named=engine.named,
+        settings=engine.settings,
+        memory=memory,
     )
     made = exchange(rank, dtypes=["float32", "bfloat16"])
     for step in range(3):

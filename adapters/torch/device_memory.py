@@ -46,11 +46,29 @@ class CudaMemory:
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
         """Send the calling thread's work to a stream while this lasts."""
+        if stream == 0:  # for an external stream of address 0 torch takes one of its pool
+            return torch.cuda.stream(torch.cuda.default_stream(self.index))
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.index))
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Once it is free, use a tensor's memory again only after the current stream."""
         tensor.record_stream(torch.cuda.current_stream(self.index))
+
+    def check_not_capturing(self, what: str) -> None:
+        """Refuse to exchange while a CUDA graph is captured: its replay would exchange nothing.
+
+        Args:
+            what: the tensor, for the message.
+
+        Raises:
+            RuntimeError: the current stream is being captured.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{what} cannot be exchanged while a CUDA graph is captured: its replay would not "
+                "meet the other ranks; keep collectives and optimizer steps out of "
+                "torch.cuda.graph(), and capture the model by torch.cuda.make_graphed_callables()"
+            )
 
     def join(self, streams: Iterable[int]) -> None:
         """Let the current stream's later work wait for what other streams have been given."""
@@ -89,6 +107,7 @@ def lend(tensor: torch.Tensor) -> DeviceArray | None:
     memory = find(tensor)
     if memory is None:
         return None
+    memory.check_not_capturing("a tensor")
     whole = tensor.resolve_conj().resolve_neg().contiguous()
     return DeviceArray(whole, tuple(whole.shape), dtype_of(whole.dtype), memory)
 

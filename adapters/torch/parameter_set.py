@@ -137,6 +137,8 @@ class ParameterSet:
         gradient = self._parameters[number].grad
         if gradient is None:
             raise RuntimeError(self._slots.gone([number]))
+        if self._memory is not None:
+            self._memory.check_not_capturing(f"the gradient of {self._name(number)!r}")
         if self._untouched:
             self._open_step()
         if self._slots.large[number]:
@@ -144,6 +146,8 @@ class ParameterSet:
             if not copied:
                 self._changes.sample(number, gradient)
         elif self._changes.steps == 0:
+            if self._memory is not None:
+                self.exchange.follow(self._bucket_of[number])
             self._slots.copy([number])
         self._changes.take([number], [gradient])
         if self._changes.steps == 0:  # its exact order is of interest
@@ -168,6 +172,7 @@ class ParameterSet:
             arrivals = self._arrivals[index]
             if self._memory is not None:
                 self._memory.join(arrivals.streams)
+                self.exchange.follow(index)
             quick += self._quick_ones(arrivals)
             told += arrivals.told
             arrivals.told = []

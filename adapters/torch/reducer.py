@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class Reducer:
         self.passes_per_step = passes_per_step
         self._synchronized = False
         self._engine = runtime.engine(process_set)
+        self._reconnecting = threading.Lock()
         self._sets: list[ParameterSet] = []
         self._attached: set[int] = set()  # by id; the sets keep them alive
 
@@ -142,11 +144,12 @@ class Reducer:
 
     def reconnect(self) -> None:
         """Follow ``shutdown()`` and ``init()`` into the new world."""
-        engine = runtime.engine(self.process_set)
-        if engine is not self._engine:
-            self._engine = engine
-            for members in self._sets:
-                members.connect()
+        with self._reconnecting:  # the first hooks of two devices may come at once
+            engine = runtime.engine(self.process_set)
+            if engine is not self._engine:
+                self._engine = engine
+                for members in self._sets:
+                    members.connect()
 
     def restart(self) -> None:
         """Forget the gradients of a step that was given up, and follow into the current world."""
@@ -158,11 +161,14 @@ class Reducer:
     def _by_memory(
         self, parameters: Sequence[torch.Tensor]
     ) -> list[tuple[CudaMemory | None, list[torch.Tensor]]]:
-        """Group parameters, of which a bucket's are exchanged in one memory; the host's first."""
+        """Group parameters by device, the host's first; memory: None, by way of the host.
+
+        Autograd has a thread for each device, so the hooks of one group run one after the other.
+        """
         groups: dict[int, tuple[CudaMemory | None, list[torch.Tensor]]] = {}
         for parameter in parameters:
             memory = device_memory.find(parameter) if self._strategy.on_device else None
-            index = -1 if memory is None else memory.index
+            index = parameter.get_device() if memory is None else memory.index
             groups.setdefault(index, (memory, []))[1].append(parameter)
         return [groups[index] for index in sorted(groups)]
 

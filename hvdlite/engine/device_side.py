@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ from hvdlite.transport.device import DeviceTransport
 # A few steps of a large model; further ahead the host does not run.
 _MOST_UNDER_WAY = 256
 _LOOK_SECONDS = 1e-3
+# How often to look whether the ranks that the device may be waiting for are alive.
+_ALIVE_SECONDS = 0.1
+# What all ranks have enqueued ends in this time where nothing else is set, or a rank hangs.
+_TIMEOUT_SECONDS = 600.0
 
 
 class DeviceSide:
@@ -36,11 +41,13 @@ class DeviceSide:
 
     def __init__(self, control: Transport, settings: Settings) -> None:
         self._control = control
-        self._timeout = settings.stall_shutdown_time_seconds or None
+        self._timeout = settings.stall_shutdown_time_seconds or _TIMEOUT_SECONDS
+        settings = dataclasses.replace(settings, stall_shutdown_time_seconds=self._timeout)
         self._transport: DeviceTransport | None = None
         self._index: int | None = None
         self._patience = WaitingPolicy(settings, self._describe)
         self.under_way: deque[tuple[float, DeviceResult]] = deque()
+        self._seen_alive = 0.0
 
     def admit(self, operation: Any) -> None:
         """Take an operation; it fails, on all ranks, if it is for another device."""
@@ -74,8 +81,8 @@ class DeviceSide:
         """Forget what the device has finished.
 
         Raises:
-            HorovodInternalError: the communication has failed, or the device has taken as long
-                as a rank may be waited for.
+            HorovodInternalError: the communication has failed, a rank has ended, of which NCCL
+                tells nothing, or the device has taken as long as a rank may be waited for.
         """
         if self._transport is None:
             return
@@ -83,7 +90,11 @@ class DeviceSide:
         while self.under_way and self.under_way[0][1].done():
             self.under_way.popleft()
         if self.under_way:
-            self._patience.check(time.monotonic() - self.under_way[0][0])
+            now = time.monotonic()
+            self._patience.check(now - self.under_way[0][0])
+            if now - max(self.under_way[0][0], self._seen_alive) > _ALIVE_SECONDS:
+                self._control.check_alive()
+                self._seen_alive = now
 
     def abort(self, reason: str) -> None:
         """End what is under way; any thread may."""

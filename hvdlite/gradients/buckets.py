@@ -65,6 +65,8 @@ class GradientBuckets:
         state: StrategyState | None = None,
     ) -> None:
         self._lane = engine.gradients
+        # A device's collectives all go through one lane: NCCL needs them in one order on all ranks.
+        self._bucket_lane = engine.gradients if memory is None else engine.named
         self._first = self._lane.members[0]
         self.label = label
         self.parameters = tuple(parameters)
@@ -112,12 +114,22 @@ class GradientBuckets:
     def slot(self, number: int) -> Any:
         """Where the gradient of a parameter is to be copied, in the parameter's shape."""
         step, position = self._places[number]
+        step.follow()
         return step.bucket.send_slot(position)
+
+    def follow(self, index: int) -> None:
+        """Let the current stream write a bucket's slots after its last exchange has read them.
+
+        `slot` and `put` see to it; an owner on a device that keeps the slots calls this itself,
+        on every stream, before it writes.
+        """
+        self._steps[index].follow()
 
     def _checked(self, number: int, gradient: Any) -> Any:
         """The slot of a gradient that fits into it, and has not come yet."""
         step, position = self._places[number]
         step.check(position)
+        step.follow()
         slot = step.bucket.send_slot(position)
         if gradient.shape != slot.shape:
             raise ValueError(
@@ -263,7 +275,7 @@ class GradientBuckets:
         step = self._steps[index]
         step.fill()
         operation = step.operation(f"{self.label}: bucket {index}", self._signature)
-        step.handle = self._lane.submit(operation, begin)
+        step.handle = self._bucket_lane.submit(operation, begin)
 
 
 def plan_for(

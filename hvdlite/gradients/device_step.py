@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlite import timeline
+from hvdlite.cuda import Event
 from hvdlite.engine import Operation
 from hvdlite.engine.device import DeviceMemory, DeviceOperation
 from hvdlite.engine.operation import Signature
@@ -37,14 +38,27 @@ class DeviceStep(BucketStep):
         self.memory = memory
         # Who else has used this memory did so before this point.
         self._allocated = memory.cuda.record(memory.index, memory.stream())
+        self._read: Event | None = None  # the last exchange's end, and the streams behind it
+        self._behind: set[int] = set()
         super().__init__(bucket, strategy, members)
         self.renews = False
 
     def reset(self) -> None:
         """Begin the next step."""
         super().reset()
-        self._streams: set[int] = set()
+        # The streams that copy averages from the result do so before it is written again.
+        self._streams: set[int] = set(self._behind)
         self.ready = [self._allocated]
+
+    def follow(self) -> None:
+        """Let what the current stream writes into slots come after their last exchange.
+
+        A stream that has not waited for that exchange might overtake it.
+        """
+        stream = self.memory.stream()
+        if self._read is not None and stream not in self._behind:
+            self.memory.cuda.wait_event(self.memory.index, stream, self._read)
+            self._behind.add(stream)
 
     def mark(self, *positions: int) -> None:
         """Take note of gradients that the current stream brings."""
@@ -56,6 +70,7 @@ class DeviceStep(BucketStep):
     def fill(self) -> None:
         """Write zeros for the gradients that have not come."""
         if self.has_gaps:
+            self.follow()
             super().fill()
             self._streams.add(self.memory.stream())
             self._seal()
@@ -68,6 +83,9 @@ class DeviceStep(BucketStep):
         """Wait until the exchange is under way, and let the current stream wait for it."""
         if self.handle is not None:
             self.handle.wait().take()
+            stream = self.memory.stream()
+            self._read = self.memory.cuda.record(self.memory.index, stream)
+            self._behind = {stream}
 
     def _seal(self) -> None:
         # Here and not where it is launched: that may be in another thread, and much later.

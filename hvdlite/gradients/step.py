@@ -131,6 +131,9 @@ class BucketStep:
         self.bucket.count, self.bucket.absent = told.exchanges, told.absent
         return told
 
+    def follow(self) -> None:
+        """Order writes into slots after the last exchange; on the host its end does that."""
+
     def fill(self) -> None:
         """Write zeros for the gradients that have not come, or not as dense ones."""
         if self.has_gaps:

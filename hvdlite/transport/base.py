@@ -79,6 +79,13 @@ class Transport(ABC):
         """
         return None
 
+    def check_alive(self) -> None:  # noqa: B027 - most transports cannot tell
+        """Raise if a rank is known to have ended; not collective.
+
+        Raises:
+            RankGoneError: one has, and will come to no collective any more.
+        """
+
     @abstractmethod
     def leave(self) -> None:
         """Tell the other ranks that this one takes part in no collective any more.

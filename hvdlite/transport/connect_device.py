@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import socket
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ _log = logging.getLogger("hvdlite")
 _ID_BYTES = 128
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
+# Seconds for the ranks to find each other inside NCCL, which sets no limit itself.
+_JOIN_SECONDS = 120.0
 
 
 def connect_device(
@@ -108,22 +112,29 @@ def _objection(offers: list[dict[str, Any]]) -> str | None:
 def _join(control: Transport, device: int, cuda: Cuda) -> tuple[Any, str | None]:
     """Make the communicator; if that fails on any rank, give it up on all.
 
-    The ranks meet inside NCCL, which does not promise to end that where one fails.
+    The ranks meet inside NCCL, which does not promise to end that where one fails or hangs.
     """
     identifier = np.zeros(_ID_BYTES, np.uint8)
     communicator, failure = None, ""
-    with cuda.on(device, cuda.stream(device)):
-        try:
-            if control.rank == 0:
+    try:
+        if control.rank == 0:
+            with cuda.on(device, cuda.stream(device)):
                 identifier[:] = np.frombuffer(cuda.unique_id(), np.uint8)
+    except Exception as error:
+        failure = f"NCCL made no id: {error}"
+    control.broadcast(identifier, 0)
+    if identifier.any():
+        connecting = _connect(control, device, cuda, identifier.tobytes())
+        try:
+            communicator = connecting.result(_JOIN_SECONDS)
+        except TimeoutError:
+            connecting.add_done_callback(_abort_late)
+            failure = (
+                f"NCCL did not connect within {_JOIN_SECONDS:g} s; check that the hosts reach each "
+                "other (NCCL_SOCKET_IFNAME names the interface, NCCL_DEBUG=INFO tells more)"
+            )
         except Exception as error:
-            failure = f"NCCL made no id: {error}"
-        control.broadcast(identifier, 0)
-        if identifier.any():
-            try:
-                communicator = cuda.communicator(control.size, identifier.tobytes(), control.rank)
-            except Exception as error:
-                failure = f"NCCL could not connect: {error} (NCCL_DEBUG=INFO tells more)"
+            failure = f"NCCL could not connect: {error} (NCCL_DEBUG=INFO tells more)"
     failures = [message.decode() for message in control.gather(failure.encode())]
     for rank, text in enumerate(failures):
         if text:
@@ -131,6 +142,29 @@ def _join(control: Transport, device: int, cuda: Cuda) -> tuple[Any, str | None]
                 communicator.abort()
             return None, f"rank {rank}: {text}"
     return communicator, None
+
+
+def _connect(control: Transport, device: int, cuda: Cuda, identifier: bytes) -> Future[Any]:
+    """Make the communicator in a thread, which can be given up."""
+    connecting: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            with cuda.on(device, cuda.stream(device)):
+                made = cuda.communicator(control.size, identifier, control.rank)
+        except Exception as error:
+            connecting.set_exception(error)
+        else:
+            connecting.set_result(made)
+
+    threading.Thread(target=connect, name="hvdlite-nccl", daemon=True).start()
+    return connecting
+
+
+def _abort_late(connecting: Future[Any]) -> None:
+    """End a communicator that was made after its ranks had given it up."""
+    if connecting.exception() is None:
+        connecting.result().abort()
 
 
 def _host() -> str:

@@ -87,6 +87,10 @@ class CountingTransport(Transport):
         """Ask the inner one."""
         return self._inner.absent()
 
+    def check_alive(self) -> None:
+        """Ask the inner one."""
+        self._inner.check_alive()
+
     def leave(self) -> None:
         """Leave the inner one."""
         self._inner.leave()

@@ -39,9 +39,12 @@ class Work:
         """Whether the device has finished it.
 
         Raises:
-            HorovodInternalError: the communication has failed.
+            HorovodInternalError: the communication, or the device, has failed.
         """
-        finished = self._event.done
+        try:
+            finished = self._event.done
+        except Exception as error:  # of CUDA, which no later call recovers from
+            self._transport.abort(f"{type(error).__name__}: {error}")
         # Afterwards: an abort ends the work, too, and leaves anything in its results.
         self._transport.check()
         return finished

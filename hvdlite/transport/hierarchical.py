@@ -48,6 +48,10 @@ class HierarchicalTransport(Transport):
         """Call the roll."""
         return self._whole.absent()
 
+    def check_alive(self) -> None:
+        """Look at this node's ranks."""
+        self._node.check_alive()
+
     def leave(self) -> None:
         """Tell it within the node and beyond."""
         self._node.leave()

@@ -41,6 +41,9 @@ _NATIVE = {
 }
 # Seconds that close() waits for the device where nobody has said how long.
 _CLOSE_SECONDS = 30.0
+# Seconds that an abort leaves to a call in another thread, which returns at once unless it waits
+# for other ranks; then only the abort ends it.
+_CALL_SECONDS = 5.0
 
 
 class NCCLTransport(DeviceTransport):
@@ -86,12 +89,19 @@ class NCCLTransport(DeviceTransport):
     def check(self) -> None:
         """Ask NCCL for errors that came up after a call had returned."""
         super().check()
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is in a call, which reports errors itself
         try:
-            with self._lock:  # an abort frees what is looked at
-                if self._failure is None:
-                    self._communicator.check_async_error()
+            if self._failure is None:
+                self._communicator.check_async_error()
         except Exception as error:  # cupy raises a KeyError for codes that it does not know
-            self.abort(_describe(error))
+            failure = _describe(error)
+        else:
+            failure = ""
+        finally:
+            self._lock.release()
+        if failure:
+            self.abort(failure)
         super().check()
 
     def allreduce(
@@ -121,7 +131,7 @@ class NCCLTransport(DeviceTransport):
         """Send and receive the pieces that are not empty, as one group."""
         self._check_entered()
         self._cuda.copy(result[self.rank], pieces[self.rank])
-        with self._reporting(), self._group():
+        with self._calling(), self._group():
             for shift in range(1, self.size):
                 to, source = (self.rank + shift) % self.size, (self.rank - shift) % self.size
                 if pieces[to].nbytes:
@@ -142,7 +152,7 @@ class NCCLTransport(DeviceTransport):
         scattered = [self._cuda.pointer(part) for part in result] != places
         whole = self._cuda.empty(self.size * nbytes, np.dtype(np.uint8)) if scattered else result[0]
         if nbytes:
-            with self._reporting():
+            with self._calling():
                 self._communicator.allGather(
                     pointer, self._cuda.pointer(whole), nbytes, _BYTE, self.stream.ptr
                 )
@@ -155,7 +165,7 @@ class NCCLTransport(DeviceTransport):
         self._check_entered()
         pointer, nbytes = self._place(array)
         if nbytes:
-            with self._reporting():
+            with self._calling():
                 self._communicator.broadcast(pointer, pointer, nbytes, _BYTE, root, self.stream.ptr)
 
     def close(self) -> None:
@@ -168,11 +178,17 @@ class NCCLTransport(DeviceTransport):
         if self._failure is None:
             self._staged.close()
             self._failure = f"rank {self.members[self.rank]}: the NCCL transport has been closed"
-            self._communicator.destroy()
+            with self._lock:
+                self._communicator.destroy()
 
     def _disconnect(self) -> None:
-        with self._lock:
+        """Abort the communicator, which frees it: after a call in flight, if that ends soon."""
+        alone = self._lock.acquire(timeout=_CALL_SECONDS)
+        try:
             self._communicator.abort()
+        finally:
+            if alone:
+                self._lock.release()
 
     def _allreduce_natively(
         self, send: Any, result: Any, op: ReduceOp, scaling: Scaling, kind: np.dtype[Any]
@@ -183,7 +199,7 @@ class NCCLTransport(DeviceTransport):
         if is_average and kind.kind == "f" and self.size & (self.size - 1) == 0:
             number, scaling = _AVERAGE, Scaling()
         source, target = self._cuda.pointer(send), self._cuda.pointer(result)
-        with self._reporting():
+        with self._calling():
             self._communicator.allReduce(
                 source, target, send.size, _TYPES[kind.name], number, self.stream.ptr
             )
@@ -219,11 +235,14 @@ class NCCLTransport(DeviceTransport):
             self._cuda.nccl.groupEnd()
 
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Turn an error of NCCL into ours."""
-        super().check()
+    def _calling(self) -> Iterator[None]:
+        """Keep aborts out while NCCL is called, and turn its errors into ours."""
         try:
-            yield
+            with self._lock:
+                super().check()
+                yield
+        except HorovodInternalError:
+            raise
         except Exception as error:
             self.abort(_describe(error))
 

@@ -82,6 +82,10 @@ class SharedMemoryTransport(Transport):
         """Look whose place is empty."""
         return self._table.absent()
 
+    def check_alive(self) -> None:
+        """Look at the other ranks' places and processes."""
+        self._table.check_alive()
+
     def leave(self) -> None:
         """Mark this rank's place."""
         self._table.leave()

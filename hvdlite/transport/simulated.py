@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import HorovodInternalError, RankGoneError
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import slices
 from hvdlite.transport.base import Patience, Transport, common_prefix
@@ -80,6 +80,15 @@ class Simulation:
         with self._changed:
             self._gone.add(rank)
 
+    def check_alive(self, rank: int) -> None:
+        """Raise if another rank has left.
+
+        Raises:
+            RankGoneError: one has.
+        """
+        for other in sorted(self._gone - {rank}):
+            raise RankGoneError(f"rank {other} has ended; see what ended it")
+
     def missing(self, rank: int) -> list[int]:
         """The ranks that have not come to the collective that a rank has entered last."""
         with self._changed:
@@ -121,6 +130,10 @@ class SimulatedTransport(Transport):
     def absent(self) -> list[int]:
         """Look who is missing."""
         return self._simulation.missing(self.rank)
+
+    def check_alive(self) -> None:
+        """Look who has left."""
+        self._simulation.check_alive(self.rank)
 
     def leave(self) -> None:
         """Never come again."""

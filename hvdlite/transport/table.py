@@ -264,6 +264,17 @@ class Table:
         self.own.gone.value = ((self._met + 1) & 0xFFFFFFFF) or 1  # 0 stands for: it is here
         self.own.arrived.wake()
 
+    def check_alive(self) -> None:
+        """Raise if another rank has left or ended.
+
+        Raises:
+            RankGoneError: it has.
+        """
+        for place in self.others:
+            failure = self._failure(place, _LOOK_SECONDS)
+            if failure is not None:
+                raise RankGoneError(failure)
+
     def absent(self) -> list[int]:
         """The ranks that have not arrived where this one waits."""
         return [

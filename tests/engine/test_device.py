@@ -273,6 +273,28 @@ class TestFailures:
 
         on_all_ranks(reduce, ranks.ranks)
 
+    def test_a_rank_that_has_ended_ends_the_device_s_wait(self, connect):
+        """NCCL tells nothing of it, and no rank waits for it on the host."""
+        ranks = connect(2)
+        ranks.block(1)
+        on_all_ranks(lambda rank: rank.named.run(total(rank)), ranks.ranks)
+        ours = ranks.node.communicators[0]
+        ranks.simulations[1].leave(1)
+        with ranks.node.lock:
+            assert ranks.node.lock.wait_for(lambda: ours.aborted, 10)
+        with pytest.raises(HorovodInternalError, match="rank 1 has ended"):
+            ranks.ranks[0].named.run(total(ranks.ranks[0]))
+
+    def test_a_device_s_wait_has_a_limit_where_none_is_set(self, connect, monkeypatch):
+        monkeypatch.setattr("hvdlite.engine.device_side._TIMEOUT_SECONDS", 0.3)
+        ranks = connect(2)
+        assert ranks.settings.stall_shutdown_time_seconds == 0
+        ranks.block(1)
+        on_all_ranks(lambda rank: rank.named.run(total(rank)), ranks.ranks)
+        aborted = ranks.node.communicators
+        with ranks.node.lock:
+            assert ranks.node.lock.wait_for(lambda: aborted[0].aborted and aborted[1].aborted, 10)
+
     def test_the_others_are_told_before_the_device_is_stopped(self, connect, monkeypatch):
         ranks = connect(1)
         (rank,) = ranks.ranks

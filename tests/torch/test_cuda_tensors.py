@@ -105,6 +105,7 @@ def run(monkeypatch):
     monkeypatch.setattr(world, "size", lambda: here.size)
     monkeypatch.setattr(parameter_set, "next_label", next_label)
     monkeypatch.setattr(device_memory, "find", lambda tensor: here.rank.memory)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = []
 
     def run(size, function, **settings):
@@ -470,7 +471,60 @@ def test_an_asynchronous_error_ends_the_training_on_all_ranks(run):
     assert run(2, train) == [1, 1]
 
 
+def test_nothing_is_exchanged_while_a_graph_is_captured(run, monkeypatch):
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: here.rank in capturing)
+
+    def train(rank):
+        model, optimizer = make_optimizer(rank)
+        own = here.rank
+        capturing.append(own)
+        with pytest.raises(RuntimeError, match=r"gradient of 'p\d+' .*CUDA graph.*make_graphed"):
+            backward(model, rank.rank, 0)
+        with pytest.raises(RuntimeError, match="CUDA graph"):
+            hvd.allreduce(torch.ones(3).as_subclass(OnDevice), name="x")
+        capturing.remove(own)
+        optimizer._reducer.restart()
+        optimizer.zero_grad()
+        backward(model, rank.rank, 0)
+        optimizer.synchronize()
+        rank.memory.finish()
+        assert all((each.grad == 1.5 * (n + 1)).all() for n, each in enumerate(model.parameters()))
+
+    run(2, train)
+
+
+def test_the_default_stream_is_torch_s_own(monkeypatch):
+    """An external stream of address 0 would be another one."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda index: f"default of {index}")
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda ptr, device: f"{ptr} on {device}")
+    monkeypatch.setattr(torch.cuda, "stream", entered.append)
+    memory = device_memory.CudaMemory(None, 1)
+    memory.on(0)
+    memory.on(77)
+    assert entered == ["default of 1", "77 on 1"]
+
+
 # Without a device
+
+
+def test_without_cupy_devices_share_no_set(run, monkeypatch):
+    """Autograd runs the hooks of two devices in two threads at once."""
+    monkeypatch.setattr(device_memory, "find", lambda tensor: None)
+    on_cuda = torch.float64
+    monkeypatch.setattr(
+        torch.Tensor, "get_device", lambda tensor: 0 if tensor.dtype == on_cuda else -1
+    )
+
+    def train(rank):
+        _, optimizer = make_optimizer(rank)
+        assert [
+            {parameter.dtype == on_cuda for parameter in members._parameters}
+            for members in optimizer._reducer._sets
+        ] == [{False}, {True}]
+
+    run(2, train)
 
 
 def test_a_tensor_on_the_host_is_in_no_device_s_memory():

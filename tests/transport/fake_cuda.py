@@ -31,6 +31,7 @@ class FakeNode:
     Attributes:
         executed: what the devices have done, in the order of it.
         communicators: by rank, as they were made last.
+        connected: how many have been made.
     """
 
     def __init__(self):
@@ -38,6 +39,7 @@ class FakeNode:
         self.streams = {}
         self.executed = []
         self.communicators = {}
+        self.connected = 0
         self.meetings = {}
         self.kept = []
         self._numbers = itertools.count(1)
@@ -100,6 +102,7 @@ class FakeEvent:
     """An event; as a task it is its own record."""
 
     name = "record"
+    error = None  # what the device has failed with
 
     def __init__(self, node, stream):
         self.node = node
@@ -112,6 +115,8 @@ class FakeEvent:
 
     @property
     def done(self):
+        if self.error is not None:
+            raise self.error
         with self.node.lock:
             while not self.complete and self.node.advance(self.stream):
                 pass
@@ -149,6 +154,7 @@ class FakeCuda:
         self._bus = bus
         self._version = version
         self._refuses = refuses
+        self.released = threading.Event()
         self._current = threading.local()
 
     def device_name(self, device):
@@ -169,6 +175,8 @@ class FakeCuda:
         assert unique_id == bytes(range(128))
         if self._refuses == "connect":
             raise FakeNcclError("unhandled system error")
+        if self._refuses == "hang":
+            self.released.wait(SECONDS)
         return FakeCommunicator(self.node, size, rank)
 
     def stream(self, device):

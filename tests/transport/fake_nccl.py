@@ -104,6 +104,7 @@ class FakeCommunicator:
         self._counts = {}
         with node.lock:
             node.communicators[rank] = self
+            node.connected += 1
             node.lock.notify_all()
             there = node.lock.wait_for(lambda: len(node.communicators) == size, SECONDS)
         if not there:

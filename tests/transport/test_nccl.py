@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 
@@ -348,6 +349,74 @@ def test_adasum_through_the_host_gives_up_too():
     with pytest.raises(HorovodInternalError, match=r"rank 0: .*nothing came"):
         rank.transport.enqueue(lambda: rank.transport.allreduce(array, array, adasum, Scaling()))
     assert node_of(rank).communicators[0].aborts == 1
+
+
+def test_an_error_of_the_device_ends_every_wait():
+    """It stays: later calls would find the same."""
+    rank, _ = connect(2)
+    array = np.ones(4, np.float32)
+    work = rank.transport.enqueue(_sum(rank, array, array))
+    work._event.error = RuntimeError("cudaErrorIllegalAddress")
+    with pytest.raises(HorovodInternalError, match=r"rank 0: .*cudaErrorIllegalAddress"):
+        work.wait(10)
+    assert node_of(rank).communicators[0].aborts == 1
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["that ends", "that hangs"])
+def test_an_abort_comes_after_a_call_in_flight(monkeypatch, ends):
+    """It frees the communicator; only a call that hangs is ended by it."""
+    monkeypatch.setattr("hvdlite.transport.nccl._CALL_SECONDS", 10.0 if ends else 0.05)
+    rank, _ = connect(2)
+    communicator = node_of(rank).communicators[0]
+    entered, may_return = threading.Event(), threading.Event()
+    aborts_when_the_call_ended = []
+
+    def call(*arguments):
+        entered.set()
+        may_return.wait(10)
+        aborts_when_the_call_ended.append(communicator.aborts)
+
+    monkeypatch.setattr(communicator, "broadcast", call)
+    array = np.ones(4, np.uint8)
+
+    def broadcast():
+        with contextlib.suppress(HorovodInternalError):
+            rank.transport.enqueue(lambda: rank.transport.broadcast(array, 0))
+
+    def abort():
+        with contextlib.suppress(HorovodInternalError):
+            rank.transport.abort("the peer has died")
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (broadcast, abort)]
+    threads[0].start()
+    assert entered.wait(10)
+    rank.transport.check()  # does not wait for the call
+    threads[1].start()
+    if not ends:
+        threads[1].join(10)
+    may_return.set()
+    for thread in threads:
+        thread.join(10)
+    assert aborts_when_the_call_ended == [0 if ends else 1]
+    assert communicator.aborts == 1
+
+
+def test_ranks_that_never_connect_go_through_the_host(monkeypatch, caplog):
+    monkeypatch.setattr("hvdlite.transport.connect_device._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("tests.transport.fake_nccl.SECONDS", 0.05)
+    node = FakeNode()
+    cudas = [FakeCuda(node, "0", refuses="hang"), FakeCuda(node, "1", refuses="hang")]
+    ranks = connect(2, lambda _: cudas)
+    assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
+    assert "rank 0: NCCL did not connect within 0.1 s" in caplog.text
+    # Communicators that come about all the same are ended.
+    monkeypatch.setattr("tests.transport.fake_nccl.SECONDS", 10.0)
+    for cuda in cudas:
+        cuda.released.set()
+    with node.lock:
+        assert node.lock.wait_for(
+            lambda: [node.communicators[rank].aborts for rank in node.communicators] == [1, 1], 10
+        )
 
 
 def test_close_ends_the_communicator_once_the_device_is_done():

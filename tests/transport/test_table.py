@@ -193,6 +193,14 @@ class TestGone:
         with pytest.raises(RankGoneError, match="rank 11 has ended"):
             here.meet()
 
+    def test_who_only_asks_is_told(self):
+        """Of a device's work, say, for which nobody waits here."""
+        here, there = tables(2)
+        here.check_alive()
+        there.leave()
+        with pytest.raises(RankGoneError, match="rank 11 has ended"):
+            here.check_alive()
+
     def test_what_a_rank_has_brought_before_it_left_counts(self):
         here, there = tables(2)
         there.own.write(there.next, [42])
