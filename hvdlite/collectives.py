@@ -14,9 +14,11 @@ from hvdlite.engine import Engine, Handle, Operation
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.device_operations import DeviceAllgather, DeviceAllreduce, DeviceBroadcast
 from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, Join
+from hvdlite.errors import HorovodInternalError
 from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
 from hvdlite.exchange.device import CompressedDeviceAllreduce
 from hvdlite.exchange.operation import CompressedAllreduce
+from hvdlite.interrupts import uninterrupted
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 
@@ -276,6 +278,9 @@ def join(process_set: ProcessSet = global_process_set) -> int:
     The weights of a rank that has joined stay what they were. Afterwards broadcast those of the
     rank that is returned, which has taken every step.
 
+    If an exception from a signal's handler ends the wait, this rank has joined all the same, and
+    another call goes on waiting.
+
     Args:
         process_set: the ranks that take part.
 
@@ -287,9 +292,21 @@ def join(process_set: ProcessSet = global_process_set) -> int:
         HorovodInternalError: a rank has shut down without joining, or communication failed.
     """
     engine = runtime.engine(process_set)
-    handles = [lane.submit(Join("join()")) for lane in (engine.gradients, engine.named)]
-    last: int = [handle.wait() for handle in handles][-1]
+    _submit_joins(engine)
+    try:
+        last: int = [handle.wait() for handle in engine.joins][-1]
+    except HorovodInternalError:
+        engine.joins.clear()
+        raise
+    engine.joins.clear()
     return last
+
+
+@uninterrupted
+def _submit_joins(engine: Engine) -> None:
+    if not engine.joins:  # else a signal's handler has ended the wait for them
+        lanes = (engine.gradients, engine.named)
+        engine.joins.extend([lane.submit(Join("join()")) for lane in lanes])
 
 
 def barrier(process_set: ProcessSet = global_process_set, name: str | None = None) -> None:

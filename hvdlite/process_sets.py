@@ -194,18 +194,19 @@ class ProcessSets:
     def close(self) -> bool:
         """Close all engines, in the time that the settings allow, and forget the sets.
 
+        If a signal's handler raises, it is to be called again.
+
         Returns:
             Whether all ranks have closed them.
         """
         deadline = time.monotonic() + self._global.settings.shutdown_timeout_seconds
         self.begin_close()
-        closed = True
         for number in sorted(self._engines, reverse=True):
             engine = self._engines[number]
-            ended = engine.close(max(deadline - time.monotonic(), 0.0))
-            if ended:
+            if engine.close(max(deadline - time.monotonic(), 0.0)):
+                del self._engines[number]
                 engine.world.free()
-            closed &= ended
+        closed = not self._engines
         for number in list(self._sets):
             self._leave(number)
         return closed

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hvdlite import mpi, settings, timeline, world
+from hvdlite import interrupts, mpi, settings, timeline, world
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
@@ -22,6 +22,7 @@ _log = logging.getLogger("hvdlite")
 
 _engine: Engine | None = None
 _sets: ProcessSets | None = None
+_ending: tuple[ProcessSets, int, float] | None = None  # a shutdown that has not come to its end
 _forked = False  # whether this process is a child of the one that is a rank
 _hooked = False
 _run = Run("", 0)
@@ -109,6 +110,8 @@ def init(
     global _engine, _forked, _run, _sets, _lost
     if _engine is not None:
         return
+    if _ending is not None:
+        shutdown()
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(
             f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
@@ -120,6 +123,7 @@ def init(
     settings.compare(values, chosen)
     split = world.World.split(MPI, chosen, values.force_local_size)
     _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
+    interrupts.install()
     _engine = Engine(MPI, split, values)
     _forked = False
     _lost = None
@@ -144,17 +148,25 @@ def shutdown() -> None:
     """End hvdlite: collective, bounded in time, and run at exit if nobody calls it.
 
     Operations that other ranks still wait for raise there. ``init()`` works again
-    afterwards. It does nothing before ``init()``.
+    afterwards. It does nothing before ``init()``. If an exception from a signal's handler ends
+    it, another call (the one at exit, at last) goes on with it.
     """
-    global _engine, _sets
+    global _engine, _sets, _ending
     # A forked child (a data loader's worker) has no lanes and must not end its parent's.
-    if _engine is None or _sets is None or _forked:
+    if _forked:
         return
-    rank, limit = world.rank(), _engine.settings.shutdown_timeout_seconds
-    ending, _engine, _sets = _sets, None, None
-    world.enter(None)
+    if _engine is not None and _sets is not None:
+        _ending = _sets, world.rank(), _engine.settings.shutdown_timeout_seconds
+        _engine = _sets = None
+        world.enter(None)
+    if _ending is None:
+        return
+    ending, rank, limit = _ending
     start = time.monotonic()
-    if not ending.close() and time.monotonic() - start >= limit:
+    ended = ending.close()
+    _ending = None
+    interrupts.uninstall()
+    if not ended and time.monotonic() - start >= limit:
         _log.warning(
             "rank %d: left without the others, which did not call shutdown() within %.0f s",
             rank,

@@ -16,6 +16,7 @@ from hvdlite.engine.handle import Handle
 from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Operation
 from hvdlite.engine.persistent import Persistent
+from hvdlite.interrupts import uninterrupted
 from hvdlite.settings import Settings
 from hvdlite.transport import connect
 from hvdlite.tuning import Tuning, tune
@@ -34,6 +35,7 @@ class Engine:
         settings: as given, with what has been tuned.
         persistent: what an adapter keeps of named calls.
         world: as given.
+        joins: the handles of a join that has been begun.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
@@ -69,6 +71,7 @@ class Engine:
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
         self.persistent: Persistent[Any] = Persistent(settings.cache_capacity)
+        self.joins: list[Handle] = []
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counting = threading.Lock()
 
@@ -82,6 +85,7 @@ class Engine:
         """The number of ranks."""
         return int(self.world.comm.size)
 
+    @uninterrupted  # until what follows, a submission
     def unnamed(self, kind: str) -> str:
         """The next name for an operation that the user gave none.
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
+from hvdlite.interrupts import deferred, run_deferred
+
+# How often one that sleeps looks whether a signal's handler wants to run.
+_LOOK_SECONDS = 0.05
 _waiting = threading.Lock()
 
 
@@ -12,7 +16,10 @@ class Driver(Protocol):
     """What can run operations in the thread that calls it."""
 
     def drive(self, handle: Handle) -> None:
-        """Run what is pending until the handle's operation has ended, unless somebody does."""
+        """Run what is pending until the handle's operation has ended, unless somebody does.
+
+        It may end before, where a signal's handler is to run.
+        """
 
 
 class Handle:
@@ -34,7 +41,7 @@ class Handle:
         self._result: Any = None
         self._error: BaseException | None = None
         # Made by the first that has to sleep: there may be hundreds of handles.
-        self._ended: threading.Event | None = None
+        self._ended: threading.Lock | None = None
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """Deliver the result, or the error that took its place; only the first counts."""
@@ -43,7 +50,7 @@ class Handle:
             self._finished = True
             self.driver = None
             if self._ended is not None:
-                self._ended.set()
+                self._ended.release()
 
     def done(self) -> bool:
         """Whether the operation has ended, with a result or an error."""
@@ -55,21 +62,40 @@ class Handle:
         The wait ends: the lane that runs the operation reports a stall, and ends it
         where it has been told to.
 
+        An exception from a signal's handler ends the wait, too. The operation stays submitted, and
+        may be waited for again.
+
         Raises:
             HorovodInternalError: the operation failed, on this rank or another.
         """
         driver = self.driver
         if driver is not None:
             driver.drive(self)
-        if not self._finished:
-            self._sleep()
+        while deferred or not self._finished:
+            if run_deferred():
+                if (driver := self.driver) is not None:
+                    driver.drive(self)
+            elif self._finished:  # the handlers wait for another thread
+                break
+            else:
+                self._sleep()
         if self._error is not None:
             raise self._error
         return self._result
 
     def _sleep(self) -> None:
+        """Wait for the end, for a while.
+
+        By a plain lock, which no exception can leave half taken, as it could a `threading.Event`.
+        """
         with _waiting:
-            ended = self._ended = self._ended or threading.Event()
-        # Either `finish` has seen the event, or it has ended before this:
-        if not self._finished:
-            ended.wait()
+            ended = self._ended = self._ended or _taken_lock()
+        # Either `finish` has seen the lock, or it has ended before this:
+        if not self._finished and ended.acquire(timeout=_LOOK_SECONDS):
+            ended.release()  # for the next that waits
+
+
+def _taken_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock

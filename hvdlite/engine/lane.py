@@ -22,6 +22,7 @@ from hvdlite.engine.patience import WaitingPolicy
 from hvdlite.engine.queue import Queue
 from hvdlite.engine.rounds import Rounds
 from hvdlite.errors import HorovodInternalError
+from hvdlite.interrupts import Interrupted, deferred, is_due, leave, uninterrupted, workers
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
@@ -30,6 +31,8 @@ from hvdlite.transport import Transport
 _BURST_SECONDS, _MOST_CYCLES = 1e-4, 10
 # How often an idle lane looks after what its device has not finished.
 _WATCH_SECONDS = 0.1
+# How often one that waits for the lane to close looks whether a signal's handler wants to run.
+_LOOK_SECONDS = 0.05
 
 
 class Lane:
@@ -55,14 +58,20 @@ class Lane:
         self._queue = Queue(transport.members[transport.rank])
         self._lock, self._changed = self._queue.lock, self._queue.changed
         self._patience = WaitingPolicy(
-            settings, self._queue.describe, transport.absent, self._queue.is_patient
+            settings,
+            self._queue.describe,
+            transport.absent,
+            self._queue.is_patient,
+            lambda: self._rounds.meets,
         )
         self._rounds = Rounds(name, self._queue, transport, self._devices, self._patience, settings)
         self._driven = False
         self._sleeping = False
         self._broken = False
+        self._released = False
         self._thread = threading.Thread(target=self._serve, name=f"hvdlite-{name}", daemon=True)
         self._thread.start()
+        workers.add(self)
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised flat array that lies where the lane exchanges it best.
@@ -91,6 +100,15 @@ class Lane:
         """
         if handle is None:
             handle = Handle(operation.name)
+        try:
+            self._submit(operation, begin, handle)
+        finally:
+            if deferred:
+                leave()
+        return handle
+
+    @uninterrupted
+    def _submit(self, operation: Operation, begin: bool, handle: Handle) -> None:
         with self._lock:
             self._queue.add(operation)
             operation.handle = handle  # now that it is known not to be on its way with another
@@ -100,7 +118,6 @@ class Lane:
             handle.driver = self
             if begin or self._driven:
                 self._announce()
-        return handle
 
     def run(self, operation: Operation) -> Any:
         """Queue an operation, wait for it, and return its result.
@@ -110,10 +127,12 @@ class Lane:
         """
         return self.submit(operation, begin=False).wait()
 
+    @uninterrupted
     def drive(self, handle: Handle) -> None:
         """Run rounds in the thread of whoever waits, if nobody else does, until it has ended.
 
-        Two switches between threads cost more than a small collective.
+        Two switches between threads cost more than a small collective. A signal's handler that is
+        to run ends it before: the lane's thread goes on with the round.
         """
         with self._lock:
             drives = not self._driven and not handle.done()
@@ -121,6 +140,14 @@ class Lane:
         if drives:
             self._drive_until(handle.done)
 
+    @uninterrupted
+    def take_over(self) -> None:
+        """Let the lane's thread turn to what nobody may wait for any more."""
+        with self._lock:
+            if self._queue:
+                self._announce()
+
+    @uninterrupted
     def begin_close(self) -> None:
         """Tell the other ranks that this one submits no more.
 
@@ -137,20 +164,39 @@ class Lane:
             timeout: seconds to wait for the other ranks.
 
         Returns:
-            Whether all ranks have closed the lane; only then its communicator is free.
+            Whether all ranks have closed the lane; only then its communicator is free. If a
+            signal's handler raises, it is to be called again.
         """
         self.begin_close()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        if not self._join(timeout):
             self._patience.abandon()
-            self._thread.join(1.0)
-        if self._thread.is_alive():  # it waits for the device
-            self._devices.abort("hvdlite was shut down on this rank")
-            self._thread.join(1.0)
-        if self._rounds.closed:
+            if not self._join(1.0):  # it waits for the device
+                self._devices.abort("hvdlite was shut down on this rank")
+                self._join(1.0)
+        self._release()
+        return self._rounds.closed
+
+    def _join(self, seconds: float) -> bool:
+        """Wait for the lane's thread to end; return whether it has."""
+        deadline = time.monotonic() + seconds
+        while not (ended := self._has_ended(min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if deferred:
+                leave()
+            if time.monotonic() >= deadline:
+                break
+        return ended
+
+    @uninterrupted  # an exception in `join` has Python take the thread for one that has ended
+    def _has_ended(self, seconds: float) -> bool:
+        self._thread.join(max(seconds, 0.0))
+        return not self._thread.is_alive()
+
+    @uninterrupted
+    def _release(self) -> None:
+        if self._rounds.closed and not self._released:
+            self._released = True
             self._devices.close()
             self._transport.close()
-        return self._rounds.closed
 
     def _announce(self) -> None:
         """Wake who waits for a change; nobody in vain, or threads would fight for the GIL."""
@@ -204,8 +250,10 @@ class Lane:
     def _drive_until(self, ended: Callable[[], bool]) -> None:
         """Hold the driver's seat; a failure in it fails everything that is pending."""
         try:
-            while not ended():
+            while not ended() and not (deferred and is_due()):
                 self._rounds.run()
+        except Interrupted:
+            pass  # the next who drives goes on with that round
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):  # else the handles carry it

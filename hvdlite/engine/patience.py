@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError
+from hvdlite.interrupts import Interrupted, deferred, is_due, run_overdue
 from hvdlite.settings import Settings
 
 _log = logging.getLogger("hvdlite")
@@ -21,6 +22,7 @@ class WaitingPolicy:
         describe: what is waited for, in words; called when a report is due.
         absent: which ranks have not come (None: not known); likewise.
         patient: whether neither is due, because what waits may do so as long as it takes.
+        resumable: whether the wait may be left, and taken up again in another thread.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class WaitingPolicy:
         describe: Callable[[], str],
         absent: Callable[[], list[int] | None] = lambda: None,
         patient: Callable[[], bool] = lambda: False,
+        resumable: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._describe = describe
         self._absent = absent
         self._patient = patient
+        self._resumable = resumable
         self._reported = 0.0
         self._abandoned = threading.Event()
 
@@ -49,7 +53,12 @@ class WaitingPolicy:
 
         Raises:
             HorovodInternalError: the wait has been abandoned or has lasted too long.
+            Interrupted: a signal's handler is to run, and the wait is resumable.
         """
+        if deferred and is_due():
+            if self._resumable():
+                raise Interrupted
+            run_overdue()
         if elapsed < self._reported:
             self._reported = 0.0
         if self._abandoned.is_set():

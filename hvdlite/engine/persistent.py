@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Generic, TypeVar
 
+from hvdlite.interrupts import uninterrupted
+
 T = TypeVar("T")
 
 
@@ -31,6 +33,7 @@ class Persistent(Generic[T]):
         """What is kept for a name."""
         return self._entries.get(name)
 
+    @uninterrupted  # until what follows, a wait for the operation
     def keep(self, name: str, entry: T) -> None:
         """Keep something for a name, in the place of what was kept for it before."""
         with self._lock:

@@ -52,6 +52,8 @@ class Rounds:
     Attributes:
         closed: whether all ranks have closed the lane.
         pausing: whether a pause between rounds waits for a change of the queue.
+        meets: whether this rank has gone to a meeting that it has not come back from. If the wait
+            for the others is interrupted, the next `run` goes on with it.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Rounds:
     ) -> None:
         self.closed = False
         self.pausing = False
+        self.meets = False
+        self._operations: list[Operation] = []  # of the current round
         self._name = name
         self._queue = queue
         self._transport = transport
@@ -79,19 +83,19 @@ class Rounds:
 
         Raises:
             HorovodInternalError: communication failed; and what an operation raises.
+            Interrupted: a signal's handler is to run; the round is to be run again.
         """
-        operations = self._queue.oldest(self._transport.most_words)
-        trace = timeline.current
-        if trace is not None and trace.mark_cycles:
-            trace.instant(self._name, timeline.CYCLE_START)
-        if self._devices.under_way:
-            self._devices.look()  # before the ranks meet, so that no other one goes on
+        if not self.meets:
+            self._begin()
+        operations = self._operations
         words = [operation.word() for operation in operations]
         groups = fuse(operations, self._settings.fusion_threshold)
         with self._negotiating(operations):
+            self.meets = True
             agreed = self._transport.meet(
                 words or [_CLOSING_WORD], self._patience, _cargo(groups[0]) if groups else ()
             )
+            self.meets = False
             decision = None if agreed else self._negotiate()
         if decision is not None:
             self._carry_out(*decision)
@@ -101,6 +105,15 @@ class Rounds:
             self._execute(groups)
         else:
             self._execute(fuse(operations[:agreed], self._settings.fusion_threshold))
+
+    def _begin(self) -> None:
+        """Choose what to bring to the meeting."""
+        self._operations = self._queue.oldest(self._transport.most_words)
+        trace = timeline.current
+        if trace is not None and trace.mark_cycles:
+            trace.instant(self._name, timeline.CYCLE_START)
+        if self._devices.under_way:
+            self._devices.look()  # before the ranks meet, so that no other one goes on
 
     def _negotiating(
         self, operations: Sequence[Operation]

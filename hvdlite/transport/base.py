@@ -24,7 +24,10 @@ class Patience(Protocol):
     """How long to wait for ranks that have not come yet."""
 
     def check(self, elapsed: float) -> None:
-        """Take note of ``elapsed`` seconds of waiting; raise to give the wait up."""
+        """Take note of ``elapsed`` seconds of waiting; raise to give the wait up.
+
+        `hvdlite.interrupts.Interrupted` only leaves it for now, see `Transport.meet`.
+        """
 
 
 class Transport(ABC):
@@ -54,6 +57,9 @@ class Transport(ABC):
     @abstractmethod
     def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
         """Wait for all ranks, and tell how many of the first words all have brought alike.
+
+        If ``patience`` raises `Interrupted`, this rank stays where the ranks meet. The next call,
+        in any thread, has the same words and cargo, and goes on with the wait.
 
         Args:
             words: one at least, of `WORD_SIZE` bytes each. What exceeds ``most_words`` is

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.interrupts import Interrupted
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import slices
 from hvdlite.transport.base import LARGEST_FUSED, WORD_SIZE, Patience, Transport
@@ -61,6 +62,8 @@ class MPITransport(Transport):
         self.size = int(comm.size)
         self.members = range(self.size) if members is None else members
         self._roll_call = RollCall(MPI, comm.Dup(), self.members)
+        self._meeting: tuple[Any, Any, Any] | None = None  # that this rank waits in
+        self._patience: Patience | None = None
         self._byte = MPI.BYTE
         self._in_place = MPI.IN_PLACE
         self._request = MPI.Request
@@ -78,17 +81,21 @@ class MPITransport(Transport):
         Where a rank brings fewer words than another, its rest are zeros, and the other's no
         words of a hash: they differ.
         """
-        mine = np.zeros(self.most_words * WORD_SIZE // 8, np.uint64)
-        brought = np.frombuffer(b"".join(words[: self.most_words]), np.uint64)
-        mine[: brought.size] = brought
-        offer = np.concatenate([mine, ~mine])
-        least = np.empty_like(offer)
-        self._roll_call.begin()
-        request = self._comm.Iallreduce(offer, least, self._min)
-        self._complete(request, (offer, least), patience)
+        self._patience = patience
+        if self._meeting is None:
+            mine = np.zeros(self.most_words * WORD_SIZE // 8, np.uint64)
+            brought = np.frombuffer(b"".join(words[: self.most_words]), np.uint64)
+            mine[: brought.size] = brought
+            offer = np.concatenate([mine, ~mine])
+            least = np.empty_like(offer)
+            self._roll_call.begin()
+            self._meeting = self._comm.Iallreduce(offer, least, self._min), offer, least
+        request, offer, least = self._meeting
+        self._complete(request, (offer, least))
+        self._meeting = None
         # A rank that gave up waiting has left its word behind, and will not come along.
         self._roll_call.listen()
-        half = mine.size
+        half = least.size // 2
         alike = (least[:half] == ~least[half:]).reshape(-1, WORD_SIZE // 8).all(axis=1)
         alike = alike[: min(len(words), self.most_words)]
         return int(alike.size if alike.all() else alike.argmin())
@@ -108,7 +115,7 @@ class MPITransport(Transport):
         """Call the roll."""
         return self._roll_call.absent()
 
-    def _complete(self, request: Any, buffers: Any, patience: Patience | None = None) -> None:
+    def _complete(self, request: Any, buffers: Any) -> None:
         """Wait for an operation that ranks may come late to, or that one may never come to."""
         start = time.monotonic()
         try:
@@ -116,9 +123,11 @@ class MPITransport(Transport):
                 elapsed = time.monotonic() - start
                 if elapsed > _LISTEN_AFTER:
                     self._roll_call.listen()
-                if patience is not None:
-                    patience.check(elapsed)
+                if self._patience is not None:
+                    self._patience.check(elapsed)
                 _pause(elapsed)
+        except Interrupted:
+            raise
         except BaseException:
             _given_up.append((request, buffers))
             self.leave()

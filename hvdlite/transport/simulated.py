@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
+from hvdlite.interrupts import Interrupted
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import slices
 from hvdlite.transport.base import Patience, Transport, common_prefix
@@ -41,6 +42,7 @@ class Simulation:
         self._meetings: dict[int, dict[int, tuple[str, Any]]] = {}
         self._held: set[int] = set()
         self._gone: set[int] = set()
+        self._interrupted: dict[int, dict[int, tuple[str, Any]]] = {}
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -61,6 +63,18 @@ class Simulation:
         Raises:
             HorovodInternalError: a rank did not come in time, or to another collective.
         """
+        meeting = self._interrupted.pop(rank, None) or self._come(rank, call, given)
+        try:
+            self._wait(meeting, call, patience)
+        except Interrupted:
+            self._interrupted[rank] = meeting
+            raise
+        calls = {rank: meeting[rank][0] for rank in range(self.size)}
+        if len(set(calls.values())) > 1:
+            raise HorovodInternalError(f"the ranks entered different collectives: {calls}")
+        return [meeting[rank][1] for rank in range(self.size)]
+
+    def _come(self, rank: int, call: str, given: Any) -> dict[int, tuple[str, Any]]:
         with self._changed:
             self._changed.wait_for(lambda: rank not in self._held)
             meeting = self._meetings.setdefault(len(self.calls[rank]), {})
@@ -69,11 +83,7 @@ class Simulation:
             if len(meeting) == self.size:
                 del self._meetings[len(self.calls[rank]) - 1]
             self._changed.notify_all()
-        self._wait(meeting, call, patience)
-        calls = {rank: meeting[rank][0] for rank in range(self.size)}
-        if len(set(calls.values())) > 1:
-            raise HorovodInternalError(f"the ranks entered different collectives: {calls}")
-        return [meeting[rank][1] for rank in range(self.size)]
+        return meeting
 
     def leave(self, rank: int) -> None:
         """Let those who wait for a rank with patience, now or later, know that it has ended."""

@@ -182,6 +182,16 @@ class Table:
         """The number of the meeting that this rank arrives at next."""
         return self._last + 1
 
+    @property
+    def waits(self) -> bool:
+        """Whether a wait for the last meeting has been interrupted; `wait` goes on with it."""
+        return self._met != self._last
+
+    @property
+    def last(self) -> int:
+        """The number of the meeting that this rank has arrived at."""
+        return self._last
+
     @staticmethod
     def turn(meeting: int) -> int:
         """Meetings with the same turn use the same memory; it stands for any of them."""

@@ -82,9 +82,9 @@ def test_a_signal_ends_a_wait_and_the_next_one_gets_the_result(handle):
     assert handle.wait() == 7
 
 
-def test_an_ended_handle_is_waited_for_without_its_event(handle):
+def test_an_ended_handle_is_waited_for_without_its_lock(handle):
     """In a thread that is interrupted between taking and returning it, nobody else may hang."""
     threading.Timer(0.05, handle.finish, args=(7,)).start()
     handle.wait()
-    handle._ended.clear()
+    assert handle._ended.acquire(timeout=1)
     assert handle.wait() == 7
