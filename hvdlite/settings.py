@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,7 +13,9 @@ from typing import Any
 from hvdlite.errors import SettingsError
 
 _TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off", ""}
+_FALSE = {"0", "false", "no", "off"}
+# Longer than any job, and still what a thread can be told to wait.
+_MOST_SECONDS = 1e9
 _LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -25,8 +30,16 @@ def _number(kind: type, allowed: str, accept: Callable[[Any], bool]) -> dict[str
 
 
 def _seconds(allowed: str, accept: Callable[[float], bool]) -> dict[str, Any]:
-    # The most is longer than any job, and still what a thread can be told to wait.
-    return _number(float, f"a number of seconds{allowed}", lambda s: accept(s) and s <= 1e9)
+    return _number(
+        float, f"a number of seconds{allowed}", lambda s: accept(s) and s <= _MOST_SECONDS
+    )
+
+
+def _some_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= _MOST_SECONDS:
+        raise ValueError
+    return value
 
 
 def _flag(text: str) -> bool:
@@ -88,10 +101,13 @@ class Settings:
     )
     #: No report of ranks that wait for each other.
     stall_check_disable: bool = field(default=False, metadata={"parse": _flag, "allowed": "0 or 1"})
-    #: Seconds of waiting after which a report is made, and again after as many.
+    #: Seconds of waiting after which a report is made, and again after as many; 0: no report.
     stall_check_time_seconds: float = field(
         default=60.0,
-        metadata=_seconds(" above 0", lambda value: value > 0),
+        metadata={
+            "parse": lambda text: _some_seconds(text) or math.inf,
+            "allowed": "a number of seconds, or 0 for no report",
+        },
     )
     #: Seconds of waiting after which the wait becomes an error; 0: never.
     stall_shutdown_time_seconds: float = field(
@@ -115,6 +131,9 @@ class Settings:
     )
     #: Let the ranks of a node exchange through memory that they share.
     shared_memory: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
+    #: Refuse to start where a launcher such as torchrun has started several processes that MPI
+    #: takes for jobs of one rank each.
+    check_launcher: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
     #: Ranks that count as one node; 0: as the hardware says. For tests of several nodes.
     force_local_size: int = field(
         default=0, metadata=_number(int, "a number of ranks, or 0", lambda value: value >= 0)
@@ -164,7 +183,7 @@ def compare(settings: Settings, comm: Any) -> None:
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Settings:
-    """Read all settings from environment variables.
+    """Read all settings from environment variables; an empty one counts as not set.
 
     Raises:
         SettingsError: a variable cannot be read; the message names it, its value and
@@ -176,13 +195,74 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
             continue
         for prefix in ("HVDLITE_", "HOROVOD_"):
             variable = prefix + entry.name.upper()
-            text = environment.get(variable)
-            if text is None:
+            text = environment.get(variable, "").strip()
+            if not text:
                 continue
             try:
-                values[entry.name] = entry.metadata["parse"](text.strip())
+                values[entry.name] = entry.metadata["parse"](text)
             except ValueError:
                 allowed = entry.metadata["allowed"]
                 raise SettingsError(f"{variable}={text!r} is not {allowed}") from None
             break
     return Settings(**values, given=frozenset(values))
+
+
+_OWN_TUNING = "hvdlite measures bucket sizes once at the start (HVDLITE_AUTOTUNE)"
+_BY_TOPOLOGY = "hvdlite goes by the nodes that the ranks run on"
+
+# Horovod's run-time variables that do nothing here, and why.
+_WITHOUT_EFFECT = {
+    "ADASUM_MPI_CHUNK_SIZE": "hvdlite chooses the size of messages itself",
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _OWN_TUNING,
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _OWN_TUNING,
+    "AUTOTUNE_LOG": f"{_OWN_TUNING}; HVDLITE_LOG_LEVEL=info tells the result",
+    "AUTOTUNE_STEPS_PER_SAMPLE": _OWN_TUNING,
+    "AUTOTUNE_WARMUP_SAMPLES": _OWN_TUNING,
+    "BATCH_D2D_MEMCOPIES": "hvdlite packs gradients on a device itself",
+    "CCL_BGT_AFFINITY": "hvdlite does not use oneCCL",
+    "CCL_CACHE": "hvdlite does not use oneCCL",
+    "DISABLE_GROUP_FUSION": "a group is one operation in any case",
+    "DISABLE_NVTX_RANGES": "hvdlite marks no NVTX ranges",
+    "DYNAMIC_PROCESS_SETS": "process sets may always be added and removed",
+    "ENABLE_ASYNC_COMPLETION": "hvdlite orders the device's streams itself",
+    "ENABLE_XLA_OPS": "XLA cannot run hvdlite's operations; compile with jit_compile=False",
+    "GLOO_IFACE": "hvdlite does not use gloo; choose interfaces in MPI "
+    "(Open MPI: OMPI_MCA_btl_tcp_if_include)",
+    "GLOO_TIMEOUT_SECONDS": "hvdlite does not use gloo; HVDLITE_STALL_SHUTDOWN_TIME_SECONDS "
+    "limits waits",
+    "HIERARCHICAL_ALLGATHER": _BY_TOPOLOGY,
+    "HIERARCHICAL_ALLREDUCE": _BY_TOPOLOGY,
+    "LOG_HIDE_TIME": "messages have no time; logging.basicConfig(format=...) gives them one",
+    "LOG_TIMESTAMP": "messages have no time; logging.basicConfig(format=...) gives them one",
+    "MPI_THREADS_DISABLE": "hvdlite needs an MPI that allows calls from several threads",
+    "NUM_NCCL_STREAMS": "the lanes decide how many streams there are",
+    "THREAD_AFFINITY": "hvdlite binds no threads; mpirun --bind-to binds ranks",
+    "TORUS_ALLREDUCE": _BY_TOPOLOGY,
+}
+# Variables that Horovod's build reads, and those that horovodrun sets for its processes.
+_SILENT = re.compile(
+    r"WITH(OUT)?_.*|GPU(_.*)?|.*_(HOME|INCLUDE|LIB|LINK)|BUILD_.*|CUDA_.*|CMAKE|DEBUG|SKIP_COMPILE"
+    r"|ALLOW_MIXED_GPU_IMPL|LOCAL_VERSION|NCCL|CCL|MPI|GLOO|VERSION"
+    r"|((LOCAL|CROSS)_)?(RANK|SIZE)|HOSTNAME|SECRET_KEY|GLOO_RENDEZVOUS_.*|CONTROLLER"
+    r"|CPU_OPERATIONS|ELASTIC|START_TIMEOUT|SPARK_.*"
+)
+
+
+def ignored(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Say for each variable that is set and has no effect why that is, in one line each."""
+    known = {entry.name.upper() for entry in fields(Settings) if entry.metadata}
+    lines = []
+    for variable in sorted(environment):
+        prefix, _, name = variable.partition("_")
+        if prefix not in ("HVDLITE", "HOROVOD") or not environment[variable].strip():
+            continue
+        if name in known or _SILENT.fullmatch(name):
+            continue
+        similar = difflib.get_close_matches(name, known, 1, 0.85)
+        if prefix == "HOROVOD" and name in _WITHOUT_EFFECT:
+            lines.append(f"{variable} has no effect: {_WITHOUT_EFFECT[name]}")
+        elif similar:
+            lines.append(f"{variable} has no effect; {prefix}_{similar[0]} is a setting")
+        elif prefix == "HOROVOD":  # HVDLITE_ has others, which the launcher reads
+            lines.append(f"{variable} has no effect: no setting of Horovod's or hvdlite's")
+    return lines

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -12,8 +13,8 @@ GOOD = {
     "fusion_threshold": [("0", 0), ("1048576", 1048576), (" 5 ", 5)],
     "first_bucket_size": [("0", 0), ("1024", 1024)],
     "autotune": [("1", True), ("0", False)],
-    "stall_check_disable": [("1", True), ("0", False), ("true", True), ("No", False), ("", False)],
-    "stall_check_time_seconds": [("0.5", 0.5), ("60", 60.0), ("1e3", 1000.0)],
+    "stall_check_disable": [("1", True), ("0", False), ("true", True), ("No", False)],
+    "stall_check_time_seconds": [("0.5", 0.5), ("60", 60.0), ("1e3", 1000.0), ("0", math.inf)],
     "stall_shutdown_time_seconds": [("0", 0.0), ("0.25", 0.25)],
     "shared_memory": [("1", True), ("0", False)],
     "overlap": [("auto", "auto"), ("Auto", "auto"), ("1", "1"), ("off", "0")],
@@ -22,18 +23,19 @@ GOOD = {
     "shutdown_timeout_seconds": [("0.5", 0.5), ("5", 5.0)],
     "elastic_timeout": [("0.5", 0.5), ("600", 600.0)],
     "elastic_retries": [("0", 0), ("12", 12)],
+    "check_launcher": [("1", True), ("0", False)],
     "force_local_size": [("0", 0), ("2", 2)],
-    "timeline": [("/tmp/trace.json", "/tmp/trace.json"), ("", ""), ("DYNAMIC", "")],
+    "timeline": [("/tmp/trace.json", "/tmp/trace.json"), ("DYNAMIC", "")],
     "timeline_mark_cycles": [("1", True), ("0", False)],
     "log_level": [("debug", "debug"), ("WARNING", "warning"), ("Trace", "trace")],
 }
 BAD = {
-    "fusion_threshold": ["", "-1", "64MB", "1.5"],
+    "fusion_threshold": ["-1", "64MB", "1.5"],
     "first_bucket_size": ["-1", "x"],
     "autotune": ["2", "maybe"],
     "stall_check_disable": ["2", "maybe"],
-    "stall_check_time_seconds": ["0", "-1", "nan", "inf", "soon"],
-    "stall_shutdown_time_seconds": ["-1", "nan", "inf", ""],
+    "stall_check_time_seconds": ["-1", "nan", "inf", "soon"],
+    "stall_shutdown_time_seconds": ["-1", "nan", "inf"],
     "shared_memory": ["2", "maybe"],
     "overlap": ["2", "sometimes"],
     "cycle_time": ["-1", "1001", "nan", "soon"],
@@ -41,10 +43,11 @@ BAD = {
     "shutdown_timeout_seconds": ["0", "1e300", "never"],
     "elastic_timeout": ["0", "-1", "inf", "long"],
     "elastic_retries": ["-1", "1.5", "often"],
+    "check_launcher": ["2", "maybe"],
     "force_local_size": ["-1", "two"],
     "timeline": ["traces/"],
     "timeline_mark_cycles": ["2", "maybe"],
-    "log_level": ["loud", ""],
+    "log_level": ["loud"],
 }
 ALLOWED = {
     entry.name: entry.metadata["allowed"] for entry in fields(Settings) if entry.name != "given"
@@ -79,6 +82,42 @@ def test_every_setting_says_what_is_allowed():
 
 def test_an_empty_environment_gives_the_defaults():
     assert settings.read({}) == Settings()
+
+
+@pytest.mark.parametrize("name", list(GOOD))
+def test_empty_means_not_set(name):
+    for empty in ("", "  "):
+        found = settings.read({f"HVDLITE_{name.upper()}": empty, f"HOROVOD_{name.upper()}": empty})
+        assert found == Settings()
+        text, value = GOOD[name][0]
+        found = settings.read({f"HVDLITE_{name.upper()}": empty, f"HOROVOD_{name.upper()}": text})
+        assert getattr(found, name) == value
+
+
+def test_what_has_no_effect_gets_a_line_each():
+    assert settings.ignored({f"HOROVOD_{name.upper()}": "1" for name in GOOD}) == []
+    # What Horovod's build reads, what horovodrun sets, what is empty, and what the launcher reads.
+    names = "HOROVOD_WITH_PYTORCH HOROVOD_GPU_OPERATIONS HOROVOD_CUDA_HOME HOROVOD_RANK"
+    names += " HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_CONTROLLER HVDLITE_MPIRUN PATH"
+    assert (
+        settings.ignored({"HOROVOD_THREAD_AFFINITY": " ", **dict.fromkeys(names.split(), "x")})
+        == []
+    )
+    found = settings.ignored(
+        {
+            "HOROVOD_THREAD_AFFINITY": "1,2",
+            "HOROVOD_FUSION_TRESHOLD": "1",
+            "HVDLITE_CYCLE_TIMES": "1",
+            "HOROVOD_COLOUR": "1",
+        }
+    )
+    assert found == [
+        "HOROVOD_COLOUR has no effect: no setting of Horovod's or hvdlite's",
+        "HOROVOD_FUSION_TRESHOLD has no effect; HOROVOD_FUSION_THRESHOLD is a setting",
+        "HOROVOD_THREAD_AFFINITY has no effect: hvdlite binds no threads; "
+        "mpirun --bind-to binds ranks",
+        "HVDLITE_CYCLE_TIMES has no effect; HVDLITE_CYCLE_TIME is a setting",
+    ]
 
 
 def test_ours_goes_before_horovods():
