@@ -7,7 +7,8 @@
     │   ├── RankGoneError          another rank has ended or has given up
     │   ├── MismatchError          two ranks submitted different things under one name
     │   └── GradientError          a gradient that cannot be exchanged in the way asked for
-    └── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
+    ├── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
+    └── LauncherError              processes that were started together are no job to MPI
     ValueError
     ├── NotInitializedError        a call before ``init()``
     ├── SettingsError              an environment variable that cannot be read
@@ -50,6 +51,10 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts has changed")
         self.skip_sync = skip_sync
+
+
+class LauncherError(RuntimeError):
+    """Several processes were started together, and MPI takes each for a job of its own."""
 
 
 class NotInitializedError(ValueError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
 from types import ModuleType
 
 # Read by the MPI library at its start, so they work under a bare mpirun too. A value
@@ -21,8 +20,7 @@ def load() -> ModuleType:
 
     Raises:
         ImportError: mpi4py or an MPI library is missing; the message has the pip command.
-        RuntimeError: the MPI library does not allow calls from several threads, or does not
-            belong to the mpirun that started this process.
+        RuntimeError: the MPI library does not allow calls from several threads.
     """
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -44,7 +42,6 @@ def load() -> ModuleType:
             "background threads need; call hvd.init() before anything else starts MPI, or "
             "set mpi4py.rc.thread_level = 'multiple'"
         )
-    _check_size(MPI.COMM_WORLD.size, os.environ)
     module: ModuleType = MPI
     return module
 
@@ -62,31 +59,6 @@ def _finalize(pid: int) -> None:
     MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806
     if MPI is not None and os.getpid() == pid and MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
-
-
-def _check_size(size: int, environment: Mapping[str, str]) -> None:
-    """Notice an mpirun or srun that the MPI library does not know: it starts N jobs of one rank."""
-    managers = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    if size == 1 and any(_number(environment, variable) > 1 for variable in managers):
-        variable = next(name for name in managers if _number(environment, name) > 1)
-        raise RuntimeError(
-            f"mpirun started {environment[variable]} processes ({variable}), but the MPI library "
-            "sees one: they belong to different MPIs; start the script with hvdliterun, or with "
-            "the mpirun that belongs to the library that mpi4py loads"
-        )
-    # A step may also be what an mpirun starts its helpers in.
-    step = "SLURM_STEP_NUM_TASKS"
-    if size == 1 and not set(managers) & set(environment) and _number(environment, step) > 1:
-        raise RuntimeError(
-            f"srun started {environment[step]} processes ({step}), but the MPI library sees one; "
-            "start the script with `srun --mpi=pmix` (`srun --mpi=list` shows what Slurm has; "
-            "MPICH takes pmi2), or with hvdliterun inside the allocation"
-        )
-
-
-def _number(environment: Mapping[str, str], variable: str) -> int:
-    value = environment.get(variable, "")
-    return int(value) if value.isdigit() else 0
 
 
 def _remedy(what: str, error: Exception) -> str:

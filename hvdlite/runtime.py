@@ -5,14 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import time
-import traceback
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
-from hvdlite import interrupts, mpi, settings, timeline, world
+from hvdlite import failures, interrupts, launchers, mpi, settings, timeline, world
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
@@ -103,6 +100,8 @@ def init(
 
     Raises:
         ImportError: mpi4py or an MPI library is missing.
+        LauncherError: something else than MPI has started several processes; not where
+            ``comm`` is given, or HVDLITE_CHECK_LAUNCHER is 0.
         SettingsError: an environment variable cannot be read.
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
@@ -117,7 +116,10 @@ def init(
             f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
         )
     values = settings.read()
+    failures.install(_place)
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
+    if comm is None and values.check_launcher:
+        launchers.check(MPI.COMM_WORLD.size)
     _set_log_level(values.log_level)
     chosen = world.choose(MPI, comm)
     settings.compare(values, chosen)
@@ -129,6 +131,9 @@ def init(
     _lost = None
     world.enter(split)
     _sets = ProcessSets(MPI, split, _engine)
+    if not _hooked and split.comm.rank == 0:
+        for line in settings.ignored():
+            _log.warning("%s", line)
     _hook()
     for process_set in () if isinstance(process_sets, str) else process_sets or ():
         try:
@@ -238,7 +243,6 @@ def _hook() -> None:
         _hooked = True
         atexit.register(shutdown)
         os.register_at_fork(after_in_child=_note_fork)
-        _abort_on_exceptions()
 
 
 def _note_fork() -> None:
@@ -246,32 +250,9 @@ def _note_fork() -> None:
     _forked = True
 
 
-def _abort_on_exceptions() -> None:
-    """An exception that ends this rank ends the job: the others would wait for it."""
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
-        if size == 1 or _forked:
-            previous(kind, error, trace)
-            return
-        try:
-            text = "".join(traceback.format_exception(kind, error, trace))
-            # One write, so that the lines of several ranks do not mix.
-            sys.stderr.write(f"hvdlite: rank {rank} of {size} ends the job:\n{text}")
-            sys.stderr.flush()
-            sys.stdout.flush()
-            timeline.stop()
-        finally:
-            _end_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = hook
-
-
-def _end_job(code: int) -> NoReturn:
-    # hvdliterun ends the job when one rank does, without MPI_Abort's words about it.
-    if "HVDLITE_LAUNCHER" not in os.environ:
-        from mpi4py import MPI
-
-        MPI.COMM_WORLD.Abort(code)
-    os._exit(code)
+def _place() -> failures.Place | None:
+    """Where an exception would end the job: nowhere in a forked child, or on a rank alone."""
+    if _forked:
+        return None
+    rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
+    return failures.Place(rank, size, _run.job) if size > 1 else None

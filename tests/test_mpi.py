@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from hvdlite import mpi
 from tests.harness.mpirun import ROOT
 
 INIT = "import hvdlite as hvd; hvd.init()"
@@ -68,23 +67,3 @@ def test_a_rank_that_waits_yields_its_core_unless_the_user_says_otherwise(monkey
         monkeypatch.setenv(variable, users)
     done = run(f"import os; {INIT}; print(os.environ['{variable}'])")
     assert done.stdout.strip() == (users or "1")
-
-
-def test_an_mpirun_of_another_mpi_is_noticed():
-    for variable in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        with pytest.raises(RuntimeError, match=rf"started 4 processes \({variable}\).*hvdliterun"):
-            mpi._check_size(1, {variable: "4"})
-        mpi._check_size(4, {variable: "4"})
-        mpi._check_size(1, {variable: "1"})
-    mpi._check_size(1, {})
-
-
-def test_an_srun_that_the_library_does_not_know_is_noticed():
-    step = {"SLURM_STEP_NUM_TASKS": "4"}
-    with pytest.raises(RuntimeError, match=r"srun started 4 processes.*srun --mpi=pmix"):
-        mpi._check_size(1, step)
-    mpi._check_size(4, step)
-    mpi._check_size(1, {"SLURM_STEP_NUM_TASKS": "1"})
-    # In a batch script, and under an mpirun whose helpers srun has started.
-    mpi._check_size(1, {"SLURM_NTASKS": "4"})
-    mpi._check_size(1, {**step, "OMPI_COMM_WORLD_SIZE": "1"})

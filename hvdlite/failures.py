@@ -1,0 +1,204 @@
+"""An exception that ends a rank ends its job, for the others would wait for it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, NoReturn
+
+from hvdlite import timeline
+from hvdlite.errors import HorovodInternalError, LauncherError, RankGoneError
+
+# Seconds in which ranks that fail together say so, before one of them ends the job.
+_OTHERS = 0.5
+
+_CONSEQUENCE = "consequence"
+
+
+class Place(NamedTuple):
+    """Where an exception ends a job.
+
+    Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        job: the job's name, the same on all ranks.
+    """
+
+    rank: int
+    size: int
+    job: str
+
+
+_installed = False
+_find_place: Callable[[], Place | None] | None = None
+_reported: BaseException | None = None
+_claims: list[socket.socket] = []
+
+
+def install(find_place: Callable[[], Place | None]) -> None:
+    """Have uncaught exceptions of the main thread end the job; once in a process.
+
+    Args:
+        find_place: returns the rank in the job; None where an exception concerns this process
+            alone.
+    """
+    global _installed, _find_place
+    _find_place = find_place
+    if _installed:
+        return
+    _installed = True
+    previous = sys.excepthook
+    users = None if previous is sys.__excepthook__ else previous
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        global _reported
+        if isinstance(error, LauncherError):
+            _write(f"hvdlite: {error}\n")
+            return
+        place = _place()
+        if place is None:
+            previous(kind, error, trace)
+            return
+        # A hook that was installed later has called this one, and may have put a buffer of its own
+        # in the place of standard error: let it finish.
+        outermost = sys.excepthook is hook
+        try:
+            _reported = error
+            _report(place, error, users and partial(users, kind, error, trace))
+        finally:
+            if outermost:
+                _end_job(error)
+
+    sys.excepthook = hook
+    # Python's own atexit comes after it has waited for threads, which may need the other ranks.
+    register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+    register(_end_after_other_hooks)
+
+
+def _place() -> Place | None:
+    return _find_place() if _find_place else None
+
+
+def _end_after_other_hooks() -> None:
+    """End the job where a hook that stands in front of ours has dealt with the exception."""
+    error, place = getattr(sys, "last_value", None), _place()
+    if place is None or not isinstance(error, BaseException) or not _has_ended_program():
+        return
+    try:
+        if error is not _reported:
+            _write(_line(place, error))
+    finally:
+        _end_job(error)
+
+
+def _has_ended_program() -> bool:
+    """Whether nobody has caught the last exception; pytest and IPython remember theirs, too."""
+    trace: TracebackType | None = getattr(sys, "last_traceback", None)
+    return trace is not None and trace.tb_frame.f_back is None
+
+
+def _report(place: Place, error: BaseException, print_it: Callable[[], object] | None) -> None:
+    """Print the traceback, or one line where another rank has printed its like.
+
+    Args:
+        place: this rank.
+        error: what ends it.
+        print_it: the user's own way to print the traceback, from before ours.
+    """
+    text = "".join(traceback.format_exception(error))
+    if all(isinstance(one, HorovodInternalError) for one in _chain(error)):
+        # It tells of another rank, or all ranks have got it.
+        first = _claim(place.job, _CONSEQUENCE) and not isinstance(error, RankGoneError)
+    else:
+        _claim(place.job, _CONSEQUENCE)
+        first = _claim(place.job, text)
+    if not first:
+        _write(_line(place, error))
+        return
+    header = f"hvdlite: rank {place.rank} of {place.size} ends the job:\n"
+    if print_it:
+        _write(header)
+        print_it()
+    else:
+        # One write, so that the lines of several ranks do not mix.
+        _write(header + text)
+
+
+def _line(place: Place, error: BaseException) -> str:
+    summary = " ".join("".join(traceback.format_exception_only(error)).split())
+    where = _users_line(error)
+    return f"hvdlite: rank {place.rank} of {place.size} ends the job: {summary}{where}\n"
+
+
+def _users_line(error: BaseException) -> str:
+    """The last line of the user's own code that an exception came through."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
+    others = (str(Path(__file__).parent), "<frozen", *installed)
+    own = [
+        f" ({frame.filename}:{frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(others)
+    ]
+    return own[-1] if own else ""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that its traceback tells of."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        cause = following.__cause__
+        following = cause or (None if following.__suppress_context__ else following.__context__)
+
+
+def _claim(job: str, text: str) -> bool:
+    """Whether this rank is the first of its job on this host to claim a text.
+
+    A claim is the name of a socket, which nobody connects to and which goes when its process ends.
+    """
+    name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0hvdlite-{job}-{name}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
+
+
+def _write(text: str) -> None:
+    # Standard error may be closed, or the reader of a pipe gone.
+    with contextlib.suppress(Exception):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def _end_job(error: BaseException) -> NoReturn:
+    try:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        timeline.stop()
+        time.sleep(_OTHERS)
+    finally:
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        # hvdliterun ends the job when one rank does, without MPI_Abort's words about it.
+        if "HVDLITE_LAUNCHER" not in os.environ:
+            from mpi4py import MPI
+
+            MPI.COMM_WORLD.Abort(code)
+        os._exit(code)

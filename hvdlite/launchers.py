@@ -1,0 +1,120 @@
+"""Launchers that start N processes which MPI does not join: N jobs of one rank."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hvdlite.errors import LauncherError
+
+_SETTING = "HVDLITE_CHECK_LAUNCHER"
+_OTHER_MPI = "with the mpirun that belongs to the library that mpi4py loads"
+_SLURM = (
+    "with `srun --mpi=pmix` (`srun --mpi=list` shows what Slurm has; MPICH takes pmi2), or inside "
+    "the allocation"
+)
+
+
+class Launcher(NamedTuple):
+    """How a launcher's processes know that there are several of them.
+
+    Attributes:
+        name: the launcher, in messages.
+        sizes: variables with the number of processes.
+        rank: the variable with the process's rank. Without it the others say nothing: batch
+            systems and users set them for processes, too, that are alone.
+        otherwise: how else to start the script, beside hvdliterun.
+        rank_counts: whether a rank above 0 is enough, because not all versions set a size.
+    """
+
+    name: str
+    sizes: tuple[str, ...]
+    rank: str
+    otherwise: str = ""
+    rank_counts: bool = False
+
+    def found(self, environment: Mapping[str, str]) -> tuple[str, int]:
+        """Return the variable that tells of several processes, and how many; else ``("", 0)``."""
+        if self.rank not in environment:
+            return "", 0
+        counts = {name: _number(environment, name) for name in self.sizes}
+        if self.rank_counts:
+            counts[self.rank] = _number(environment, self.rank) + 1
+        variable = max(counts, key=lambda name: counts[name])
+        return (variable, counts[variable]) if counts[variable] > 1 else ("", 0)
+
+
+# MPI's own process managers.
+_MANAGERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+# The most particular first: Flux, PALS and srun set PMI_SIZE as well.
+_LAUNCHERS = (
+    Launcher("Flux", ("FLUX_JOB_SIZE",), "FLUX_TASK_RANK", "with `flux run -o mpi=...`"),
+    Launcher("PALS", ("PALS_SIZE", "PALS_LOCAL_SIZE"), "PALS_RANKID", _OTHER_MPI, True),
+    Launcher("jsrun", ("JSM_NAMESPACE_SIZE",), "JSM_NAMESPACE_RANK", _OTHER_MPI),
+    Launcher("MVAPICH", ("MV2_COMM_WORLD_SIZE",), "MV2_COMM_WORLD_RANK", _OTHER_MPI),
+    Launcher("MVAPICH", ("MVP_COMM_WORLD_SIZE",), "MVP_COMM_WORLD_RANK", _OTHER_MPI),
+    Launcher("srun", ("SLURM_STEP_NUM_TASKS",), "SLURM_PROCID", _SLURM),
+    Launcher("mpirun", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK", _OTHER_MPI),
+    Launcher("mpiexec", ("PMI_SIZE",), "PMI_RANK", _OTHER_MPI),
+    Launcher("PMIx", (), "PMIX_RANK", _OTHER_MPI, True),
+    Launcher("horovodrun", ("HOROVOD_SIZE",), "HOROVOD_RANK"),
+    Launcher("a launcher such as torchrun", ("WORLD_SIZE",), "RANK"),
+)
+
+
+def check(size: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse to be one of several processes that MPI takes for separate jobs.
+
+    Each would train alone, silently, and write the same files as the others.
+
+    Args:
+        size: the number of processes that MPI knows of.
+        environment: the variables of this process.
+
+    Raises:
+        LauncherError: they tell of more processes, and MPI of one; the message has the right
+            command.
+    """
+    if size > 1 or _is_one(environment):
+        return
+    for launcher in _LAUNCHERS:
+        variable, count = launcher.found(environment)
+        if count:
+            otherwise = f", or {launcher.otherwise}" if launcher.otherwise else ""
+            exact = variable != launcher.rank
+            raise LauncherError(
+                f"{launcher.name} started {'' if exact else 'at least '}{count} processes "
+                f"({variable}={environment[variable]}), but MPI knows of one: they would be "
+                "separate jobs that overwrite each other's files; start the script with "
+                f"`{_command(count if exact else 0, environment)}`{otherwise} (or set {_SETTING}=0 "
+                "where this process is to train alone)"
+            )
+
+
+def _is_one(environment: Mapping[str, str]) -> bool:
+    """Whether an mpirun has started this process as a job of one, whatever is outside of that."""
+    counts = [_number(environment, name) for name in _MANAGERS if name in environment]
+    # torchrun's processes inherit the variables of an mpirun that has started torchrun.
+    return counts != [] and max(counts) <= 1 and "TORCHELASTIC_RUN_ID" not in environment
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int:
+    value = environment.get(variable, "")
+    return int(value) if value.isdecimal() else 0
+
+
+def _command(count: int, environment: Mapping[str, str]) -> str:
+    """The command line that starts this process's script on ``count`` ranks (0: not known)."""
+    here = _number(environment, "LOCAL_WORLD_SIZE")
+    hosts = ["-H", f"host1:{here},host2:{here},..."] if 0 < here < count else []
+    program, *arguments = getattr(sys, "orig_argv", None) or ["python", "train.py"]
+    # torchrun adds it.
+    arguments = arguments[1:] if arguments[:1] == ["-u"] else arguments
+    words = [os.path.basename(program), *arguments]
+    if any("\n" in word for word in words) or sum(map(len, words)) > 1000:
+        words = [words[0], "..."]
+    return " ".join(["hvdliterun", "-np", str(count or "N"), *hosts, shlex.join(words)])

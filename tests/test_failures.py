@@ -1,0 +1,180 @@
+"""How ranks tell of the exceptions that end them, and that the job ends."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+
+from hvdlite import failures
+from hvdlite.errors import HorovodInternalError, RankGoneError
+from tests.harness import run_script
+
+BEGIN = """
+import io, os, sys, threading, time
+import numpy as np, hvdlite as hvd
+hvd.runtime.failures._OTHERS = 2.0  # Time enough for ranks on busy cores.
+"""
+
+
+def job(np, body):
+    """Run a script whose ranks fail; return the lines of its standard error."""
+    done = run_script(BEGIN + textwrap.dedent(body), np=np, timeout=40)
+    assert done.returncode != 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def count(lines, *words):
+    return sum(all(word in line for word in words) for line in lines)
+
+
+def test_a_hook_that_was_installed_later_calls_ours_with_another_stderr():
+    """torch.distributed's collects what is printed, and prints it with the rank."""
+    lines = job(
+        2,
+        """
+        hvd.init()
+        ours = sys.excepthook
+
+        def theirs(*caught):
+            real, sys.stderr = sys.stderr, io.StringIO()
+            try:
+                ours(*caught)
+            finally:
+                collected, sys.stderr = sys.stderr.getvalue(), real
+            for line in collected.splitlines():
+                print("theirs:", line, file=sys.stderr)
+
+        sys.excepthook = theirs
+        if hvd.rank() == 1:
+            raise KeyError("boom")
+        hvd.barrier()
+        """,
+    )
+    assert count(lines, "theirs: hvdlite: rank 1 of 2 ends the job:") == 1
+    assert count(lines, "theirs: KeyError: 'boom'") == 1
+    assert count(lines, "Traceback") == 1
+    assert count(lines, "rank 0 of 2 ends the job: hvdlite.errors.", "script.py:") <= 1
+
+
+def test_a_hook_that_was_installed_later_does_not_call_ours():
+    """As rich's and IPython's; and a thread that waits must not keep the job from ending."""
+    lines = job(
+        2,
+        """
+        hvd.init()
+        sys.excepthook = lambda *caught: print("theirs:", repr(caught[1]), file=sys.stderr)
+        if hvd.rank() == 1:
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            raise KeyError("boom")
+        hvd.barrier()
+        """,
+    )
+    assert count(lines, "theirs: KeyError('boom')") == 1
+    assert count(lines, "hvdlite: rank 1 of 2 ends the job: KeyError: 'boom' (", "script.py:") == 1
+    assert count(lines, "Traceback") == 0
+
+
+def test_a_hook_that_was_there_prints_the_traceback():
+    lines = job(
+        2,
+        """
+        sys.excepthook = lambda *caught: print("theirs:", repr(caught[1]), file=sys.stderr)
+        hvd.init()
+        if hvd.rank() == 1:
+            raise KeyError("boom")
+        hvd.barrier()
+        """,
+    )
+    assert count(lines, "hvdlite: rank 1 of 2 ends the job:") == 1
+    assert count(lines, "theirs: KeyError('boom')") == 1
+
+
+@pytest.mark.parametrize("np", [2, 3])
+def test_an_error_on_all_ranks_has_one_traceback(np):
+    lines = job(
+        np,
+        """
+        hvd.init()
+        hvd.allreduce(np.ones(2 + hvd.rank() % 2), name="loss")
+        """,
+    )
+    assert count(lines, "Traceback") == 1
+    assert count(lines, "ends the job:") == np
+    told = count(lines, "ends the job: hvdlite.errors.MismatchError: the ranks disagree", "(")
+    assert told == np - 1
+
+
+def test_no_rank_loses_an_error_of_its_own():
+    lines = job(
+        4,
+        """
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == 0:
+            raise KeyError("zero")
+        if hvd.rank() == 1:
+            # Of one's own, although communication has the last word.
+            try:
+                raise ValueError("one")
+            finally:
+                hvd.allreduce(np.ones(1), name="x")
+        raise TypeError("the same")
+        """,
+    )
+    assert count(lines, "KeyError: 'zero'") == 1
+    assert count(lines, "TypeError: the same") == 2
+    assert count(lines, "ends the job: TypeError: the same (") == 1
+    # Of rank 1 only if it has noticed before the job has ended.
+    assert count(lines, "Traceback") == 2 + 2 * count(lines, "ValueError: one")
+
+
+def test_closed_streams_do_not_keep_the_job_from_ending():
+    done = run_script(
+        BEGIN
+        + textwrap.dedent("""
+        sys.stdout.close()
+        sys.stderr = sys.stdin = None
+        del sys.argv, sys.orig_argv
+        hvd.init()
+        if hvd.rank() == 1:
+            raise KeyError("boom")
+        hvd.barrier()
+        """),
+        np=2,
+        timeout=30,
+    )
+    assert done.returncode != 0
+
+
+def test_an_exception_that_was_caught_has_not_ended_the_program(monkeypatch):
+    """pytest and IPython remember theirs in ``sys.last_value``."""
+    try:
+        raise KeyError
+    except KeyError as error:
+        monkeypatch.setattr(sys, "last_traceback", error.__traceback__, raising=False)
+    assert not failures._has_ended_program()
+
+
+def test_only_what_comes_from_other_ranks_is_a_consequence(monkeypatch):
+    written = []
+    monkeypatch.setattr(failures, "_write", written.append)
+    monkeypatch.setattr(failures, "_claims", [])
+
+    def lines(error, job):
+        written.clear()
+        failures._report(failures.Place(1, 2, job), error, None)
+        return len(written[0].splitlines())
+
+    gone, other = RankGoneError("rank 0 has ended"), HorovodInternalError("x")
+    other.__cause__ = OSError("the network")
+    assert lines(gone, "a") == 1
+    assert lines(other, "b") > 1
+    assert lines(other, "b") == 1
+    assert lines(HorovodInternalError("y"), "b") == 1
+    assert lines(HorovodInternalError("y"), "c") > 1
+    assert lines(HorovodInternalError("z"), "c") == 1
+    assert lines(ValueError("z"), "c") > 1
+    for claim in failures._claims:
+        claim.close()
