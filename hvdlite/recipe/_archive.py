@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import re
+import secrets
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -37,19 +40,49 @@ def write(path: Path, structure: Any, arrays: list[npt.NDArray[Any]]) -> None:
         OSError: The file cannot be written; the previous one is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A fixed name: what a killed process left behind is overwritten, and never more than one.
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
+    _remove_stale(path)
+    file, temporary = _open_temporary(path)
+    with file:
+        try:
             _write_members(file, structure, arrays)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
     _sync_folder(path.parent)
+
+
+def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
+    """Create a file of this writer's own beside ``path``, locked for as long as it is open.
+
+    Another job may write to the same path: one that a scheduler has started again, while the one
+    before still ends.
+    """
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        file = open(temporary, "xb")  # noqa: SIM115 - closed by the caller
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # Else another writer has taken the file for a stale one, before it was locked.
+        if os.fstat(file.fileno()).st_nlink:
+            return file, temporary
+        file.close()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the temporary files of writers that have died: nobody holds their locks."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
+    entries: list[Path] = []
+    with contextlib.suppress(OSError):  # this user may write there, and not look
+        entries = [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]
+    for entry in entries:
+        # Another writer may have removed or locked it, or locks may be unknown here.
+        with contextlib.suppress(OSError), open(entry, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            entry.unlink()
 
 
 def _write_members(file: IO[bytes], structure: Any, arrays: list[npt.NDArray[Any]]) -> None:

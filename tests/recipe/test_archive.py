@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -21,6 +23,8 @@ from hvdlite.errors import CheckpointError
 from hvdlite.recipe import _archive
 from hvdlite.recipe._tree import flatten, unflatten
 from tests.recipe.trees import assert_same, everything, weights
+
+TEMPORARY = ".state.npz.*.tmp"
 
 
 def write(path, state):
@@ -230,8 +234,10 @@ def test_the_file_is_on_the_disk_before_it_takes_the_name(path, monkeypatch):
 
     def recorded_fsync(descriptor):
         name = os.readlink(f"/proc/self/fd/{descriptor}")
+        isdir = os.path.isdir(name)
         size = os.fstat(descriptor).st_size
-        done.append(("fsync", os.path.basename(name), os.path.isdir(name) or size))
+        name = re.sub(r"\.[0-9a-f]{16}\.", ".*.", os.path.basename(name))
+        done.append(("fsync", name, isdir or size))
         fsync(descriptor)
 
     def recorded_replace(source, target):
@@ -243,7 +249,7 @@ def test_the_file_is_on_the_disk_before_it_takes_the_name(path, monkeypatch):
     write(path, np.arange(1000))
     size = path.stat().st_size
     assert done == [
-        ("fsync", ".state.npz.tmp", size),
+        ("fsync", TEMPORARY, size),
         ("replace", "state.npz", size),
         ("fsync", path.parent.name, True),
     ]
@@ -262,9 +268,10 @@ while True:
 """
 
 
-def size_of(file):
+def size_of(folder):
+    """How much of its temporary file a writer has written."""
     try:
-        return file.stat().st_size
+        return max((file.stat().st_size for file in folder.glob(TEMPORARY)), default=0)
     except FileNotFoundError:
         return 0
 
@@ -272,13 +279,12 @@ def size_of(file):
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6, 0.95])
 def test_a_kill_in_the_middle_leaves_a_whole_file(path, tmp_path, fraction):
     """The child writes without end; it is killed when the new file has grown so far."""
-    temporary = tmp_path / ".state.npz.tmp"
     child = subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE)
     try:
         assert child.stdout.readline() == b"\n"  # the first file is there
         threshold = fraction * path.stat().st_size
         deadline = time.monotonic() + 30
-        while size_of(temporary) <= threshold:
+        while size_of(tmp_path) <= threshold:
             assert time.monotonic() < deadline
     finally:
         child.send_signal(signal.SIGKILL)
@@ -289,3 +295,51 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(path, tmp_path, fraction):
     write(path, "next")
     assert read(path) == "next"
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_several_writers_of_one_path(path, tmp_path):
+    """A job that was started again, and the one before: each replaces the file as a whole."""
+    children = [
+        subprocess.Popen([sys.executable, "-c", CHILD, path], stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    try:
+        assert all(child.stdout.readline() == b"\n" for child in children)
+        for _ in range(20):
+            found = read(path)
+            assert_same(found, weights(found["seed"], megabytes=48))
+        assert all(child.poll() is None for child in children)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+    write(path, "next")
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_only_the_files_of_dead_writers_are_removed(path, tmp_path):
+    mine, alive = _archive._open_temporary(path)
+    others = [".state.npz.tmp", ".state.npz.0123456789abcde.tmp", ".other.0123456789abcdef.tmp"]
+    for name in [*others, ".state.npz.0123456789abcdef.tmp"]:
+        (tmp_path / name).touch()
+    with mine:
+        write(path, 1)
+        assert sorted(os.listdir(tmp_path)) == sorted([alive.name, *others, path.name])
+    write(path, 2)
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, path.name])
+
+
+def test_a_file_that_was_removed_before_it_was_locked_is_made_anew(path, monkeypatch):
+    lock, taken = fcntl.flock, []
+
+    def too_late(file, how):
+        if not taken:
+            taken.append(file.name)
+            os.unlink(file.name)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    write(path, 1)
+    assert taken
+    assert read(path) == 1
