@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hvdlite import failures, interrupts, launchers, mpi, settings, timeline, world
@@ -129,6 +131,7 @@ def init(
     _engine = Engine(MPI, split, values)
     _forked = False
     _lost = None
+    _note_leaving(False)
     world.enter(split)
     _sets = ProcessSets(MPI, split, _engine)
     if not _hooked and split.comm.rank == 0:
@@ -161,6 +164,7 @@ def shutdown() -> None:
     if _forked:
         return
     if _engine is not None and _sets is not None:
+        _note_leaving(True)
         _ending = _sets, world.rank(), _engine.settings.shutdown_timeout_seconds
         _engine = _sets = None
         world.enter(None)
@@ -230,6 +234,21 @@ def _unavailable() -> Exception:
         f"process {os.getpid()} was forked from rank {world.rank()} after init() and cannot "
         "communicate; do it in the rank itself"
     )
+
+
+def _note_leaving(leaving: bool) -> None:
+    """Note it for hvdliterun, which then names this rank if it ends with an error.
+
+    The others, which may fail because of it, end sooner than a rank that calls ``sys.exit(3)``.
+    """
+    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER")
+    if not folder:
+        return
+    with contextlib.suppress(OSError):
+        for note in Path(folder).glob("leaving.*"):
+            note.unlink()
+        if leaving:
+            Path(folder, f"leaving.{time.monotonic_ns()}").touch()
 
 
 def _set_log_level(level: str) -> None:

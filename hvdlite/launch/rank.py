@@ -4,6 +4,10 @@ mpirun runs this file by its path (``python -I -S rank.py REPORT OUTPUT COMMAND.
 imports nothing of hvdlite and starts in a few milliseconds. REPORT is the launcher's FIFO or, for
 `hvdlite.run`, the address of its socket, which gets the command's output as well; OUTPUT is the
 folder for the ranks' output. An empty string stands for none.
+
+A rank that calls ``shutdown()`` (at its exit, too) notes it in the folder HVDLITE_LAUNCHER_FOLDER
+before the other ranks can fail because of it. The processes around those wait until the first rank
+has ended before they report, so that a rank which ends by ``sys.exit(3)`` is the one that is named.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 # What each process manager calls a rank and the number of ranks.
@@ -30,8 +34,14 @@ _FIRST_SIGNS = _ENDING | {signal.SIGCONT}
 _READ = 2.0
 _PASS_ON = 0.3
 _END = 8.0
+# Seconds that a rank has to end after the first word of it.
+_LEAVE = 5.0
 
 END_JOB = "end"
+FOLDER = "HVDLITE_LAUNCHER_FOLDER"
+"""The environment variable with a folder for this rank alone, removed at the end of the job."""
+LEAVING = "leaving."
+"""What the name of a note of leaving begins with; the rest is the time, `time.monotonic_ns`."""
 
 _WIRE = "wire:"
 _UNREACHABLE = 69  # EX_UNAVAILABLE
@@ -44,16 +54,20 @@ def main(arguments: Sequence[str]) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     die_with_parent(manager, signal.SIGTERM)
     stream = _stream(report, output) if report.startswith(_WIRE) else None
+    folder = _own_folder(report)
     this = os.getpid()
     child = os.fork()
     if child == 0:
         die_with_parent(this)
         if stream:
             stream.enter()
-        _run(command, output, mask)
+        _run(command, output, folder, mask)
     if stream:
         stream.start()
     code, signs = _wait(child, manager)
+    left = _take_note(folder)
+    if code and not signs:
+        signs = _wait_for_earlier(folder, left, manager)
     if code and not signs & _ENDING:
         _tell(stream or report, code, under_way=bool(signs))
     if stream:
@@ -121,7 +135,64 @@ def _stream(address: str, output: str) -> Any:
         os._exit(_UNREACHABLE)
 
 
-def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
+def _own_folder(report: str) -> str:
+    """Make this rank's folder beside the launcher's FIFO or socket; empty: on another host."""
+    launcher = os.path.dirname(report.removeprefix(_WIRE))
+    if not launcher:
+        return ""
+    folder = os.path.join(launcher, f"rank.{rank_here()}")
+    try:
+        os.mkdir(folder, mode=0o700)
+    except OSError:
+        return ""
+    return folder
+
+
+def _notes(folder: str) -> Iterator[tuple[int, str]]:
+    """Yield the time and the path of each note of leaving in a rank's folder."""
+    try:
+        for name in os.listdir(folder):
+            if name.startswith(LEAVING):
+                yield int(name.removeprefix(LEAVING)), os.path.join(folder, name)
+    except OSError:
+        return  # The job has ended.
+
+
+def _take_note(folder: str) -> int:
+    """Remove the notes of a rank that has ended; return when it began to leave."""
+    left = time.monotonic_ns()
+    try:
+        for noted, path in list(_notes(folder)):
+            left = min(left, noted)
+            os.unlink(path)
+    except OSError:
+        return left  # The job has ended.
+    return left
+
+
+def _wait_for_earlier(folder: str, left: int, manager: int) -> set[int]:
+    """Wait for the ranks that began to leave before this one; return the manager's signs."""
+    if not folder:
+        return set()
+    ranks = os.path.dirname(folder)
+    deadline = time.monotonic() + _LEAVE
+    while time.monotonic() < deadline:
+        try:
+            others = os.listdir(ranks)
+        except OSError:
+            break
+        notes = (note for name in others for note in _notes(os.path.join(ranks, name)))
+        if not any(noted < left for noted, _ in notes):
+            break
+        info = signal.sigtimedwait(_FIRST_SIGNS, 0.02)
+        if os.getppid() != manager:
+            _end_group()
+        if info:
+            return {info.si_signo}
+    return set()
+
+
+def _run(command: list[str], output: str, folder: str, mask: Iterable[int]) -> None:
     subject = output
     try:
         if output:
@@ -129,6 +200,7 @@ def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
         subject = command[0]
         # Tells a rank that it may just exit: the job ends, and more quietly than by MPI_Abort.
         os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
+        os.environ[FOLDER] = folder
         # Python ignores these, and an ignored signal stays so in the command.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)

@@ -107,6 +107,37 @@ def test_failure_of_a_rank_that_uses_mpi(python, end):
         assert last == f"hvdliterun: rank 1 on host {HOST} exited with code 7"
 
 
+_LEAVES = """
+import numpy, hvdlite as hvd
+hvd.init()
+failing, how = int(sys.argv[1]), sys.argv[2]
+try:
+    for step in range(4):
+        if step == 3 and rank == failing:
+            exec(how)
+        hvd.allreduce(numpy.ones(3), name="x")
+except RuntimeError:
+    if rank == 0:
+        sys.exit(9)  # Without a word to hvdlite's hook.
+    raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_proc", "failing", "how", "code", "named"),
+    [
+        (3, 1, "sys.exit(3)", 3, 1),
+        (2, 0, "hvd.shutdown(); time.sleep(0.5); raise SystemExit('reason')", 1, 0),
+        (2, 1, "sys.exit()", 9, 0),  # The rank that leaves early has not failed.
+    ],
+)
+def test_a_rank_that_leaves_while_the_others_go_on(python, num_proc, failing, how, code, named):
+    result = hvdliterun("-np", num_proc, python, *script(_LEAVES)[1:], failing, how)
+    assert result.returncode == code
+    last = f"hvdliterun: rank {named} on host {HOST} exited with code {code}"
+    assert result.stderr.splitlines()[-1] == last
+
+
 def test_more_ranks_than_cores(python):
     code = "from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(1))"
     count = 2 * len(os.sched_getaffinity(0)) + 1

@@ -18,11 +18,12 @@ from tests.launch.launcher import survivors
 HOST = os.uname().nodename
 
 
-def shim(*command, report="", output="", **variables):
+def shim(*command, report="", output="", stdin=None, **variables):
     environment = {"PATH": os.environ["PATH"], "OMPI_COMM_WORLD_RANK": "2", **variables}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", rank.__file__, str(report), str(output), *command],
         env=environment,
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -116,6 +117,47 @@ def test_the_manager_of_mpich_is_asked_to_abort():
     finally:
         os.close(reader)
         os.close(writer)
+
+
+_LEAVES = """
+import os, pathlib, sys, time
+folder = pathlib.Path(os.environ["HVDLITE_LAUNCHER_FOLDER"])
+(folder / f"leaving.{time.monotonic_ns()}").touch()
+print("leaving", flush=True)
+sys.stdin.readline()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_rank_that_began_to_leave_before_is_named_before(fifo):
+    path, read = fifo
+
+    def leaving(rank, code):
+        process = shim(
+            *python(_LEAVES),
+            str(code),
+            report=path,
+            stdin=subprocess.PIPE,
+            OMPI_COMM_WORLD_RANK=rank,
+        )
+        assert process.stdout.readline() == "leaving\n"
+        return process
+
+    first, second = leaving("0", 3), leaving("1", 4)
+    third = shim(*python("raise SystemExit(5)"), report=path)
+    second.stdin.close()  # They end in another order than they began in.
+    time.sleep(0.5)
+    assert read(0) == []
+    first.stdin.close()
+    try:
+        lines = [line for line in read(6) if line != rank.END_JOB]
+        assert lines[0] == f"3 rank 0 on host {HOST} exited with code 3"
+        assert {line[0] for line in lines[1:]} == {"4", "5"}
+    finally:
+        for process in (first, second, third):
+            process.terminate()
+            process.stdin = None
+            process.communicate()
 
 
 _TELL_SIGNALS = """
