@@ -8,6 +8,7 @@ job, so that output appears where that thread's does (in a notebook: under its c
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import secrets
@@ -16,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 from hvdlite.launch import wire
@@ -27,6 +28,10 @@ _MOST_AT_ONCE = 1 << 20
 # Seconds for what is still on its way when the job has ended.
 _LAST_WORDS = 2.0
 _REMEMBERED_LINES = 20
+# Connections that have not proved yet that they know the key: how many, and for how many seconds
+# each, when there are fewer, and when nobody else could connect because of them.
+_MOST_STRANGERS = 64
+_SECONDS_TO_PROVE, _SECONDS_WHEN_FULL = 10.0, 1.0
 
 
 class Trouble(NamedTuple):
@@ -75,24 +80,31 @@ class Post:
         self._reports: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._peers: set[_Peer] = set()
+        # Those that have not proved that they know the key, and when they came.
+        self._strangers: dict[_Peer, float] = {}
         if names:
             self._listener = socket.create_server(("", 0))
             self.address = wire.tcp_address(names, self._listener.getsockname()[1])
         else:
             path = os.path.join(folder, "ranks")
             self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind(path)
+            with wire.short(path) as name:
+                self._listener.bind(name)
             self._listener.listen(128)
             self.address = wire.PREFIX + path
         self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._listens = False
+        self._listen()
         self._out, self.stdout = self._pipe("stdout")
         self._err, self.stderr = self._pipe("stderr")
 
     def wait(self, seconds: float) -> list[str]:
         """Serve the ranks; return their reports of failures, or none after so many seconds."""
-        for key, events in self._selector.select(seconds):
+        ready = self._selector.select(seconds)
+        self._drop_strangers({key.fileobj for key, _ in ready})
+        for key, events in ready:
             key.data(events)
+        self._listen()
         reports, self._reports = self._reports, []
         return reports
 
@@ -168,16 +180,42 @@ class Post:
         self._selector.register(reader, selectors.EVENT_READ, read)
         return reader, writer
 
+    def _listen(self) -> None:
+        """Look after new connections, unless there are too many that nobody knows."""
+        wanted = len(self._strangers) < _MOST_STRANGERS
+        if wanted and not self._listens:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        elif self._listens and not wanted:
+            self._selector.unregister(self._listener)
+        self._listens = wanted
+
+    def _drop_strangers(self, ready: Collection[object]) -> None:
+        """Close the connections that have had their time, but none from which there is news."""
+        full = len(self._strangers) >= _MOST_STRANGERS
+        latest = time.monotonic() - (_SECONDS_WHEN_FULL if full else _SECONDS_TO_PROVE)
+        for peer, since in list(self._strangers.items()):
+            if since < latest and peer.socket not in ready:
+                self._leave(peer)
+
     def _accept(self, events: int) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
+        try:
             accepted, _ = self._listener.accept()
-            peer = _Peer(accepted, self)
-            self._peers.add(peer)
-            self._selector.register(accepted, peer.interest, self._serve(peer))
-            self._update(peer)
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._strangers:
+                raise
+            self._leave(next(iter(self._strangers)))
+            return
+        peer = _Peer(accepted, self)
+        self._peers.add(peer)
+        self._strangers[peer] = time.monotonic()
+        self._selector.register(accepted, peer.interest, self._serve(peer))
 
     def _serve(self, peer: _Peer) -> Callable[[int], None]:
         def serve(events: int) -> None:
+            if peer not in self._peers:
+                return  # Dropped in the same turn.
             try:
                 peer.serve(events)
             except (OSError, EOFError):
@@ -186,6 +224,7 @@ class Post:
             else:
                 if peer.rank >= 0:
                     self.connected.add(peer.rank)
+                    self._strangers.pop(peer, None)
                 self._update(peer)
 
         return serve
@@ -197,6 +236,7 @@ class Post:
 
     def _leave(self, peer: _Peer) -> None:
         self._peers.remove(peer)
+        self._strangers.pop(peer, None)
         self._selector.unregister(peer.socket)
         peer.socket.close()
 
@@ -228,8 +268,9 @@ class _Peer:
 
     def send(self, kind: bytes, body: Part = b"") -> None:
         """Send a frame, as soon as the other end takes it."""
-        self._put(wire.HEADER.pack(kind, len(body)))
-        self._put(body)
+        for piece in (wire.HEADER.pack(kind, len(body)), body):
+            self._put(piece)
+            self._put(self._mine.tag(piece))
 
     def serve(self, events: int) -> None:
         """Read and write what can be."""
@@ -252,16 +293,30 @@ class _Peer:
 
     def _conversation(self) -> Generator[int, bytearray, None]:
         """Say how many bytes to read, get them, and so on."""
-        second, theirs, rank = wire.HELLO.unpack((yield wire.HELLO.size))
+        second, shown, rank = wire.HELLO.unpack((yield wire.HELLO.size))
         key = self._post.key
         expected = wire.proof(key, b"rank", self._challenge, second, rank)
-        if not hmac.compare_digest(theirs, expected):
+        if not hmac.compare_digest(shown, expected):
             raise EOFError
         self.rank = rank
         self._put(wire.proof(key, b"launcher", self._challenge, second, rank))
+        theirs, self._mine = wire.seals(key, self._challenge, second, self.socket)
         while True:
-            kind, length = wire.HEADER.unpack((yield wire.HEADER.size))
-            self._post.take(self, kind, (yield length))
+            header = yield wire.HEADER.size
+            self._check(theirs.fits(header, (yield theirs.size)))
+            kind, length = wire.HEADER.unpack(header)
+            body = yield length
+            self._check(theirs.fits(body, (yield theirs.size)))
+            self._post.take(self, kind, body)
+
+    def _check(self, is_genuine: bool) -> None:
+        if not is_genuine:
+            text = (
+                f"what came from rank {self.rank} was not sent by it: somebody else writes to the "
+                "connection, or something on the way changes what passes"
+            )
+            self._post.troubles.append(Trouble(self.rank, text, b""))
+            raise EOFError
 
     def _put(self, data: Part) -> None:
         if len(data):

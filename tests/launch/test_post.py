@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import socket
 import threading
-from contextlib import closing
 
 import pytest
 
+from hvdlite.launch import post as post_module
 from hvdlite.launch import wire
 from hvdlite.launch.post import Trouble, post
 
@@ -22,9 +24,9 @@ def box(request):
         yield opened
 
 
-@pytest.fixture
-def served(box):
-    """The post, while a thread waits for what comes."""
+@contextlib.contextmanager
+def serving(box):
+    """A thread that waits for what comes; the reports."""
     ended = threading.Event()
     reports = []
 
@@ -34,16 +36,25 @@ def served(box):
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield box, reports
-    ended.set()
-    thread.join()
+    try:
+        yield reports
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.fixture
+def served(box):
+    """The post, while a thread waits for what comes."""
+    with serving(box) as reports:
+        yield box, reports
 
 
 _LAST_WORDS = "what it printed last may say why"
 
 
 def dial(box, rank, key=None):
-    return closing(wire.Wire(box.address, rank, {wire.KEY: (key or box.key).hex()}))
+    return contextlib.closing(wire.Wire(box.address, rank, {wire.KEY: (key or box.key).hex()}))
 
 
 def test_a_conversation(served, capsys):
@@ -106,6 +117,18 @@ def test_nobody_there(tmp_path):
         wire.Wire(wire.tcp_address(["localhost"], port), 0, {})
 
 
+def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
+    folder = tmp_path / ("d" * 60) / ("e" * 60)
+    folder.mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with post([], b"task", [b"function"]) as box, serving(box):
+        assert len(box.address) > 120
+        with dial(box, 1) as connection:
+            connection.send(wire.ASK)
+            assert connection.receive(10) == (wire.TASK, b"task")
+    assert list(folder.iterdir()) == []
+
+
 def test_what_mpirun_prints(box, capsys):
     os.write(box.stderr, b"one\ntw")
     box.wait(1)
@@ -113,3 +136,91 @@ def test_what_mpirun_prints(box, capsys):
     box.wait(1)
     assert capsys.readouterr().err == "one\ntwo\n" + "many\n" * 30
     assert box.said == ["many"] * 20
+
+
+def test_strangers_that_say_nothing_are_dropped(served, monkeypatch):
+    box, _ = served
+    monkeypatch.setattr(post_module, "_MOST_STRANGERS", 8)
+    monkeypatch.setattr(post_module, "_SECONDS_WHEN_FULL", 0.1)
+    monkeypatch.setattr(post_module, "_SECONDS_TO_PROVE", 0.3)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(box)) for _ in range(20)]
+        with dial(box, 1) as welcome:  # It waits its turn.
+            welcome.send(wire.ASK)
+            assert welcome.receive(10)[0] == wire.TASK
+            for connection in connections:
+                assert connection.recv(wire.PROOF)
+                assert connection.recv(1) == b""
+            welcome.send(wire.ASK)  # Who has shown the key stays.
+            welcome.receive_parts()
+            assert welcome.receive(10)[0] == wire.TASK
+
+
+def test_a_process_without_descriptors_drops_a_stranger(box, monkeypatch):
+    with connect(box) as stranger:
+        box.wait(1)
+
+        class Full:
+            def accept(self):
+                raise OSError(errno.EMFILE, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(box, "_listener", Full())
+            box._accept(0)
+            assert stranger.recv(1) == b""
+            with pytest.raises(OSError, match="Too many"):
+                box._accept(0)
+
+
+def connect(box):
+    """A connection of somebody who knows the address only."""
+    address = box.address.removeprefix(wire.PREFIX)
+    if "@" in address:
+        return socket.create_connection(("localhost", int(address.rpartition("@")[2])), 10)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect(address)
+    return connection
+
+
+def test_frames_of_somebody_else_are_not_taken():
+    def frame(connection, body):
+        header = wire.HEADER.pack(wire.RESULT, len(body))
+        seal = connection._mine
+        return header + seal.tag(header) + body + seal.tag(body)
+
+    def changed(connection):
+        return frame(connection, b"one").replace(b"one", b"two")
+
+    def repeated(connection):
+        return 2 * frame(connection, b"one")
+
+    def unsealed(connection):
+        return wire.HEADER.pack(wire.RESULT, 3) + b"one" + bytes(64)
+
+    def of_another_connection(connection):
+        with dial(box, 0) as other:
+            return frame(other, b"one")
+
+    for forge, taken in [(changed, 0), (repeated, 1), (unsealed, 0), (of_another_connection, 0)]:
+        with post(["localhost"], b"task", [b"function"]) as box:
+            with serving(box), dial(box, 0) as connection:
+                connection._socket.sendall(forge(connection))
+                with contextlib.suppress(wire.WireError):
+                    while True:
+                        connection.receive(10)
+            assert len(box.results) == taken
+            (trouble,) = box.troubles
+            assert "what came from rank 0 was not sent by it" in trouble.text
+
+
+def test_frames_to_a_rank_from_somebody_else_are_not_taken():
+    with (
+        post(["localhost"], b"task", [b"function"]) as box,
+        serving(box),
+        dial(box, 0) as connection,
+    ):
+        (peer,) = box._peers
+        peer.socket.sendall(wire.HEADER.pack(wire.TASK, 4) + b"task" + bytes(64))
+        with pytest.raises(wire.WireError, match="was not sent by it"):
+            connection.receive(10)
