@@ -2,7 +2,8 @@
 
 ::
 
-    cli          the command line, and the job it describes
+    cli          the job that the command line describes
+    options      the options, also those of horovodrun
     hosts        -H and --hostfile
     mpirun       Open MPI, MPICH, Intel MPI: finding them, and how each is called
     environment  the variables that the ranks get

@@ -7,17 +7,19 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import NoReturn
 
-from hvdlite import __version__
 from hvdlite.launch import build, job, mpirun, rank
 from hvdlite.launch.command import check, for_horovod, resolve
 from hvdlite.launch.environment import exported, in_batch_job
-from hvdlite.launch.errors import USAGE, LaunchError
+from hvdlite.launch.errors import LaunchError
 from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
-
-_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+from hvdlite.launch.options import (
+    mpirun_arguments,
+    parse,
+    ssh_arguments,
+    variables,
+    without_effect,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments; None: those of this process.
     """
-    options = _parser().parse_args(argv)
     try:
+        options = parse(argv)
         if options.check_build:
             print(build.report(os.environ))
             return 0
@@ -40,8 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
+    for line in without_effect(options):
+        job.say(line)
     hosts = _hosts(options)
-    settings = {**os.environ, **_settings(options)}
+    asked = variables(options)
+    if options.timeline_filename is not None:
+        asked["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
+    settings = {**os.environ, **asked}
     own = [sys.executable, "-m", "hvdlite.advice"] if options.check_compression else None
     command, settings = resolve(own or _command(options), settings)
     here = all_local(hosts)
@@ -50,6 +57,11 @@ def _launch(options: argparse.Namespace) -> int:
     if options.horovod:
         command = for_horovod(command)
     program = mpirun.detect(mpirun.find(settings))
+    if options.network_interfaces is not None and not here:
+        asked.update(program.networks(",".join(options.network_interfaces).split(",")))
+    if ssh := ssh_arguments(options):
+        asked[program.ssh_variable] = ssh
+    settings.update(asked)
     added = program.settings(root=os.geteuid() == 0, here=here)
     output = _output_folder(options.output_filename)
     with job.inbox() as box:
@@ -57,12 +69,13 @@ def _launch(options: argparse.Namespace) -> int:
             num_proc=options.num_proc,
             hosts=hosts,
             exported=[] if here and not in_batch_job(settings) else exported(settings),
+            extra=_extra(options, program),
             command=[sys.executable, "-I", "-S", rank.__file__, box.path, output, *command],
         )
         arguments = program.arguments(launch)
         if options.verbose:
             news = {name: value for name, value in added.items() if name not in settings}
-            _show(arguments, {**news, **_settings(options)})
+            _show(arguments, {**news, **asked})
         return job.run(arguments, {**added, **settings}, box, program.quiet_end)
 
 
@@ -70,6 +83,8 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
     if options.num_proc is None:
         raise LaunchError("-np is missing: give the number of processes, e.g. -np 2")
     hosts = []
+    if options.hosts is not None and options.hostfile is not None:
+        raise LaunchError("-H is not allowed with --hostfile: give one of them")
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts)
     elif options.hostfile is not None:
@@ -89,18 +104,14 @@ def _command(options: argparse.Namespace) -> list[str]:
     return command
 
 
-def _settings(options: argparse.Namespace) -> dict[str, str]:
-    """The variables that options stand for."""
-    settings = {}
-    if options.log_level is not None:
-        settings["HVDLITE_LOG_LEVEL"] = options.log_level
-    if options.fusion_threshold_mb is not None:
-        settings["HVDLITE_FUSION_THRESHOLD"] = str(options.fusion_threshold_mb * 2**20)
-    if options.timeline_filename is not None:
-        settings["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
-    if options.timeline_mark_cycles:
-        settings["HVDLITE_TIMELINE_MARK_CYCLES"] = "1"
-    return settings
+def _extra(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
+    words = mpirun_arguments(options)
+    if options.prefix_output_with_timestamp:
+        if not program.timestamps:
+            name = mpirun.name_of(program)
+            job.say(f"--prefix-output-with-timestamp has no effect: {name} cannot do it")
+        words += program.timestamps
+    return words
 
 
 def _timeline(name: str) -> str:
@@ -127,86 +138,3 @@ def _make_folder(option: str, name: str) -> None:
 
 def _show(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
     job.say(shlex.join([*(f"{name}={value}" for name, value in variables.items()), *arguments]))
-
-
-class _Parser(argparse.ArgumentParser):
-    """A mistake on the command line takes one line, whoever notices it."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2."""
-        job.say(f"{message} (see hvdliterun --help)")
-        sys.exit(USAGE)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"found {text}, expected a number from {least} on")
-    return number
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="hvdliterun",
-        usage="hvdliterun -np N [options] COMMAND [ARGUMENTS]",
-        description="Run a command on N processes through mpirun.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add(
-        "-np",
-        "--num-proc",
-        type=partial(_at_least, 1),
-        metavar="N",
-        help="number of processes",
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "-H",
-        "--hosts",
-        metavar="HOSTS",
-        help="hosts and their slots: host1:2,host2:2; default: this host, or the batch job's",
-    )
-    where.add_argument(
-        "--hostfile", metavar="F", help="file with one 'host slots=N' or 'host:N' per line"
-    )
-    add(
-        "--output-filename",
-        metavar="D",
-        help="write the output of rank N to D/rank.N/stdout and D/rank.N/stderr",
-    )
-    add(
-        "--fusion-threshold-mb",
-        type=partial(_at_least, 0),
-        metavar="N",
-        help="sets HVDLITE_FUSION_THRESHOLD (there in bytes)",
-    )
-    add(
-        "--timeline-filename",
-        metavar="F",
-        help="write what the ranks do when to F, for Perfetto (sets HVDLITE_TIMELINE)",
-    )
-    add(
-        "--timeline-mark-cycles",
-        action="store_true",
-        help="mark each round in it (sets HVDLITE_TIMELINE_MARK_CYCLES)",
-    )
-    add("--log-level", type=str.lower, choices=_LOG_LEVELS, help="sets HVDLITE_LOG_LEVEL")
-    add(
-        "--horovod",
-        action="store_true",
-        help="let the command's Python import hvdlite where it imports horovod",
-    )
-    add(
-        "--check-compression",
-        action="store_true",
-        help="measure on N processes which compression pays on these links, and exit",
-    )
-    add("--check-build", action="store_true", help="print what is installed, and exit")
-    add("--verbose", action="store_true", help="print mpirun's command line")
-    add("--version", action="version", version=__version__)
-    add("command", nargs=argparse.REMAINDER, help="what each process runs, with its arguments")
-    return parser

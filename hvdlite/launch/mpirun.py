@@ -28,12 +28,14 @@ class Launch:
         hosts: where they run; empty: here, or wherever the batch system says.
         exported: variables that mpirun must carry to other hosts.
         command: what each process runs.
+        extra: more arguments for mpirun.
     """
 
     num_proc: int
     hosts: Sequence[Host]
     exported: Sequence[str]
     command: Sequence[str]
+    extra: Sequence[str] = ()
 
 
 class Mpirun(ABC):
@@ -48,6 +50,12 @@ class Mpirun(ABC):
     banner: ClassVar[str]
     #: The signal on which it ends a job at once and without a word, if there is one.
     quiet_end: ClassVar[signal.Signals | None] = None
+    #: Arguments by which it puts the time before each line of output; empty: it cannot.
+    timestamps: ClassVar[Sequence[str]] = ()
+    #: The variable with arguments for ssh.
+    ssh_variable: ClassVar[str]
+    #: The variables with the networks to use between hosts.
+    network_variables: ClassVar[Sequence[str]]
 
     def __init__(self, path: str, version: str) -> None:
         self.path = path
@@ -66,18 +74,26 @@ class Mpirun(ABC):
             here: whether all ranks run on this host.
         """
 
+    def networks(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the variables that have it use these networks between hosts."""
+        return dict.fromkeys(self.network_variables, ",".join(names))
+
 
 class OpenMPI(Mpirun):
     """Open MPI 5 and later, whose process manager is PRRTE."""
 
     banner = r"\(Open MPI\) (?:[5-9]|\d\d)\."
     quiet_end = signal.SIGTERM
+    timestamps: ClassVar[Sequence[str]] = ("--output", "timestamp")
+    ssh_variable = "PRTE_MCA_plm_ssh_args"
+    network_variables = ("OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include")
 
     def arguments(self, launch: Launch) -> list[str]:
         """The command line that starts ``launch``."""
         hosts = ["--host", _joined(launch.hosts)] if launch.hosts else []
         exported = [word for name in launch.exported for word in ("-x", name)]
-        return [self.path, "-np", str(launch.num_proc), *hosts, *exported, *launch.command]
+        numbers = ["-np", str(launch.num_proc)]
+        return [self.path, *numbers, *hosts, *exported, *launch.extra, *launch.command]
 
     def settings(self, root: bool, here: bool) -> dict[str, str]:
         """The variables it should see unless the user has set them."""
@@ -104,6 +120,9 @@ class OpenMPI4(OpenMPI):
     """Open MPI 4, whose process manager is ORTE."""
 
     banner = r"\((?:Open MPI|OpenRTE)\) 4\."
+    timestamps = ("--timestamp-output",)
+    ssh_variable = "OMPI_MCA_plm_rsh_args"
+    network_variables = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")
 
     def _placement(self) -> dict[str, str]:
         return {
@@ -120,28 +139,37 @@ class MPICH(Mpirun):
     """
 
     banner = r"HYDRA build details"
+    ssh_variable = "HYDRA_LAUNCHER_EXTRA_ARGS"
+    network_variables = ("HYDRA_IFACE", "FI_TCP_IFACE")
 
     def arguments(self, launch: Launch) -> list[str]:
         """The command line that starts ``launch``."""
         hosts = ["-hosts", _joined(launch.hosts)] if launch.hosts else []
         exported = ["-genvall"] if launch.exported else []
-        return [self.path, "-np", str(launch.num_proc), *hosts, *exported, *launch.command]
+        numbers = ["-np", str(launch.num_proc)]
+        return [self.path, *numbers, *hosts, *exported, *launch.extra, *launch.command]
 
     def settings(self, root: bool, here: bool) -> dict[str, str]:
         """The variables it should see unless the user has set them."""
         return {}
+
+    def networks(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the variables that have it use a network between hosts: it takes one only."""
+        return super().networks(names[:1])
 
 
 class IntelMPI(MPICH):
     """Intel MPI: Hydra with a host list that knows no slots."""
 
     banner = r"Intel\(R\) MPI Library"
+    ssh_variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
+    network_variables = ("I_MPI_HYDRA_IFACE", "FI_TCP_IFACE")
 
     def arguments(self, launch: Launch) -> list[str]:
         """The command line that starts ``launch``: one section for each host."""
         if not launch.hosts:
             return super().arguments(launch)
-        words = [self.path, *(["-genvall"] if launch.exported else [])]
+        words = [self.path, *(["-genvall"] if launch.exported else []), *launch.extra]
         left = launch.num_proc
         for host in launch.hosts:
             here = min(left, host.slots)
