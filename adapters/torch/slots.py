@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,9 @@ _LARGE = 2**16
 _HUGE = 2**25
 
 _NOTHING = slice(0, 0)
+
+# Tells how many tensors view a storage. It is not public: where it is absent, all is copied.
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Slots:
@@ -60,6 +63,8 @@ class Slots:
             [size >= limit for size in sizes] for limit in (LEAST_LENT, _HUGE)
         )
         self._kept: list[torch.Tensor] = []  # the own memory of gradients that are averages now
+        # Where the average lies that a gradient became last: its memory, which numpy made.
+        self._average_at: dict[int, int] = {}
 
     def find(self, exchange: GradientExchange) -> None:
         """Find the places in an exchange, or in one whose buckets have changed."""
@@ -138,7 +143,7 @@ class Slots:
             return True
         (gradient,) = self.copy([number])
         swaps = gives_up and self._huge[number] and self._has_place(number)
-        if not (swaps and self._may_swap(gradient)):
+        if not (swaps and self._may_swap(number, gradient)):
             return False
         # What it has been computed in is free for the gradients to come: fewer pages of memory are
         # touched, and less is needed at a time.
@@ -164,15 +169,26 @@ class Slots:
             numbers: of those that have an average.
         """
         if any(self.large):
-            lent = {n for n in numbers if self.large[n] and self._may_swap(gradients[n])}
-            for number in sorted(lent):
+            swapped = {n for n in numbers if self.large[n] and self._may_swap(n, gradients[n])}
+            for number in sorted(swapped):
+                average = self._average(number)
+                self._average_at[number] = average.data_ptr()
                 self._kept.append(gradients[number].detach())
-                _become(gradients[number], self._average(number))
-            numbers = [number for number in numbers if number not in lent]
+                _become(gradients[number], average)
+            numbers = [number for number in numbers if number not in swapped]
         if numbers:
             averages = [self._average(number) for number in numbers]
             with torch.no_grad():
                 torch._foreach_copy_([gradients[number] for number in numbers], averages)
+            # The memory of a slot that others view is theirs now, with the average in it.
+            self._renew(n for n in numbers if self._huge[n] and self._is_slot(n, gradients[n]))
+
+    def _renew(self, numbers: Iterable[int]) -> None:
+        """Let later gradients of some parameters have other slots."""
+        for index in {self._exchange.bucket_of(number) for number in numbers}:
+            self._exchange.renew_slots(index)
+            for number in self._exchange.plan[index]:
+                self._slots[number] = self._tensor(self._exchange.slot(number))
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
@@ -185,8 +201,28 @@ class Slots:
         """Whether the gradient of this step goes into a bucket."""
         return number not in self.sparse and number not in self._exchange.apart
 
-    def _may_swap(self, gradient: torch.Tensor) -> bool:
-        """Whether the memory of a gradient may be exchanged for other memory."""
+    def _may_swap(self, number: int, gradient: torch.Tensor) -> bool:
+        """Whether the memory of a gradient may be exchanged for other memory.
+
+        Only if nobody else has it: what a user's flat buffer, an array or another process views has
+        to become the average, too.
+        """
+        if not self._is_plain(gradient) or _use_count is None:
+            return False
+        storage = gradient.untyped_storage()
+        is_slot = self._is_slot(number, gradient)  # which `_slots` views, too
+        if _use_count(storage._cdata) - is_slot > _ALONE or storage.nbytes() != gradient.nbytes:
+            return False
+        is_ours = is_slot or gradient.data_ptr() == self._average_at.get(number)
+        # What is not resizable was made by somebody else, numpy for example.
+        return is_ours or (storage.resizable() and not storage.is_shared())
+
+    def _is_slot(self, number: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient lies in its slot, having given up its own memory."""
+        return gradient.data_ptr() == self._slots[number].data_ptr()
+
+    def _is_plain(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient's elements lie on the host, one after the other."""
         return (
             self._memory is None
             and gradient.is_cpu
@@ -200,10 +236,10 @@ class Slots:
         return (
             self._unread[number] != _NOTHING
             and self._has_place(number)
-            and self._may_swap(gradient)
+            and self._is_plain(gradient)
             and gradient.dtype is self._slots[number].dtype
             # With those that share its memory it would share its version, which tells of changes.
-            and gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+            and gradient.untyped_storage().nbytes() == gradient.nbytes
         )
 
     def _lend(self, number: int, gradient: torch.Tensor) -> None:
@@ -218,6 +254,16 @@ class Slots:
         """What other ranks read of a flat gradient."""
         unread = self._unread[number]
         return [slice(0, unread.start), slice(unread.stop, None)]
+
+
+def _views_of_one_tensor() -> int:
+    """How many views torch counts of a storage that one tensor has, with the one that asks."""
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return 0 if _use_count is None else _use_count(storage._cdata)
+
+
+_ALONE = _views_of_one_tensor()
 
 
 def _become(gradient: torch.Tensor, average: torch.Tensor) -> None:

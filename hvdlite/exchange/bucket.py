@@ -58,8 +58,12 @@ class Bucket:
         self.absent: Collection[int] = ()
         self.lent: dict[int, Any] = {}
         self.unsent: Any = None
-        self.send = empty(self.bounds[-1], parameters[0].dtype)
+        self.renew_send()
         self.renew()
+
+    def renew_send(self) -> None:
+        """Get another array for the gradients: the one before is its users'."""
+        self.send: Any = self._empty(self.bounds[-1], self.parameters[0].dtype)
 
     def renew(self) -> None:
         """Get another array for the result: the one before is its users' as long as they like."""

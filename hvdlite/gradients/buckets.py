@@ -170,6 +170,17 @@ class GradientBuckets:
         step, position = self._places[number]
         return step.bucket.result_slot(position)
 
+    def bucket_of(self, number: int) -> int:
+        """The position in ``plan`` of a parameter's bucket."""
+        return self._steps.index(self._places[number][0])
+
+    def renew_slots(self, index: int) -> None:
+        """Let a bucket have other slots from now on, between steps: the old ones are the caller's.
+
+        Their memory is the caller's as long as it likes, as that of `result_slot` is.
+        """
+        self._steps[index].bucket.renew_send()
+
     def keep_result(self, index: int) -> None:
         """Let all exchanges of a bucket write to one result: their owner copies from it."""
         self._steps[index].renews = False

@@ -3,6 +3,7 @@
 import math
 import weakref
 
+import numpy as np
 import pytest
 
 from tests.harness import ranks
@@ -155,6 +156,106 @@ def test_a_change_that_torch_does_not_see_is_an_error(monkeypatch):
                 optimizer.step()
         else:
             optimizer.step()
+
+
+def flat_buffer(parameters):
+    """Gradients that are views of one tensor, as flattening and DDP's buckets make them."""
+    buffer = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    parts = buffer.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return buffer.split([parameter.numel() for parameter in parameters])
+
+
+def own_buffers(share):
+    def make(parameters):
+        views = [torch.zeros(parameter.numel()) for parameter in parameters]
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = share(view)
+        return views
+
+    return make
+
+
+def arrays(parameters):
+    views = [np.zeros(parameter.numel(), np.float32) for parameter in parameters]
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.grad = torch.from_numpy(view)
+    return views
+
+
+def exported(parameters):
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad.numpy() for parameter in parameters]
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("numel", [40, 600_000])
+def test_averages_are_written_where_others_look(monkeypatch, numel):
+    """The user's memory, which gradients are views of, or which is a view of them."""
+    if numel == 40:
+        let_nothing_be_small(monkeypatch)
+    hvd.init()
+    mean = (1 + hvd.size()) / 2
+    for make in (
+        flat_buffer,
+        own_buffers(lambda view: view.view(-1)),
+        own_buffers(torch.Tensor.detach),
+        own_buffers(lambda view: view.share_memory_()),
+        arrays,
+        exported,
+    ):
+        parameters = [torch.nn.Parameter(torch.zeros(numel)) for _ in range(2)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+        views = make(parameters)
+        places = [parameter.grad.data_ptr() for parameter in parameters]
+        for step in range(5):
+            for view in views:
+                view *= 0
+            sum((parameter * (hvd.rank() + 1)).sum() for parameter in parameters).backward()
+            optimizer.step()
+            for parameter, view in zip(parameters, views, strict=True):
+                assert (view == mean).all()
+                assert (parameter.grad == mean).all()
+                assert (parameter == -mean * (step + 1)).all()
+        assert [parameter.grad.data_ptr() for parameter in parameters] == places
+
+
+@ranks(2, 3)
+def test_a_view_taken_before_the_exchange_has_the_average_after_it(monkeypatch):
+    """And keeps it, also if it is a view of a slot; see `slots._HUGE`."""
+    let_nothing_be_small(monkeypatch)
+    hvd.init()
+    first, second = (torch.nn.Parameter(torch.zeros(40)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0))
+    kept = []
+    for step in range(8):
+        optimizer.zero_grad()
+        ((first + second) * (hvd.rank() + 1 + step)).sum().backward()
+        kept.append(first.grad.view(-1))
+        optimizer.step()
+        for earlier, view in enumerate(kept):
+            mean = (1 + hvd.size()) / 2 + earlier
+            assert (view == mean).all()
+    assert torch.equal(first, second)
+    assert first.tolist() == [-sum(view[0].item() for view in kept)] * 40
+
+
+@ranks(2)
+def test_without_torchs_count_of_views_all_is_copied(monkeypatch):
+    let_nothing_be_small(monkeypatch)
+    monkeypatch.setattr(slots, "_use_count", None)
+    hvd.init()
+    parameter = torch.nn.Parameter(torch.zeros(40))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    for step in range(5):
+        optimizer.zero_grad()
+        (parameter * (hvd.rank() + 1)).sum().backward()
+        place = parameter.grad.data_ptr()
+        optimizer.step()
+        assert parameter.grad.data_ptr() == place
+        assert parameter.tolist() == [-1.5 * (step + 1)] * 40
 
 
 def lend_all(monkeypatch):
