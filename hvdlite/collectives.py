@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -321,20 +321,24 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
 
 
 def agree_on(
-    name: str, entries: Sequence[Any], process_set: ProcessSet = global_process_set
+    name: str,
+    entries: Sequence[Any] | Mapping[str, Any],
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Compare something across ranks.
 
     Args:
         name: what it is, for messages; pairs this call with those of the other ranks.
-        entries: what must be equal on all ranks; compared by ``repr``.
+        entries: what must be equal on all ranks, if they are to have labels in messages by
+            these; compared by ``repr``.
         process_set: the ranks that take part.
 
     Raises:
         HorovodInternalError: the ranks differ; the message names the first entry.
     """
-    numbered = [(f"entry {number}", entry) for number, entry in enumerate(entries)]
-    known = (*numbered, ("the number of entries", len(entries)))
+    if not isinstance(entries, Mapping):
+        entries = {f"entry {number}": entry for number, entry in enumerate(entries)}
+    known = (*entries.items(), ("the number of entries", len(entries)))
     runtime.engine(process_set).named.run(Barrier(name, known))
 
 

@@ -16,6 +16,7 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 # Longer than any job, and still what a thread can be told to wait.
 _MOST_SECONDS = 1e9
+_CHECKS = ("error", "warn", "off")
 _LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
@@ -62,6 +63,12 @@ def _log_level(text: str) -> str:
     return text.lower()
 
 
+def _check_ranks(text: str) -> str:
+    if text.lower() not in _CHECKS:
+        raise ValueError
+    return text.lower()
+
+
 def _overlap(text: str) -> str:
     if text.lower() == "auto":
         return "auto"
@@ -98,6 +105,16 @@ class Settings:
     cache_capacity: int = field(
         default=1024,
         metadata=_number(int, "a number of calls, 0 or more", lambda value: value >= 0),
+    )
+    #: What it is when ranks find, with the second exchange of gradients, that their weights or
+    #: their optimizers differ: "error", "warn", or "off", where they do not compare them.
+    check_ranks: str = field(
+        default="error", metadata={"parse": _check_ranks, "allowed": ", ".join(_CHECKS)}
+    )
+    #: Exchanges after which they compare them again, and again after as many; 0: only once.
+    check_ranks_every: int = field(
+        default=0,
+        metadata=_number(int, "a number of exchanges, or 0 for once", lambda value: value >= 0),
     )
     #: No report of ranks that wait for each other.
     stall_check_disable: bool = field(default=False, metadata={"parse": _flag, "allowed": "0 or 1"})
@@ -158,8 +175,16 @@ class Settings:
         return name in self.given or getattr(self, name) != getattr(Settings, name)
 
 
-# What would have ranks that differ in it run different collectives.
-_SAME_EVERYWHERE = ("shared_memory", "force_local_size", "fusion_threshold", "autotune")
+# What would have ranks that differ in it run different collectives, or wait in vain for what the
+# others bring to one.
+_SAME_EVERYWHERE = (
+    "shared_memory",
+    "force_local_size",
+    "fusion_threshold",
+    "autotune",
+    "check_ranks",
+    "check_ranks_every",
+)
 
 
 def compare(settings: Settings, comm: Any) -> None:

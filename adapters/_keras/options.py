@@ -45,6 +45,11 @@ class Options:
         """What gradients are multiplied by where Keras averages over the passes."""
         return 1 if self.average_passes else self.passes
 
+    @property
+    def replicates(self) -> bool:
+        """Whether weights have to be the same on all ranks."""
+        return self.schedule is None and self.reduction.op is not ReduceOp.ADASUM
+
 
 def check_options(
     compression: CompressionArgument,

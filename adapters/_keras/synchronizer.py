@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from hvdlite._keras.options import LABEL, Options
+from hvdlite._keras.replicas import describe_optimizer
 from hvdlite.exchange import Parameter, StrategyState
 from hvdlite.gradients import check_not_local
 from hvdlite.schedule import ExchangeState, LocalSteps
@@ -16,8 +18,16 @@ from hvdlite.schedule import ExchangeState, LocalSteps
 class Backend(Protocol):
     """What the exchange needs to know of the framework below Keras."""
 
-    def __init__(self, options: Options, state: StrategyState) -> None:
-        """Exchange gradients by these options, with what the compression remembers."""
+    def __init__(
+        self,
+        options: Options,
+        state: StrategyState,
+        describe_optimizer: Callable[[], list[tuple[str, Any]]],
+    ) -> None:
+        """Exchange gradients by these options, with what the compression remembers.
+
+        With some exchanges ranks compare what ``describe_optimizer`` returns.
+        """
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
@@ -78,9 +88,18 @@ class Synchronizer:
         self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
         self.passes: Any = None
         self._followed: Steps | None = None
-        self._backend = backend(options, self.state.state)
+        self._backend = backend(options, self.state.state, self._describe_optimizer)
+        self._optimizer: Callable[[], Any] = lambda: None
         self._local_variables: list[Any] = []
         self._local_layers: list[Any] = []
+
+    def belong(self, optimizer: Any) -> None:
+        """Take note of the optimizer, without keeping it alive."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def _describe_optimizer(self) -> list[tuple[str, Any]]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else describe_optimizer(optimizer)
 
     def keep_local(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
         """Exchange the gradients of these variables, and of these layers' variables, no more.

@@ -15,13 +15,17 @@ from hvdlite.engine import Engine
 from hvdlite.exchange import Parameter, StrategyState
 from hvdlite.gradients import (
     GradientBuckets,
+    ReplicaCheck,
     check_weighted,
     checked_samples,
     describe_sources,
+    describe_weights,
 )
 from hvdlite.schedule import LocalSteps
 from hvdlite.torch.scheduled import TensorWeights
 from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
+
+_REMEDY = "model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])"
 
 
 class TorchBackend:
@@ -30,11 +34,19 @@ class TorchBackend:
     Args:
         options: how they are exchanged.
         state: what the compression remembers.
+        describe_optimizer: returns what ranks compare of the optimizer.
     """
 
-    def __init__(self, options: Options, state: StrategyState) -> None:
+    def __init__(
+        self,
+        options: Options,
+        state: StrategyState,
+        describe_optimizer: Callable[[], list[tuple[str, Any]]],
+    ) -> None:
         self._options = options
         self._state = state
+        self._describe_optimizer = describe_optimizer
+        self._checks: dict[tuple[Parameter, ...], ReplicaCheck] = {}
         # By engine: a new world begins with none, and the old one's go with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[tuple[Parameter, ...], GradientBuckets]] = (
             WeakKeyDictionary()
@@ -52,15 +64,18 @@ class TorchBackend:
         samples = checked_samples(batch_size)
         if samples is not None:
             check_weighted(self._options.reduction.op)
-        exchange = self._connect(_describe(variables))
+        parameters = _describe(variables)
+        exchange = self._connect(parameters)
+        check = self._check_of(parameters, variables) if self._options.replicates else None
         if not exchange.plan:
-            exchange.compare()
+            exchange.compare(check)
         for index, members in enumerate(exchange.plan):
             own = {number: gradients[number] for number in members}
             exchange.start_bucket(
                 index,
                 {number: to_array(as_dense(g)) for number, g in own.items() if g is not None},
                 samples,
+                check,
             )
         # All are on their way before the first is waited for.
         reduced: list[torch.Tensor | None] = [None] * len(gradients)
@@ -71,6 +86,20 @@ class TorchBackend:
                     variable = variables[number].value
                     reduced[number] = to_tensor_like(exchange.result_slot(number), variable)
         return reduced
+
+    def _check_of(
+        self, parameters: tuple[Parameter, ...], variables: Sequence[Any]
+    ) -> ReplicaCheck:
+        """What compares these variables, and the optimizer, across ranks."""
+
+        def describe() -> list[tuple[str, Any]]:
+            weights = (
+                (parameter.name, to_array(variable.value.detach()))
+                for parameter, variable in zip(parameters, variables, strict=True)
+            )
+            return [*self._describe_optimizer(), *describe_weights(weights)]
+
+        return self._checks.setdefault(parameters, ReplicaCheck(describe, _REMEDY))
 
     def divide_by_size(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return a gradient, or None, divided by the number of ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +12,7 @@ from hvdlite.exchange import Parameter, StrategyState
 from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
+from hvdlite.tensorflow.replicas import Replicas
 from hvdlite.tensorflow.scheduled import VariableSteps, describe
 from hvdlite.tensorflow.tensors import as_it_is, value_of
 
@@ -22,9 +23,15 @@ class TensorFlowBackend:
     Args:
         options: how they are exchanged.
         state: what the compression remembers.
+        describe_optimizer: returns what ranks compare of the optimizer.
     """
 
-    def __init__(self, options: Options, state: StrategyState) -> None:
+    def __init__(
+        self,
+        options: Options,
+        state: StrategyState,
+        describe_optimizer: Callable[[], list[tuple[str, Any]]],
+    ) -> None:
         self._process_set = options.process_set
         self._reducer = Reducer(
             options.strategy,
@@ -33,6 +40,7 @@ class TensorFlowBackend:
             options.process_set,
             LABEL,
             state,
+            Replicas(describe_optimizer) if options.replicates else None,
         )
 
     @as_it_is

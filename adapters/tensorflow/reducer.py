@@ -11,13 +11,20 @@ import tensorflow as tf
 from hvdlite import HorovodInternalError, MismatchError, collectives, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.gradients import GradientBuckets, check_weighted, checked_samples, plan_for
+from hvdlite.gradients import (
+    GradientBuckets,
+    ReplicaCheck,
+    check_weighted,
+    checked_samples,
+    plan_for,
+)
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.layout import Layout
 from hvdlite.tensorflow.memory import state_of
 from hvdlite.tensorflow.names import unique_names
+from hvdlite.tensorflow.replicas import Replicas
 from hvdlite.tensorflow.tensors import dtype_of, engine, run
 
 Gradient = tf.Tensor | tf.IndexedSlices | None
@@ -38,6 +45,7 @@ class Reducer:
         label: what messages call the exchanges.
         state: what the strategy remembers of all sources; None: there is one for each list of
             variables.
+        replicas: compares the sources across ranks; None: they may differ.
     """
 
     def __init__(
@@ -48,7 +56,9 @@ class Reducer:
         process_set: ProcessSet = global_process_set,
         label: str = "DistributedGradientTape",
         state: StrategyState | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
+        self._replicas = replicas
         self._label = label
         self._strategy = strategy
         self._reduction = reduction
@@ -110,7 +120,8 @@ class Reducer:
             if gradients[position] is not None
         }
         reduced: list[Gradient] = [None] * len(gradients)
-        for number, gradient in _exchange(layout, dense, weight).items():
+        check = self._replicas and self._replicas.check_of(sources, self._process_set)
+        for number, gradient in _exchange(layout, dense, weight, check).items():
             reduced[layout.dense[number]] = gradient
         for position, gradient in slices.items():
             reduced[position] = _gather(layout, position, gradient)
@@ -156,21 +167,24 @@ def _dense(gradient: Gradient) -> tf.Tensor | None:
 
 
 def _exchange(
-    layout: Layout, gradients: Mapping[int, tf.Tensor], weight: list[tf.Tensor]
+    layout: Layout,
+    gradients: Mapping[int, tf.Tensor],
+    weight: list[tf.Tensor],
+    check: ReplicaCheck | None,
 ) -> dict[int, tf.Tensor]:
     """Exchange dense gradients, by their number; return those that any rank has."""
     settings = engine(layout.process_set).settings
     parameters = [layout.parameters[position] for position in layout.dense]
     plan = plan_for(parameters, layout.strategy, settings)
     if not plan:
-        run(lambda: _compare(layout), [], [], layout.process_set)
+        run(lambda: _compare(layout, check), [], [], layout.process_set)
     here = [number for members in plan for number in members if number in gradients]
     foreign: list[int] = []  # those that only other ranks have; in eager mode
 
     def exchange(*tensors: tf.Tensor) -> list[tf.Tensor]:
         own = dict(zip(here, tensors, strict=True))
         for index in range(len(plan)):
-            _start(layout, plan, index, own, weight)
+            _start(layout, plan, index, own, weight, check)
         # All are on their way before the first is waited for.
         found: dict[int, tf.Tensor] = {}
         for index in range(len(plan)):
@@ -189,6 +203,7 @@ def _start(
     index: int,
     own: Mapping[int, tf.Tensor],
     weight: list[tf.Tensor],
+    check: ReplicaCheck | None,
 ) -> None:
     """Start the exchange of a bucket: at once, or by one operation of the graph."""
     here = [number for number in plan[index] if number in own]
@@ -198,7 +213,7 @@ def _start(
         exchange = layout.connect()  # in the world that there is when the graph runs
         _check_plan(exchange, plan)
         gradients = dict(zip(here, map(np.asarray, arrays), strict=True))
-        exchange.start_bucket(index, gradients, *samples)
+        exchange.start_bucket(index, gradients, *samples, check=check)
         return []
 
     run(start, [*(own[number] for number in here), *weight], [], layout.process_set)
@@ -230,9 +245,9 @@ def _finish(
     return {number: tf.reshape(parts[number], parameters[number].shape) for number in wanted}
 
 
-def _compare(layout: Layout) -> list[Any]:
+def _compare(layout: Layout, check: ReplicaCheck | None) -> list[Any]:
     """Do what buckets do besides, where there is none: see that the ranks' layouts are alike."""
-    layout.connect().compare()
+    layout.connect().compare(check)
     return []
 
 

@@ -16,10 +16,13 @@ from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
+from hvdlite.tensorflow.replicas import Replicas
 from hvdlite.tensorflow.scheduled import VariableSteps, steps_of
 from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, value_of
 
 _LABEL = "DistributedGradientTape"
+# Of all tapes, which are made anew for every step.
+_replicas = Replicas()
 _FORGOTTEN = (
     "the step before has not ended, so ranks would train apart; with a schedule, call "
     "tape.end_step() after the optimizer has applied what tape.gradient() returned, once for each "
@@ -107,7 +110,15 @@ class DistributedGradientTape(tf.GradientTape):
         self._inner = gradtape
         reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
         strategy, self._schedule = _checked(compression, schedule, reduction, sparse_as_dense)
-        self._reducer = Reducer(strategy, reduction, sparse_as_dense, process_set)
+        may_differ = self._schedule is not None or reduction.op is ReduceOp.ADASUM
+        self._reducer = Reducer(
+            strategy,
+            reduction,
+            sparse_as_dense,
+            process_set,
+            _LABEL,
+            replicas=None if may_differ else _replicas,
+        )
         self._exchange = strategy, reduction, process_set, _LABEL
         self._sparse_as_dense = sparse_as_dense
         self._steps: VariableSteps | None = None

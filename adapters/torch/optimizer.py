@@ -16,6 +16,7 @@ from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.schedule.local import EACH_CHANGE
 from hvdlite.torch.reducer import Reducer
+from hvdlite.torch.replicas import Replica
 from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
 from hvdlite.torch.tensors import CONVERSION
 from hvdlite.torch.wrapping import (
@@ -118,6 +119,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._skipping = False
     wrapped._in_step = False
     if chosen is None:
+        reducer.replica = Replica(optimizer, reducer.names)
         reducer.attach(wrapped._trainable())
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_step_post_hook(_after_step)

@@ -17,6 +17,7 @@ from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.parameter_set import ParameterSet
+from hvdlite.torch.replicas import Replica
 from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor
 
 
@@ -33,7 +34,10 @@ class Reducer:
 
     Attributes:
         process_set: as given.
+        replica: what ranks compare of the optimizer; None: its weights may differ between ranks.
     """
+
+    replica: Replica | None = None
 
     def __init__(
         self,
@@ -191,6 +195,7 @@ class Reducer:
             described,
             self._strategy,
             self._reduction,
+            check=None if self.replica is None else self.replica.make_check(parameters),
             memory=memory,
             state=self._state,
         )

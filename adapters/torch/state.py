@@ -118,18 +118,25 @@ def broadcast_optimizer_state(
 
     Raises:
         ValueError: there is no such rank.
-        HorovodInternalError: the ranks disagree on the parameters, or the state cannot be
-            pickled.
+        MismatchError: on all ranks; their optimizers are of different classes, or of different
+            parameters.
+        HorovodInternalError: the state cannot be pickled, or communication failed.
     """
-    groups = [
-        [(tuple(parameter.shape), str(parameter.dtype)) for parameter in group["params"]]
-        for group in optimizer.param_groups
-    ]
+    groups = {
+        f"parameter group {number}": [
+            (tuple(parameter.shape), str(parameter.dtype)) for parameter in group["params"]
+        ]
+        for number, group in enumerate(optimizer.param_groups)
+    }
     engine = runtime.engine(process_set)
     name = engine.unnamed("broadcast_optimizer_state")
     collectives.checked_root(engine, root_rank)  # at once: what follows waits for the others
-    described = [str(group) for group in groups]
-    collectives.agree_on(f"{name}: its parameters", described, process_set)
+    described = {
+        "the optimizer's class": type(optimizer).__name__,
+        "the number of parameter groups": len(groups),
+        **groups,
+    }
+    collectives.agree_on(f"{name}: the optimizer", described, process_set)
     is_root = world.rank() == root_rank
     state = map_leaves(_to_host, optimizer.state_dict()) if is_root else None
     received = objects.broadcast_object(state, root_rank, name, process_set)

@@ -159,6 +159,19 @@ def explain(name: str, signatures: Mapping[int, Signature]) -> str:
         name: what the operation is called.
         signatures: by rank.
     """
+    what, found = find_difference(signatures)
+    return (
+        f"the ranks disagree on {name!r}: {what} is {found}; "
+        "every rank must submit the same operation under one name"
+    )
+
+
+def find_difference(signatures: Mapping[int, Signature]) -> tuple[str, str]:
+    """Return the label of the first entry that differs, and which ranks have which value.
+
+    Args:
+        signatures: by rank; they differ.
+    """
     reference_rank = min(signatures)
     for position in range(max(len(signature) for signature in signatures.values())):
         fields = {
@@ -174,10 +187,7 @@ def explain(name: str, signatures: Mapping[int, Signature]) -> str:
         groups.setdefault(text, []).append(rank)
     what = fields[reference_rank][0] if len(labels) == 1 else "it"
     found = ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in groups.items())
-    return (
-        f"the ranks disagree on {name!r}: {what} is {found}; "
-        "every rank must submit the same operation under one name"
-    )
+    return what, found
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

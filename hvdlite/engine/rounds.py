@@ -204,7 +204,7 @@ class Rounds:
                         results = first.execute_together(others, self._transport)
                     else:
                         results = [first.execute(self._transport, self._payloads(first, reports))]
-            except GradientError as error:  # on all ranks alike
+            except (GradientError, MismatchError) as error:  # on all ranks alike
                 self._fail(first, error)
                 continue
             handles = [operation.handle for operation in group]

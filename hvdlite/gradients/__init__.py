@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hvdlite.gradients.buckets import LEAST_LENT, GradientBuckets, describe_sources, plan_for
 from hvdlite.gradients.exchange import GradientExchange
+from hvdlite.gradients.replicas import ReplicaCheck, describe_optimizer, describe_weights
 from hvdlite.gradients.report import check_not_local, check_weighted, checked_samples
 from hvdlite.gradients.saving import consolidate, load, save
 
@@ -11,11 +12,14 @@ __all__ = [
     "LEAST_LENT",
     "GradientBuckets",
     "GradientExchange",
+    "ReplicaCheck",
     "check_not_local",
     "check_weighted",
     "checked_samples",
     "consolidate",
+    "describe_optimizer",
     "describe_sources",
+    "describe_weights",
     "load",
     "plan_for",
     "save",

@@ -14,6 +14,7 @@ from hvdlite.engine.plan import plan_buckets
 from hvdlite.errors import HorovodInternalError
 from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.gradients.device_step import DeviceStep
+from hvdlite.gradients.replicas import ReplicaCheck, Snapshot, compare
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import ReduceOp, check
 from hvdlite.settings import Settings
@@ -77,6 +78,7 @@ class GradientBuckets:
         _check_op(reduction.op, strategy, self.parameters, memory)
         settings = engine.settings
         self._settings = settings
+        self._check: ReplicaCheck | None = None
         # A device works beside its host in any case.
         self.overlaps = settings.overlap != "0" or memory is not None
         self._entries = (
@@ -195,7 +197,11 @@ class GradientBuckets:
         self._checked(number, gradient)[...] = gradient
 
     def start_bucket(
-        self, index: int, gradients: Mapping[int, Any], samples: int | None = None
+        self,
+        index: int,
+        gradients: Mapping[int, Any],
+        samples: int | None = None,
+        check: ReplicaCheck | None = None,
     ) -> None:
         """Copy a bucket's gradients, or lend parts of them, and start its exchange.
 
@@ -209,6 +215,7 @@ class GradientBuckets:
                 are until `finish_bucket`.
             samples: of how many the gradients are averages; None: all ranks' count alike, also
                 those that have joined.
+            check: what compares the ranks' replicas, together with bucket 0.
 
         Raises:
             ValueError: the bucket is on its way already, or a gradient has another shape.
@@ -227,6 +234,9 @@ class GradientBuckets:
                 self._bring(number, gradient)
                 step.mark(self._places[number][1])
             step.samples = samples
+            if index == 0:
+                self._check = check
+                step.snapshot = self._snapshot()
             self._launch(index, begin=self.overlaps)
         except BaseException:
             step.reset()
@@ -259,6 +269,8 @@ class GradientBuckets:
             raise ValueError(f"bucket {index} of {self.label!r} has not been started")
         try:
             step.wait()
+            if index == 0 and self._check is not None:
+                self._check.end()
             return step.presence
         except HorovodInternalError:
             for other in self._steps:
@@ -274,13 +286,25 @@ class GradientBuckets:
         """
         return self._steps[index].bucket.result
 
-    def compare(self) -> None:
+    def compare(self, check: ReplicaCheck | None = None) -> None:
         """Compare the parameters as `start_bucket` does, where there is no bucket.
+
+        Args:
+            check: as there.
 
         Raises:
             HorovodInternalError: the ranks differ.
         """
-        self._lane.run(_NoBucket(f"{self.label}: bucket 0", self._signature))
+        self._check = check
+        self._lane.run(_NoBucket(f"{self.label}: bucket 0", self._signature, self._snapshot()))
+        if check is not None:
+            check.end()
+
+    def _snapshot(self) -> Snapshot | None:
+        """What this rank brings to the comparison of replicas, if there is one in this step."""
+        if self._check is None or len(self._lane.members) == 1:
+            return None
+        return self._check.begin(self._lane, self._settings)
 
     def _launch(self, index: int, begin: bool = True) -> None:
         step = self._steps[index]
@@ -344,12 +368,22 @@ class _NoBucket(Operation):
 
     stands_in = True
 
+    def __init__(self, name: str, signature: Signature, snapshot: Snapshot | None = None) -> None:
+        super().__init__(name, signature, b"" if snapshot is None else snapshot.digest)
+        self._snapshot = snapshot
+
     def stand_in(self) -> Callable[[], Operation]:
         """What makes the same."""
         return partial(_NoBucket, self.name, self.signature)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Do nothing more."""
+        """Compare the ranks' replicas, if one has brought a digest of its own; no more.
+
+        Raises:
+            MismatchError: on all ranks; they differ.
+        """
+        if any(payloads):
+            compare(payloads, self._snapshot, transport)
 
 
 def _signature(

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from hvdlite import timeline
 from hvdlite.cuda import Event
 from hvdlite.engine import Operation
-from hvdlite.engine.device import DeviceMemory, DeviceOperation
+from hvdlite.engine.device import DeviceMemory, DeviceOperation, DeviceResult
 from hvdlite.engine.operation import Signature
 from hvdlite.exchange import Bucket, Strategy
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import Scaling
+from hvdlite.transport import Transport
 from hvdlite.transport.device import DeviceTransport
 
 
@@ -108,6 +109,16 @@ class DeviceBucketExchange(DeviceOperation):
         self.ready = step.ready
         self.tensors = (step.bucket.send, step.bucket.result)
         self.nbytes = step.bucket.send.nbytes
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> DeviceResult:
+        """Send the exchange to the device, unless the ranks' replicas differ.
+
+        Raises:
+            GradientError: as `report.read`, on all ranks.
+            MismatchError: as `BucketStep.compare`.
+        """
+        self._step.compare(payloads, transport)
+        return super().execute(transport, payloads)
 
     def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
         """Take note of which gradients are there.

@@ -20,6 +20,7 @@ from hvdlite.engine.operations import Barrier, BroadcastBytes
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.exchange import Bucket
 from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.gradients.report import ABSENT, DENSE, ONLY_AVERAGES
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import ReduceOp
@@ -46,6 +47,7 @@ class GradientExchange(GradientBuckets):
 
     Args:
         *args, **kwargs: as `GradientBuckets`.
+        check: what compares the ranks' replicas; None: nothing does.
 
     Attributes:
         apart: the parameters whose gradients were sparse before, by number. Their slots are
@@ -56,11 +58,12 @@ class GradientExchange(GradientBuckets):
             its owner does that with those that have no place in a bucket.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, check: ReplicaCheck | None = None, **kwargs: Any) -> None:
         self.apart: frozenset[int] = frozenset()
         self.sparse: dict[int, int] = {}
         self.weight = 1.0
         super().__init__(*args, **kwargs)
+        self._check = check
         self._sequence: Sequence[int] = range(len(self.parameters))
         # The order in which gradients came in the first step, until the plan follows it.
         self._order: list[int] | None = []
@@ -162,6 +165,8 @@ class GradientExchange(GradientBuckets):
             kinds = self._kinds()
             self.sparse = self._find_sparse(kinds)
             self._check_kinds(kinds)
+            if self._check is not None:
+                self._check.end()
             anywhere: list[bool] = (kinds == DENSE).any(axis=0).tolist()
             return anywhere
         finally:
@@ -215,6 +220,8 @@ class GradientExchange(GradientBuckets):
     def begin(self) -> bool:
         """Before the first `slot` or `mark` of a step, or its `finish`: pack the buckets anew.
 
+        Where the ranks compare their replicas in this step, they do so as these are here.
+
         After the first step, they follow the order in which rank 0's gradients came. After a
         step with the first sparse gradients of a parameter, it is `apart`. Every rank begins
         every step, also one in which it has no gradients: it could not finish the others'
@@ -228,6 +235,12 @@ class GradientExchange(GradientBuckets):
         """
         # Waited for here and not in `finish`, where it would order the steps of several
         # exchanges, which may come in another order on other ranks.
+        packed = self._repack()
+        if self._steps:
+            self._steps[0].snapshot = self._snapshot()
+        return packed
+
+    def _repack(self) -> bool:
         if not self._new_order() and self.apart.issuperset(self.sparse):
             return False
         self.apart = self.apart.union(self.sparse)

@@ -97,17 +97,26 @@ def check_not_local(batch_size: Any) -> None:
         )
 
 
-def write(kinds: bytes | bytearray, exchanges: int | None, samples: int | None) -> bytes:
+def write(
+    kinds: bytes | bytearray, exchanges: int | None, samples: int | None, replica: bytes = b""
+) -> bytes:
     """Return a rank's report.
 
     Args:
         kinds: one for each parameter.
         exchanges: those that have gone before; None: that is of no interest.
         samples: of which the gradients are averages; None: all ranks' count alike.
+        replica: the digest of the rank's replica, if it is to be compared.
     """
-    if exchanges is None and samples is None:
+    if exchanges is None and samples is None and not replica:
         return bytes(kinds)
-    return bytes(kinds) + _NUMBERS.pack(exchanges or 0, -1 if samples is None else samples)
+    numbers = _NUMBERS.pack(exchanges or 0, -1 if samples is None else samples)
+    return bytes(kinds) + numbers + replica
+
+
+def read_replicas(payloads: Sequence[bytes], parameters: int) -> list[bytes]:
+    """Return the digests of the ranks' replicas, by rank; empty where there is none."""
+    return [payload[parameters + _NUMBERS.size :] for payload in payloads]
 
 
 def read(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -> Report:
@@ -131,7 +140,7 @@ def read(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -> 
     if all(len(payload) in (0, parameters) for payload in payloads):
         return Report(kinds, 0, None)
     numbers = [
-        _NUMBERS.unpack(payload[parameters:]) if len(payload) > parameters else (0, -1)
+        _NUMBERS.unpack_from(payload, parameters) if len(payload) > parameters else (0, -1)
         for payload in payloads
     ]
     exchanges = max(before for before, _ in numbers)

@@ -12,7 +12,8 @@ from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import HorovodInternalError
 from hvdlite.exchange import Bucket, Dense, Parameter, Reduction, Strategy, exchange_bucket
-from hvdlite.gradients import report
+from hvdlite.gradients import replicas, report
+from hvdlite.gradients.replicas import Snapshot
 from hvdlite.gradients.report import ABSENT, DENSE, Report
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
@@ -34,6 +35,7 @@ class BucketStep:
             gradient, 1 for a dense one, and for a sparse one 1 more than its sparse axes.
         weight: after the exchange, what this rank's gradients were multiplied by.
         samples: of how many samples the gradients are averages; None: all ranks' count alike.
+        snapshot: of this rank's replica, if the ranks compare them with this exchange.
         handle: of the exchange, once it is on its way.
         renews: whether each exchange writes to a result array of its own.
         given_up: whether nobody waits for the exchange, because another bucket's has failed.
@@ -55,6 +57,7 @@ class BucketStep:
         self.present = bytearray(self._size)
         self.absent = self._size
         self.samples: int | None = None
+        self.snapshot: Snapshot | None = None
         self.handle: Handle | None = None
         self.given_up = False
         self.bucket.lent = {}
@@ -117,7 +120,18 @@ class BucketStep:
     def tell(self) -> bytes:
         """What the other ranks need to know."""
         count = self.bucket.state.count if self.strategy.stateful else None
-        return report.write(self.present, count, self.samples)
+        replica = b"" if self.snapshot is None else self.snapshot.digest
+        return report.write(self.present, count, self.samples, replica)
+
+    def compare(self, payloads: Sequence[bytes], transport: Transport) -> None:
+        """Compare the ranks' replicas, if any rank has brought a digest of its own.
+
+        Raises:
+            MismatchError: on all ranks; they differ.
+        """
+        digests = report.read_replicas(payloads, self._size)
+        if any(digests):
+            replicas.compare(digests, self.snapshot, transport)
 
     def learn(self, payloads: Sequence[bytes], rank: int) -> Report:
         """Take note of what the ranks tell, by rank.
@@ -183,7 +197,9 @@ class BucketExchange(Operation):
 
         Raises:
             GradientError: on all ranks alike, see `exchange_bucket` and `report.read`.
+            MismatchError: likewise, see `replicas.compare`.
         """
+        self._step.compare(payloads, transport)
         told = self._step.learn(payloads, transport.rank)
         bucket, strategy = self._step.bucket, self._step.strategy
         if bucket.send.size and not told.is_empty:
@@ -224,8 +240,11 @@ class NoGradients(Operation):
         """Exchange zeros, unless no rank has any of the gradients as a dense one.
 
         Raises:
-            GradientError: as on the other ranks.
+            GradientError, MismatchError: as on the other ranks.
         """
+        digests = report.read_replicas(payloads, len(self._parameters))
+        if any(digests):
+            replicas.compare(digests, None, transport)
         told = report.read(payloads, len(self._parameters), transport.members)
         bucket = Bucket(self._parameters, self._reduction, transport.empty)
         if bucket.send.size and not told.is_empty:

@@ -1,0 +1,125 @@
+"""Ranks whose variables differ are told so with the second exchange of a tape's gradients."""
+
+import pytest
+
+from tests.harness import ranks
+
+pytest.importorskip("tensorflow")
+
+import numpy as np
+import tensorflow as tf
+
+import hvdlite.tensorflow as hvd
+from tests.tensorflow.modes import each_mode, in_mode
+
+
+def make_variables(seed):
+    draw = np.random.default_rng(seed).normal
+    return [
+        tf.Variable(draw(size=(4, 3)), dtype=tf.float32, name="kernel"),
+        tf.Variable(draw(size=3), dtype=tf.float32, name="bias"),
+    ]
+
+
+def make_step(mode, variables, **options):
+    """A step that returns the loss, and by ``local`` keeps the bias to its rank."""
+    kernel, bias = variables
+    local = options.pop("local", False)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x @ kernel + bias) ** 2)
+        tape = hvd.DistributedGradientTape(tape, **options)
+        if local:
+            tape.register_local_source(bias)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.1 * tf.convert_to_tensor(gradient))
+        tape.end_step()
+        return loss
+
+    return in_mode(mode, step)
+
+
+def batch(number):
+    return np.random.default_rng(10 * number + hvd.rank()).normal(size=(5, 4)).astype(np.float32)
+
+
+def values(variables):
+    return [variable.numpy().tolist() for variable in variables]
+
+
+@ranks(2, 3)
+@each_mode
+def test_variables_that_were_never_broadcast(mode):
+    hvd.init()
+    variables = make_variables(hvd.rank())
+    step = make_step(mode, variables)
+    step(batch(0))
+    before = values(variables)
+    with pytest.raises(hvd.MismatchError) as caught:
+        step(batch(1))
+    assert values(variables) == before
+    message = str(caught.value)
+    assert "'kernel' is " in message
+    assert all(f"on rank {rank}" in message for rank in range(hvd.size()))
+    assert "2 of 2 weights differ" in message
+    assert "hvd.broadcast_variables(" in message
+    hvd.broadcast_variables(variables, root_rank=0)
+    for number in range(2, 4):
+        step(batch(number))
+    assert hvd.allgather_object(values(variables)) == [values(variables)] * hvd.size()
+
+
+@ranks(2)
+@each_mode
+def test_a_broadcast_after_the_first_step_is_early_enough(mode):
+    hvd.init()
+    for seed in (0, 5):  # two models, of the same names and shapes
+        variables = make_variables(seed + hvd.rank())
+        step = make_step(mode, variables)
+        for number in range(3):
+            step(batch(number))
+            if number == 0:
+                hvd.broadcast_variables(variables, root_rank=0)
+        assert hvd.allgather_object(values(variables)) == [values(variables)] * 2
+
+
+@ranks(2)
+@each_mode
+def test_what_may_differ(mode):
+    hvd.init()
+    variables = make_variables(0)
+    variables[1].assign(variables[1] + hvd.rank())
+    local = make_step(mode, variables, local=True)
+    scheduled = make_step(mode, make_variables(hvd.rank()), schedule=hvd.Schedule.LocalSGD(every=3))
+    for number in range(4):
+        local(batch(number))
+        scheduled(batch(number))
+
+
+@ranks(2)
+@each_mode
+def test_slices_alone(mode):
+    hvd.init()
+    table = tf.Variable(tf.fill((4, 2), 1.0 + hvd.rank()), name="table")
+
+    def step():
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(tf.gather(table, [0, 2]))
+        table.scatter_sub(tape.gradient(loss, table))
+
+    step = in_mode(mode, step)
+    step()
+    with pytest.raises(hvd.MismatchError, match="'table' is "):
+        step()
+
+
+@ranks(2)
+def test_optimizers_of_tensorflow_1():
+    hvd.init()
+    weight = tf.Variable([1.0, 2.0])
+    plain = tf.compat.v1.train.MomentumOptimizer(0.1 * (1 + hvd.rank()), 0.9)
+    optimizer = hvd.DistributedOptimizer(plain)
+    optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
+    with pytest.raises(hvd.MismatchError, match=r"learning_rate is 0.1 on rank 0, 0.2 on rank 1"):
+        optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
