@@ -15,7 +15,7 @@ from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.device_operations import DeviceAllgather, DeviceAllreduce, DeviceBroadcast
 from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, Join
 from hvdlite.errors import HorovodInternalError
-from hvdlite.exchange import Compression, Reduction, Strategy, check_strategy
+from hvdlite.exchange import Compression, Parameter, Reduction, Strategy, check_strategy
 from hvdlite.exchange.device import CompressedDeviceAllreduce
 from hvdlite.exchange.operation import CompressedAllreduce
 from hvdlite.interrupts import uninterrupted
@@ -38,7 +38,9 @@ def allreduce(
     """Reduce an array over all ranks and return the result, alike to the bit on all of them.
 
     The result is ``postscale * op(prescale * array)``; 16-bit floats are accumulated in
-    float32, integers wrap.
+    float32. Sums and products of integers wrap, as numpy's do. Their average is exact and cut
+    towards zero. With factors, integers are computed in float64, and the result is cut towards
+    zero.
 
     Args:
         array: any shape (alike on all ranks) and dtype: bool, integers, floats of 16 to 64
@@ -58,8 +60,10 @@ def allreduce(
 
     Raises:
         ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
-            dtype or the compression, ``out`` does not fit, this rank is not in the process
-            set, or an allreduce of this name is still on its way.
+            dtype or the compression, a factor is not finite or beyond the integers' range,
+            ``out`` does not fit, this rank is not in the process set, or an allreduce of this
+            name is still on its way.
+        GradientError: on all ranks; factors take an integer out of its type's range.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
     engine = runtime.engine(process_set)
@@ -119,9 +123,11 @@ def describe_allreduce(
         if out is not None:
             check_out(out, array)
     reduction.check(op, array.dtype)
+    prescale = reduction.check_factor("prescale_factor", prescale, array.dtype)
+    postscale = reduction.check_factor("postscale_factor", postscale, array.dtype)
+    kind = DeviceAllreduce if on_device else Allreduce
     if compression is Compression.none:
-        kind = DeviceAllreduce if on_device else Allreduce
-        return kind(name, array, op, float(prescale), float(postscale), out)
+        return kind(name, array, op, prescale, postscale, out)
     compression = check_strategy(compression)
     if compression.stateful:
         raise ValueError(
@@ -134,10 +140,16 @@ def describe_allreduce(
             f"compression needs op=hvd.Sum or hvd.Average, not {op.name.capitalize()}; "
             "leave compression out for the others"
         )
+    if compression.choose(Parameter(name, array.shape, array.dtype)) == Compression.none:
+        return kind(name, array, op, prescale, postscale, out)
+    if reduction.scales_integers(array.dtype, prescale, postscale):
+        raise ValueError(
+            f"prescale_factor={prescale:g} and postscale_factor={postscale:g} cannot be applied to "
+            f"{array.dtype.name} with compression={compression!r}; scale in compress() and "
+            "decompress()"
+        )
     compressed = CompressedDeviceAllreduce if on_device else CompressedAllreduce
-    return compressed(
-        name, array, compression, Reduction(op), float(prescale), float(postscale), out
-    )
+    return compressed(name, array, compression, Reduction(op), prescale, postscale, out)
 
 
 def allgather(

@@ -6,7 +6,7 @@
     ├── HorovodInternalError       a collective failed, or the ranks disagree
     │   ├── RankGoneError          another rank has ended or has given up
     │   ├── MismatchError          two ranks submitted different things under one name
-    │   └── GradientError          a gradient that cannot be exchanged in the way asked for
+    │   └── GradientError          values that cannot be exchanged in the way asked for
     ├── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
     └── LauncherError              processes that were started together are no job to MPI
     ValueError
@@ -34,7 +34,9 @@ class MismatchError(HorovodInternalError):
 
 
 class GradientError(HorovodInternalError):
-    """A gradient cannot be exchanged in the way that is asked for: it is not a number, say.
+    """Values cannot be exchanged in the way that is asked for.
+
+    A gradient is not a number, say, or factors take integers out of the range of their type.
 
     All ranks raise it together, in the midst of an operation that they have all left in the same
     place, so that communication goes on.

@@ -54,6 +54,9 @@ def body(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> str:
     It uses ``T`` (the stored type), ``rows`` (``count`` rows of ``T``, ``stride`` elements
     from one to the next), ``factor`` (float64) and ``divisor`` (int64).
     """
+    is_mean = scaling.factor == 1.0 and not scaling.is_identity
+    if is_mean and op is ReduceOp.SUM and dtype.kind in "iu":
+        return _integer_mean(dtype)
     conversion = _conversion(dtype, op)
     combine = (_COMBINE_BOOLS if dtype.kind == "b" else _COMBINE)[op]
     return f"""
@@ -64,6 +67,25 @@ def body(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> str:
         }}
         {_scale(dtype, scaling, conversion.wide)}
         out = {conversion.store.format("value")};
+    """
+
+
+def _integer_mean(dtype: np.dtype[Any]) -> str:
+    """Return the code for a mean, cut towards zero, whose sum may be out of range."""
+    whole = "unsigned long long" if dtype.kind == "u" else "long long"
+    return f"""
+        const {whole} by = ({whole})divisor;
+        {whole} mean = 0, rest = 0;
+        for (long long row = 0; row < count; ++row) {{
+            const {whole} next = ({whole})(rows[i + row * stride]);
+            mean += next / by;
+            rest += next % by;
+        }}
+        mean += rest / by;
+        rest %= by;
+        if (mean > 0 && rest < 0) --mean;
+        if (mean < 0 && rest > 0) ++mean;
+        out = T(mean);
     """
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -111,7 +113,8 @@ class Scaling:
 
     16-bit floats are scaled in float32. Integers are scaled in float64 and cut towards
     zero. A division alone is done as one: it is exact for every integer, and the mean of
-    equal floats is their value.
+    equal floats is their value. The mean of integers whose sum does not fit their type takes
+    `integer_sums` and `integer_mean`.
     """
 
     factor: float = 1.0
@@ -167,3 +170,95 @@ class Scaling:
             values = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False)
             return (values - np.fmod(values, self.divisor)) // self.divisor
         return np.trunc(values.astype(np.float64) * self.factor / self.divisor)
+
+
+def check_factor(name: str, factor: Any, dtype: np.dtype[Any]) -> float:
+    """Return a factor as a float, if values of ``dtype`` can be multiplied by it.
+
+    Args:
+        name: of the argument, for messages.
+        factor: a number.
+        dtype: of the values.
+
+    Raises:
+        ValueError: it is not a finite number, or beyond the range of an integer ``dtype``.
+    """
+    if type(factor) is float and factor == 1.0:
+        return factor
+    try:
+        number = None if isinstance(factor, str | bytes) else float(factor)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or not math.isfinite(number):
+        raise ValueError(f"{name}={factor!r} is not a finite number; use one such as 0.5")
+    if dtype.kind in "iu" and abs(number) > 2.0 ** _value_bits(dtype):
+        raise ValueError(
+            f"{name}={factor!r} takes integers beyond the range of {dtype.name}; use a smaller "
+            "factor, or convert the values to a float"
+        )
+    return number
+
+
+def scales_integers(dtype: np.dtype[Any], *factors: float) -> bool:
+    """Return whether integers are multiplied, which is computed in float64."""
+    return dtype.kind in "iu" and any(factor != 1.0 for factor in factors)
+
+
+def scale_integers(values: Any, factor: float, divisor: int = 1) -> Any:
+    """Return ``values * factor / divisor`` in float64, cut towards zero."""
+    wide = values.astype(np.float64)
+    wide *= factor
+    wide /= divisor
+    return np.trunc(wide, out=wide)
+
+
+def first_beyond(values: Any, dtype: np.dtype[Any]) -> int:
+    """Return the index of the first float64 that an integer type cannot hold, or -1."""
+    end = 2.0 ** _value_bits(dtype)
+    fits = (values >= (-end if dtype.kind == "i" else 0.0)) & (values < end)
+    return -1 if fits.all() else int(np.argmin(fits))  # a NaN does not fit, either
+
+
+def _value_bits(dtype: np.dtype[Any]) -> int:
+    """Return the bits of an integer type without its sign."""
+    return 8 * dtype.itemsize - (dtype.kind == "i")
+
+
+def integer_sums(parts: Sequence[Any], divisor: int) -> list[Any]:
+    """Add up integers so that their mean is exact, although their sum may not fit their type.
+
+    Integers of up to 32 bits are added up in int64. Those of 64 bits are split into multiples
+    of the divisor and what remains: the sums of both fit, if the divisor is the number of all
+    ranks.
+
+    Args:
+        parts: flat integers of one dtype and size.
+        divisor: of the mean.
+
+    Returns:
+        Arrays that may be added to those of other parts before `integer_mean`.
+    """
+    if parts[0].dtype.itemsize < 8:
+        total = parts[0].astype(np.int64)
+        for part in parts[1:]:
+            total += part
+        return [total]
+    multiples, remains = np.zeros_like(parts[0]), np.zeros_like(parts[0])
+    by = parts[0].dtype.type(divisor)
+    for part in parts:
+        quotient = part // by  # rounded down, so that what remains is not negative
+        multiples += quotient
+        remains += part - quotient * by
+    return [multiples, remains]
+
+
+def integer_mean(sums: Sequence[Any], divisor: int) -> Any:
+    """Return the mean, cut towards zero, from the `integer_sums` over all ranks."""
+    if len(sums) == 1:
+        return Scaling(1.0, divisor).apply(sums[0])
+    multiples, remains = sums
+    by = multiples.dtype.type(divisor)
+    mean = multiples + remains // by
+    if mean.dtype.kind == "i":
+        mean += (mean < 0) & (remains % by != 0)
+    return mean

@@ -175,5 +175,7 @@ def describe_reducescatter(
         raise ValueError("Adasum is not defined for pieces of arrays; use allreduce")
     reduction.check(op, array.dtype)
     kind = DeviceReducescatter if on_device else Reducescatter
+    prescale = reduction.check_factor("prescale_factor", prescale, array.dtype)
+    postscale = reduction.check_factor("postscale_factor", postscale, array.dtype)
     wire = check_strategy(compression).wire_dtype(array.dtype)
-    return kind(name, array, op, float(prescale), float(postscale), wire)
+    return kind(name, array, op, prescale, postscale, wire)

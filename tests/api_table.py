@@ -41,7 +41,8 @@ later calls work | `MismatchError`, a `HorovodInternalError` | also a \
 `tf.errors.FailedPreconditionError` |
 | a bad argument: a name that is on its way, no member, an unknown set, a bad root, bad splits | \
 the caller, at once | `ValueError` | also a `tf.errors.InvalidArgumentError` |
-| a gradient that its compression cannot send (not a number) | every member; later calls work | \
+| a gradient that its compression cannot send (not a number); factors that take integers out of \
+their range | every member; later calls work | \
 `GradientError`, a `HorovodInternalError` | also a `tf.errors.InvalidArgumentError` |
 | a rank has died, or communication failed | every survivor | `HorovodInternalError` | \
 `HorovodInternalError` |

@@ -96,7 +96,7 @@ def check_reduction(result: Any, arrays: Sequence[Any], op: ReduceOp) -> None:
 
 
 def _exact(arrays: Sequence[Any], op: ReduceOp) -> Any:
-    """Integers wrap; an average is the wrapped sum, divided and cut towards zero."""
+    """Integers wrap; an average is exact, cut towards zero."""
     stack = np.stack(arrays)
     if stack.dtype.kind == "b":
         return {Sum: stack.any, Max: stack.any, Min: stack.all, Product: stack.all}[op](axis=0)
@@ -104,10 +104,14 @@ def _exact(arrays: Sequence[Any], op: ReduceOp) -> Any:
         total = _UFUNCS[op].reduce(stack, axis=0, dtype=stack.dtype)
     if op is not Average:
         return total
-    divided = [
-        abs(value) // len(arrays) * (1 if value >= 0 else -1) for value in total.ravel().tolist()
-    ]
-    return np.array(divided, stack.dtype).reshape(total.shape)
+    sums = stack.astype(object).sum(axis=0)  # of Python's integers
+    return integer_mean(sums, len(arrays)).astype(stack.dtype).reshape(total.shape)
+
+
+def integer_mean(sums: Any, divisor: int) -> Any:
+    """Divide Python's integers, cut towards zero."""
+    cut = [abs(value) // divisor * (1 if value >= 0 else -1) for value in np.ravel(sums).tolist()]
+    return np.array(cut, object)
 
 
 class Digest:

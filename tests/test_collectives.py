@@ -118,6 +118,32 @@ class TestAllreduce:
         largest = hvd.allreduce(np.array([1.0, -1.0]), op=hvd.Max, prescale_factor=-2.0)
         assert largest.tolist() == [-2.0, 2.0]
 
+    @ranks(1, 2, 3)
+    def test_factors_on_integers_that_no_result_can_hold(self):
+        """Refused on all ranks, and communication goes on; and sums are not cut before."""
+        hvd.init()
+        size, rank = hvd.size(), hvd.rank()
+        full = np.full(2 * size, 100, np.int8)
+        # A sum that is out of range is not, once it is scaled.
+        scale = {"op": hvd.Sum, "postscale_factor": 1 / size}
+        for call in (hvd.allreduce, hvd.reducescatter):
+            assert set(call(full, **scale).tolist()) == {100}
+            assert set(call(full).tolist()) == {100}
+            for factor in (1e30, -129, "2", b"2", float("nan"), float("inf"), None, 1j):
+                for name in ("prescale_factor", "postscale_factor"):
+                    with pytest.raises(ValueError, match=f"{name}="):
+                        call(full, **{name: factor})
+            mine = np.full(2 * size, 100 if rank == size - 1 else 0, np.int8)
+            for name in ("prescale_factor", "postscale_factor"):
+                with pytest.raises(hvd.GradientError, match="beyond the range of int8"):
+                    call(mine, op=hvd.Sum, **{name: 2.0})
+            assert set(call(mine, op=hvd.Sum, prescale_factor=np.float32(0.5)).tolist()) == {50}
+        both = hvd.grouped_allreduce([full, full[:1]], **scale)
+        assert [set(each.tolist()) for each in both] == [{100}, {100}]
+        with pytest.raises(hvd.GradientError):
+            hvd.grouped_allreduce([full, full[:1]], op=hvd.Sum, prescale_factor=2.0)
+        assert hvd.allreduce(full, compression=hvd.Compression.fp16).tolist() == full.tolist()
+
     @TWO
     def test_integers_are_scaled_in_float64_and_half_floats_in_float32(self):
         hvd.init()

@@ -13,7 +13,8 @@ import pytest
 from hvdlite import kernels
 from hvdlite.cuda import _stored_as
 from hvdlite.reduction import UFUNCS, Max, Min, Product, Scaling, Sum, accumulator
-from tests.references import FLOATS, INTEGERS, dtype_of, samples
+from hvdlite.transport.reduce import is_integer_mean
+from tests.references import FLOATS, INTEGERS, dtype_of, integer_mean, samples
 
 _ELEMENTS = 1000
 _HEAD = """
@@ -136,6 +137,8 @@ def _reduce(rows, op, scaling):
     """In the order of the rows, to the bit."""
     if rows.dtype.kind == "b":
         return rows.any(axis=0) if op in (Sum, Max) else rows.all(axis=0)
+    if is_integer_mean(rows.dtype, op, scaling):
+        return integer_mean(rows.astype(object).sum(axis=0), scaling.divisor).astype(rows.dtype)
     total = rows[0].astype(accumulator(rows.dtype))
     for row in rows[1:]:
         total = UFUNCS[op](total, row.astype(total.dtype))

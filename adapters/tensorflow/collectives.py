@@ -126,9 +126,28 @@ def _allreduce_slices(
         )
     values = allgather(slices.values, name and f"{name}.values", process_set=process_set)
     indices = allgather(slices.indices, name and f"{name}.indices", process_set=process_set)
-    if op is ReduceOp.AVERAGE:
+    if op is ReduceOp.AVERAGE and values.dtype.is_integer:
+        values, indices = _integer_mean(values, indices, set_size(process_set))
+    elif op is ReduceOp.AVERAGE:
         values = tf.cast(values / tf.cast(set_size(process_set), values.dtype), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _integer_mean(
+    values: tf.Tensor, indices: tf.Tensor, size: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Add up the slices of one index and divide, cut towards zero; the sums need not fit."""
+    places, position = tf.unique(indices)
+    count = tf.size(places)
+    wide = values.dtype if values.dtype == tf.uint64 else tf.int64
+    given, by = tf.cast(values, wide), tf.cast(size, wide)
+    multiples = tf.math.floordiv(given, by)
+    rests = tf.math.unsorted_segment_sum(given - multiples * by, position, count)
+    mean = tf.math.unsorted_segment_sum(multiples, position, count) + tf.math.floordiv(rests, by)
+    if wide == tf.int64:
+        is_cut = tf.logical_and(mean < 0, tf.not_equal(tf.math.floormod(rests, by), 0))
+        mean += tf.cast(is_cut, wide)
+    return tf.cast(mean, values.dtype), places
 
 
 @as_it_is

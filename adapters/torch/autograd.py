@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hvdlite import collectives, grouped, runtime, scattering
-from hvdlite.engine.device import DeviceArray
-from hvdlite.exchange import Compression, Strategy, check_strategy
+from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.torch.device_memory import lend
+from hvdlite.torch.device_memory import lend, lender
 from hvdlite.torch.tensors import taken, to_array, to_tensor_like
-
-
-def lender(compression: Strategy) -> Callable[[torch.Tensor], DeviceArray | None] | None:
-    """What lends tensors on an accelerator to a strategy that works there.
-
-    Raises:
-        TypeError: it is no strategy.
-    """
-    return lend if check_strategy(compression).on_device else None
 
 
 class Allreduce(torch.autograd.Function):
@@ -41,7 +31,7 @@ class Allreduce(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.arguments = name, compression, op, prescale, postscale, process_set
         result = collectives.allreduce(
-            to_array(tensor, lender(compression)),
+            to_array(tensor, lender([tensor], prescale, postscale, compression=compression)),
             name=name,
             op=op,
             prescale_factor=prescale,
@@ -74,8 +64,9 @@ class GroupedAllreduce(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = name, compression, op, prescale, postscale, process_set
+        lends = lender(tensors, prescale, postscale, compression=compression)
         results = grouped.grouped_allreduce(
-            [to_array(tensor, lender(compression)) for tensor in tensors],
+            [to_array(tensor, lends) for tensor in tensors],
             name=name,
             op=op,
             prescale_factor=prescale,
@@ -206,7 +197,7 @@ class Reducescatter(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.arguments = name, op, prescale * postscale, process_set
         result = scattering.reducescatter(
-            to_array(tensor, lender(compression)),
+            to_array(tensor, lender([tensor], prescale, postscale, compression=compression)),
             name,
             op,
             prescale,
@@ -240,8 +231,9 @@ class GroupedReducescatter(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = name, op, prescale * postscale, process_set
+        lends = lender(tensors, prescale, postscale, compression=compression)
         results = grouped.grouped_reducescatter(
-            [to_array(tensor, lender(compression)) for tensor in tensors],
+            [to_array(tensor, lends) for tensor in tensors],
             name,
             op,
             prescale,

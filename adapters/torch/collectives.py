@@ -9,7 +9,7 @@ from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import autograd
-from hvdlite.torch.device_memory import lend
+from hvdlite.torch.device_memory import lend, lender
 from hvdlite.torch.handles import TensorHandle, copied, synchronize, written
 from hvdlite.torch.in_place import allreduce_handle, memory_of
 from hvdlite.torch.tensors import CONVERSION, to_array, to_tensor_like
@@ -26,7 +26,8 @@ def allreduce_async(
 ) -> TensorHandle:
     """Start `allreduce` and return a handle; leave the tensor alone until it is done."""
     name = numbered(name, "allreduce", process_set)
-    array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
+    array = to_array(tensor, lender([tensor], prescale_factor, postscale_factor))
+    handle = TensorHandle(name, to_tensor_like, tensor)
     collectives.allreduce_async(
         array,
         average,

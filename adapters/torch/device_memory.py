@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from hvdlite.cuda import Cuda, stored_as
 from hvdlite.engine.device import DeviceArray
+from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.torch.tensors import dtype_of, torch_dtype
 
 _log = logging.getLogger("hvdlite")
@@ -110,6 +111,27 @@ def lend(tensor: torch.Tensor) -> DeviceArray | None:
     memory.check_not_capturing("a tensor")
     whole = tensor.resolve_conj().resolve_neg().contiguous()
     return DeviceArray(whole, tuple(whole.shape), dtype_of(whole.dtype), memory)
+
+
+def lender(
+    tensors: Sequence[torch.Tensor], *factors: float, compression: Strategy = Compression.none
+) -> Callable[[torch.Tensor], DeviceArray | None] | None:
+    """Return what lends tensors to a reduction that can run on their device.
+
+    Integers that are multiplied are reduced on the host, which sees whether results fit them.
+
+    Raises:
+        TypeError: ``compression`` is no strategy.
+    """
+    if not check_strategy(compression).on_device:
+        return None
+    scaled = any(factor != 1.0 for factor in factors)
+    return None if scaled and any(map(_is_integer, tensors)) else lend
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    dtype = getattr(tensor, "dtype", torch.bool)
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
 @functools.cache

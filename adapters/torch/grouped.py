@@ -13,7 +13,7 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
 from hvdlite.torch.collectives import numbered
-from hvdlite.torch.device_memory import lend
+from hvdlite.torch.device_memory import lend, lender
 from hvdlite.torch.handles import TensorHandle, copied, synchronize, written
 from hvdlite.torch.in_place import memory_of
 from hvdlite.torch.tensors import CONVERSION, taken, to_array, to_tensor_like
@@ -63,8 +63,9 @@ def grouped_allreduce_async(
     """Start `grouped_allreduce` and return one handle; leave the tensors alone until then."""
     name = numbered(name, "grouped_allreduce", process_set)
     handle = TensorHandle(name, _like, _checked(tensors))
+    lends = lender(tensors, prescale_factor, postscale_factor)
     grouped.grouped_allreduce_async(
-        [to_array(tensor, lend) for tensor in tensors],
+        [to_array(tensor, lends) for tensor in tensors],
         average,
         name,
         op,
@@ -102,7 +103,8 @@ def grouped_allreduce_async_(
 ) -> TensorHandle:
     """Start `grouped_allreduce_` and return one handle; leave the tensors alone until then."""
     name = numbered(name, "grouped_allreduce", process_set)
-    arrays = [to_array(tensor, lend) for tensor in _checked(tensors)]
+    lends = lender(tensors, prescale_factor, postscale_factor)
+    arrays = [to_array(tensor, lends) for tensor in _checked(tensors)]
     outs = [memory_of(*pair) for pair in zip(tensors, arrays, strict=True)]
     handle = TensorHandle(name, _In(outs), list(tensors))
     grouped.grouped_allreduce_async(
@@ -169,8 +171,9 @@ def grouped_reducescatter_async(
     """Start `grouped_reducescatter` and return one handle; leave the tensors alone until then."""
     name = numbered(name, "grouped_reducescatter", process_set)
     handle = TensorHandle(name, _like, _checked(tensors))
-    arrays = [to_array(tensor, lend) for tensor in tensors]
     factors = prescale_factor, postscale_factor
+    lends = lender(tensors, *factors)
+    arrays = [to_array(tensor, lends) for tensor in tensors]
     grouped.grouped_reducescatter_async(
         arrays, name, op, *factors, process_set=process_set, handle=handle
     )

@@ -12,7 +12,7 @@ from hvdlite.engine import Operation
 from hvdlite.engine.persistent import Persistent
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
-from hvdlite.torch.device_memory import lend
+from hvdlite.torch.device_memory import lender
 from hvdlite.torch.handles import TensorHandle, copied, written
 from hvdlite.torch.tensors import to_array
 
@@ -89,7 +89,7 @@ def allreduce_handle(
         return handle
     # Before anything can be refused: a refusal must not shift the names of later calls.
     numbered = name or engine.unnamed("allreduce")
-    array = to_array(tensor, lend)
+    array = to_array(tensor, lender([tensor], prescale, postscale))
     out = memory_of(tensor, array)
     operation = collectives.describe_allreduce(
         array, numbered, reduction.choose(average, op), prescale, postscale, out=out

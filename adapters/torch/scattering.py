@@ -13,7 +13,7 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
 from hvdlite.torch.collectives import numbered
-from hvdlite.torch.device_memory import lend
+from hvdlite.torch.device_memory import lend, lender
 from hvdlite.torch.handles import TensorHandle
 from hvdlite.torch.tensors import taken, to_array, to_tensor_like
 
@@ -73,8 +73,9 @@ def reducescatter_async(
 ) -> TensorHandle:
     """Start `reducescatter` and return a handle; leave the tensor alone until it is done."""
     name = numbered(name, "reducescatter", process_set)
-    array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
     factors = prescale_factor, postscale_factor
+    array = to_array(tensor, lender([tensor], *factors))
+    handle = TensorHandle(name, to_tensor_like, tensor)
     scattering.reducescatter_async(
         array, name, op, *factors, process_set=process_set, handle=handle
     )

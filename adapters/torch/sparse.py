@@ -146,12 +146,26 @@ def _sum(
     """Add up entries, and divide the sums."""
     wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
     values = values.reshape(indices.shape[1], *like.shape[like.sparse_dim() :]).to(wide)
+    if divisor > 1 and not (wide.is_floating_point or wide.is_complex):
+        return _integer_mean(indices, values, like, divisor)
     total = _sparse(indices, values, like.shape).coalesce()
     sums = total.values()
     if divisor > 1:
-        whole = not (wide.is_floating_point or wide.is_complex)
-        sums = torch.div(sums, divisor, rounding_mode="trunc") if whole else sums / divisor
+        sums = sums / divisor
     return _sparse(total.indices(), sums.to(like.dtype), like.shape, is_coalesced=True)
+
+
+def _integer_mean(
+    indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor, divisor: int
+) -> torch.Tensor:
+    """Add up entries and divide, cut towards zero, where the sums may not fit the type."""
+    values = values.long()
+    multiples = torch.div(values, divisor, rounding_mode="floor")
+    rests = _sparse(indices, values - divisor * multiples, like.shape).coalesce().values()
+    total = _sparse(indices, multiples, like.shape).coalesce()
+    mean = total.values() + torch.div(rests, divisor, rounding_mode="floor")
+    mean += (mean < 0) & (rests % divisor != 0)
+    return _sparse(total.indices(), mean.to(like.dtype), like.shape, is_coalesced=True)
 
 
 def _sparse(

@@ -13,7 +13,14 @@ import numpy as np
 from hvdlite import timeline
 from hvdlite.arrays import as_bytes, flat
 from hvdlite.engine.operation import Operation, Signature
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.errors import GradientError
+from hvdlite.reduction import (
+    ReduceOp,
+    Scaling,
+    first_beyond,
+    scale_integers,
+    scales_integers,
+)
 from hvdlite.transport import Transport
 from hvdlite.transport.base import LARGEST_FUSED
 
@@ -105,6 +112,7 @@ class Allreduce(Operation):
         self._send = array if array.ndim == 1 else array.reshape(-1)
         self._result = self._send if out is array else self._out.reshape(-1)
         self.nbytes = array.nbytes
+        self._scales_integers = scales_integers(array.dtype, prescale, postscale)
         self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
 
     stands_in = True
@@ -117,19 +125,25 @@ class Allreduce(Operation):
     @property
     def fusion(self) -> Hashable | None:
         """Small arrays of one dtype that are reduced and scaled alike."""
-        if self.nbytes > LARGEST_FUSED or self._op is ReduceOp.ADASUM:
+        if self.nbytes > LARGEST_FUSED or self._op is ReduceOp.ADASUM or self._scales_integers:
             return None
         return self._send.dtype, self._op, self._prescale, self._postscale
 
     @property
     def cargo(self) -> Any:
         """The array, flat, unless it is scaled first or reduced in another way than others."""
-        if self._prescale != 1.0 or self._op is ReduceOp.ADASUM:
+        if self._prescale != 1.0 or self._op is ReduceOp.ADASUM or self._scales_integers:
             return None
         return self._send
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return the reduced array, of the input's shape and dtype."""
+        """Return the reduced array, of the input's shape and dtype.
+
+        Raises:
+            GradientError: on all ranks; factors take an integer out of its type's range.
+        """
+        if self._scales_integers:
+            return self._reduce_scaled_integers(transport)
         if self._prescale != 1.0:
             return self.execute_together((), transport)[0]
         where, reduce = self._prepared
@@ -152,6 +166,22 @@ class Allreduce(Operation):
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.allreduce_all(sends, results, *self._reduction(transport))
         return [operation._out for operation in group]
+
+    def _reduce_scaled_integers(self, transport: Transport) -> Any:
+        """Reduce in float64, so that all ranks see whether a result fits the integers' type."""
+        wide = self._send.astype(np.float64)
+        if self._prescale != 1.0:
+            wide = scale_integers(wide, self._prescale)
+        op, scaling = self._reduction(transport)
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            transport.allreduce(wide, wide, op, Scaling())
+        scaled = scale_integers(wide, scaling.factor, scaling.divisor)
+        beyond = first_beyond(scaled, self._send.dtype)
+        if beyond >= 0:
+            factors = self._prescale, self._postscale
+            raise GradientError(out_of_range(self.name, scaled[beyond], self._send.dtype, factors))
+        self._result[...] = scaled
+        return self._out
 
     def _reduction(self, transport: Transport) -> tuple[ReduceOp, Scaling]:
         """What the transport does, and with what it scales the outcome."""
@@ -295,6 +325,15 @@ class Join(Operation):
         messages = transport.gather(struct.pack("<d", waited))
         times = [struct.unpack("<d", message)[0] for message in messages]
         return transport.members[times.index(min(times))]
+
+
+def out_of_range(name: str, value: Any, dtype: np.dtype[Any], factors: tuple[float, float]) -> str:
+    """Describe a result that an integer type cannot hold."""
+    found = "" if value is None else f"a result is {value:g}, "
+    return (
+        f"{name!r} with prescale_factor={factors[0]:g} and postscale_factor={factors[1]:g}: {found}"
+        f"beyond the range of {dtype.name}; use smaller factors, or convert the values to a float"
+    )
 
 
 def _allreduce_zeros(

@@ -13,7 +13,15 @@ import numpy as np
 from hvdlite import halves, timeline
 from hvdlite.arrays import as_bytes, flat
 from hvdlite.engine.operation import Operation, Signature
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.engine.operations import out_of_range
+from hvdlite.errors import GradientError
+from hvdlite.reduction import (
+    ReduceOp,
+    Scaling,
+    first_beyond,
+    scale_integers,
+    scales_integers,
+)
 from hvdlite.transport import Transport
 from hvdlite.transport.slices import slice_bounds
 
@@ -134,25 +142,49 @@ class Reducescatter(Operation):
         self.nbytes = array.nbytes
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return this rank's rows of the reduced array."""
-        rows, *shape = self._array.shape
+        """Return this rank's rows of the reduced array.
+
+        Raises:
+            GradientError: on all ranks; factors take an integer out of its type's range.
+        """
         before, after = scalings(self._op, self._factors, transport.size, self._narrows)
         send = flat(self._array)
+        if scales_integers(self._array.dtype, *self._factors):
+            send = scale_integers(send, before.factor)
+            return self._reduce_scaled_integers(transport, send, after)
         if not before.is_identity:
             send = before.apply(send.copy())
         if self._narrows:
             rounded = np.empty(send.size, self._wire)
             halves.narrow(send, rounded)
             send = rounded
+        if self._narrows:
+            result = self._exchange(transport, send, Scaling())
+            return after.apply(result.astype(self._array.dtype))
+        return self._exchange(transport, send, after)
+
+    def _exchange(self, transport: Transport, send: Any, scaling: Scaling) -> Any:
+        """Return this rank's rows of the reduction of flat arrays."""
+        rows, *shape = self._array.shape
         bounds = slice_bounds(rows, transport.size)
         own = bounds[transport.rank + 1] - bounds[transport.rank]
-        result = np.empty((own, *shape), self._wire)
+        result = np.empty((own, *shape), send.dtype)
         elements = [bound * prod(shape) for bound in bounds]
         op = ReduceOp.SUM if self._op is ReduceOp.AVERAGE else self._op
-        direct = Scaling() if self._narrows else after
         with timeline.span(self.lane, timeline.EXCHANGE):
-            transport.reducescatter(_cut(send, elements), result.reshape(-1), op, direct)
-        return after.apply(result.astype(self._array.dtype)) if self._narrows else result
+            transport.reducescatter(_cut(send, elements), result.reshape(-1), op, scaling)
+        return result
+
+    def _reduce_scaled_integers(self, transport: Transport, send: Any, after: Scaling) -> Any:
+        """Reduce in float64, and let all ranks know of a result that does not fit."""
+        dtype = self._array.dtype
+        result = self._exchange(transport, send, Scaling())
+        scaled = scale_integers(result, after.factor, after.divisor)
+        beyond = np.array([first_beyond(scaled.reshape(-1), dtype) >= 0], np.float64)
+        transport.allreduce(beyond, beyond, ReduceOp.MAX, Scaling())
+        if beyond[0]:
+            raise GradientError(out_of_range(self.name, None, dtype, self._factors))
+        return scaled.astype(dtype)
 
     @property
     def _narrows(self) -> bool:

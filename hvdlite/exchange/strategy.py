@@ -126,12 +126,15 @@ class Dense(Strategy):
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Reduce in place in ``result`` where gradients are divided before the sum."""
         reduction, send = bucket.reduction, bucket.send
-        if not reduction.before.is_identity:
+        after = reduction.after(transport.size)
+        if send.dtype.kind in "iu":
+            after = reduction.whole(transport.size)  # divided before, they would lose a remainder
+        elif not reduction.before.is_identity:
             bucket.complete()
             bucket.result[...] = bucket.send
             bucket.result[...] = reduction.before.apply(bucket.result)
             send = bucket.result
-        bucket.reduce(transport, send, bucket.result, reduction.after(transport.size))
+        bucket.reduce(transport, send, bucket.result, after)
         if bucket.unsent is not None:
             bucket.unsent[...] = 0
 

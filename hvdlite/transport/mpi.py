@@ -12,6 +12,7 @@ from hvdlite.interrupts import Interrupted
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import slices
 from hvdlite.transport.base import LARGEST_FUSED, WORD_SIZE, Patience, Transport
+from hvdlite.transport.reduce import is_integer_mean
 from hvdlite.transport.roll_call import RollCall
 
 # Counts are 32-bit in MPI 3: larger arrays travel in pieces of at most this many bytes.
@@ -139,7 +140,8 @@ class MPITransport(Transport):
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Use ``MPI_Allreduce`` where it is exact and repeatable, slices elsewhere."""
-        if not self._is_native(op, send.dtype) or self._may_be_fused(op, send):
+        is_exact = self._is_native(op, send.dtype) and not is_integer_mean(send.dtype, op, scaling)
+        if not is_exact or self._may_be_fused(op, send):
             slices.allreduce(self, send, result, op, scaling)
             return
         if result is not send:

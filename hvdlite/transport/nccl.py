@@ -15,6 +15,7 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
 from hvdlite.transport.device import DeviceTransport, Work
+from hvdlite.transport.reduce import is_integer_mean
 from hvdlite.transport.staged import HostStaged
 
 # NCCL's numbers, of which cupy names only some.
@@ -52,11 +53,11 @@ class NCCLTransport(DeviceTransport):
     NCCL reduces what it reduces as numpy would: integers of 8, 32 and 64 bits, float32,
     float64, and sums of complex numbers. It would round 16-bit floats after every addition.
     So these, and all that NCCL lacks (16-bit integers, booleans) or does differently (NaN
-    in Min and Max), are exchanged in slices: rank r gets slice r of everybody's array,
-    reduces it on the device, 16-bit floats in float32, and sends it to everybody. That is
-    as many bytes as a ring moves, without the roundings; but every rank sends to every
-    other, so among many nodes a ring would have the better latency. Adasum goes through
-    the host.
+    in Min and Max, means of integers whose sum is out of range), are exchanged in slices:
+    rank r gets slice r of everybody's array, reduces it on the device, 16-bit floats in
+    float32, and sends it to everybody. That is as many bytes as a ring moves, without the
+    roundings; but every rank sends to every other, so among many nodes a ring would have the
+    better latency. Adasum goes through the host.
 
     Every rank gets the same bits. From run to run, those of NCCL's own reductions depend on
     the algorithm that it chooses for the machine; slices are summed in the order of ranks.
@@ -122,7 +123,7 @@ class NCCLTransport(DeviceTransport):
             return
         if op is ReduceOp.ADASUM:
             self._staged.allreduce(send, result, op, scaling, kind)
-        elif kind.name in _NATIVE[op]:
+        elif kind.name in _NATIVE[op] and not is_integer_mean(kind, op, scaling):
             self._allreduce_natively(send, result, op, scaling, kind)
         else:
             self._allreduce_slices(send, result, op, scaling, kind)

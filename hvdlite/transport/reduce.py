@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from hvdlite import halves
-from hvdlite.reduction import UFUNCS, ReduceOp, Scaling, accumulator
+from hvdlite.reduction import (
+    UFUNCS,
+    ReduceOp,
+    Scaling,
+    accumulator,
+    integer_mean,
+    integer_sums,
+)
 from hvdlite.transport.chunks import split
 
 #: Something to do that has been prepared: a function, and what it takes.
@@ -24,7 +31,8 @@ _BLOCK = 2**16
 def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
     """Write ``scaling.apply(op over the parts)`` into ``result``.
 
-    16-bit floats are accumulated and scaled in float32. The parts are combined one after the
+    16-bit floats are accumulated and scaled in float32; the mean of integers is exact, also where
+    their sum is out of range. The parts are combined one after the
     other, so whoever reduces the same parts gets the same bits.
 
     Args:
@@ -50,7 +58,15 @@ def reducer(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
     """
     if accumulator(dtype) != dtype:
         return partial(_in_float32, op, scaling)
+    if is_integer_mean(dtype, op, scaling):
+        return partial(_in_wide_integers, scaling.divisor)
     return partial(_in_blocks, _ufunc(op, dtype), scaling, scaling.is_identity)
+
+
+def is_integer_mean(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> bool:
+    """Return whether a reduction is a mean whose sum the integers' own type may not hold."""
+    divides = scaling.divisor > 1 and scaling.factor == 1.0
+    return divides and op is ReduceOp.SUM and dtype.kind in "iu"
 
 
 def reduce_apart(
@@ -124,6 +140,18 @@ def _in_float32(op: ReduceOp, scaling: Scaling, result: Any, parts: Sequence[Any
         (_reduce_halves, (result[piece], [part[piece] for part in parts], op, scaling))
         for piece in halves.pieces(result.size)
     ]
+
+
+def _in_wide_integers(divisor: int, result: Any, parts: Sequence[Any]) -> list[Call]:
+    blocks = [slice(start, start + _BLOCK) for start in range(0, result.size, _BLOCK)]
+    return [
+        (_average_integers, (result[block], [part[block] for part in parts], divisor))
+        for block in blocks
+    ]
+
+
+def _average_integers(result: Any, parts: Sequence[Any], divisor: int) -> None:
+    result[...] = integer_mean(integer_sums(parts, divisor), divisor)
 
 
 def _reduce_halves(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:

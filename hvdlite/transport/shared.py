@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.reduction import ReduceOp, Scaling, accumulator
+from hvdlite.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
 from hvdlite.transport import slices
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
 from hvdlite.transport.chunked import ChunkedAllreduce, Prepared, bring, slice_of
 from hvdlite.transport.chunks import Chunk, cut
-from hvdlite.transport.reduce import Call, Reducer, combine, perform, reduce_into, reducer
+from hvdlite.transport.reduce import (
+    Call,
+    Reducer,
+    combine,
+    is_integer_mean,
+    perform,
+    reduce_into,
+    reducer,
+)
 from hvdlite.transport.segment import Arena
 from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Step, Table
 
@@ -270,7 +278,12 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Reduce a slice over this node's ranks, and then over the nodes."""
         assert self._cross is not None
-        if accumulator(out.dtype) == out.dtype:
+        if is_integer_mean(out.dtype, op, scaling):
+            sums = integer_sums(parts, scaling.divisor)
+            for total in sums:
+                self._cross.allreduce(total, total, op, Scaling())
+            out[...] = integer_mean(sums, scaling.divisor)
+        elif accumulator(out.dtype) == out.dtype:
             reduce_into(out, parts, op, Scaling())
             self._cross.allreduce(out, out, op, scaling)
         else:  # 16-bit floats stay wide until the end

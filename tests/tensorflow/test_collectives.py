@@ -295,6 +295,11 @@ def test_slices_are_gathered(size, mode):
     assert total.values.shape[0] == size * (size + 1) // 2
     assert equal(tf.convert_to_tensor(total), expected)
     assert close(tf.convert_to_tensor(average), expected / size)
+    for dtype in (np.int8, np.int64):  # the sum does not fit, the mean does; -2 / 3 is cut
+        values = tf.constant([np.iinfo(dtype).max, -1 if rank else 0], dtype)
+        given = tf.IndexedSlices(values, tf.constant([2, 0]), tf.constant([3]))
+        mean = tf.convert_to_tensor(in_mode(mode, lambda given=given: hvd.allreduce(given))())
+        assert mean.numpy().tolist() == [0, 0, np.iinfo(dtype).max]
     for refused in ({"op": hvd.Min}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}):
         with pytest.raises(NotImplementedError, match="IndexedSlices"):
             hvd.allreduce(slices, **refused)

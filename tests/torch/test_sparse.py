@@ -48,6 +48,10 @@ def test_whole_numbers_are_cut_towards_zero(size):
     mine = torch.tensor([0, 0, -1 - hvd.rank()], dtype=torch.int32).to_sparse()
     average = hvd.sparse_allreduce_async(mine, None, hvd.Average)().to_dense()
     assert average.tolist() == [0, 0, -((size * (size + 1) // 2) // size)]
+    for dtype in (torch.int8, torch.int64):  # the sum does not fit, the mean does
+        largest = torch.full((2,), torch.iinfo(dtype).max, dtype=dtype).to_sparse()
+        average = hvd.sparse_allreduce_async(largest, None, hvd.Average)()
+        assert torch.equal(average.to_dense(), largest.to_dense())
 
 
 @ranks(2, 3)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.reduction import Adasum, Max, Min, Product, Scaling, Sum
+from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.transport import Transport
-from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
+from tests.references import INTEGERS, Digest, cases, check_reduction, dtype_of, sample, samples
 
 
 class NoPatience:
@@ -123,6 +123,40 @@ def scaling(transport: Transport) -> None:
     result = np.empty_like(array)
     transport.allreduce(array, result, Sum, Scaling(1.0, size))
     np.testing.assert_array_equal(result, array)
+
+
+def means_of_integers(transport: Transport) -> None:
+    """Exact and cut towards zero, also where the sum is out of range."""
+    for dtype in INTEGERS:
+        limits = np.iinfo(dtype)
+        for size in (1, 7, 9000 if dtype == "int64" else 6):
+            arrays = samples(transport.size, dtype, size, seed=size)
+            for array in arrays:  # the same on all ranks
+                array[: size // 2] = (limits.max, limits.min)[size % 3 == 0]
+            check_reduction(_mean(transport, arrays), arrays, Average)
+    # Both are rounded to the same float64; and -1 / size is no whole number.
+    for values in ([2**63 - 1, 2**63 - 2], [-(2**63), -(2**63) + 1], [-1, 0]):
+        arrays = [np.array([values[rank % 2]], np.int64) for rank in range(transport.size)]
+        check_reduction(_mean(transport, arrays), arrays, Average)
+
+
+def _mean(transport: Transport, arrays: Any) -> Any:
+    """The mean by every way there is, which all have the same bits."""
+    scaling = Scaling(1.0, transport.size)
+    own = arrays[transport.rank]
+    result = np.empty_like(own)
+    transport.allreduce(own, result, Sum, scaling)
+    together = [own.copy(), own.copy()]
+    transport.allreduce_all(together, together, Sum, scaling)
+    shared = transport.empty(own.size, own.dtype)
+    shared[...] = own
+    transport.allreduce(shared, shared, Sum, scaling)
+    assert {array.tobytes() for array in (*together, shared)} == {result.tobytes()}
+    rows = np.array_split(arrays[transport.rank], transport.size)
+    part = np.empty_like(rows[transport.rank])
+    transport.reducescatter(rows, part, Sum, scaling)
+    assert part.tobytes() == np.array_split(result, transport.size)[transport.rank].tobytes()
+    return result
 
 
 def nan_passes_through(transport: Transport) -> None:
@@ -296,6 +330,7 @@ EVERYTHING = (
     gather,
     narrow_integers_wrap,
     scaling,
+    means_of_integers,
     nan_passes_through,
     booleans,
     adasum_of_known_vectors,

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.reduction import Adasum, Max, Min, Product, Scaling, Sum
-from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
+from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
+from tests.references import INTEGERS, Digest, cases, check_reduction, dtype_of, sample, samples
 from tests.transport.checks import agree
 
 
@@ -81,6 +81,10 @@ def averages(rank):
     large = np.array([2**62 + 1, -(2**62) - 1, -7, 7]) if rank.rank == 0 else np.zeros(4, int)
     found = allreduce(rank, large, Sum, Scaling(1.0, 3)).tolist()
     assert found == [(2**62 + 1) // 3, -((2**62 + 1) // 3), -2, 2]
+    for dtype in INTEGERS:  # the sum is out of range
+        arrays = [np.full(7, np.iinfo(dtype).max, dtype) for _ in range(rank.size)]
+        found = allreduce(rank, arrays[0], Sum, Scaling(1.0, rank.size))
+        check_reduction(found, arrays, Average)
 
 
 def sixteen_bit_floats_are_added_in_float32(rank):

@@ -20,6 +20,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from hvdlite.reduction import UFUNCS, accumulator
+from hvdlite.transport.reduce import is_integer_mean
+from tests.references import integer_mean
 from tests.transport.fake_nccl import FakeCommunicator, FakeNcclError, group_end, group_start
 
 SECONDS = 10.0
@@ -219,6 +221,10 @@ class FakeCuda:
         rows, out = rows.view(dtype).reshape(-1, result.size), result.view(dtype)
 
         def compute():
+            if is_integer_mean(rows.dtype, op, scaling):
+                mean = integer_mean(rows.astype(object).sum(axis=0), scaling.divisor)
+                out[...] = mean.astype(rows.dtype)
+                return
             total = rows[0].astype(accumulator(rows.dtype))
             for row in rows[1:]:
                 total = UFUNCS[op](total, row.astype(total.dtype)).astype(total.dtype)
