@@ -5,18 +5,22 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from hvdlite.exchange import Compression, Reduction
-from hvdlite.gradients import checked_samples
+from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.schedule.local import EACH_CHANGE
+from hvdlite.torch.labels import next_label
+from hvdlite.torch.loss import loss_like, value_of_loss
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.replicas import Replica
+from hvdlite.torch.scaling import average_before_scaling
 from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
 from hvdlite.torch.tensors import CONVERSION
 from hvdlite.torch.wrapping import (
@@ -54,9 +58,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         with optimizer.skip_synchronize():
             optimizer.step()
 
+    A `torch.amp.GradScaler` waits for them, too, in ``unscale_()`` and ``step()``: all ranks leave
+    out the step in which one rank's gradients overflow.
+
     The optimizer itself is changed and returned: its class becomes a subclass of what it
     was, of the same name, and its state, hooks, groups and schedulers stay as they are. A
     parameter without a gradient counts as zeros where another rank has one.
+
+    With a closure, every evaluation is exchanged, and the loss that ``step`` gets is that of all
+    ranks, averaged (or summed, with op=Sum) as the gradients are. So optimizers that decide by
+    the loss, such as `torch.optim.LBFGS`, decide alike on all ranks. The loss keeps its type: a
+    number, or a tensor of one element; anything else stays this rank's own. Ranks that evaluate
+    their closures a different number of times, because of different options for example, get an
+    error. With a schedule of local steps, and with Adasum, ranks decide by their own losses.
 
     Ranks whose batches differ in size tell it, in every step: ``optimizer.step(batch_size=n)``,
     or ``optimizer.synchronize(batch_size=n)``. Each rank's gradient, which is the average over its
@@ -117,7 +131,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._reducer = reducer
     wrapped._parameter_names = reducer.names
     wrapped._skipping = False
-    wrapped._in_step = False
+    wrapped._synchronized_by = ""
+    wrapped._evaluating = False
+    label = next_label("the closure of DistributedOptimizer", process_set)
+    wrapped._losses = LossExchange(label, reduction.op, process_set)
+    average_before_scaling()
     if chosen is None:
         reducer.replica = Replica(optimizer, reducer.names)
         reducer.attach(wrapped._trainable())
@@ -138,7 +156,9 @@ class _Distributed(Wrapped):
 
     _reducer: Reducer
     _skipping: bool
-    _in_step: bool  # whether it was step() that synchronized last
+    _synchronized_by: str  # the method that did it last
+    _losses: LossExchange
+    _evaluating: bool  # whether a closure runs
 
     def synchronize(self, batch_size: int | None = None) -> None:
         """Wait for the exchange; afterwards every ``p.grad`` is the average over the ranks.
@@ -156,7 +176,7 @@ class _Distributed(Wrapped):
         samples = checked_samples(batch_size)
         self._reducer.attach(self._trainable())
         self._reducer.finish(samples)
-        self._in_step = False
+        self._synchronized_by = "synchronize()"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with what the compression remembers, if it does.
@@ -211,7 +231,7 @@ class _Distributed(Wrapped):
 
     def _restart(self) -> None:
         """Give up the step that a failure has interrupted; the next begins anew."""
-        self._in_step = False
+        self._losses.restart()
         self._reducer.restart()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -234,12 +254,13 @@ class _Distributed(Wrapped):
     def _prepare_step(self, batch_size: int | None = None) -> None:
         """Make sure that what is stepped on is what all ranks agreed on."""
         if self._reducer.synchronized:
-            if batch_size is not None and not self._in_step:
+            if batch_size is not None and self._synchronized_by != "step()":
                 raise ValueError(
-                    f"step(batch_size={batch_size}) comes after synchronize(), which has averaged "
-                    "the gradients already; call synchronize(batch_size=...) instead"
+                    f"step(batch_size={batch_size}) comes after {self._synchronized_by}, which has "
+                    "averaged the gradients already; call synchronize(batch_size=...) before that "
+                    "instead"
                 )
-            if not self._skipping and not self._in_step:
+            if not self._skipping and self._synchronized_by == "synchronize()":
                 _warn_of_second_synchronization()
         elif self._skipping:
             raise RuntimeError(
@@ -249,7 +270,37 @@ class _Distributed(Wrapped):
         else:
             self.synchronize(batch_size)
             # A step() that calls its parent's comes here twice.
-            self._in_step = True
+            self._synchronized_by = "step()"
+
+    def _evaluate(self, closure: Callable[[], Any], batch_size: int | None) -> Any:
+        """Run a closure, and return its loss, with that and the gradients exchanged."""
+        if self._evaluating:  # a step() that calls its parent's has wrapped the closure twice
+            return closure()
+        self._evaluating = True
+        try:
+            loss = closure()
+        finally:
+            self._evaluating = False
+        self._prepare_step(batch_size)
+        return self._combine_loss(loss)
+
+    def _combine_loss(self, loss: Any) -> Any:
+        own = value_of_loss(loss)
+        total = self._losses.combine(own, self._reducer.weight)
+        return loss if total is None else loss_like(loss, total)
+
+    def _prepare_unscaling(self, enabled: bool) -> None:
+        # Also for a scaler that is not enabled: what follows, clipping mostly, is for averages.
+        if not self._reducer.synchronized:
+            self.synchronize()
+            self._synchronized_by = "unscale_()"
+
+    def _prepare_scaled_step(self, batch_size: int | None) -> None:
+        if self._skipping or not self._reducer.synchronized:
+            self._prepare_step(batch_size)
+
+    def _end_scaled_step(self) -> None:
+        self._reducer.synchronized = False
 
 
 class _Scheduled(Scheduled, _Distributed):
@@ -268,12 +319,8 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         optimizer._prepare_step(batch_size)
         return args, kwargs
 
-    def synchronized_closure() -> Any:
-        loss = closure()
-        optimizer._prepare_step(batch_size)
-        return loss
-
-    return replace(synchronized_closure)
+    optimizer._losses.begin_step()
+    return replace(partial(optimizer._evaluate, closure, batch_size))
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

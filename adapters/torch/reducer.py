@@ -177,6 +177,11 @@ class Reducer:
         return [groups[index] for index in sorted(groups)]
 
     @property
+    def weight(self) -> float:
+        """What this rank's gradients were multiplied by in the last exchange."""
+        return self._sets[0].exchange.weight if self._sets else 1.0
+
+    @property
     def op(self) -> ReduceOp:
         """Sum or average."""
         return self._reduction.op

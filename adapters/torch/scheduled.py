@@ -41,6 +41,9 @@ class Scheduled:
         if not self._schedule.is_local:
             super().synchronize()  # type: ignore[misc]
 
+    def _combine_loss(self, loss: Any) -> Any:
+        return loss if self._schedule.is_local else super()._combine_loss(loss)  # type: ignore[misc]
+
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()`` use the gradients as they are; weights are exchanged all the same.
@@ -94,9 +97,11 @@ class Scheduled:
         super()._restart()  # type: ignore[misc]
         self._schedule.restart()
 
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        # GradScaler asks for it before each step that it takes, or leaves out.
+    def _prepare_unscaling(self, enabled: bool) -> None:
+        if enabled:
+            self._prepare_scaled_step(None)
+
+    def _prepare_scaled_step(self, batch_size: int | None) -> NoReturn:
         raise RuntimeError(
             "GradScaler leaves out the step of a rank whose gradients overflow, and with "
             f"{self._schedule.name} the others would wait for it; use torch.autocast with "

@@ -27,6 +27,15 @@ class Wrapped:
             if parameter.requires_grad
         ]
 
+    def _prepare_unscaling(self, enabled: bool) -> None:
+        """Get ready for a GradScaler that unscales gradients, or that would if it were enabled."""
+
+    def _prepare_scaled_step(self, batch_size: int | None) -> None:
+        """Get ready for a GradScaler that decides whether there is a step."""
+
+    def _end_scaled_step(self) -> None:
+        """End a step that a GradScaler has taken, or left out."""
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hvdlite.gradients.buckets import LEAST_LENT, GradientBuckets, describe_sources, plan_for
 from hvdlite.gradients.exchange import GradientExchange
+from hvdlite.gradients.loss import LossExchange
 from hvdlite.gradients.replicas import ReplicaCheck, describe_optimizer, describe_weights
 from hvdlite.gradients.report import check_not_local, check_weighted, checked_samples
 from hvdlite.gradients.saving import consolidate, load, save
@@ -12,6 +13,7 @@ __all__ = [
     "LEAST_LENT",
     "GradientBuckets",
     "GradientExchange",
+    "LossExchange",
     "ReplicaCheck",
     "check_not_local",
     "check_weighted",

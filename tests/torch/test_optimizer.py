@@ -645,10 +645,10 @@ def test_a_first_step_without_gradient_after_shutdown_and_init():
     assert (weight.item(), other.item()) == (-0.5, -1.0)
 
 
-def scaled_model():
+def scaled_model(fused=False):
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), model.named_parameters()
     )
     return model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -683,12 +683,69 @@ def test_grad_scaler_after_synchronize():
     assert identical_on_all_ranks(model)
 
 
+@ranks(2, 3)
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_without_synchronize(size, fused):
+    """As torch documents it: in two steps one rank overflows, and all skip these."""
+    hvd.init()
+    for init_scale, clips in ((1024.0, False), (1024.0, True), (1.0, True)):
+        reference = make_model()
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        model, optimizer, _ = scaled_model(fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        for step in range(7):
+            x, y = batch(step)
+            model.zero_grad()
+            loss = loss_of(model, own(x), own(y))
+            if step in (0, 5) and hvd.rank() == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            if step not in (0, 5):
+                plain.zero_grad()
+                loss_of(reference, x, y).backward()
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+                plain.step()
+        assert scaler.get_scale() == init_scale / 4
+        assert relative_error(flat(model), flat(reference)) < 1e-5
+        assert identical_on_all_ranks(model)
+
+
 @ranks(2)
-def test_grad_scaler_without_synchronize_is_noticed_at_any_time():
+def test_grad_scaler_and_weights_of_batches():
     hvd.init()
     model, optimizer, scaler = scaled_model()
-    train(model, optimizer, 5)
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, *batch(0))).backward()
-    with pytest.raises(RuntimeError, match="before you clip, unscale"):
-        scaler.step(optimizer)
+    reference = make_model()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    x, y = batch(0)
+    mine = slice(0, 6) if hvd.rank() == 0 else slice(6, SAMPLES)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x[mine], y[mine])).backward()
+        scaler.step(optimizer, batch_size=len(x[mine]))
+        scaler.update()
+        plain.zero_grad()
+        loss_of(reference, x, y).backward()
+        plain.step()
+    assert relative_error(flat(model), flat(reference)) < 1e-5
+    scaler.scale(loss_of(model, x[mine], y[mine])).backward()
+    optimizer.synchronize(batch_size=len(x[mine]))
+    scaler.unscale_(optimizer)
+    with pytest.raises(ValueError, match=r"comes after synchronize\(\)"):
+        scaler.step(optimizer, batch_size=len(x[mine]))
+
+
+@ranks(1)
+def test_grad_scaler_leaves_other_optimizers_alone():
+    hvd.init()
+    scaled_model()
+    weight, loss, plain = one_weight()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss()).backward()
+    scaler.step(plain)
+    assert weight.item() == -1.0

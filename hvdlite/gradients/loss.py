@@ -1,0 +1,86 @@
+"""The loss that an optimizer decides by, combined over all ranks as its gradients are."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from hvdlite import runtime
+from hvdlite.engine import Operation
+from hvdlite.engine.operation import Signature
+from hvdlite.engine.operations import Barrier
+from hvdlite.process_sets import ProcessSet
+from hvdlite.reduction import ReduceOp
+from hvdlite.transport import Transport
+
+_TOLD = struct.Struct("<dd")  # a rank's loss, and what it is multiplied by
+
+
+class LossExchange:
+    """Combines the losses of all ranks, evaluation by evaluation.
+
+    An optimizer that evaluates its loss several times in a step decides by it how often, and how
+    far to go. With the loss of all ranks, all decide alike. Evaluations are numbered, so that ranks
+    that decide otherwise nevertheless are found before they step on each other's gradients.
+
+    Args:
+        label: begins the names of its operations; the same on all ranks.
+        op: Average or Sum, as the gradients'.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(self, label: str, op: ReduceOp, process_set: ProcessSet) -> None:
+        self._name = f"{label}: its loss"
+        self._op = op
+        self._process_set = process_set
+        self.restart()
+
+    def restart(self) -> None:
+        """Number steps and evaluations anew, after a failure; on all ranks alike."""
+        self._step = self._evaluation = 0
+
+    def begin_step(self) -> None:
+        """Begin a step, whose evaluations are numbered anew."""
+        self._step += 1
+        self._evaluation = 0
+
+    def combine(self, loss: float | None, weight: float) -> float | None:
+        """Return the average, or the sum, of all ranks' losses, the same bits on all of them.
+
+        Args:
+            loss: of this rank; None: there is none, and ranks only compare how far they are.
+            weight: what this rank's gradients were multiplied by.
+
+        Raises:
+            HorovodInternalError: the ranks are at different evaluations, only some have a loss,
+                or communication failed.
+        """
+        self._evaluation += 1
+        signature = Signature(
+            (
+                ("the step (which takes the same options on all ranks)", self._step),
+                ("the evaluation in this step", self._evaluation),
+                ("the loss that the closure returns", "no number" if loss is None else "a number"),
+            )
+        )
+        told = _TOLD.pack(loss or 0.0, weight)
+        losses = runtime.engine(self._process_set).gradients.run(
+            _Losses(self._name, signature, told)
+        )
+        if loss is None:
+            return None
+        total = sum((each * factor for each, factor in losses if factor), 0.0)
+        return total / len(losses) if self._op is ReduceOp.AVERAGE else total
+
+
+class _Losses(Operation):
+    """Tells all ranks each other's loss and its weight; a rank that has joined counts as zero."""
+
+    stands_in = True
+
+    def stand_in(self) -> Callable[[], Operation]:
+        return partial(Barrier, self.name)
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[tuple[float, float]]:
+        return [_TOLD.unpack(payload) if payload else (0.0, 0.0) for payload in payloads]
