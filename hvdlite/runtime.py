@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdlite import failures, interrupts, launchers, mpi, settings, timeline, world
 from hvdlite.engine import Engine
-from hvdlite.errors import HorovodInternalError, NotInitializedError
+from hvdlite.errors import NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
 from hvdlite.trace_file import Run
 
@@ -22,7 +22,6 @@ _log = logging.getLogger("hvdlite")
 _engine: Engine | None = None
 _sets: ProcessSets | None = None
 _ending: tuple[ProcessSets, int, float] | None = None  # a shutdown that has not come to its end
-_forked = False  # whether this process is a child of the one that is a rank
 _hooked = False
 _run = Run("", 0)
 # Rank and size in a world that failed and has no successor.
@@ -40,7 +39,7 @@ def engine(process_set: ProcessSet | None = None) -> Engine:
         HorovodInternalError: this process was forked from one that is a rank.
         ValueError: the process set is not registered, or this rank is not in it.
     """
-    if _engine is None or _forked:
+    if _engine is None or world.forked:
         raise _unavailable()
     if process_set is None or process_set is global_process_set:
         return _engine
@@ -49,7 +48,7 @@ def engine(process_set: ProcessSet | None = None) -> Engine:
 
 def process_sets() -> ProcessSets:
     """The process sets of this process; raises as `engine`."""
-    if _sets is None or _forked:
+    if _sets is None or world.forked:
         raise _unavailable()
     return _sets
 
@@ -108,7 +107,7 @@ def init(
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
     """
-    global _engine, _forked, _run, _sets, _lost
+    global _engine, _run, _sets, _lost
     if _engine is not None:
         return
     if _ending is not None:
@@ -129,7 +128,6 @@ def init(
     _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
     interrupts.install()
     _engine = Engine(MPI, split, values)
-    _forked = False
     _lost = None
     _note_leaving(False)
     world.enter(split)
@@ -161,7 +159,7 @@ def shutdown() -> None:
     """
     global _engine, _sets, _ending
     # A forked child (a data loader's worker) has no lanes and must not end its parent's.
-    if _forked:
+    if world.forked:
         return
     if _engine is not None and _sets is not None:
         _note_leaving(True)
@@ -230,10 +228,7 @@ def note_lost_world(rank: int, size: int) -> None:
 def _unavailable() -> Exception:
     if _engine is None:
         return NotInitializedError()
-    return HorovodInternalError(
-        f"process {os.getpid()} was forked from rank {world.rank()} after init() and cannot "
-        "communicate; do it in the rank itself"
-    )
+    return world.fork_error()
 
 
 def _note_leaving(leaving: bool) -> None:
@@ -261,17 +256,11 @@ def _hook() -> None:
     if not _hooked:
         _hooked = True
         atexit.register(shutdown)
-        os.register_at_fork(after_in_child=_note_fork)
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
 
 
 def _place() -> failures.Place | None:
     """Where an exception would end the job: nowhere in a forked child, or on a rank alone."""
-    if _forked:
+    if world.forked:
         return None
     rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
     return failures.Place(rank, size, _run.job) if size > 1 else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlite.errors import NotInitializedError
+from hvdlite.errors import HorovodInternalError, NotInitializedError
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,31 @@ class World:
 
 _current: World | None = None
 
+#: Whether this process was forked from another one, and has not entered a world since: no rank.
+forked = False
+
+
+def _note_fork() -> None:
+    global forked
+    forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def fork_error() -> HorovodInternalError:
+    """Return what a forked child raises that tries to communicate."""
+    return HorovodInternalError(
+        f"process {os.getpid()} was forked from rank {rank()} after init() and cannot "
+        "communicate; do it in the rank itself"
+    )
+
 
 def enter(world: World | None) -> None:
     """Make ``world`` the one that the module's functions speak of (None: there is none)."""
-    global _current
+    global _current, forked
     _current = world
+    forked = False
 
 
 def current() -> World:

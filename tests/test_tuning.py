@@ -20,6 +20,7 @@ from hvdlite.gradients import GradientExchange
 from hvdlite.reduction import Sum
 from hvdlite.settings import Settings
 from hvdlite.transport import Loopback, futex
+from hvdlite.transport.segment import Arena
 from hvdlite.transport.shared import CHUNK_OF_TWO, DEFAULT_CHUNK, SharedMemoryTransport
 from hvdlite.transport.simulated import Simulation
 from hvdlite.transport.table import LARGEST_CHUNK, Table
@@ -210,13 +211,14 @@ class TestMeasurement:
 DIES = """
 import os, signal, sys
 from hvdlite import tuning
+from hvdlite.transport.segment import Arena
 from hvdlite.transport.shared import SharedMemoryTransport
 from hvdlite.transport.table import Table
 
-segment = Table.segment()
-print(*segment.key, flush=True)
+arena = Arena()
+print(*arena.key, flush=True)
 pid, *key = map(int, input().split())
-table = Table(1, [0, 1], segment, [(pid, tuple(key)), (os.getpid(), segment.key)])
+table = Table(1, [0, 1], arena, [(pid, tuple(key)), (os.getpid(), arena.key)])
 transport = SharedMemoryTransport(table, 1)
 allreduce = transport.allreduce
 left = int(sys.argv[1])
@@ -244,11 +246,11 @@ def test_a_rank_that_is_killed_is_not_waited_for(number):
         text=True,
     )
     try:
-        segment = Table.segment()
+        arena = Arena()
         theirs = tuple(map(int, child.stdout.readline().split()))
-        print(os.getpid(), *segment.key, file=child.stdin, flush=True)
-        processes = [(os.getpid(), segment.key), (child.pid, theirs)]
-        transport = SharedMemoryTransport(Table(0, [0, 1], segment, processes), 0)
+        print(os.getpid(), *arena.key, file=child.stdin, flush=True)
+        processes = [(os.getpid(), arena.key), (child.pid, theirs)]
+        transport = SharedMemoryTransport(Table(0, [0, 1], arena, processes), 0)
         with pytest.raises(RankGoneError, match=rf"rank 1 \(process {child.pid}\) has died"):
             measure(transport, Clock(0.001))
     finally:

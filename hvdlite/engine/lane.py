@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite import world
 from hvdlite.engine.device_side import DeviceSide
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
@@ -80,6 +81,10 @@ class Lane:
         """
         return self._transport.empty(size, dtype)
 
+    def release(self, array: Any) -> None:
+        """Say that no operation uses such an array any more, see `Transport.release`."""
+        self._transport.release(array)
+
     def unread(self, size: int) -> slice:
         """What other ranks read nothing of in such an array, see `Transport.unread`."""
         return self._transport.unread(size)
@@ -98,6 +103,8 @@ class Lane:
             ValueError: an operation of this name is still on its way.
             HorovodInternalError: the lane has been closed or has failed.
         """
+        if world.forked:
+            raise world.fork_error()
         if handle is None:
             handle = Handle(operation.name)
         try:
@@ -133,7 +140,12 @@ class Lane:
 
         Two switches between threads cost more than a small collective. A signal's handler that is
         to run ends it before: the lane's thread goes on with the round.
+
+        Raises:
+            HorovodInternalError: this process was forked from the rank that submitted it.
         """
+        if world.forked:
+            raise world.fork_error()
         with self._lock:
             drives = not self._driven and not handle.done()
             self._driven |= drives

@@ -181,7 +181,9 @@ class GradientBuckets:
 
         Their memory is the caller's as long as it likes, as that of `result_slot` is.
         """
-        self._steps[index].bucket.renew_send()
+        bucket = self._steps[index].bucket
+        self._lane.release(bucket.send)
+        bucket.renew_send()
 
     def keep_result(self, index: int) -> None:
         """Let all exchanges of a bucket write to one result: their owner copies from it."""

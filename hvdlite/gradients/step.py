@@ -207,6 +207,8 @@ class BucketExchange(Operation):
                 bucket.renew()
             with timeline.span(self.lane, timeline.EXCHANGE):
                 exchange_bucket(strategy, bucket, transport, self._step.weight)
+            if self._step.renews:
+                transport.release(bucket.result)  # its owner's now
             if strategy.stateful:
                 bucket.state.count = told.exchanges + 1
                 bucket.state.belong(transport.rank, transport.size)

@@ -108,6 +108,13 @@ class Transport(ABC):
         """
         return np.empty(size, dtype)
 
+    def release(self, array: Any) -> None:  # noqa: B027 - nothing to do for ordinary memory
+        """Say that an array from `empty` is passed to no collective any more.
+
+        Not collective. Users may hold it for as long as they like. A child that the process forks
+        has a copy of it, as of other memory.
+        """
+
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
         """Return every rank's (short) message, by rank."""

@@ -12,6 +12,7 @@ from hvdlite.transport.base import Transport
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
+from hvdlite.transport.segment import Arena
 from hvdlite.transport.shared import SharedMemoryTransport
 from hvdlite.transport.table import Table
 from hvdlite.world import World
@@ -63,12 +64,12 @@ def _sit_down(world: World) -> Table | None:
     try:
         if not futex.is_supported():
             raise OSError("it needs Linux on x86-64")
-        segment = Table.segment()
-        here = os.getpid(), segment.key, os.sched_getaffinity(0)
+        arena = Arena()
+        here = os.getpid(), arena.key, os.sched_getaffinity(0)
     except OSError as error:
-        segment, here, failure = None, None, error
+        arena, here, failure = None, None, error
     processes = world.node.allgather(here)
-    if segment is None:
+    if arena is None:
         raise failure
     if None in processes:
         return None  # that rank says why
@@ -77,7 +78,7 @@ def _sit_down(world: World) -> Table | None:
     cores = set().union(*(cores for _, _, cores in processes))
     places = [(pid, key) for pid, key, _ in processes]
     crowded = len(places) > len(cores)
-    return Table(world.node.rank, ranks, segment, places, cores if crowded else ())
+    return Table(world.node.rank, ranks, arena, places, cores if crowded else ())
 
 
 def _anywhere(world: World, failure: OSError | None) -> bool:

@@ -99,6 +99,10 @@ class CountingTransport(Transport):
         """Return what suits the inner one."""
         return self._inner.empty(size, dtype)
 
+    def release(self, array: Any) -> None:
+        """Release it in the inner one."""
+        self._inner.release(array)
+
     def unread(self, size: int) -> slice:
         """Ask the inner one."""
         return self._inner.unread(size)

@@ -61,6 +61,10 @@ class HierarchicalTransport(Transport):
         """Return an array that the node's ranks share."""
         return self._node.empty(size, dtype)
 
+    def release(self, array: Any) -> None:
+        """Release it within the node."""
+        self._node.release(array)
+
     def gather(self, message: bytes) -> list[bytes]:
         """Gather over MPI."""
         return self._whole.gather(message)

@@ -5,77 +5,178 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from typing import Any
 
 import numpy as np
 
-#: With which a peer finds a segment: file number, inode, bytes.
-Key = tuple[int, int, int]
+#: With which a peer finds an arena: the number of its file, and the inode.
+Key = tuple[int, int]
 
+# Bytes of the first region of an arena's file. Every other one is as large as all before it.
+_FIRST = 2**26
 
-class Segment:
-    """A piece of memory that peers can open; it lives as long as somebody has it mapped.
+_MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000  # Linux'
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
-    It is an anonymous file (``memfd_create``), which counts as memory of the process and not
-    against the shm mount, and disappears with the last process that holds it. Peers of the
-    same user reach it as ``/proc/PID/fd/N``.
-
-    Args:
-        nbytes: its size; pages that are never touched cost nothing.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._file = os.memfd_create("hvdlite", os.MFD_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self._file)
-        os.ftruncate(self._file, nbytes)
-        self.memory = mmap.mmap(self._file, nbytes)
-        self.key: Key = (self._file, os.fstat(self._file).st_ino, nbytes)
+_library = ctypes.CDLL(None, use_errno=True)
+_mmap = _library.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_munmap = _library.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Arena:
-    """Arrays in shared memory; what is not used any more is used again.
+    """Arrays in memory that peers can open; what is not used any more is used again.
+
+    All lie in one anonymous file (``memfd_create``), which counts as memory of the process and not
+    against the shm mount, and disappears with the last process that has it mapped. Peers of the
+    same user reach it as ``/proc/PID/fd/N``. It grows by regions, each of which a process maps as a
+    whole, so neither descriptors nor maps grow with the number of arrays. Pages that are never
+    touched cost nothing.
 
     Memory returns when the last array, or tensor, that views it has gone, so an array may be
     handed to a framework for as long as that likes.
+
+    A child that this process forks shares none of it. What users may hold (see `release`) becomes
+    memory like any other before the fork, copied once; the child's writes to the rest are its own.
     """
 
     def __init__(self) -> None:
-        self._lent: dict[int, Segment] = {}  # by address
-        self._free: dict[int, list[Segment]] = {}  # by size
+        self._file = os.memfd_create("hvdlite", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        self.key: Key = (self._file, os.fstat(self._file).st_ino)
+        self._regions: dict[int, Any] = {}  # by where they begin in the file
+        self._end = 0  # behind the last array
+        self._lock = threading.Lock()
+        self._lent: dict[int, weakref.ref[Any]] = {}  # by address
+        self._free: dict[int, list[int]] = {}  # addresses, by size
+        self._released: set[int] = set()  # addresses of what is not exchanged any more
+        self._private: set[int] = set()  # and of what is not shared any more
+        self._forked = False
+        self._map(0)
+        _arenas.add(self)
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array of ``size`` elements, uninitialised."""
-        # Of few sizes, so that there are few segments, whatever is asked for.
+        """Return an array of ``size`` elements, uninitialised; the first lies at offset 0.
+
+        Raises:
+            OSError: there is no memory, or this process was forked from the arena's.
+        """
+        # Of few sizes, so that there are few pieces of memory, whatever is asked for.
         nbytes = max(mmap.PAGESIZE, 1 << (size * dtype.itemsize - 1).bit_length())
-        free = self._free.setdefault(nbytes, [])
-        segment = free.pop() if free else Segment(nbytes)
+        try:
+            address = self._free.setdefault(nbytes, []).pop()
+        except IndexError:
+            address = self._extend(nbytes)
         # Every view has this object as its last base: views of views do not keep the array
         # between alive, which therefore could not tell.
-        lease = (ctypes.c_byte * nbytes).from_buffer(segment.memory)
-        address = ctypes.addressof(lease)
-        self._lent[address] = segment
-        weakref.finalize(lease, self._take_back, address).atexit = False
-        return np.ndarray(size, dtype, memoryview(lease))
+        memory = (ctypes.c_byte * nbytes).from_address(address)
+        self._lent[address] = weakref.ref(memory)
+        weakref.finalize(memory, self._take_back, address, nbytes).atexit = False
+        return np.ndarray(size, dtype, memoryview(memory))
 
-    def find(self, array: Any) -> tuple[int, int, int, int] | None:
-        """The key of a contiguous array's segment, and its offset there in bytes.
-
-        Returns:
-            None where it does not lie in a segment.
-        """
-        if not array.size:  # may seem to lie in the segment behind its own
+    def find(self, array: Any) -> int | None:
+        """Where in the file a contiguous array begins; None: it does not lie there."""
+        if not array.size:  # may seem to lie in the memory behind its own
             return None
-        address = array.__array_interface__["data"][0]
-        # A copy, since the search itself may set off the garbage collector, and that `_take_back`.
-        for start, segment in self._lent.copy().items():
-            if start <= address < start + segment.key[2]:
-                return *segment.key, address - start
+        return self._offset(_address(array))
+
+    def release(self, array: Any) -> None:
+        """Say that an array from `empty` is not exchanged any more; others may hold it still."""
+        address = _address(array)
+        if address in self._lent:
+            self._released.add(address)
+
+    def _extend(self, nbytes: int) -> int:
+        """Find the address of memory that has not been used yet."""
+        if self._forked:
+            raise OSError(f"process {os.getpid()} was forked from one that shares memory")
+        with self._lock:
+            # A multiple of the size, which is a power of two: so it does not cross a region's end.
+            start = -(-self._end // nbytes) * nbytes
+            start = max(start, nbytes if nbytes > _FIRST else 0)
+            first, _ = _region_of(start)
+            if first not in self._regions:
+                self._map(first)
+            self._end = start + nbytes
+            return ctypes.addressof(self._regions[first]) + start - first
+
+    def _map(self, first: int) -> None:
+        """Let the file grow by a region."""
+        _, nbytes = _region_of(first)
+        os.ftruncate(self._file, first + nbytes)
+        self._regions[first] = _map_file(self._file, first, nbytes)
+
+    def _offset(self, address: int) -> int | None:
+        """Where in the file something at an address lies."""
+        for first, region in list(self._regions.items()):
+            start = ctypes.addressof(region)
+            if start <= address < start + len(region):
+                return first + address - start
         return None
 
-    def _take_back(self, address: int) -> None:
-        segment = self._lent.pop(address)
-        self._free[segment.key[2]].append(segment)
+    def _take_back(self, address: int, nbytes: int) -> None:
+        if self._lent.pop(address, None) is None:  # the fork's parent has it
+            return
+        self._released.discard(address)
+        if address in self._private:
+            self._private.discard(address)
+            self._remap(address, nbytes, mmap.MAP_SHARED)
+        self._free[nbytes].append(address)
+
+    def _remap(self, address: int, nbytes: int, flags: int) -> None:
+        """Map the part of the file that belongs to an address there anew, in another way."""
+        offset = self._offset(address)
+        assert offset is not None
+        found = _mmap(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, self._file, offset)
+        _check_mapped(found, nbytes)
+
+    def _before_fork(self) -> None:
+        """Let what is not exchanged any more be memory like any other, of which a child has a copy.
+
+        The system copies the pages (MAP_POPULATE writes to private ones), so nothing is lost that
+        another thread writes meanwhile.
+        """
+        for address in self._released - self._private:
+            memory = self._lent[address]() if address in self._lent else None
+            if memory is not None:  # and stays while it is copied
+                self._remap(address, len(memory), mmap.MAP_PRIVATE | _MAP_POPULATE)
+                self._private.add(address)
+
+    def _after_fork(self) -> None:
+        """In the child: see that writes do not reach the parent or its peers; forget all."""
+        self._forked = True
+        lent, self._lent, self._free = self._lent, {}, {}
+        for address, reference in lent.items():
+            memory = reference()
+            if memory is not None and address not in self._private:
+                self._remap(address, len(memory), mmap.MAP_PRIVATE)
+
+
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for arena in list(_arenas):
+        arena._before_fork()
+
+
+def _after_fork() -> None:
+    for arena in list(_arenas):
+        arena._after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class Peer:
@@ -83,22 +184,29 @@ class Peer:
 
     Args:
         pid: the process.
+        key: of its arena.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, key: Key) -> None:
         self.pid = pid
-        self._maps: dict[Key, mmap.mmap] = {}
+        self._number, self._inode = key
+        self._regions: dict[int, Any] = {}  # by where they begin in the file
 
-    def map(self, key: Key) -> mmap.mmap:
-        """Map one of its segments.
+    def view(self, offset: int, size: int, dtype: np.dtype[Any]) -> Any:
+        """View one of its arrays.
+
+        Args:
+            offset: where it begins in the file, as `Arena.find` tells it there.
+            size: its number of elements.
+            dtype: of them.
 
         Raises:
             OSError: the process is gone, on another host, or of another user.
         """
-        if key not in self._maps:
-            self._maps = {other: memory for other, memory in self._maps.items() if self._has(other)}
-            self._maps[key] = self._open(key)
-        return self._maps[key]
+        first, nbytes = _region_of(offset)
+        if first not in self._regions:
+            self._regions[first] = self._open(first, nbytes)
+        return np.ndarray(size, dtype, self._regions[first], offset - first)
 
     def is_running(self) -> bool:
         """Whether the process has not ended; one that is stopped has not."""
@@ -109,22 +217,45 @@ class Peer:
         except OSError:
             return False
 
-    def _open(self, key: Key) -> mmap.mmap:
-        number, inode, nbytes = key
-        file = os.open(self._path(number), os.O_RDWR | os.O_CLOEXEC)
+    def _open(self, first: int, nbytes: int) -> Any:
+        file = os.open(self._path(), os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(file).st_ino != inode:
-                raise OSError(f"{self._path(number)} is not the segment that was announced")
-            return mmap.mmap(file, nbytes)
+            if os.fstat(file).st_ino != self._inode:
+                raise OSError(f"{self._path()} is not the memory that was announced")
+            return _map_file(file, first, nbytes)
         finally:
             os.close(file)
 
-    def _has(self, key: Key) -> bool:
-        """Whether the process still holds the segment."""
-        try:
-            return os.stat(self._path(key[0])).st_ino == key[1]
-        except OSError:
-            return False
+    def _path(self) -> str:
+        return f"/proc/{self.pid}/fd/{self._number}"
 
-    def _path(self, number: int) -> str:
-        return f"/proc/{self.pid}/fd/{number}"
+
+def _region_of(offset: int) -> tuple[int, int]:
+    """Where the region begins that a part of a file lies in, and its bytes."""
+    if offset < _FIRST:
+        return 0, _FIRST
+    first = 1 << (offset.bit_length() - 1)
+    return first, first
+
+
+def _map_file(file: int, offset: int, nbytes: int) -> Any:
+    """Map a part of a file, as long as somebody views it.
+
+    Unlike Python's ``mmap`` this keeps no descriptor.
+    """
+    address = _mmap(None, nbytes, _READ_WRITE, mmap.MAP_SHARED, file, offset)
+    _check_mapped(address, nbytes)
+    memory = (ctypes.c_byte * nbytes).from_address(address)
+    weakref.finalize(memory, _munmap, address, nbytes).atexit = False
+    return memory
+
+
+def _check_mapped(address: int | None, nbytes: int) -> None:
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)}: {nbytes} bytes of shared memory")
+
+
+def _address(array: Any) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

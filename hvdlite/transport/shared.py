@@ -22,7 +22,6 @@ from hvdlite.transport.reduce import (
     reduce_into,
     reducer,
 )
-from hvdlite.transport.segment import Arena
 from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Step, Table
 
 #: Bytes of a user's array that a rank brings to one meeting, and of those of two ranks. Less, and
@@ -68,7 +67,7 @@ class SharedMemoryTransport(Transport):
         self.size = len(table.places)
         self.chunk: int = DEFAULT_CHUNK if self.size > 2 else CHUNK_OF_TWO
         self._table = table
-        self._arena = Arena()
+        self._arena = table.arena
         self._brought = 0
         self._cross = cross
         self._owners = owners or self.size
@@ -104,6 +103,10 @@ class SharedMemoryTransport(Transport):
         """Return an array in a segment."""
         return self._arena.empty(size, np.dtype(dtype))
 
+    def release(self, array: Any) -> None:
+        """Let a forked child have a copy of it."""
+        self._arena.release(array)
+
     def unread(self, size: int) -> slice:
         """This rank's own slice, which it alone reduces."""
         return slice(0, 0) if self._cross is not None else slice_of(self.rank, size, self._owners)
@@ -135,7 +138,7 @@ class SharedMemoryTransport(Transport):
         if where[0] is None or where[1] is None or self._cross is not None:
             super().allreduce_lent(send, lent, result, op, scaling)
         else:
-            self._reduce_in_segments(send, result, (*where[0], *where[1]), op, scaling, lent)
+            self._reduce_in_segments(send, result, (where[0], where[1]), op, scaling, lent)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
@@ -158,7 +161,7 @@ class SharedMemoryTransport(Transport):
         if len(sends) == 1:
             where = (self._arena.find(send), self._arena.find(result))
             if where[0] is not None and where[1] is not None:
-                places = (*where[0], *where[1])
+                places = (where[0], where[1])
                 return partial(self._reduce_in_segments, send, result, places, op, scaling)
         steps = Prepared(partial(self._steps, sends, results, op, scaling))
         is_empty = not any(array.size for array in sends)
@@ -239,15 +242,15 @@ class SharedMemoryTransport(Transport):
         table.own.write(table.next, where)
         meeting = table.meet()
         everywhere = [place.numbers(meeting) for place in table.places]
-        sends = self._views(send, [numbers[:4] for numbers in everywhere])
-        results = self._views(result, [numbers[4:] for numbers in everywhere])
+        sends = self._views(send, [numbers[0] for numbers in everywhere])
+        results = self._views(result, [numbers[1] for numbers in everywhere])
         reduce = self._reducer(send.dtype, op, scaling)
         # Across nodes all at once; else in pieces that are still in the cache when they are
         # passed on. Where the result lies on an input, a piece of its own.
         nbytes = _PIECE if self._cross is None else send.nbytes
         own = slice_of(self.rank, send.size, self._owners)
         pieces = _pieces_of(send, own, lent, max(nbytes // send.itemsize, 1))
-        in_place = where[:4] == where[4:]
+        in_place = where[0] == where[1]
         largest = max((part.size for _, part in pieces), default=0)
         room = np.empty(largest if in_place else 0, send.dtype)
         calls: list[Call] = []
@@ -262,15 +265,11 @@ class SharedMemoryTransport(Transport):
         perform(calls)
         table.meet()  # before anybody may write to what others read, or read what they write
 
-    def _views(self, own: Any, where: Sequence[Sequence[int]]) -> list[Any]:
-        """The arrays of all ranks that correspond to one's own, from their places in segments."""
+    def _views(self, own: Any, where: Sequence[int]) -> list[Any]:
+        """The arrays of all ranks that correspond to one's own, from where they begin."""
         return [
-            own
-            if rank == self.rank
-            else np.ndarray(own.size, own.dtype, place.peer.map((file, inode, size)), offset)
-            for rank, (place, (file, inode, size, offset)) in enumerate(
-                zip(self._table.places, where, strict=True)
-            )
+            own if rank == self.rank else place.peer.view(offset, own.size, own.dtype)
+            for rank, (place, offset) in enumerate(zip(self._table.places, where, strict=True))
         ]
 
     def _reduce_across(

@@ -16,7 +16,7 @@ from hvdlite.transport.base import WORD_SIZE, Patience
 from hvdlite.transport.cores import Cores
 from hvdlite.transport.futex import Futex, give_way, pause
 from hvdlite.transport.reduce import Call, perform
-from hvdlite.transport.segment import Key, Peer, Segment
+from hvdlite.transport.segment import Arena, Key, Peer
 
 #: Words that a rank can bring to a meeting.
 MOST_WORDS = 1024
@@ -79,7 +79,7 @@ class Place:
     """What one rank shows to the others of its node.
 
     Args:
-        memory: its control segment, mapped.
+        memory: bytes that its arena begins with.
         rank: whose place it is, among all ranks.
         peer: its process.
     """
@@ -138,27 +138,32 @@ class Table:
     Args:
         index: this rank's position on the node.
         ranks: of all that meet here, in the world.
-        segment: this rank's, of `Table.segment`.
-        processes: every rank's process and segment, by position.
+        arena: what this rank shares; nothing has been taken from it yet.
+        processes: every rank's process, and the key of its arena, by position.
         cores: those that the ranks may run on, if there are fewer than ranks.
 
     Raises:
-        OSError: a segment cannot be opened.
+        OSError: another rank's memory cannot be opened.
+
+    Attributes:
+        arena: as given.
     """
 
     def __init__(
         self,
         index: int,
         ranks: Sequence[int],
-        segment: Segment,
+        arena: Arena,
         processes: Sequence[tuple[int, Key]],
         cores: Collection[int] = (),
     ) -> None:
-        self._segment = segment
+        self.arena = arena
         self.places = []
+        kind = np.dtype(np.uint8)
+        own = arena.empty(_PLACE_BYTES, kind)
         for position, (pid, key) in enumerate(processes):
-            peer = Peer(pid)
-            memory = segment.memory if position == index else peer.map(key)
+            peer = Peer(pid, key)
+            memory = own if position == index else peer.view(0, _PLACE_BYTES, kind)
             self.places.append(Place(memory, ranks[position], peer))
         self.own = self.places[index]
         self.others = [place for place in self.places if place is not self.own]
@@ -171,11 +176,6 @@ class Table:
         # Nobody else's, so always free. To take it is an atomic operation: what was written before
         # it is seen by others before anything is read after it.
         self._fence = threading.Lock()
-
-    @staticmethod
-    def segment() -> Segment:
-        """Make the segment for a rank's place."""
-        return Segment(_PLACE_BYTES)
 
     @property
     def next(self) -> int:

@@ -1,11 +1,13 @@
 """Where gradients lie: the memory that they lend and are lent."""
 
 import math
+import os
 import weakref
 
 import numpy as np
 import pytest
 
+from tests.forks import Signal, run_forked
 from tests.harness import ranks
 
 pytest.importorskip("torch")
@@ -427,3 +429,113 @@ def check_training(monkeypatch, lends):
     train(model, optimizer, 8)
     assert relative_error(weights(model), weights(reference)) < 1e-5
     assert identical_on_all_ranks(model)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_forked_child_has_gradients_of_its_own(monkeypatch, set_to_none):
+    """As it would have without hvdlite: a copy, at the time of the fork."""
+    let_nothing_be_small(monkeypatch)
+    hvd.init()
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+    mean = (1 + hvd.size()) / 2
+
+    def step():
+        optimizer.zero_grad(set_to_none)
+        (parameter * (hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+
+    for steps in range(1, 4):
+        step()
+        if steps > 1:
+            continue
+        written, go_on = Signal(), Signal()
+
+        def child(written=written, go_on=go_on):
+            parameter.grad[:500] = 7
+            written.give()
+            go_on.wait()
+            assert (parameter.grad[:500] == 7).all()
+            assert (parameter.grad[500:] == mean).all()
+
+        def parent(written=written, go_on=go_on):
+            written.wait()
+            assert (parameter.grad == mean).all()
+            for _ in range(4):  # the memory is used again
+                step()
+                parameter.grad *= 100
+            go_on.give()
+
+        run_forked(child, parent)
+    assert parameter.tolist() == [-mean * 7] * 1000
+
+
+@ranks(2)
+def test_a_forked_child_that_communicates_gets_an_error(monkeypatch):
+    let_nothing_be_small(monkeypatch)
+    hvd.init()
+    model, optimizer = distributed()
+    for step in range(4):
+        backward(model, optimizer, step)
+        if step < 3:
+            optimizer.step()
+    handle = hvd.allreduce_async(torch.ones(3), name="it") if hvd.rank() == 0 else None
+
+    def child():
+        calls = [lambda: hvd.allreduce(torch.ones(2)), optimizer.step, hvd.barrier]
+        if handle is not None:
+            calls += [lambda: hvd.synchronize(handle)]
+        for call in calls:
+            with pytest.raises(hvd.HorovodInternalError, match=f"forked from rank {hvd.rank()}"):
+                call()
+        for parameter in model.parameters():  # in flight, some in their slots
+            parameter.grad.zero_()
+
+    run_forked(child)
+    hvd.barrier()
+    handle = handle or hvd.allreduce_async(torch.ones(3), name="it")
+    assert hvd.synchronize(handle).tolist() == [1.0] * 3
+    optimizer.step()
+    reference = make_model()
+    train(reference, sgd(reference), 4, local=False)
+    assert relative_error(weights(model), weights(reference)) < 1e-5
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@ranks(
+    3,
+    fresh=True,
+    timeout=60,
+    env={"HVDLITE_FUSION_THRESHOLD": "4096", "HVDLITE_FIRST_BUCKET_SIZE": "4096"},
+)
+def test_descriptors_depend_neither_on_buckets_nor_on_starts():
+    hvd.init()
+    before = descriptors()
+    parameters = [torch.nn.Parameter(torch.zeros(1024)) for _ in range(100)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+
+    def step():
+        optimizer.zero_grad()
+        sum((parameter * (hvd.rank() + 1)).sum() for parameter in parameters).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    assert len(optimizer._reducer._sets[0].exchange.plan) == 100
+    assert descriptors() == before
+    for _ in range(3):
+        hvd.shutdown()
+        hvd.init()
+        added = hvd.add_process_set([0, 1])
+        if added.included():
+            hvd.allreduce(torch.ones(10_000), process_set=added)
+        hvd.remove_process_set(added)
+        step()
+        step()
+        assert descriptors() <= before + 2  # of MPI's
+    mean = (1 + hvd.size()) / 2
+    assert all((parameter == -9 * mean).all() for parameter in parameters)

@@ -140,7 +140,7 @@ class TestFallback:
     @ranks(2, timeout=30)
     def test_a_user_who_may_not_look_at_the_other_process(self, monkeypatch):
         """As between containers that share a host name but not their processes."""
-        monkeypatch.setattr(Peer, "_path", lambda self, number: f"/proc/0/fd/{number}")
+        monkeypatch.setattr(Peer, "_path", lambda self: f"/proc/0/fd/{self._number}")
         with warnings_of(monkeypatch) as messages, connected() as made:
             assert isinstance(made, MPITransport)
             works(made)

@@ -7,11 +7,12 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from hvdlite.transport import futex
 from hvdlite.transport.futex import Futex
-from hvdlite.transport.segment import Segment
+from hvdlite.transport.segment import Arena
 from tests.harness.mpirun import environment
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
@@ -116,12 +117,13 @@ def test_a_signal_is_served_while_its_thread_waits(word):
 
 
 def test_another_process_wakes_a_wait():
-    segment = Segment(4096)
-    word = Futex.from_buffer(segment.memory, 128)
+    arena = Arena()
+    word = Futex.from_buffer(arena.empty(4096, np.dtype(np.uint8)), 128)
     code = (
         "import os, time; from hvdlite.transport.futex import Futex;"
-        "from hvdlite.transport.segment import Peer;"
-        f"word = Futex.from_buffer(Peer(os.getppid()).map({segment.key}), 128);"
+        "import numpy as np; from hvdlite.transport.segment import Peer;"
+        f"memory = Peer(os.getppid(), {arena.key}).view(0, 4096, np.dtype(np.uint8));"
+        "word = Futex.from_buffer(memory, 128);"
         "time.sleep(0.1); word.value = 77; word.wake()"
     )
     child = subprocess.Popen([sys.executable, "-c", code], env=environment())

@@ -12,8 +12,8 @@ import pytest
 from hvdlite.errors import RankGoneError
 from hvdlite.transport import futex
 from hvdlite.transport.base import WORD_SIZE
-from hvdlite.transport.segment import Peer
-from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, SUMS, Place, Table
+from hvdlite.transport.segment import Arena
+from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, SUMS, Table
 from tests.harness.mpirun import environment
 from tests.simulation import on_all_ranks
 from tests.transport.checks import NoPatience
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on
 
 @pytest.fixture
 def place():
-    return Place(Table.segment().memory, 3, Peer(os.getpid()))
+    (table,) = tables(1)
+    return table.own
 
 
 class TestPlace:
@@ -238,8 +239,8 @@ class TestGone:
     @pytest.mark.parametrize("position", [0, 1])
     def test_a_rank_whose_process_is_killed_is_named(self, position):
         code = (
-            "from hvdlite.transport.table import Table; segment = Table.segment();"
-            "print(*segment.key, flush=True); input()"
+            "from hvdlite.transport.segment import Arena; arena = Arena();"
+            "print(*arena.key, flush=True); input()"
         )
         child = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -247,13 +248,13 @@ class TestGone:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        segment = Table.segment()
-        processes = [(os.getpid(), segment.key)]
+        arena = Arena()
+        processes = [(os.getpid(), arena.key)]
         try:
             key = tuple(map(int, child.stdout.readline().split()))
             processes.insert(position, (child.pid, key))
             ranks = [4, 6]
-            table = Table(1 - position, ranks, segment, processes)
+            table = Table(1 - position, ranks, arena, processes)
             threading.Timer(0.2, child.kill).start()
             start = time.monotonic()
             expected = rf"rank {ranks[position]} \(process {child.pid}\) has died"
@@ -266,9 +267,9 @@ class TestGone:
 
 
 class TestMaking:
-    def test_a_segment_that_cannot_be_opened_is_an_oserror(self):
-        segment = Table.segment()
-        number, inode, nbytes = segment.key
-        for wrong in ((number, inode + 10**6, nbytes), (19_999, inode, nbytes)):
+    def test_memory_that_cannot_be_opened_is_an_oserror(self):
+        number, inode = Arena().key
+        for wrong in ((number, inode + 10**6), (19_999, inode)):
+            arena = Arena()
             with pytest.raises(OSError, match="/proc"):
-                Table(0, [0, 1], segment, [(os.getpid(), segment.key), (os.getpid(), wrong)])
+                Table(0, [0, 1], arena, [(os.getpid(), arena.key), (os.getpid(), wrong)])

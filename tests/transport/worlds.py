@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from hvdlite import mpi
 from hvdlite.transport import Transport, connect
+from hvdlite.transport.segment import Arena
 from hvdlite.transport.shared import SharedMemoryTransport
 from hvdlite.transport.table import Table
 from hvdlite.world import World
@@ -31,10 +32,10 @@ def connected(local_size: int = 0, shared_memory: bool = True) -> Iterator[Trans
 
 def tables(size: int) -> list[Table]:
     """The tables of ranks that are threads of this process; they are called 10, 11, ..."""
-    segments = [Table.segment() for _ in range(size)]
-    processes = [(os.getpid(), segment.key) for segment in segments]
+    arenas = [Arena() for _ in range(size)]
+    processes = [(os.getpid(), arena.key) for arena in arenas]
     ranks = [10 + index for index in range(size)]
-    return [Table(index, ranks, segment, processes) for index, segment in enumerate(segments)]
+    return [Table(index, ranks, arena, processes) for index, arena in enumerate(arenas)]
 
 
 def threads(size: int) -> list[SharedMemoryTransport]:

@@ -1,0 +1,40 @@
+"""Forked children of a test's process."""
+
+import gc
+import os
+import traceback
+import warnings
+
+
+def run_forked(child, parent=lambda: None):
+    """Run a function in a forked child, which fails if that raises, and another one beside it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks with threads
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            child()
+            gc.collect()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    try:
+        parent()
+    finally:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+class Signal:
+    """What one process waits for and another gives, once."""
+
+    def __init__(self):
+        self._read, self._write = os.pipe()
+
+    def wait(self):
+        os.read(self._read, 1)
+
+    def give(self):
+        os.write(self._write, b".")
