@@ -14,6 +14,7 @@ from hvdlite.torch.arrivals import Arrivals
 from hvdlite.torch.changes import Changes
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.slots import Slots
+from hvdlite.torch.tensors import properties_of
 
 if TYPE_CHECKING:
     from hvdlite.torch.device_memory import CudaMemory
@@ -41,6 +42,7 @@ class ParameterSet:
         self._label = next_label("DistributedOptimizer", reducer.process_set)
         self._reducer = reducer
         self._parameters = list(parameters)
+        self._made_for = properties_of(self._parameters)
         self._memory = memory
         self._slots = Slots(self._parameters, memory, reducer.is_apart, self._name)
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
@@ -56,6 +58,11 @@ class ParameterSet:
         """Make the exchange in the current world."""
         self.exchange = self._reducer.make_exchange(self._label, self._parameters, self._memory)
         self._find_slots()
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """As they were given."""
+        return self._parameters
 
     def release(self) -> None:
         """Hear of gradients no more."""
@@ -141,6 +148,8 @@ class ParameterSet:
             self._memory.check_not_capturing(f"the gradient of {self._name(number)!r}")
         if self._untouched:
             self._open_step()
+        if self._is_converted:
+            return
         if self._slots.large[number]:
             copied = not self._slots.bring_large(number, not self._changes.compares_all)
             if not copied:
@@ -208,6 +217,9 @@ class ParameterSet:
         self._reducer.reconnect()
         if self.exchange.begin():
             self._find_slots()
+        self._is_converted = properties_of(self._parameters) != self._made_for
+        if self._is_converted:
+            self.exchange.mark_converted()
 
     def collect(self) -> list[str]:
         """Bring the gradients that no hook has taken, and those of buckets with gaps.
@@ -218,6 +230,8 @@ class ParameterSet:
         self._gradients = [parameter.grad for parameter in self._parameters]
         if self._untouched:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
+        if self._is_converted:
+            return []
         for index, arrivals in enumerate(self._arrivals):
             if arrivals.absent or arrivals.told:
                 self._complete(index)

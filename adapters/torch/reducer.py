@@ -124,6 +124,10 @@ class Reducer:
                 errors.append(error)
         if errors:
             raise errors[0]
+        if any(members.exchange.converted for members in self._sets):
+            self._renew()
+            self.finish(samples)
+            return
         if repeated:
             raise RuntimeError(repeated[0])
         if changed:
@@ -134,6 +138,12 @@ class Reducer:
                 "optimizer.skip_synchronize()"
             )
         self.synchronized = True
+
+    def _renew(self) -> None:
+        """Make the exchanges for what the parameters are now, after ``model.double()``, say."""
+        parameters = [parameter for members in self._sets for parameter in members.parameters]
+        self.detach()
+        self.attach(parameters)
 
     def set_passes_per_step(self, passes: int) -> None:
         """Set after how many backward passes a gradient is complete."""

@@ -18,7 +18,14 @@ from hvdlite.schedule.local_steps import Moment
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.parameter_set import release
 from hvdlite.torch.reducer import Reducer
-from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor, to_array, to_tensor
+from hvdlite.torch.tensors import (
+    dtype_of,
+    leaf_to_array,
+    leaf_to_tensor,
+    properties_of,
+    to_array,
+    to_tensor,
+)
 from hvdlite.torch.wrapping import STATE
 
 
@@ -142,6 +149,7 @@ class OptimizerSchedule:
         self._parameters: list[torch.Tensor] = []
         self._weights = TensorWeights(self._parameters, self._moments)
         self._attached: set[int] = set()  # by id; the list keeps them alive
+        self._made_for = properties_of(self._parameters)
 
     @property
     def name(self) -> str:
@@ -155,6 +163,9 @@ class OptimizerSchedule:
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take care of these parameters too, where that is not done yet; alike on all ranks."""
+        if properties_of(self._parameters) != self._made_for:
+            self._steps.convert(self._described(self._parameters))
+            self._made_for = properties_of(self._parameters)
         if not self._attached.issuperset(map(id, parameters)):
             self._attach([each for each in parameters if id(each) not in self._attached])
         self._follow(parameters)
@@ -168,12 +179,14 @@ class OptimizerSchedule:
             release(fresh)
         self._parameters += fresh
         self._attached.update(map(id, fresh))
-        self._steps.add(
-            [
-                Parameter(self._names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
-                for parameter in fresh
-            ]
-        )
+        self._steps.add(self._described(fresh))
+        self._made_for = properties_of(self._parameters)
+
+    def _described(self, parameters: Sequence[torch.Tensor]) -> list[Parameter]:
+        return [
+            Parameter(self._names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
+            for parameter in parameters
+        ]
 
     def _follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let the reducer have the gradients, or have them no more."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -99,3 +100,11 @@ CONVERSION = Conversion(to_tensor, to_array)
 def taken(result: Any) -> Any:
     """What a collective results in, for the current stream to use if it is on a device."""
     return result.take() if isinstance(result, DeviceResult) else result
+
+
+_dtype_and_place = operator.attrgetter("dtype", "is_cuda")
+
+
+def properties_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return what exchanges are made for, and ``model.double()`` changes, as fast as can be."""
+    return [*map(_dtype_and_place, tensors), *map(torch.Tensor.numel, tensors)]

@@ -21,7 +21,7 @@ from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.exchange import Bucket
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.replicas import ReplicaCheck
-from hvdlite.gradients.report import ABSENT, DENSE, ONLY_AVERAGES
+from hvdlite.gradients.report import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
@@ -54,6 +54,7 @@ class GradientExchange(GradientBuckets):
             empty, and their owner exchanges what dense gradients they have, too.
         sparse: after `finish`, of the parameters that had sparse gradients anywhere, by
             number, how many of the axes are sparse.
+        converted: after `finish`, whether `mark_converted` was called on any rank.
         weight: after `finish`, what this rank's gradients were multiplied by before the average;
             its owner does that with those that have no place in a bucket.
     """
@@ -62,6 +63,7 @@ class GradientExchange(GradientBuckets):
         self.apart: frozenset[int] = frozenset()
         self.sparse: dict[int, int] = {}
         self.weight = 1.0
+        self.converted = False
         super().__init__(*args, **kwargs)
         self._check = check
         self._sequence: Sequence[int] = range(len(self.parameters))
@@ -135,6 +137,14 @@ class GradientExchange(GradientBuckets):
             elif complete:
                 self._launch_complete()
 
+    def mark_converted(self) -> None:
+        """Tell the other ranks that the parameters have another dtype or size than before.
+
+        In the place of all gradients of a step. After `finish`, which leaves all gradients as they
+        are, every rank knows of it, and makes a new exchange, which compares the parameters.
+        """
+        self.mark(sparse=dict.fromkeys(range(len(self.parameters)), CONVERTED - DENSE))
+
     def finish(self, samples: int | None = None) -> list[bool]:
         """Exchange what is not yet on its way, and wait for all of it.
 
@@ -163,6 +173,9 @@ class GradientExchange(GradientBuckets):
             if unfit:
                 raise ValueError(unfit)
             kinds = self._kinds()
+            self.converted = bool((kinds == CONVERTED).any())
+            if self.converted:
+                return [False] * len(self.parameters)
             self.sparse = self._find_sparse(kinds)
             self._check_kinds(kinds)
             if self._check is not None:

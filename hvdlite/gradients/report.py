@@ -15,6 +15,8 @@ from hvdlite.reduction import ReduceOp
 # What is said of a gradient; a sparse one is DENSE and the number of its sparse axes, which a rank
 # that has no gradient has to know.
 ABSENT, DENSE = 0, 1
+# Said of all gradients where parameters are not any more what the ranks have compared.
+CONVERTED = 255
 
 ONLY_AVERAGES = "batch_size weights averages; use op=hvd.Average, or leave it out"
 

@@ -125,6 +125,18 @@ class LocalSteps:
         self._described = None
         self._agreed = None
 
+    def convert(self, parameters: Sequence[Parameter]) -> None:
+        """Go on with the same parameters, which have other dtypes now; alike on all ranks.
+
+        Raises:
+            ValueError: what is remembered of one is of another shape.
+        """
+        self.parameters[:] = parameters
+        self._described = None
+        self._check_names()
+        for parameter in parameters:
+            self._outer.convert(parameter.name, parameter.dtype)
+
     def begin(self, weights: Weights) -> None:
         """Get ready for a step, by which the weights have not changed yet.
 

@@ -37,6 +37,13 @@ class OuterSteps:
         self.anchors[name] = np.empty(weight.shape, weight.dtype) if anchor is None else anchor
         np.copyto(self.anchors[name], weight)
 
+    def convert(self, name: str, dtype: np.dtype[Any]) -> None:
+        """Go on with a weight that has another dtype now."""
+        self._spare.pop(name, None)
+        for arrays, kind in ((self.anchors, dtype), (self.buffers, _wide(dtype))):
+            if name in arrays:
+                arrays[name] = arrays[name].astype(kind, copy=False)
+
     def gradient(self, name: str, weight: Any) -> Any:
         """The outer gradient: what a weight was less what it is."""
         return np.asarray(self.anchors[name] - weight)
