@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import hashlib
 import os
 import socket
@@ -174,9 +175,9 @@ def _claim(job: str, text: str) -> bool:
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0hvdlite-{job}-{name}")
-    except OSError:
+    except OSError as error:
         claim.close()
-        return False
+        return error.errno != errno.EADDRINUSE  # such names are Linux's; elsewhere all are first
     _claims.append(claim)
     return True
 

@@ -12,6 +12,8 @@ and only then: nothing changes for a script that is started otherwise.
 
     names      Horovod's modules, and what of hvdlite answers for each
     finder     imports them
+    util       helpers that other libraries import from Horovod
+    data       data loaders that read ahead
     __main__   runs a script, a module or code with the finder in place
     bootstrap  a folder for PYTHONPATH, by which it reaches processes that a script starts
 """

@@ -77,6 +77,8 @@ class Finder(MetaPathFinder, Loader):
         """
         answer = ANSWERS[module.__name__]
         found = _answer(module.__name__, answer.module, answer.names) if answer.module else {}
+        if answer.util:
+            found.update(_answer(module.__name__, "hvdlite.horovod.util", answer.util))
         if module.__name__ in ("horovod", "horovod.version"):
             found["__version__"] = VERSION
         module.__doc__ = f"What hvdlite has of {module.__name__}."

@@ -14,10 +14,12 @@ class Answer(NamedTuple):
     Attributes:
         module: the module of hvdlite; empty: a package that only holds others.
         names: what it takes of that; none: all that is public.
+        util: what it takes of ``hvdlite.horovod.util`` besides.
     """
 
     module: str
     names: tuple[str, ...] = ()
+    util: tuple[str, ...] = ()
 
 
 _BUILD = (
@@ -53,6 +55,7 @@ _BASICS = (
     "Max",
     "Product",
 )
+_UTIL = ("check_extension", "gpu_available")
 _PROCESS_SETS = ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set")
 
 ANSWERS: dict[str, Answer] = {
@@ -67,9 +70,11 @@ ANSWERS: dict[str, Answer] = {
         "hvdlite", ("HorovodInternalError", "HostsUpdatedInterrupt")
     ),
     "horovod.common.process_sets": Answer("hvdlite", _PROCESS_SETS),
-    "horovod.common.util": Answer("hvdlite.build", _BUILD),
+    "horovod.common.util": Answer("hvdlite.horovod.util"),
+    "horovod.data": Answer("hvdlite.horovod.data"),
+    "horovod.data.data_loader_base": Answer("hvdlite.horovod.data"),
     # PyTorch
-    "horovod.torch": Answer("hvdlite.torch"),
+    "horovod.torch": Answer("hvdlite.torch", util=_UTIL),
     "horovod.torch.compression": Answer("hvdlite.torch", ("Compression",)),
     "horovod.torch.elastic": Answer("hvdlite.torch.elastic"),
     "horovod.torch.elastic.sampler": Answer("hvdlite.torch.elastic", ("ElasticSampler",)),
@@ -83,11 +88,11 @@ ANSWERS: dict[str, Answer] = {
             "broadcast_parameters",
         ),
     ),
-    "horovod.torch.mpi_ops": Answer("hvdlite.torch"),
+    "horovod.torch.mpi_ops": Answer("hvdlite.torch", util=_UTIL),
     "horovod.torch.optimizer": Answer("hvdlite.torch", ("DistributedOptimizer",)),
     "horovod.torch.sync_batch_norm": Answer("hvdlite.torch", ("SyncBatchNorm",)),
     # TensorFlow
-    "horovod.tensorflow": Answer("hvdlite.tensorflow"),
+    "horovod.tensorflow": Answer("hvdlite.tensorflow", util=_UTIL),
     "horovod.tensorflow.compression": Answer("hvdlite.tensorflow", ("Compression",)),
     "horovod.tensorflow.elastic": Answer("hvdlite.tensorflow.elastic"),
     "horovod.tensorflow.functions": Answer(
@@ -97,7 +102,7 @@ ANSWERS: dict[str, Answer] = {
     "horovod.tensorflow.keras": Answer("hvdlite.tensorflow.keras"),
     "horovod.tensorflow.keras.callbacks": Answer("hvdlite.tensorflow.keras.callbacks"),
     "horovod.tensorflow.keras.elastic": Answer("hvdlite.tensorflow.keras.elastic"),
-    "horovod.tensorflow.mpi_ops": Answer("hvdlite.tensorflow"),
+    "horovod.tensorflow.mpi_ops": Answer("hvdlite.tensorflow", util=_UTIL),
     "horovod.tensorflow.sync_batch_norm": Answer("hvdlite.tensorflow", ("SyncBatchNormalization",)),
     # Keras
     "horovod.keras": Answer("hvdlite.keras"),
@@ -109,6 +114,5 @@ REASONS: dict[str, str] = {
     "horovod.mxnet": "MXNet is no longer developed; move the model to PyTorch, TensorFlow or Keras",
     "horovod.ray": "start the job with hvdliterun, or call hvdlite.run()",
     "horovod.spark": "start the job with hvdliterun, or call hvdlite.run()",
-    "horovod.data": "load the data with the framework's own loader; hvd.shard() deals it",
 }
 """What to do instead of a module that has no answer."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from hvdlite.horovod.names import ANSWERS, REASONS
+from hvdlite.horovod.finder import BOOTSTRAP
+from hvdlite.horovod.names import ANSWERS, REASONS, VERSION
 from tests.launch.launcher import ROOT, environment, hvdliterun
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,9 +57,29 @@ def test_the_names_of_the_core():
         "from horovod.common.basics import *\n"
         "print(horovod.__version__, horovod.run is horovod.runner.run is hvdlite.run)\n"
         "print(HorovodInternalError is hvdlite.HorovodInternalError, rank is hvdlite.rank)\n"
-        "print(util.nccl_built is hvdlite.nccl_built, Average, util.__name__)\n"
+        "print(util.nccl_built(verbose=True) == hvdlite.nccl_built(), Average, util.__name__)\n"
     )
     assert lines == ["0.28.1 True", "True True", "True 0 horovod.common.util"]
+
+
+def test_the_version_as_libraries_ask_for_it():
+    code = "from importlib.metadata import version; print(version('horovod'), version('numpy'))"
+    assert under_horovod(code) == [f"{VERSION} {np.__version__}"]
+    # In a process with nothing but the bootstrap folder, before the first import.
+    done = python("-c", code, path=[BOOTSTRAP])
+    assert done.stdout.split() == [VERSION, np.__version__]
+    missing = python("-c", code)
+    assert "PackageNotFoundError" in missing.stderr
+
+
+def test_data_loaders():
+    lines = under_horovod(
+        "import horovod.torch as hvd, horovod.data\n"
+        "from horovod.data import AsyncDataLoaderMixin, BaseDataLoader\n"
+        "from horovod.data.data_loader_base import BaseDataLoader as Same\n"
+        "print(BaseDataLoader is Same, horovod.data.__name__, hvd.gpu_available('torch'))\n"
+    )
+    assert lines == ["True horovod.data False"]
 
 
 def test_pytorch():
