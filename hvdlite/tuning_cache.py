@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import hvdlite
+from hvdlite import files
 
 _log = logging.getLogger("hvdlite")
 
@@ -62,22 +62,10 @@ def store(machine: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     Whoever reads at the same time finds the old file or the new one, never a part.
     """
     try:
-        _replace(path(machine), _text({"machine": machine, "result": result}) + "\n")
+        with files.replacing(path(machine)) as file:
+            file.write(f"{_text({'machine': machine, 'result': result})}\n".encode())
     except (OSError, RuntimeError) as error:
         _log.debug("the tuning was not stored for the next start: %r", error)
-
-
-def _replace(target: Path, text: str) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with open(number, "w") as file:
-            file.write(text)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _text(content: Mapping[str, Any]) -> str:

@@ -6,13 +6,7 @@ members ``0.npy``, ``1.npy`` and so on. zip gives every member a CRC-32. Nothing
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import json
-import os
-import re
-import secrets
 import zipfile
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +14,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdlite import files
 from hvdlite.errors import CheckpointError
 
 _FORMAT = "hvdlite checkpoint"
@@ -39,50 +34,8 @@ def write(path: Path, structure: Any, arrays: list[npt.NDArray[Any]]) -> None:
     Raises:
         OSError: The file cannot be written; the previous one is as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(path)
-    file, temporary = _open_temporary(path)
-    with file:
-        try:
-            _write_members(file, structure, arrays)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-    _sync_folder(path.parent)
-
-
-def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
-    """Create a file of this writer's own beside ``path``, locked for as long as it is open.
-
-    Another job may write to the same path: one that a scheduler has started again, while the one
-    before still ends.
-    """
-    while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-        file = open(temporary, "xb")  # noqa: SIM115 - closed by the caller
-        with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        # Else another writer has taken the file for a stale one, before it was locked.
-        if os.fstat(file.fileno()).st_nlink:
-            return file, temporary
-        file.close()
-
-
-def _remove_stale(path: Path) -> None:
-    """Remove the temporary files of writers that have died: nobody holds their locks."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
-    entries: list[Path] = []
-    with contextlib.suppress(OSError):  # this user may write there, and not look
-        entries = [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]
-    for entry in entries:
-        # Another writer may have removed or locked it, or locks may be unknown here.
-        with contextlib.suppress(OSError), open(entry, "r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            entry.unlink()
+    with files.replacing(path) as file:
+        _write_members(file, structure, arrays)
 
 
 def _write_members(file: IO[bytes], structure: Any, arrays: list[npt.NDArray[Any]]) -> None:
@@ -94,18 +47,6 @@ def _write_members(file: IO[bytes], structure: Any, arrays: list[npt.NDArray[Any
             member_info = zipfile.ZipInfo(f"{number}.npy")
             with archive.open(member_info, "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, array, version=(3, 0), allow_pickle=False)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the renaming last through a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such thing on some mounts
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> tuple[Any, list[npt.NDArray[Any]]]:

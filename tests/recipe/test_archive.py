@@ -19,6 +19,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from hvdlite import files
 from hvdlite.errors import CheckpointError
 from hvdlite.recipe import _archive
 from hvdlite.recipe._tree import flatten, unflatten
@@ -319,7 +320,7 @@ def test_several_writers_of_one_path(path, tmp_path):
 
 
 def test_only_the_files_of_dead_writers_are_removed(path, tmp_path):
-    mine, alive = _archive._open_temporary(path)
+    mine, alive = files._open_temporary(path)
     others = [".state.npz.tmp", ".state.npz.0123456789abcde.tmp", ".other.0123456789abcdef.tmp"]
     for name in [*others, ".state.npz.0123456789abcdef.tmp"]:
         (tmp_path / name).touch()
@@ -343,3 +344,20 @@ def test_a_file_that_was_removed_before_it_was_locked_is_made_anew(path, monkeyp
     write(path, 1)
     assert taken
     assert read(path) == 1
+
+
+def test_a_library_that_opens_its_file_itself(tmp_path):
+    path = tmp_path / "best.weights.h5"
+    old, new = (tmp_path / f".best.{digit * 16}.tmp.weights.h5" for digit in "01")
+    for file in (old, new):
+        file.touch()
+    os.utime(old, (0, 0))
+    with files.replacing_by_name(path) as temporary:
+        assert temporary.name.endswith(".tmp.weights.h5")
+        temporary.write_text("whole")
+        assert not path.exists()
+    assert path.read_text() == "whole"
+    with files.replacing_by_name(path):
+        pass  # nothing is written
+    assert path.read_text() == "whole"
+    assert sorted(os.listdir(tmp_path)) == sorted([new.name, path.name])

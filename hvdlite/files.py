@@ -1,0 +1,116 @@
+"""Files that are replaced as a whole, whoever else writes or reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_SECONDS_TO_LIVE = 24 * 3600
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file that takes the place of ``path`` when the ``with`` block has ended.
+
+    ``path`` is at every moment either the old or the new file; the old one where the block raises,
+    or the process ends. Several processes may do so at once: the last one to end wins.
+
+    Args:
+        path: The file. Missing parent folders are made.
+
+    Raises:
+        OSError: The file cannot be written; the previous one is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(path)
+    file, temporary = _open_temporary(path)
+    with file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+    _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def replacing_by_name(path: Path) -> Iterator[Path]:
+    """As `replacing`, for a library that opens its file itself, and goes by the end of its name.
+
+    It gets the name of a temporary file; if it writes none, nothing is replaced. What dead writers
+    leave is removed after a day, since nothing tells sooner that they are dead.
+    """
+    suffix = "".join(path.suffixes[-2:])
+    stem = f".{path.name.removesuffix(suffix)}."
+    left = re.compile(rf"{re.escape(stem)}[0-9a-f]{{16}}\.tmp{re.escape(suffix)}")
+    for entry in _matching(path.parent, left):
+        with contextlib.suppress(OSError):
+            if time.time() - entry.stat().st_mtime > _SECONDS_TO_LIVE:
+                entry.unlink()
+    temporary = path.with_name(f"{stem}{secrets.token_hex(8)}.tmp{suffix}")
+    try:
+        yield temporary
+        if temporary.exists():
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
+    """Create a file of this writer's own beside ``path``, locked for as long as it is open.
+
+    Another job may write to the same path: one that a scheduler has started again, while the one
+    before still ends.
+    """
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        file = open(temporary, "xb")  # noqa: SIM115 - closed by the caller
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file, temporary
+        # Another writer has taken the file for a stale one, before it was locked.
+        file.close()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the temporary files of writers that have died: nobody holds their locks."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
+    for entry in _matching(path.parent, name):
+        # Another writer may have removed or locked it, or locks may be unknown here.
+        with contextlib.suppress(OSError), open(entry, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            entry.unlink()
+
+
+def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    with contextlib.suppress(OSError):  # this user may write there, and not look
+        return [entry for entry in folder.iterdir() if name.fullmatch(entry.name)]
+    return []
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renaming last through a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such thing on some mounts
+            raise
+    finally:
+        os.close(descriptor)
