@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, objects, world
+from hvdlite import collectives, files, objects, world
 from hvdlite._keras.state import broadcast_variables, to_array, variables_of
 from hvdlite.recipe import average_metrics
 
@@ -260,6 +262,8 @@ def _velocities(optimizer: Any) -> list[Any]:
 class RankZeroCheckpoint:
     """Keep the best model: that of the epoch whose ``monitor`` is best, written by rank 0.
 
+    A file in one of Keras' own formats (``.keras``, ``.h5``) is replaced as a whole.
+
     Put `MetricAverageCallback` before it, so that the best is that of all ranks.
 
     Args:
@@ -273,6 +277,8 @@ class RankZeroCheckpoint:
     """
 
     filepath: Any
+    model: Any
+    set_model: Callable[[Any], None]
 
     def __init__(
         self,
@@ -309,9 +315,49 @@ class RankZeroCheckpoint:
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Keep the model if it is time to, and it is the best."""
         if world.rank() == 0:
-            super().on_train_batch_end(batch, logs)  # type: ignore[misc]
+            with self._whole_files():
+                super().on_train_batch_end(batch, logs)  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Keep the model if it is the best."""
         if world.rank() == 0:
-            super().on_epoch_end(epoch, logs)  # type: ignore[misc]
+            with self._whole_files():
+                super().on_epoch_end(epoch, logs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _whole_files(self) -> Iterator[None]:
+        """Have the model replace its files as a whole, even if the process is killed."""
+        model = self.model
+        self.set_model(_WholeFiles(model))
+        try:
+            yield
+        finally:
+            self.set_model(model)
+
+
+class _WholeFiles:
+    """A model that never leaves a part of a file where it saves itself."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the model as it would itself."""
+        _save_whole(self._model.save, filepath, *args, **kwargs)
+
+    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Save its weights as it would itself."""
+        _save_whole(self._model.save_weights, filepath, *args, **kwargs)
+
+
+def _save_whole(save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+    path = Path(filepath)
+    # What is not one local file (TensorFlow's formats, a bucket) Keras writes as it likes.
+    if path.suffix not in (".keras", ".h5") or "://" in str(filepath) or path.is_dir():
+        save(filepath, *args, **kwargs)
+        return
+    with files.replacing_by_name(path) as temporary:
+        save(str(temporary), *args, **kwargs)

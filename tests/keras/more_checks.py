@@ -8,6 +8,7 @@ import tempfile
 import warnings
 import zipfile
 from pathlib import Path
+from unittest.mock import patch
 
 import keras
 import numpy as np
@@ -427,6 +428,11 @@ def momentum_is_corrected_when_the_rate_changes():
             assert abs(float(layer.kernel.numpy()[0, 0]) - weight) < 1e-6
 
 
+def write_half(model, filepath, **options):
+    Path(filepath).write_bytes(b"half")
+    raise KeyboardInterrupt
+
+
 def the_best_model_is_kept_by_rank_zero():
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp())) / str(hvd.rank())
     folder.mkdir()
@@ -439,6 +445,14 @@ def the_best_model_is_kept_by_rank_zero():
     if hvd.rank() == 0:
         assert callback.best == min(history.history["loss"])
         keras.saving.load_model(folder / "best.keras")
+        assert callback.model is model
+        # A death in the middle of writing leaves the old file.
+        before = (folder / "best.keras").read_bytes()
+        callback.best = float("inf")
+        with patch.object(type(model), "save", write_half), pytest.raises(KeyboardInterrupt):
+            callback.on_epoch_end(2, {"loss": 0.0})
+        assert (folder / "best.keras").read_bytes() == before
+        assert [path.name for path in folder.iterdir()] == ["best.keras"]
     with pytest.raises(ValueError, match="no path"):
         hvd.callbacks.BestModelCheckpoint().on_train_begin()
 
