@@ -95,7 +95,6 @@ class Cast(Strategy):
         if bucket.unsent is not None:
             # Only who adds up knows what the sum loses.
             add_by_slices(_Rounding(self, Scaling(factor), bucket), bucket, transport)
-            _forget_overflow(bucket.unsent)
             return
         scaling = replace(bucket.reduction.whole(transport.size), factor=factor)
         rounded = transport.empty(bucket.send.size, self.dtype)
@@ -199,13 +198,6 @@ class _Rounding(Codec):
         if beyond:
             self._clipped += beyond
             np.clip(values, -largest, largest, out=values)
-
-
-def _forget_overflow(unsent: Any) -> None:
-    """Leave nothing of what is infinite or no number in the result: it would stay there forever."""
-    with np.errstate(invalid="ignore"):
-        if not np.isfinite(np.add.reduce(unsent)):
-            unsent[~np.isfinite(unsent)] = 0
 
 
 def _largest(dtype: np.dtype[Any]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,10 @@ class ErrorFeedback(Wrapper):
     So nothing is lost: the sum of all results and of the residuals that are left is the sum of
     all gradients, to rounding. Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019,
     arXiv:1901.09847, who show that it makes sign compression converge.
+
+    Nothing is kept that is not finite: it would be in all later results. So where a strategy sends
+    infinities, or sums overflow, only that step's result is not finite; infinities that `TopK` has
+    no room for are dropped.
 
     A rank that has no gradient of a parameter sends what it has left of earlier ones. What no rank
     has a gradient of stays as it is.
@@ -65,5 +70,12 @@ class ErrorFeedback(Wrapper):
         for position in kept:
             bucket.result_slot(position)[...] = 0
         self.inner.exchange(bucket.derive(bucket.result, bucket.result, residual), transport)
+        _forget_overflow(residual)
         for position, earlier in kept.items():
             bucket.slot(residual, position)[...] = earlier
+
+
+def _forget_overflow(residual: Any) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not np.isfinite(np.add.reduce(residual)):
+            residual[~np.isfinite(residual)] = 0

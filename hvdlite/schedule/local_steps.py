@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from hvdlite import gradients, runtime
 from hvdlite.arrays import describe
 from hvdlite.engine import Engine
 from hvdlite.engine.operation import Signature
+from hvdlite.errors import GradientError
 from hvdlite.exchange import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.gradients import GradientBuckets
 from hvdlite.process_sets import ProcessSet, global_process_set
@@ -177,6 +180,7 @@ class LocalSteps:
         Raises:
             HorovodInternalError: the ranks differ, or communication failed. The weights are as
                 they were, and what has changed is a part of the next exchange.
+            GradientError: on all ranks; a change is not finite, and there is an outer momentum.
         """
         self.steps = self._agree("its turn")
         numbers = self.schedule.due(self.steps, self.parameters)
@@ -295,6 +299,8 @@ class LocalSteps:
         before = self._state.state_dict() if self._strategy.stateful else {}
         try:
             _run(exchange, gradient)
+            if self._outer.has_momentum:
+                self._check_finite(exchange, parameters)
         except BaseException:
             # Of buckets that did arrive, too: all changes are a part of the next exchange.
             self._state.load_state_dict(before)
@@ -302,6 +308,16 @@ class LocalSteps:
         for position, number in enumerate(numbers):
             result = exchange.result_slot(position)
             weights.write(number, self._outer.end(parameters[position].name, result))
+
+    def _check_finite(self, exchange: GradientBuckets, parameters: Sequence[Parameter]) -> None:
+        """Refuse, on all ranks, what would stay in the momentum of the outer step."""
+        for position, parameter in enumerate(parameters):
+            if not np.isfinite(exchange.result_slot(position)).all():
+                raise GradientError(
+                    f"{self.label}: the change of {parameter.name!r} since the last exchange is "
+                    "not finite on a rank; the weights are as they were before the exchange; "
+                    "return to a checkpoint, and lower the learning rate or clip the gradients"
+                )
 
     def _connect(
         self, parameters: Sequence[Parameter], strategy: Strategy, reduction: Reduction

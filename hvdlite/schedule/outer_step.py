@@ -29,6 +29,11 @@ class OuterSteps:
         self.buffers: dict[str, Any] = {}
         self._spare: dict[str, Any] = {}  # arrays of anchors that are no longer needed
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether something of each gradient is kept."""
+        return bool(self._momentum)
+
     def begin(self, name: str, weight: Any) -> None:
         """Remember a weight, if that is not done yet."""
         if name in self.anchors:

@@ -1,15 +1,41 @@
-"""How much temporary memory an exchange takes, beside what is remembered."""
+"""What strategies remember, and how much temporary memory an exchange takes beside that."""
 
 from __future__ import annotations
 
+import contextlib
 import tracemalloc
 
 import numpy as np
 import pytest
 
+from hvdlite.errors import GradientError
 from hvdlite.exchange import Bucket, Parameter, Reduction, exchange_bucket
 from hvdlite.transport import Loopback
+from tests.exchange.ranks import Ranks, gradients_of
 from tests.exchange.strategies import STRATEGIES
+
+
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each.stateful], ids=repr)
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_is_not_finite_is_not_remembered(strategy, bad, everywhere):
+    """Whether the step is refused or its result is not finite, the next ones are as ever."""
+    ranks, shapes = Ranks(2, strategy), {"a": (40, 30), "b": (7,)}
+    ranks.step(gradients_of(2, shapes))
+    worse = gradients_of(2, shapes, 1)
+    for values in worse[1].values():
+        values.reshape(-1)[:: 1 if everywhere else values.size] = bad
+    with contextlib.suppress(GradientError):
+        found = ranks.step(worse)
+        assert bad == 3e38 or not all(np.isfinite(each).all() for each in found.values())
+    for state in ranks.states:
+        for name, entry in state.state_dict().items():
+            for key, array in entry.items():
+                assert np.isfinite(array).all(), (name, key)
+    if bad != 3e38:
+        for step in (2, 3):
+            found = ranks.step(gradients_of(2, shapes, step))
+            assert all(np.abs(each).max() < 1e3 for each in found.values())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)

@@ -378,3 +378,26 @@ def test_an_average_in_between_is_exact_whatever_else_travels_compressed():
     models.average(expected)
     assert_close(replica, expected[hvd.rank()])
     assert steps.state_dict()["compression"] == {}
+
+
+@ranks(2)
+def test_an_infinite_change_is_not_kept_in_the_outer_momentum():
+    """All ranks refuse it, and go on once the weights are finite again."""
+    steps, replica = make(Schedule.DiLoCo(1, 1.0, 0.9)), Replica()
+    train(steps, replica, 1)
+    before = {name: weight.copy() for name, weight in replica.weights.items()}
+    momentum = steps.state_dict()["outer"]
+    weights = ArrayWeights(replica)
+    steps.begin(weights)
+    if hvd.rank() == 1:
+        replica.weights["a"].reshape(-1)[0] = np.inf
+    with pytest.raises(hvd.GradientError, match="the change of 'a' since the last exchange is not"):
+        steps.end(weights)
+    for name, entry in steps.state_dict()["outer"].items():
+        np.testing.assert_array_equal(entry["momentum"], momentum[name]["momentum"])
+    for name, weight in before.items():
+        replica.weights[name][...] = weight
+    steps.restart()
+    train(steps, replica, 1)
+    assert same_everywhere(replica.weights)
+    assert all(np.isfinite(weight).all() for weight in replica.weights.values())
