@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.errors import ArgumentError
+from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.moments import moments
 from hvdlite.tensorflow.tensors import to_tensor
 
@@ -21,7 +22,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
 
     Forward and backward pass each take one small exchange, in which all ranks must take part;
     their batches may have different sizes, also 0, and different masks. Floats of 16 bits are
-    normalized in float32. In inference it is the layer that it derives from.
+    normalized in float32. In inference it is the layer that it derives from, so a program without
+    hvdlite can load a saved model, if it gives Keras a layer of this name::
+
+        @keras.saving.register_keras_serializable(package="hvdlite")
+        class SyncBatchNormalization(keras.layers.BatchNormalization):
+            pass
 
     Args:
         axis: of the channels, one number.
@@ -65,6 +71,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         """Normalize, as ``BatchNormalization`` does."""
         if not training or not self.trainable:
             return super().call(inputs, training=False)
+        refuse_session("SyncBatchNormalization in training")
         inputs = to_tensor(inputs)
         # Those that are narrower have too few digits for sums, and too small a range for squares.
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)

@@ -12,6 +12,7 @@ from hvdlite import NotInitializedError, runtime
 from hvdlite.engine import Engine
 from hvdlite.exchange import Conversion
 from hvdlite.tensorflow.errors import ArgumentError, translated
+from hvdlite.tensorflow.graphs import call_python, call_python_in_session, for_session
 
 #: Keeps AutoGraph from rewriting a function of ours, and what it calls, when it is traced.
 as_it_is = tf.autograph.experimental.do_not_convert
@@ -80,7 +81,8 @@ def run(
     """Run a function of arrays on tensors.
 
     In eager mode it runs at once. Inside ``tf.function`` it becomes one operation of the
-    graph; those operations run in the order in which they were made.
+    graph; those operations run in the order in which they were made. In a graph for a
+    ``tf.compat.v1.Session`` they do so if they are made `graphs.in_order`.
 
     Args:
         function: takes an array for each tensor, which it must not change, and returns
@@ -100,13 +102,9 @@ def run(
         results = function(*map(to_array, tensors))
         return [tf.convert_to_tensor(result) for result in results]
     _refuse_xla()
-    # Unlike tf.py_function, it copies neither the tensors nor the results.
-    outputs = tf.numpy_function(function, tensors, [spec.dtype for spec in specs])
-    if not specs:  # then TensorFlow returns the operation
-        return []
-    for output, spec in zip(outputs, specs, strict=True):
-        output.set_shape(spec.shape)
-    return list(outputs)
+    if for_session():
+        return call_python_in_session(function, tensors, specs, process_set)
+    return call_python(function, tensors, specs)
 
 
 def like(tensor: tf.Tensor) -> tf.TensorSpec:

@@ -10,6 +10,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from hvdlite.engine.handle import Handle
@@ -22,7 +24,26 @@ from hvdlite.transport import connect
 from hvdlite.tuning import Tuning, tune
 from hvdlite.world import World
 
-__all__ = ["Engine", "Handle", "Lane", "Operation"]
+__all__ = ["Engine", "Handle", "Lane", "Operation", "naming"]
+
+_place: ContextVar[str | None] = ContextVar("place", default=None)
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Name an operation that has no name by its place in the program, as long as this lasts.
+
+    For operations that each rank submits in an order of its own, as a graph does. Numbers in the
+    order of submission would pair different operations.
+
+    Args:
+        place: unique among the operations in flight, and the same on all ranks.
+    """
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 class Engine:
@@ -89,8 +110,11 @@ class Engine:
     def unnamed(self, kind: str) -> str:
         """The next name for an operation that the user gave none.
 
-        Ranks pair unnamed operations by the order of their submission.
+        Ranks pair unnamed operations by the order of their submission, or as `naming` says.
         """
+        place = _place.get()
+        if place is not None:
+            return f"{kind}.{place}"
         with self._counting:
             return f"{kind}.noname.{next(self._counters[kind])}"
 

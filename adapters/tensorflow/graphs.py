@@ -1,0 +1,180 @@
+"""Operations of graphs that call Python."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.script_ops import _py_funcs
+
+from hvdlite.engine import naming
+from hvdlite.process_sets import ProcessSet
+
+_FOREIGN = (
+    "hvdlite operation {}: the graph calls a Python function of the process that traced it, and "
+    "this process has no such function. Export what has no hvdlite operation (inference, with "
+    "training=False), or build the model from its code here and load its weights "
+    "(save_weights, tf.train.Checkpoint)"
+)
+
+# The operation after which the next one has to run; None: they are in no order.
+_last: ContextVar[list[tf.Operation] | None] = ContextVar("last", default=None)
+
+
+def call_python(
+    function: Callable[..., Any], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
+) -> list[tf.Tensor]:
+    """Make an operation that calls a function of arrays, and return what that returns.
+
+    It differs from ``tf.numpy_function`` in the key under which the graph finds the function. There
+    it is the number of calls before, which in a process that loads an exported graph is the key of
+    whatever function has this number there. Here nothing else ever has the key, and TensorFlow's
+    message for a key that is unknown contains what to do.
+
+    Args:
+        function: takes arrays, and returns a list of them; it must not change what it gets.
+        tensors: its arguments. Neither they nor the results are copied.
+        specs: dtypes and shapes of the results.
+    """
+    key = _FOREIGN.format(uuid.uuid4().hex)
+    _py_funcs._funcs[key] = function  # by a weak reference
+    graph = _outermost_graph()
+    # An attribute, since functions may refer to the graph.
+    if not hasattr(graph, "_hvdlite_functions"):
+        graph._hvdlite_functions = []
+    graph._hvdlite_functions.append(function)
+    outputs = tf.raw_ops.PyFunc(input=tensors, token=key, Tout=[spec.dtype for spec in specs])
+    if not specs:  # then TensorFlow returns the operation
+        return []
+    for output, spec in zip(outputs, specs, strict=True):
+        output.set_shape(spec.shape)
+    return list(outputs)
+
+
+def for_session() -> bool:
+    """Return whether operations are made for a graph that a ``tf.compat.v1.Session`` runs."""
+    return not tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def call_python_in_session(
+    function: Callable[..., Any],
+    tensors: Sequence[tf.Tensor],
+    specs: Sequence[tf.TensorSpec],
+    process_set: ProcessSet | None,
+) -> list[tf.Tensor]:
+    """Do what `call_python` does in a graph for a ``tf.compat.v1.Session``.
+
+    A session runs operations in any order, in few threads. So a function that waits for other ranks
+    gets a thread of its own: ranks whose only thread waits, each in another operation, would wait
+    for ever. TensorFlow has such threads for data sets: this one has one element, which is the
+    tensors, and maps the function over it. And an operation without a name gets one here, from its
+    number in the graph.
+
+    Args:
+        function: see there, like what follows.
+        tensors: see there.
+        specs: see there.
+        process_set: the ranks that take part; None: no other rank does.
+    """
+    place = None if process_set is None else f"graph.{_count(process_set.process_set_id)}"
+
+    def call(*arrays: Any) -> list[Any]:
+        if place is None:
+            return [*function(*arrays[1:]), np.int32(0)]
+        with naming(place):
+            return [*function(*arrays[1:]), np.int32(0)]
+
+    scalar = tf.TensorSpec((), tf.int32)
+    outputs = {
+        "output_types": [*(spec.dtype for spec in specs), tf.int32],
+        "output_shapes": [*(spec.shape for spec in specs), scalar.shape],
+    }
+    order = _last.get()
+    with tf.control_dependencies(order), tf.device("/device:CPU:0"):
+        element = [tf.constant(0), *tensors]  # one at least
+        inputs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in element]
+        mapped = tf.function(
+            lambda *arguments: call_python(call, arguments, [*specs, scalar]), autograph=False
+        ).get_concrete_function(*inputs)
+        mapped.add_to_graph(tf.compat.v1.get_default_graph())
+        source = tf.raw_ops.TensorDataset(
+            components=element, output_shapes=[spec.shape for spec in inputs]
+        )
+        calls = tf.raw_ops.MapDataset(
+            input_dataset=source,
+            other_arguments=[],
+            f=mapped,
+            use_inter_op_parallelism=False,  # which would run the function in a session's thread
+            **outputs,
+        )
+        *results, done = tf.raw_ops.DatasetToSingleElement(dataset=calls, **outputs)
+    if order is not None:
+        order[:] = [done.op]
+    return results
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Have operations that are made here run one after the other, in a graph for a session too.
+
+    ``tf.function`` sees to that by itself.
+    """
+    token = _last.set([])
+    try:
+        yield
+    finally:
+        _last.reset(token)
+
+
+def together(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return tensors that exist when all operations so far have run; to be called `in_order`."""
+    if not for_session():
+        return list(tensors)
+    with tf.control_dependencies(_last.get()):
+        return [tf.identity(tensor) for tensor in tensors]
+
+
+def numbered(label: str) -> str:
+    """Return a label of one's own for each exchange in a graph for a session; elsewhere as it is.
+
+    Exchanges of one label must not overlap, and nothing keeps a session from that.
+    """
+    count = _count(label) if for_session() else 0
+    return f"{label} {count + 1}" if count else label
+
+
+def refuse_session(what: str) -> None:
+    """Refuse what depends on the order of operations, which a session does not keep.
+
+    Raises:
+        NotImplementedError: operations are made for a graph that a session runs.
+    """
+    if for_session():
+        raise NotImplementedError(
+            f"{what} in a graph for a tf.compat.v1.Session, where operations run in any order; "
+            "leave out tf.compat.v1.disable_eager_execution(), and train eagerly or in tf.function"
+        )
+
+
+def _count(key: Any) -> int:
+    """How often this has been asked for in the graph."""
+    graph = _outermost_graph()
+    if not hasattr(graph, "_hvdlite_counts"):
+        graph._hvdlite_counts = Counter()
+    number: int = graph._hvdlite_counts[key]
+    graph._hvdlite_counts[key] += 1
+    return number
+
+
+def _outermost_graph() -> tf.Graph:
+    """The graph that the current one is a function in; functions live as long as it does."""
+    graph = tf.compat.v1.get_default_graph()
+    while (outer := getattr(graph, "outer_graph", None)) is not None:
+        graph = outer
+    return graph
