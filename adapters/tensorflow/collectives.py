@@ -12,6 +12,7 @@ from hvdlite import collectives, reduction
 from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
+from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.rank_ops import rank_op, set_size
 from hvdlite.tensorflow.tensors import (
     CONVERSION,
@@ -237,8 +238,12 @@ def broadcast(
 
 
 @as_it_is
-def barrier(process_set: ProcessSet = global_process_set, name: str | None = None) -> None:
+def barrier(
+    process_set: ProcessSet = global_process_set, name: str | None = None
+) -> tf.Operation | None:
     """Return when every rank has called it; inside ``tf.function``, when it has run it.
+
+    In a graph for a ``tf.compat.v1.Session`` return the operation that waits for the others.
 
     Args:
         process_set: the ranks that take part.
@@ -247,9 +252,10 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
 
     def meet() -> list[Any]:
         collectives.barrier(process_set, name)
-        return []
+        return [np.int32(0)]
 
-    run(meet, [], [], process_set)
+    (done,) = run(meet, [], [tf.TensorSpec((), tf.int32)], process_set)
+    return done.op if for_session() else None
 
 
 @as_it_is

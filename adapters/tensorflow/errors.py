@@ -114,17 +114,21 @@ def _translate_calls_of_graphs() -> None:
     """Have `named_by` see what TensorFlow raises for a graph.
 
     There is no public place for that: of a Python operation's exceptions TensorFlow keeps five
-    built-in classes. Should this one go, a graph's errors have the code's class and the same text.
+    built-in classes. Should these go, a graph's errors have the code's class and the same text.
     """
     try:
+        from tensorflow.python.client.session import BaseSession
         from tensorflow.python.eager.context import Context
 
-        original = Context.call_function
+        Context.call_function = _naming_errors(Context.call_function)
+        BaseSession.run = _naming_errors(BaseSession.run)
     except (ImportError, AttributeError):
         return
 
+
+def _naming_errors(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def call_function(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except tf.errors.OpError as error:
@@ -133,7 +137,7 @@ def _translate_calls_of_graphs() -> None:
                 raise
             raise named.with_traceback(error.__traceback__) from None
 
-    Context.call_function = call_function
+    return call
 
 
 _translate_calls_of_graphs()

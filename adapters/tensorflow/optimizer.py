@@ -39,8 +39,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Make an optimizer average its gradients over all ranks before it applies them.
 
     Optimizers of Keras 3 and of legacy Keras become what `hvdlite.tensorflow.keras` makes of
-    them. One of ``tf.compat.v1.train`` averages in ``compute_gradients``, eagerly and inside
-    ``tf.function``.
+    them. One of ``tf.compat.v1.train`` averages in ``compute_gradients``, and so in ``minimize``:
+    eagerly, inside ``tf.function``, and in graphs for a ``tf.compat.v1.Session``.
 
     Args:
         optimizer: any of these; it is changed, and keeps its state.
@@ -119,14 +119,7 @@ class _DistributedV1(Distributed):
 
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
-            NotImplementedError: in a graph that a session runs.
         """
-        if not (tf.executing_eagerly() or tf.inside_function()):
-            raise NotImplementedError(
-                "hvdlite exchanges gradients in eager mode and inside tf.function, not in a graph "
-                "for a tf.compat.v1.Session, where nothing orders the exchanges; leave out "
-                "tf.compat.v1.disable_eager_execution(), and call minimize() in a tf.function"
-            )
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         return list(zip(self._hvdlite.reduce(gradients, variables), variables, strict=True))

@@ -7,6 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.tensorflow.graphs import refuse_session
+
 _Pairs = list[tuple[Any, Any]]
 
 
@@ -25,7 +27,12 @@ class PassCounter:
         self._pending: set[int] = set()
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the variables for the gradients of these; outside of any graph."""
+        """Make the variables for the gradients of these; outside of any graph.
+
+        Raises:
+            NotImplementedError: in a graph for a ``tf.compat.v1.Session``.
+        """
+        refuse_session("backward_passes_per_step")
         if self._sums:
             return
         with tf.init_scope():

@@ -21,6 +21,7 @@ from hvdlite.gradients import (
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.tensorflow.collectives import allreduce
+from hvdlite.tensorflow.graphs import in_order, numbered, together
 from hvdlite.tensorflow.layout import Layout
 from hvdlite.tensorflow.memory import state_of
 from hvdlite.tensorflow.names import unique_names
@@ -106,7 +107,7 @@ class Reducer:
                 "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
         layout = Layout(
-            self._label,
+            numbered(self._label),
             _describe(sources),
             frozenset(slices),
             self._strategy,
@@ -121,10 +122,11 @@ class Reducer:
         }
         reduced: list[Gradient] = [None] * len(gradients)
         check = self._replicas and self._replicas.check_of(sources, self._process_set)
-        for number, gradient in _exchange(layout, dense, weight, check).items():
-            reduced[layout.dense[number]] = gradient
-        for position, gradient in slices.items():
-            reduced[position] = _gather(layout, position, gradient)
+        with in_order():
+            for number, gradient in _exchange(layout, dense, weight, check).items():
+                reduced[layout.dense[number]] = gradient
+            for position, gradient in slices.items():
+                reduced[position] = _gather(layout, position, gradient)
         return reduced
 
     def _remembered(self, sources: Sequence[Any]) -> StrategyState | None:
@@ -190,7 +192,8 @@ def _exchange(
         for index in range(len(plan)):
             found.update(_finish(layout, plan, index, own))
         foreign.extend(number for number in found if number not in own)
-        return [found[number] for number in (*here, *foreign)]
+        # A bucket that nobody waits for would be in the way of the next step.
+        return together([found[number] for number in (*here, *foreign)])
 
     own = [gradients[number] for number in here]
     results = _differentiable(exchange, own, layout)

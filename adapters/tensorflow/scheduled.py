@@ -13,6 +13,7 @@ from hvdlite.exchange import Parameter, Reduction, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.schedule import ExchangeSchedule, LocalSteps
 from hvdlite.schedule.local_steps import Moment
+from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.memory import state_of
 from hvdlite.tensorflow.names import unique_names
 from hvdlite.tensorflow.reducer import Gradient
@@ -30,6 +31,9 @@ class VariableSteps:
         steps: that are followed.
         variables: one for each of their parameters.
         moments: for each variable those of the optimizer that are averaged with it, by name.
+
+    Raises:
+        NotImplementedError: in a graph for a ``tf.compat.v1.Session``.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class VariableSteps:
         variables: Sequence[tf.Variable],
         moments: Sequence[dict[str, tf.Variable]] = (),
     ) -> None:
+        refuse_session("a schedule of local steps")
         self.steps = steps
         self._variables = list(variables)
         self._moments = list(moments) or [{} for _ in variables]

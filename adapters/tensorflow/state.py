@@ -15,6 +15,7 @@ from hvdlite.arrays import describe
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
+from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.names import name_of
 from hvdlite.tensorflow.tensors import as_it_is, engine, like, run, to_array, to_tensor
 
@@ -26,7 +27,7 @@ def broadcast_variables(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
-) -> None:
+) -> tf.Operation | None:
     """Overwrite variables with those of rank ``root_rank``.
 
     Build the model before (call it once, or ``model.build``): until then it has none. The
@@ -39,13 +40,18 @@ def broadcast_variables(
         process_set: the ranks that take part.
         inplace: accepted for Horovod's sake: variables stay the same objects in any case.
 
+    Returns:
+        In a graph for a ``tf.compat.v1.Session`` the operation that does it; otherwise None: it is
+        done, or ``tf.function`` does it.
+
     Raises:
         TypeError: one of them is no variable.
         ValueError: there is no such rank.
         MismatchError: the ranks disagree on names, shapes or dtypes.
         HorovodInternalError: communication failed.
     """
-    broadcast_(variables, root_rank, process_set=process_set)
+    values = broadcast_(variables, root_rank, process_set=process_set)
+    return tf.group(values) if for_session() else None
 
 
 @as_it_is
@@ -64,7 +70,8 @@ def broadcast_(
         process_set: the ranks that take part.
 
     Returns:
-        The values, in the order of ``tf.nest.flatten(variables)``.
+        The values, in the order of ``tf.nest.flatten(variables)``. The variables have them when
+        these exist, in a graph for a ``tf.compat.v1.Session`` too.
     """
     flat = _flat_variables(variables)
     names = [name_of(variable, number) for number, variable in enumerate(flat)]
@@ -86,9 +93,11 @@ def broadcast_(
 
     tensors = [to_tensor(variable) for variable in flat]
     values = run(spread, tensors, list(map(like, tensors)), process_set)
-    for variable, value in zip(flat, values, strict=True):
-        variable.assign(value)
-    return values
+    assigned = [variable.assign(value) for variable, value in zip(flat, values, strict=True)]
+    if not for_session():
+        return values
+    with tf.control_dependencies([tf.group(assigned)]):
+        return [tf.identity(value) for value in values]
 
 
 def _flat_variables(variables: Any) -> list[Any]:

@@ -198,13 +198,6 @@ def test_errors_pass_through_autograph_keras_and_pickle():
     assert said in error.message
 
 
-@ranks(1)
-def test_what_belongs_to_version_1_is_refused():
-    for call in (hvd.broadcast_global_variables, hvd.BroadcastGlobalVariablesHook):
-        with pytest.raises(RuntimeError, match=r"call hvd.broadcast_variables\(model.variables"):
-            call(0)
-
-
 STRATEGY = """
 import tensorflow as tf
 import hvdlite.tensorflow as hvd
