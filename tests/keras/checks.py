@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
+from tests.keras import replica_checks
 from tests.keras.counting import close, exchanges, flat, same_on_all_ranks
 
 BATCH, STEPS = 4, 6
@@ -305,6 +306,12 @@ def what_is_refused():
     assert flat([v.numpy() for v in optimizer.variables]).size == 2
 
 
+def replicas_that_differ_are_refused():
+    x, y = map(own, data())
+    kinds = [keras.optimizers.SGD]
+    replica_checks.check(hvd, keras, kinds, make_model, fit, x, y, BATCH)
+
+
 CHECKS = [
     fit_exchanges_in_every_step,
     an_optimizer_may_be_named,
@@ -323,4 +330,5 @@ CHECKS = [
     local_layers_are_not_exchanged,
     keras_and_other_optimizers_are_as_they_were,
     what_is_refused,
+    replicas_that_differ_are_refused,
 ]

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as hvd
+from tests.keras import replica_checks
 from tests.keras.counting import close, exchanges, same_on_all_ranks
 
 BATCH, STEPS = 4, 6
@@ -319,6 +320,11 @@ def local_layers_are_not_exchanged():
     assert not same_on_all_ranks(model.get_weights()[:2])
 
 
+def replicas_that_differ_are_refused():
+    x, y = map(own, data())
+    replica_checks.check(hvd, keras, KINDS, make_model, fit, x, y, BATCH)
+
+
 CHECKS = [
     legacy_keras_it_is,
     fit_exchanges_in_every_step,
@@ -333,4 +339,5 @@ CHECKS = [
     schedules_and_loss_scaling,
     what_is_refused,
     local_layers_are_not_exchanged,
+    replicas_that_differ_are_refused,
 ]
