@@ -30,7 +30,7 @@ class RankGoneError(HorovodInternalError):
 
 
 class MismatchError(HorovodInternalError):
-    """Two ranks submitted different operations under the same name."""
+    """Two ranks submitted different operations under the same name, or train different replicas."""
 
 
 class GradientError(HorovodInternalError):

@@ -51,6 +51,9 @@ class DistributedGradientTape(tf.GradientTape):
     Functions with ``jit_compile=True`` are refused while they are traced: XLA cannot compile
     the exchange. So are strategies of ``tf.distribute`` with several replicas.
 
+    With the second exchange of its sources' gradients the ranks compare those that are variables
+    (``HVDLITE_CHECK_RANKS=error``, ``warn`` or ``off``): a forgotten broadcast is an error.
+
     ``jacobian`` and ``batch_jacobian`` are those of this rank alone.
 
     With a ``schedule`` of local steps, ``gradient`` returns this rank's own gradients, and the

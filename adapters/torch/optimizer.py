@@ -76,6 +76,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     or ``optimizer.synchronize(batch_size=n)``. Each rank's gradient, which is the average over its
     batch, then counts as much as it has samples, and the result is the gradient of all samples.
 
+    With the second exchange of gradients the ranks compare their weights, and the class and the
+    options of their optimizers (``HVDLITE_CHECK_RANKS=error``, ``warn`` or ``off``): a forgotten
+    broadcast is an error. Schedules of local steps, and Adasum, let weights differ.
+
     What a compression remembers from step to step (error feedback, say) is a part of
     ``state_dict()``, and each rank's own. Before one rank saves it for all, call
     ``optimizer.consolidate_exchange_state()`` on all ranks.
