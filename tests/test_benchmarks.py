@@ -176,3 +176,14 @@ def test_times_for_people(seconds, text):
 
 def test_sizes_for_people():
     assert [report.size_text(size) for size in (12, 4096, 3 * 2**20)] == ["12 B", "4 KiB", "3 MiB"]
+
+
+def test_replicas():
+    pytest.importorskip("torch")
+    from tests.benchmarks import replicas
+
+    model = replicas.resnet50()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+    check, step = replicas.compare(model, batch=2, side=32, rounds=1)
+    assert check > 0
+    assert step > 0

@@ -14,7 +14,7 @@ from hvdlite.engine import lane as lanes
 from hvdlite.engine.device_operations import DeviceAllreduce
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.exchange import Compression, Parameter, Reduction
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients import GradientExchange, ReplicaCheck, describe_weights
 from hvdlite.gradients.device_step import DeviceStep
 from hvdlite.reduction import Average, Sum
 from tests.harness import ranks
@@ -289,6 +289,34 @@ def test_ranks_that_disagree_on_the_device(connect):
             made.finish()
 
     on_all_ranks(train, connect(2).ranks)
+
+
+def test_replicas_that_differ(connect):
+    def train(rank):
+        made = exchange(rank)
+        weights = {"p0": np.float32(rank.rank == 2)}
+        replica = ReplicaCheck(lambda: describe_weights(weights.items()), "broadcast()")
+        made = GradientExchange(
+            rank,
+            "model",
+            made.parameters,
+            Compression.none,
+            Reduction(),
+            memory=rank.memory,
+            check=replica,
+        )
+        for step in range(5):
+            made.begin()
+            mark_all(rank, made, step)
+            if step == 1:
+                with pytest.raises(MismatchError, match=r"'p0' is .* on ranks 0, 1, .* on rank 2;"):
+                    made.finish()
+                weights["p0"] = np.float32(0)
+                continue
+            made.finish()
+            check(rank, made, step, 3)
+
+    on_all_ranks(train, connect(3).ranks)
 
 
 @ranks(1, 2, 3)

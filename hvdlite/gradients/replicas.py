@@ -140,7 +140,7 @@ def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Tran
     if len(set(known)) > 1:
         own = snapshot and (snapshot.signature, snapshot.check.remedy)
         messages = map(pickle.loads, transport.gather(pickle.dumps(own)))
-        told = {rank: each for rank, each in zip(transport.members, messages, strict=True) if each}
+        told = {rank: each for rank, each in zip(transport.members, messages, strict=False) if each}
         remedy = next(iter(told.values()))[1]
         text = _explain({rank: signature for rank, (signature, _) in told.items()}, remedy)
         if any(digest[0] for digest in known):

@@ -157,6 +157,7 @@ def test_a_keras_optimizer_remembers():
     import keras
 
     new_world()
+    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
     compression = ErrorFeedback(Compression.bf16)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=compression)

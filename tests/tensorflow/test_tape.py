@@ -483,7 +483,7 @@ def test_partial_tape_leaves_local_layers_to_their_rank(size, mode, scale):
 @ranks(2)
 def test_partial_tape_of_one_layer_or_none(size):
     hvd.init()
-    layer = keras.layers.Dense(1)
+    layer = keras.layers.Dense(1, kernel_initializer="ones")
     layer.build((None, 1))
     factor = 1.0 + hvd.rank()
     for layers, expected in ((layer, factor / 2), (None, 1.5), ([], 1.5)):
