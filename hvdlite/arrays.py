@@ -8,7 +8,7 @@ import numpy as np
 
 
 def as_array(values: Any) -> Any:
-    """Return an array that can travel as bytes: the same one, unless its byte order is foreign.
+    """Return an array that can travel as bytes: the same one, if it is contiguous and native.
 
     Args:
         values: an array, or what numpy makes one of.
@@ -17,6 +17,8 @@ def as_array(values: Any) -> Any:
         ValueError: its elements are Python objects or records.
     """
     array = np.asarray(values)
+    if not array.flags.c_contiguous:
+        array = array.copy()
     if array.dtype.kind in "fiubc" and array.dtype.isnative:
         return array
     if array.dtype.hasobject or array.dtype.names is not None:

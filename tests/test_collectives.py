@@ -647,3 +647,44 @@ class TestUnnamed:
         for handle in pending:
             with pytest.raises(hvd.HorovodInternalError, match="rank 0 shut down without submit"):
                 hvd.synchronize(handle)
+
+
+@ranks(2)
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_arrays_that_are_not_contiguous(monkeypatch, shared_memory):
+    """Every kind of stride, in every operation; communication goes on, whatever the transport."""
+    hvd.shutdown()
+    monkeypatch.setenv("HVDLITE_SHARED_MEMORY", shared_memory)
+    hvd.init()
+    whole = np.arange(24.0).reshape(2, 3, 4) + 1
+    views = [
+        lambda whole: whole.reshape(-1)[::2],
+        lambda whole: whole.reshape(-1)[::-1],
+        lambda whole: whole.T,
+        lambda whole: whole[:, ::2, 1:3],
+        lambda whole: np.broadcast_to(whole[0, 0], (2, 4)),  # of which numpy lets nobody write
+        lambda whole: np.asfortranarray(whole[0]),
+        lambda whole: whole[0, 0, 0],
+    ]
+    for dtype in (np.float64, np.float16, np.int8):
+        for view in views:
+            array = view(whole.astype(dtype))
+            assert (hvd.allreduce(array, op=hvd.Sum) == 2 * array).all()
+            assert (hvd.broadcast(array, 1) == array).all()
+            if dtype is not np.int8:
+                # Of equal arrays the adaptive sum is their average.
+                assert np.allclose(hvd.allreduce(array, op=hvd.Adasum), array)
+                scaled = hvd.allreduce(array, op=hvd.Sum, compression=hvd.Compression.fp16)
+                assert np.allclose(scaled, 2 * array)
+            (grouped,) = hvd.grouped_allreduce([array], op=hvd.Max)
+            assert (grouped == array).all()
+            if array.ndim:
+                assert (hvd.allgather(array) == np.concatenate([array, array])).all()
+                parts = np.array_split(array, 2)
+                own = parts[hvd.rank()]
+                assert (hvd.reducescatter(array, op=hvd.Sum) == 2 * own).all()
+                received = hvd.alltoall(array, splits=[len(part) for part in parts])[0]
+                assert (received == np.concatenate([own, own])).all()
+    hvd.shutdown()
+    monkeypatch.undo()
+    hvd.init()
