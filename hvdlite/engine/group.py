@@ -10,6 +10,7 @@ from typing import Any
 from hvdlite.engine.device import DeviceMemory, DeviceOperation
 from hvdlite.engine.fusion import fuse
 from hvdlite.engine.operation import Operation, Signature
+from hvdlite.engine.overlap import Extent
 from hvdlite.transport import Transport
 from hvdlite.transport.device import DeviceTransport
 
@@ -29,6 +30,7 @@ class Group(Operation):
         super().__init__(name, _signature(label, operations), _payload(operations))
         self._operations = list(operations)
         self.nbytes = sum(operation.nbytes for operation in operations)
+        self.several = True
         self.stands_in = all(operation.stands_in for operation in operations)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[Any]:
@@ -45,6 +47,10 @@ class Group(Operation):
                 found = [first.execute(transport, known[id(first)])]
             results.update(zip(map(id, group), found, strict=True))
         return [results[id(operation)] for operation in self._operations]
+
+    def extents(self) -> Sequence[Extent]:
+        """The memory of all."""
+        return [extent for operation in self._operations for extent in operation.extents()]
 
     def stand_in(self) -> Callable[[], Operation]:
         """What makes a group of stand-ins."""

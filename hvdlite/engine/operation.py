@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
 from hvdlite import timeline
 from hvdlite.engine.handle import Handle
+from hvdlite.engine.overlap import Extent
 from hvdlite.transport import Transport
 
 # A program submits the same names step after step.
 _MOST_WORDS = 4096
+# Where names are known, and which, the oldest first.
+_remembered: deque[tuple[dict[str, tuple[str, bytes]], str]] = deque()
 
 
 class Signature(tuple[tuple[str, Any], ...]):
@@ -60,9 +64,11 @@ class Operation(ABC):
         stands_in: whether ranks that have joined can take part in it, see `stand_in`.
         patient: whether it may wait for the other ranks as long as it takes.
         joins: whether it says that this rank has joined.
+        several: whether it may use some memory twice by itself.
     """
 
     handle: Handle
+    several = False
     memory: Any = None
     nbytes = 0
     stands_in = False
@@ -84,6 +90,10 @@ class Operation(ABC):
         self.failure = failure
         self.key, self._word = signature.known.get(name) or self._remember()
 
+    def extents(self) -> Sequence[Extent]:
+        """The caller's memory that it reads and writes; no other operation may write to it."""
+        return ()
+
     @property
     def activity(self) -> str:
         """What the timeline calls it."""
@@ -100,11 +110,14 @@ class Operation(ABC):
     def _remember(self) -> tuple[str, bytes]:
         """The key and the word, which are the same in every step of a program."""
         known = self.signature.known
-        if len(known) >= _MOST_WORDS:
-            known.clear()
         word = _word(self.name, b"", self.signature.digest, False)
-        known[self.name] = self.signature.prefix + self.name, word
-        return known[self.name]
+        known[self.name] = found = self.signature.prefix + self.name, word
+        # Of all signatures together: calls without a name have a new one each time.
+        _remembered.append((known, self.name))
+        if len(_remembered) > _MOST_WORDS:
+            names, oldest = _remembered.popleft()
+            names.pop(oldest, None)
+        return found
 
     @property
     def fusion(self) -> Hashable | None:

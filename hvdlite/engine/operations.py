@@ -13,6 +13,7 @@ import numpy as np
 from hvdlite import timeline
 from hvdlite.arrays import as_bytes, flat
 from hvdlite.engine.operation import Operation, Signature
+from hvdlite.engine.overlap import Extent, extent
 from hvdlite.errors import GradientError
 from hvdlite.reduction import (
     ReduceOp,
@@ -107,12 +108,14 @@ class Allreduce(Operation):
         self._prescale = prescale
         self._postscale = postscale
         self._array = array
+        self._given = out
         self._out = _allocated(out, array)
         # Flat; that of an array which is not contiguous is a copy.
         self._send = array if array.ndim == 1 else array.reshape(-1)
         self._result = self._send if out is array else self._out.reshape(-1)
         self.nbytes = array.nbytes
         self._scales_integers = scales_integers(array.dtype, prescale, postscale)
+        self._extents: list[Extent] = []
         self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
 
     stands_in = True
@@ -121,6 +124,12 @@ class Allreduce(Operation):
         """What makes an allreduce of zeros."""
         array, factors = self._array, (self._prescale, self._postscale)
         return partial(_allreduce_zeros, self.name, array.shape, array.dtype, self._op, *factors)
+
+    def extents(self) -> Sequence[Extent]:
+        """The array's memory, and that of the result where the caller has given it."""
+        if not self._extents:
+            self._extents = used(self, self._send, self._given)
+        return self._extents
 
     @property
     def fusion(self) -> Hashable | None:
@@ -226,6 +235,10 @@ class Allgather(Operation):
         transport.allgather(as_bytes(flat(self._array)), pieces)
         return (whole, rows) if self._with_rows else whole
 
+    def extents(self) -> Sequence[Extent]:
+        """The array's memory."""
+        return used(self, self._array)
+
 
 class Broadcast(Operation):
     """Give every rank the root's array.
@@ -242,6 +255,7 @@ class Broadcast(Operation):
         super().__init__(name, broadcast_signature(array.dtype, array.shape, root))
         self._array = array
         self._root = root
+        self._given = out
         self._out = _allocated(out, array)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
@@ -251,6 +265,10 @@ class Broadcast(Operation):
             self._out[...] = self._array
         transport.broadcast(as_bytes(self._out.reshape(-1)), root)
         return self._out
+
+    def extents(self) -> Sequence[Extent]:
+        """The array's memory, and that of the result where the caller has given it."""
+        return used(("broadcast", self._root), self._array, self._given)
 
 
 class BroadcastBytes(Operation):
@@ -346,6 +364,15 @@ def _allreduce_zeros(
 ) -> Allreduce:
     zeros = np.zeros(shape, dtype)
     return Allreduce(name, zeros, op, prescale, postscale, out=zeros)
+
+
+def used(writer: Hashable, array: Any, out: Any = None) -> list[Extent]:
+    """The memory of an array, and of the place for the result (None: a new one)."""
+    if out is None:
+        return [extent(array)]
+    own = extent(out, writer)
+    other = extent(array)
+    return [own] if other[:2] == own[:2] else [other, own]
 
 
 def _allocated(out: Any, array: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hvdlite.engine.agreement import Description, Report
 from hvdlite.engine.operation import Operation
+from hvdlite.engine.overlap import Overlaps
 from hvdlite.errors import HorovodInternalError
 
 
@@ -32,6 +33,8 @@ class Queue:
         self.closing = False
         self._rank = rank
         self._operations: dict[str, Operation] = {}
+        self._overlaps = Overlaps(lambda operation: self.get(operation.key) is operation)
+        self._alone: Operation | None = None  # whose memory there was nothing to compare with
         self._refusal: str | None = None
         self._changes = self._changes_reported = 0
 
@@ -49,7 +52,8 @@ class Queue:
         """Append an operation.
 
         Raises:
-            ValueError: an operation of this name is still on its way.
+            ValueError: an operation of this name, or one that uses the same memory, is still on its
+                way.
             HorovodInternalError: operations are refused.
         """
         if self._refusal is not None:
@@ -59,9 +63,30 @@ class Queue:
                 f"rank {self._rank}: an operation named {operation.name!r} is still on "
                 "its way; wait for it, or give this one another name"
             )
+        if self._operations or operation.several:
+            self._check_memory(operation)
+        else:
+            self._alone = operation
         operation.submitted = time.monotonic()
         self._operations[operation.key] = operation
         self._changes += 1
+
+    def _check_memory(self, operation: Operation) -> None:
+        if self._alone is not None:
+            first, self._alone = self._alone, None
+            self._overlaps.clear()
+            if self._operations:
+                self._overlaps.add(first, first.extents())
+        other = self._overlaps.add(operation, operation.extents())
+        if other is not None:
+            found = f"{operation.name!r} uses the same memory twice"
+            if other is not operation:
+                also = f"{other.name!r}, which is still on its way"
+                found = f"{operation.name!r} uses the same memory as {also}"
+            raise ValueError(
+                f"rank {self._rank}: {found}, and a result is written to it (in place or by out=); "
+                "wait for one before the next, or give each an array of its own"
+            )
 
     def close(self, reason: str) -> None:
         """Submit no more, whatever was refused for before."""

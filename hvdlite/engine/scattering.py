@@ -13,7 +13,8 @@ import numpy as np
 from hvdlite import halves, timeline
 from hvdlite.arrays import as_bytes, flat
 from hvdlite.engine.operation import Operation, Signature
-from hvdlite.engine.operations import out_of_range
+from hvdlite.engine.operations import out_of_range, used
+from hvdlite.engine.overlap import Extent
 from hvdlite.errors import GradientError
 from hvdlite.reduction import (
     ReduceOp,
@@ -108,6 +109,10 @@ class Alltoall(Operation):
             )
         return result, received
 
+    def extents(self) -> Sequence[Extent]:
+        """The array's memory."""
+        return used(self, self._array)
+
 
 class Reducescatter(Operation):
     """Reduce an array over all ranks, and give every rank some rows of the result.
@@ -185,6 +190,10 @@ class Reducescatter(Operation):
         if beyond[0]:
             raise GradientError(out_of_range(self.name, None, dtype, self._factors))
         return scaled.astype(dtype)
+
+    def extents(self) -> Sequence[Extent]:
+        """The array's memory."""
+        return used(self, self._array)
 
     @property
     def _narrows(self) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.engine.operation import Operation
-from hvdlite.engine.operations import allreduce_signature
+from hvdlite.engine.operations import allreduce_signature, used
+from hvdlite.engine.overlap import Extent
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.parameter import Parameter, Reduction
 from hvdlite.exchange.strategy import Strategy, exchange_bucket
@@ -72,6 +73,10 @@ class CompressedAllreduce(Operation):
             return result
         self._out[...] = result
         return self._out
+
+    def extents(self) -> Sequence[Extent]:
+        """The array's memory, and that of the result where the caller has given it."""
+        return used(self, self._array, self._out)
 
 
 def _of_zeros(parameter: Parameter, strategy: Strategy, reduction: Reduction) -> Operation:
