@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from hvdlite.errors import HorovodInternalError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 #: The signals whose handlers wait, and since when.
 deferred: dict[int, float] = {}
@@ -30,7 +31,8 @@ deferred: dict[int, float] = {}
 # stopped, handlers run all the same after so many seconds; one that raises ends communication.
 _LONGEST_SECONDS = 5.0
 
-_codes: set[CodeType] = set()
+# What is uninterrupted, and whether it is resumable.
+_codes: dict[CodeType, bool] = {}
 _raised: list[BaseException] = []  # by handlers that could wait no longer
 # By way of which `signal.signal` and `signal.getsignal` set and get handlers, whenever they were
 # imported.
@@ -54,37 +56,75 @@ workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def uninterrupted(function: _Function) -> _Function:
-    """Mark a function as one during which no handler runs.
+    """Mark a function as one during which no handler runs, and in which waits go on to their end.
 
-    Its caller runs `run_deferred` afterwards, in any case and without being marked itself.
+    Its caller calls `leave` afterwards, in any case and without being marked itself.
     """
     assert isinstance(function, FunctionType)
-    _codes.add(function.__code__)
+    _codes[function.__code__] = False
     return function
 
 
+def resumable(function: _Function) -> _Function:
+    """Mark a function as one during which no handler runs, and which is left in a wait.
+
+    `Interrupted` passes through it then; called again, it goes on. Its caller is `call`.
+    """
+    _codes[uninterrupted(function).__code__] = True
+    return function
+
+
+def call(function: Callable[..., _Result], *arguments: Any) -> _Result:
+    """Call a `resumable` function, again after each wait in it that handlers have ended.
+
+    Raises:
+        BaseException: what it or a handler raises. After the latter, it may be called again.
+    """
+    while True:
+        try:
+            return function(*arguments)
+        except Interrupted:
+            continue
+        finally:
+            if deferred:
+                leave()
+
+
 def run_deferred() -> bool:
-    """Run the handlers that have waited, unless this is another thread than the main one.
+    """Run the handlers for which a wait of the main thread is to end, if this is that thread.
 
     Returns:
         Whether any has run.
 
     Raises:
-        Interrupted: a caller is uninterrupted, too, and has to be left first.
+        Interrupted: a caller, which is `resumable`, has to be left first.
         BaseException: whatever a handler raises. Those after it run when this is called next.
     """
     if not is_due():
         return False
-    if _is_inside(sys._getframe(1)):
-        raise Interrupted
+    inside = _find_inside(sys._getframe(1))
+    if inside is not None:
+        if _codes[inside]:
+            raise Interrupted
+        return False
     _run_all()
     return True
 
 
 def leave() -> None:
-    """Do `run_deferred` if no caller is uninterrupted: then its caller does."""
-    if is_due() and not _is_inside(sys._getframe(1)):
+    """Run the handlers that have waited, unless a caller is uninterrupted: then its caller does."""
+    if is_due() and _find_inside(sys._getframe(1)) is None:
         _run_all()
+
+
+def is_from_handler(error: BaseException) -> bool:
+    """Whether a handler has raised an exception that is being handled, and not the call itself."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _call.__code__:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def is_due() -> bool:
@@ -139,18 +179,19 @@ class _Handler:
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _is_inside(frame):
+        if _find_inside(frame) is not None:
             deferred.setdefault(number, time.monotonic())
         else:
             _call(self.handler, number, frame)
 
 
-def _is_inside(frame: FrameType | None) -> bool:
+def _find_inside(frame: FrameType | None) -> CodeType | None:
+    """The innermost function on a stack that is uninterrupted."""
     while frame is not None:
         if frame.f_code in _codes:
-            return True
+            return frame.f_code
         frame = frame.f_back
-    return False
+    return None
 
 
 def _run_all() -> None:

@@ -246,16 +246,28 @@ class TestDeferred:
         assert not interrupts.run_deferred()  # a signal that comes twice counts once
 
     def test_an_outer_function_has_to_be_left_first(self):
-        @interrupts.uninterrupted
-        def outer():
-            signal.raise_signal(signal.SIGUSR2)
-            interrupts.leave()
-            with pytest.raises(interrupts.Interrupted):
-                interrupts.run_deferred()
+        calls = []
 
-        outer()
-        with pytest.raises(Stop):
+        @interrupts.uninterrupted
+        def patient():
+            assert not interrupts.run_deferred()
             interrupts.leave()
+
+        @interrupts.resumable
+        def outer(number):
+            calls.append(number)
+            if len(calls) == 1:
+                signal.raise_signal(signal.SIGUSR2)
+                patient()
+                interrupts.run_deferred()
+            return number
+
+        with pytest.raises(Stop):
+            interrupts.call(outer, 7)
+        calls.clear()
+        signal.signal(signal.SIGUSR2, lambda *_: calls.append("handled"))
+        assert interrupts.call(outer, 8) == 8
+        assert calls == [8, "handled", 8]
 
     def test_another_thread_leaves_it_to_the_main_thread(self):
         @interrupts.uninterrupted

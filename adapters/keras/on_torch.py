@@ -21,6 +21,7 @@ from hvdlite.gradients import (
     describe_sources,
     describe_weights,
 )
+from hvdlite.interrupts import leave, uninterrupted
 from hvdlite.schedule import LocalSteps
 from hvdlite.torch.scheduled import TensorWeights
 from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
@@ -69,14 +70,10 @@ class TorchBackend:
         check = self._check_of(parameters, variables) if self._options.replicates else None
         if not exchange.plan:
             exchange.compare(check)
-        for index, members in enumerate(exchange.plan):
-            own = {number: gradients[number] for number in members}
-            exchange.start_bucket(
-                index,
-                {number: to_array(as_dense(g)) for number, g in own.items() if g is not None},
-                samples,
-                check,
-            )
+        try:
+            _start(exchange, gradients, samples, check)
+        finally:
+            leave()
         # All are on their way before the first is waited for.
         reduced: list[torch.Tensor | None] = [None] * len(gradients)
         for index, members in enumerate(exchange.plan):
@@ -187,3 +184,20 @@ def _describe(variables: Sequence[Any]) -> tuple[Parameter, ...]:
 def as_dense(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient as a tensor of the variable's shape."""
     return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+@uninterrupted  # a step is sent whole, or not at all
+def _start(
+    exchange: GradientBuckets,
+    gradients: Sequence[torch.Tensor | None],
+    samples: int | None,
+    check: ReplicaCheck | None,
+) -> None:
+    for index, members in enumerate(exchange.plan):
+        own = {number: gradients[number] for number in members}
+        exchange.start_bucket(
+            index,
+            {number: to_array(as_dense(g)) for number, g in own.items() if g is not None},
+            samples,
+            check,
+        )

@@ -26,6 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 import tensorflow as tf
 
 from hvdlite import errors
+from hvdlite.interrupts import is_from_handler
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -69,7 +70,7 @@ def translated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
             return function(*args, **kwargs)
         except (errors.HorovodInternalError, ValueError) as error:
             kind = _kind_of(error)
-            if kind is None:
+            if kind is None or is_from_handler(error):
                 raise
             # Without "from None" all of it would be printed twice, into a graph's status too.
             raise kind(None, None, str(error)).with_traceback(error.__traceback__) from None

@@ -18,6 +18,7 @@ from hvdlite.gradients import (
     checked_samples,
     plan_for,
 )
+from hvdlite.interrupts import leave, uninterrupted
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.tensorflow.collectives import allreduce
@@ -183,10 +184,17 @@ def _exchange(
     here = [number for members in plan for number in members if number in gradients]
     foreign: list[int] = []  # those that only other ranks have; in eager mode
 
-    def exchange(*tensors: tf.Tensor) -> list[tf.Tensor]:
-        own = dict(zip(here, tensors, strict=True))
+    @uninterrupted  # a step is sent whole, or not at all
+    def start(own: Mapping[int, tf.Tensor]) -> None:
         for index in range(len(plan)):
             _start(layout, plan, index, own, weight, check)
+
+    def exchange(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        own = dict(zip(here, tensors, strict=True))
+        try:
+            start(own)
+        finally:
+            leave()
         # All are on their way before the first is waited for.
         found: dict[int, tf.Tensor] = {}
         for index in range(len(plan)):

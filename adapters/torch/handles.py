@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.engine import Handle
+from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.tensors import taken, to_tensor_like
 
 
@@ -35,6 +36,8 @@ class TensorHandle(Handle):
     def wait(self) -> Any:
         """Wait for the operation and return what it results in.
 
+        If an exception from a signal's handler ends the wait, the handle can be waited for again.
+
         Raises:
             ValueError: the handle has been waited for before.
             HorovodInternalError: the operation failed.
@@ -42,8 +45,13 @@ class TensorHandle(Handle):
         convert, tensor = self._convert, self._tensor
         if convert is None:
             raise ValueError(f"the handle of {self.name!r} has been synchronized before")
+        try:
+            result = Handle.wait(self)
+        except HorovodInternalError:
+            self._convert = self._tensor = None
+            raise
         self._convert = self._tensor = None
-        return convert(Handle.wait(self), tensor)
+        return convert(result, tensor)
 
 
 def poll(handle: TensorHandle) -> bool:

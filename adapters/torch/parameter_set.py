@@ -9,6 +9,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite import timeline
+from hvdlite.interrupts import Interrupted, deferred, leave, uninterrupted
 from hvdlite.torch.apart import Apart, reduce_apart
 from hvdlite.torch.arrivals import Arrivals
 from hvdlite.torch.changes import Changes
@@ -114,6 +115,16 @@ class ParameterSet:
         reducer = self._reducer
 
         def on_gradient(parameter: torch.Tensor) -> None:
+            if self._untouched:
+                self.exchange.wait_for_order()
+            try:
+                take_note(parameter)
+            finally:
+                if deferred:
+                    leave()
+
+        @uninterrupted
+        def take_note(parameter: torch.Tensor) -> None:
             reducer.synchronized = False
             passes = self._passes[number] = self._passes[number] + 1
             if passes == reducer.passes_per_step:
@@ -250,12 +261,21 @@ class ParameterSet:
             self._bring([index])
 
     def finish(self, samples: int | None = None) -> None:
-        """Wait for the exchange, and give the averages to the parameters."""
+        """Wait for the exchange, and give the averages to the parameters.
+
+        Raises:
+            Interrupted: a signal's handler is to run; it is to be called again.
+        """
+        ended = True
         try:
             found = self.exchange.finish(samples)
+        except Interrupted:
+            ended = False
+            raise
         finally:
-            self._begin()
-            self._changes.steps += 1
+            if ended:
+                self._begin()
+                self._changes.steps += 1
         gradients, self._gradients = self._gradients, []
         everywhere = [number for number, anywhere in enumerate(found) if anywhere]
         there = [number for number in everywhere if number not in self.exchange.apart]
@@ -267,6 +287,7 @@ class ParameterSet:
                 gradients[number] = parameter.grad = torch.empty_like(parameter)
         self._slots.hand_over(gradients, there)
 
+    @uninterrupted
     def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
         """Reduce what has no place in a bucket: all ranks do it for the same parameters."""
         sparse_axes, weight = self.exchange.sparse, self.exchange.weight

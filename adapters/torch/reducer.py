@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from hvdlite import gradients, runtime
+from hvdlite import gradients, interrupts, runtime
 from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import GradientExchange
+from hvdlite.interrupts import resumable
 from hvdlite.process_sets import ProcessSet
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp
@@ -19,6 +20,22 @@ from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.parameter_set import ParameterSet
 from hvdlite.torch.replicas import Replica
 from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor
+
+
+class _Finishing(NamedTuple):
+    """How far `Reducer.finish` has come.
+
+    Attributes:
+        left: the sets that have not ended the step yet.
+        changed: the names of gradients that were changed after they had been copied.
+        repeated: what to say of those that came too often.
+        errors: of the sets that have ended it.
+    """
+
+    left: list[ParameterSet]
+    changed: list[str]
+    repeated: list[str]
+    errors: list[Exception]
 
 
 class Reducer:
@@ -59,6 +76,7 @@ class Reducer:
         self._engine = runtime.engine(process_set)
         self._reconnecting = threading.Lock()
         self._sets: list[ParameterSet] = []
+        self._finishing: _Finishing | None = None
         self._attached: set[int] = set()  # by id; the sets keep them alive
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -90,7 +108,7 @@ class Reducer:
     @property
     def in_flight(self) -> bool:
         """Whether gradients have come for which `finish` has not been called."""
-        return any(members.in_flight for members in self._sets)
+        return self._finishing is not None or any(members.in_flight for members in self._sets)
 
     @property
     def synchronized(self) -> bool:
@@ -112,21 +130,33 @@ class Reducer:
             ValueError: ``samples`` comes after a step without.
             RuntimeError: a gradient was changed after it had been copied. The exchange is
                 ended all the same, so that no other rank waits for this one.
+            BaseException: from a signal's handler. All gradients are on their way then, and
+                another call goes on waiting for the averages.
         """
+        interrupts.call(self._finish, samples)
+
+    @resumable
+    def _finish(self, samples: int | None) -> None:
         self.reconnect()
-        changed = [name for members in self._sets for name in members.collect()]
-        repeated = [message for members in self._sets for message in members.repeated]
-        errors: list[Exception] = []
-        for members in self._sets:  # to the last, whatever becomes of one
+        if self._finishing is None:
+            for members in self._sets:  # so that the next line has nothing to wait for
+                members.exchange.wait_for_order()
+            changed = [name for members in self._sets for name in members.collect()]
+            repeated = [message for members in self._sets for message in members.repeated]
+            self._finishing = _Finishing([*self._sets], changed, repeated, [])
+        left, changed, repeated, errors = self._finishing
+        while left:  # to the last, whatever becomes of one
             try:
-                members.finish(samples)
+                left[0].finish(samples)
             except Exception as error:
                 errors.append(error)
+            del left[0]
+        self._finishing = None
         if errors:
             raise errors[0]
         if any(members.exchange.converted for members in self._sets):
             self._renew()
-            self.finish(samples)
+            self._finish(samples)
             return
         if repeated:
             raise RuntimeError(repeated[0])
@@ -162,6 +192,7 @@ class Reducer:
             engine = runtime.engine(self.process_set)
             if engine is not self._engine:
                 self._engine = engine
+                self._finishing = None
                 for members in self._sets:
                     members.connect()
 
@@ -169,6 +200,7 @@ class Reducer:
         """Forget the gradients of a step that was given up, and follow into the current world."""
         self._engine = runtime.engine(self.process_set)
         self._synchronized = False
+        self._finishing = None
         for members in self._sets:
             members.restart()
 

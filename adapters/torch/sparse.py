@@ -8,7 +8,7 @@ import torch
 
 from hvdlite import collectives, reduction, runtime
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.errors import MismatchError
+from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.device_memory import lend
@@ -59,7 +59,7 @@ def sparse_allreduce_async(
         for handle in handles:  # to the last, whatever becomes of the first
             try:
                 results.append(taken(handle.wait()))
-            except Exception as error:
+            except HorovodInternalError as error:
                 errors.append(error)
         if errors:
             raise errors[0]

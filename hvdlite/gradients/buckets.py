@@ -11,7 +11,6 @@ from hvdlite.engine import Engine, Operation
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.plan import plan_buckets
-from hvdlite.errors import HorovodInternalError
 from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.gradients.device_step import DeviceStep
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot, compare
@@ -274,12 +273,14 @@ class GradientBuckets:
             if index == 0 and self._check is not None:
                 self._check.end()
             return step.presence
-        except HorovodInternalError:
+        except BaseException:
             for other in self._steps:
                 other.given_up = other.handle is not None
             raise
         finally:
-            step.reset()
+            if step.handle.done():
+                step.reset()
+            # Else a signal's handler has raised: the others need what is in the bucket's slots.
 
     def result(self, index: int) -> Any:
         """What an exchange wrote, flat, in the order of ``plan[index]``.

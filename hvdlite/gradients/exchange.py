@@ -23,6 +23,7 @@ from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.gradients.report import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
 from hvdlite.gradients.step import BucketStep
+from hvdlite.interrupts import Interrupted, uninterrupted
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
@@ -161,9 +162,11 @@ class GradientExchange(GradientBuckets):
         Raises:
             HorovodInternalError: the ranks disagree, one's gradient is sparse where another's
                 is dense, or communication failed. The next step begins anew.
+            Interrupted: a signal's handler is to run; it is to be called again.
             ValueError: a sum is not weighted, or ``samples`` comes after a step without. The
                 exchange is ended all the same.
         """
+        ended = True
         try:
             with timeline.span(_ROW, timeline.SYNCHRONIZE):
                 unfit = self._weigh(samples)
@@ -182,8 +185,12 @@ class GradientExchange(GradientBuckets):
                 self._check.end()
             anywhere: list[bool] = (kinds == DENSE).any(axis=0).tolist()
             return anywhere
+        except Interrupted:
+            ended = False
+            raise
         finally:
-            self._reset()
+            if ended:
+                self._reset()
 
     def _complete(self) -> None:
         try:
@@ -196,6 +203,7 @@ class GradientExchange(GradientBuckets):
         for step in self._steps:
             step.wait()
 
+    @uninterrupted
     def _weigh(self, samples: int | None) -> str:
         """Weight all buckets; return why that cannot be, if it cannot."""
         held = self._holds
@@ -278,10 +286,17 @@ class GradientExchange(GradientBuckets):
         """Wait for the order, if it is on its way; return whether it was."""
         if self._reordering is None:
             return False
+        self.wait_for_order()
         handle, self._reordering = self._reordering, None
         order = np.frombuffer(handle.wait(), np.int64).tolist()
         self._sequence = order or self._sequence  # none, where rank 0 has joined
         return True
+
+    def wait_for_order(self) -> None:
+        """Wait for what `begin` needs; the only one of its waits, which may be interrupted."""
+        if self._reordering is not None:
+            with contextlib.suppress(HorovodInternalError):  # `begin` raises it
+                self._reordering.wait()
 
     def _compare(self) -> None:
         """Start to compare the parameters across ranks, before anything is exchanged."""

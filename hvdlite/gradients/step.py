@@ -38,7 +38,8 @@ class BucketStep:
         snapshot: of this rank's replica, if the ranks compare them with this exchange.
         handle: of the exchange, once it is on its way.
         renews: whether each exchange writes to a result array of its own.
-        given_up: whether nobody waits for the exchange, because another bucket's has failed.
+        given_up: whether nobody waits for the exchange, because another bucket's has failed, or
+            an exception has ended the wait.
     """
 
     def __init__(self, bucket: Bucket, strategy: Strategy, members: Sequence[int]) -> None:

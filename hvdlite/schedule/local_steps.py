@@ -12,9 +12,10 @@ from hvdlite import gradients, runtime
 from hvdlite.arrays import describe
 from hvdlite.engine import Engine
 from hvdlite.engine.operation import Signature
-from hvdlite.errors import GradientError
+from hvdlite.errors import GradientError, HorovodInternalError
 from hvdlite.exchange import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.gradients import GradientBuckets
+from hvdlite.interrupts import leave, uninterrupted
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import check
 from hvdlite.schedule.base import ExchangeSchedule
@@ -339,18 +340,28 @@ def _writer(weights: Weights, number: int) -> Callable[[Any], None]:
 
 def _run(exchange: GradientBuckets, value: Callable[[int], Any]) -> None:
     """Exchange a value for each parameter; to the last bucket, whatever becomes of one."""
-    started, errors = 0, []
+    errors: list[Exception] = []
     try:
-        for index, members in enumerate(exchange.plan):
-            # One sample each: ranks that have joined have none, and do not count.
-            exchange.start_bucket(index, {number: value(number) for number in members}, samples=1)
-            started += 1
-    except Exception as error:
-        errors.append(error)
+        started = _start(exchange, value, errors)
+    finally:
+        leave()
     for index in range(started):
         try:
             exchange.finish_bucket(index)
-        except Exception as error:
+        except HorovodInternalError as error:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+@uninterrupted  # all is sent, or nothing
+def _start(exchange: GradientBuckets, value: Callable[[int], Any], errors: list[Exception]) -> int:
+    """Start the exchange of buckets until one cannot be; return how many are on their way."""
+    for index, members in enumerate(exchange.plan):
+        try:
+            # One sample each: ranks that have joined have none, and do not count.
+            exchange.start_bucket(index, {number: value(number) for number in members}, samples=1)
+        except Exception as error:
+            errors.append(error)
+            return index
+    return len(exchange.plan)
