@@ -33,7 +33,7 @@ class Queue:
         self.closing = False
         self._rank = rank
         self._operations: dict[str, Operation] = {}
-        self._overlaps = Overlaps(lambda operation: self.get(operation.key) is operation)
+        self._overlaps = Overlaps()
         self._alone: Operation | None = None  # whose memory there was nothing to compare with
         self._refusal: str | None = None
         self._changes = self._changes_reported = 0
@@ -74,7 +74,6 @@ class Queue:
     def _check_memory(self, operation: Operation) -> None:
         if self._alone is not None:
             first, self._alone = self._alone, None
-            self._overlaps.clear()
             if self._operations:
                 self._overlaps.add(first, first.extents())
         other = self._overlaps.add(operation, operation.extents())
@@ -87,6 +86,15 @@ class Queue:
                 f"rank {self._rank}: {found}, and a result is written to it (in place or by out=); "
                 "wait for one before the next, or give each an array of its own"
             )
+
+    def _forget_memory(self, operations: Sequence[Operation]) -> None:
+        if not self._operations:
+            self._alone = None
+            if self._overlaps:
+                self._overlaps.clear()
+        elif self._overlaps:
+            for operation in operations:
+                self._overlaps.remove(operation, operation.extents())
 
     def close(self, reason: str) -> None:
         """Submit no more, whatever was refused for before."""
@@ -108,12 +116,15 @@ class Queue:
         with self.lock:
             for operation in operations:
                 self._operations.pop(operation.key, None)  # a stand-in has never been here
+            self._forget_memory(operations)
 
     def take_all(self) -> list[Operation]:
         """Forget all operations, and return them."""
         with self.lock:
             taken = list(self._operations.values())
             self._operations.clear()
+            self._overlaps.clear()
+            self._alone = None
         return taken
 
     def report(self) -> Report:
