@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import traceback
 import warnings
 
@@ -23,8 +24,11 @@ def run_forked(child, parent=lambda: None):
             os._exit(code)
     try:
         parent()
-    finally:
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)  # it may wait for what the parent has not come to
+        os.waitpid(pid, 0)
+        raise
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 class Signal:

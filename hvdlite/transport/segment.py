@@ -53,7 +53,7 @@ class Arena:
 
     def __init__(self) -> None:
         self._file = os.memfd_create("hvdlite", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
+        self._close_file = weakref.finalize(self, os.close, self._file)
         self.key: Key = (self._file, os.fstat(self._file).st_ino)
         self._regions: dict[int, Any] = {}  # by where they begin in the file
         self._end = 0  # behind the last array
@@ -62,7 +62,7 @@ class Arena:
         self._free: dict[int, list[int]] = {}  # addresses, by size
         self._released: set[int] = set()  # addresses of what is not exchanged any more
         self._private: set[int] = set()  # and of what is not shared any more
-        self._forked = False
+        self._forked = self._closed = False
         self._map(0)
         _arenas.add(self)
 
@@ -70,7 +70,7 @@ class Arena:
         """Return an array of ``size`` elements, uninitialised; the first lies at offset 0.
 
         Raises:
-            OSError: there is no memory, or this process was forked from the arena's.
+            OSError: there is no memory, the arena is closed, or this process is a forked child.
         """
         # Of few sizes, so that there are few pieces of memory, whatever is asked for.
         nbytes = max(mmap.PAGESIZE, 1 << (size * dtype.itemsize - 1).bit_length())
@@ -97,10 +97,22 @@ class Arena:
         if address in self._lent:
             self._released.add(address)
 
+    def close(self) -> None:
+        """Exchange nothing any more; arrays that are in use stay as they are."""
+        self._closed = True
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Close the file, unless a fork needs it, which lets a child have what users hold."""
+        if self._closed and not self._released:
+            self._close_file()
+
     def _extend(self, nbytes: int) -> int:
         """Find the address of memory that has not been used yet."""
         if self._forked:
             raise OSError(f"process {os.getpid()} was forked from one that shares memory")
+        if self._closed:
+            raise OSError("the ranks share no memory any more; call hvd.init() first")
         with self._lock:
             # A multiple of the size, which is a power of two: so it does not cross a region's end.
             start = -(-self._end // nbytes) * nbytes
@@ -133,6 +145,7 @@ class Arena:
             self._private.discard(address)
             self._remap(address, nbytes, mmap.MAP_SHARED)
         self._free[nbytes].append(address)
+        self._close_unused()
 
     def _remap(self, address: int, nbytes: int, flags: int) -> None:
         """Map the part of the file that belongs to an address there anew, in another way."""
@@ -156,6 +169,8 @@ class Arena:
     def _after_fork(self) -> None:
         """In the child: see that writes do not reach the parent or its peers; forget all."""
         self._forked = True
+        if not self._close_file.alive:  # nobody shares anything of it any more
+            return
         lent, self._lent, self._free = self._lent, {}, {}
         for address, reference in lent.items():
             memory = reference()

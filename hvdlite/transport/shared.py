@@ -334,6 +334,7 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         """Hold nothing but what arrays that are still in use lie in."""
+        self._arena.close()
         if self._cross is not None:
             self._cross.close()
 

@@ -182,6 +182,22 @@ class TestReuse:
         assert open_files() == files
         assert memory_in_use() - memory < 64 * 2**20
 
+    def test_a_closed_arena_has_no_file_once_nobody_holds_what_is_released(self):
+        files, arena = open_files(), Arena()
+        exchanged, held = arena.empty(1000, FLOAT), [arena.empty(1000, FLOAT)]
+        exchanged[...], held[0][...] = 1, 2
+        arena.release(held[0])
+        arena.close()
+        with pytest.raises(OSError, match="no memory any more"):
+            arena.empty(5000, FLOAT)
+        run_forked(lambda: held[0].fill(3))
+        assert (held[0] == 2).all()
+        assert open_files() == files + 1
+        held.clear()
+        assert open_files() == files
+        run_forked(lambda: None)
+        assert (exchanged == 1).all()
+
     def test_files_are_closed_with_their_arena(self):
         files = open_files()
         for _ in range(100):
