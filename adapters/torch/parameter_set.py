@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ _hooks = WeakTensorKeyDictionary()
 class ParameterSet:
     """Parameters that share an exchange.
 
+    The set belongs to its reducer alone, and goes with it: the garbage collector does not see what
+    a parameter's hooks refer to, so they must not keep the set, which keeps the parameter.
+
     Args:
         reducer: that the set belongs to.
         parameters: in the order of their registration.
@@ -41,17 +45,26 @@ class ParameterSet:
         memory: CudaMemory | None = None,
     ) -> None:
         self._label = next_label("DistributedOptimizer", reducer.process_set)
-        self._reducer = reducer
-        self._parameters = list(parameters)
-        self._made_for = properties_of(self._parameters)
+        # Weakly, like all that leads back here: then it is gone at once with the optimizer.
+        owner: Reducer = weakref.proxy(reducer)
+        names, members = reducer.names, list(parameters)
+        self._reducer = owner
+        self._parameters = members
+        self._made_for = properties_of(members)
         self._memory = memory
-        self._slots = Slots(self._parameters, memory, reducer.is_apart, self._name)
+        self._slots = Slots(
+            members,
+            memory,
+            lambda gradient: owner.is_apart(gradient),
+            lambda number: names[members[number]],
+        )
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
         self._changes = Changes(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._arrivals: list[Arrivals] = []
         self._own_hooks = [self._hook(number) for number in range(len(parameters))]
         self._handles = [self._register(*pair) for pair in enumerate(self._own_hooks)]
+        weakref.finalize(self, _remove, self._handles).atexit = False
         self.connect()
         self._begin()
 
@@ -112,33 +125,38 @@ class ParameterSet:
                 self._handles[number] = self._register(number, hook)
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
-        reducer = self._reducer
+        reference = weakref.ref(self)
 
         def on_gradient(parameter: torch.Tensor) -> None:
-            if self._untouched:
-                self.exchange.wait_for_order()
+            members = reference()
+            if members is None:  # its optimizer is gone
+                return
+            if members._untouched:
+                members.exchange.wait_for_order()
             try:
-                take_note(parameter)
+                members._come(number)
             finally:
                 if deferred:
                     leave()
 
-        @uninterrupted
-        def take_note(parameter: torch.Tensor) -> None:
-            reducer.synchronized = False
-            passes = self._passes[number] = self._passes[number] + 1
-            if passes == reducer.passes_per_step:
-                if timeline.current is None:
-                    self._take(number)
-                else:
-                    with timeline.span("step", timeline.HOOK, tensor=reducer.names[parameter]):
-                        self._take(number)
-                if self.repeated:
-                    raise RuntimeError(self.repeated[0])
-            elif passes > reducer.passes_per_step:
-                raise RuntimeError(self._too_often(number))
-
         return on_gradient
+
+    @uninterrupted
+    def _come(self, number: int) -> None:
+        """Take note of a gradient that a backward pass has computed."""
+        reducer = self._reducer
+        reducer.synchronized = False
+        passes = self._passes[number] = self._passes[number] + 1
+        if passes == reducer.passes_per_step:
+            if timeline.current is None:
+                self._take(number)
+            else:
+                with timeline.span("step", timeline.HOOK, tensor=self._name(number)):
+                    self._take(number)
+            if self.repeated:
+                raise RuntimeError(self.repeated[0])
+        elif passes > reducer.passes_per_step:
+            raise RuntimeError(self._too_often(number))
 
     def _too_often(self, number: int) -> str:
         passes = self._reducer.passes_per_step
@@ -344,6 +362,12 @@ class ParameterSet:
             and self._reducer.passes_per_step == 1
             and timeline.current is None
         )
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    """Remove the hooks of a set that is no more."""
+    for handle in handles:
+        handle.remove()
 
 
 def release(parameters: Iterable[torch.Tensor]) -> None:

@@ -536,6 +536,40 @@ def test_descriptors_depend_neither_on_buckets_nor_on_starts():
         hvd.remove_process_set(added)
         step()
         step()
-        assert descriptors() <= before + 2  # of MPI's
+        assert descriptors() <= before + 2  # MPI has some of its own
     mean = (1 + hvd.size()) / 2
     assert all((parameter == -9 * mean).all() for parameter in parameters)
+
+
+@ranks(2)
+def test_an_optimizer_that_is_discarded_is_freed(monkeypatch):
+    """With its model, as soon as nobody has it, also in the middle of a step."""
+    hvd.init()
+    gone = []
+    for number in range(30):
+        model, optimizer = distributed()
+        for step in range(6):  # gradients come without hooks of their own in the end
+            backward(model, optimizer, step)
+            if step < 5 or number % 10:
+                optimizer.step()
+        if number == 1:
+            before = descriptors()
+        (members,) = optimizer._reducer._sets
+        objects = optimizer, optimizer._reducer, members, members.exchange, *model.parameters()
+        gone += map(weakref.ref, objects)
+        del model, optimizer, members, objects
+        assert [each() for each in gone] == [None] * len(gone)
+    assert descriptors() == before
+
+
+@ranks(2)
+def test_a_model_outlives_its_optimizer():
+    hvd.init()
+    model, optimizer = distributed()
+    train(model, optimizer, 2)
+    del optimizer
+    reference = make_model()
+    reference.load_state_dict(model.state_dict())
+    for each in (model, reference):
+        train(each, sgd(each), 5)
+    assert torch.equal(weights(model), weights(reference))
