@@ -545,7 +545,7 @@ class TestCache:
             raise OSError("no space left")
 
         if step == "write":
-            monkeypatch.setattr(tuning_cache, "open", lambda number, mode: fail(), raising=False)
+            monkeypatch.setattr(os, "fsync", fail)
         else:
             monkeypatch.setattr(os, "replace", fail)
         tuning_cache.store(machine, {"a": 2})
