@@ -227,3 +227,11 @@ class ProcessSets:
     def _leave(self, number: int) -> None:
         self._sets.pop(number).process_set_id = None
         self._engines.pop(number, None)
+
+
+def is_outside(process_set: Any) -> bool:
+    """Return whether a process set is registered, and this rank is not in it.
+
+    Gradients that are for such a set stay this rank's own, as in Horovod.
+    """
+    return isinstance(process_set, ProcessSet) and process_set.included() is False

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdlite import runtime
 from hvdlite.exchange import Conversion, Reduction, Strategy, check_groups
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 
@@ -68,12 +68,12 @@ def check_options(
     """Check the arguments of `DistributedOptimizer`, and put them together.
 
     Raises:
-        ValueError: one is out of range, this rank is not in the process set, or the schedule does
-            not go together with another one.
+        ValueError: one is out of range, the process set is not registered, or the schedule does not
+            go together with another one.
         TypeError: ``compression`` is no strategy, or ``schedule`` is no schedule.
     """
     check_groups(num_groups, groups)
-    if process_set is not global_process_set:
+    if process_set is not global_process_set and not is_outside(process_set):
         runtime.engine(process_set)
     if backward_passes_per_step < 1:
         raise ValueError(

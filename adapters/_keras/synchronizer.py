@@ -12,6 +12,8 @@ from hvdlite._keras.options import LABEL, Options
 from hvdlite._keras.replicas import describe_optimizer
 from hvdlite.exchange import Parameter, StrategyState
 from hvdlite.gradients import check_not_local
+from hvdlite.process_sets import is_outside
+from hvdlite.reduction import ReduceOp
 from hvdlite.schedule import ExchangeState, LocalSteps
 
 
@@ -87,6 +89,7 @@ class Synchronizer:
         self.pending: set[int] = set()
         self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
         self.passes: Any = None
+        self._reduced: list[Any] = []
         self._followed: Steps | None = None
         self._backend = backend(options, self.state.state, self._describe_optimizer)
         self._optimizer: Callable[[], Any] = lambda: None
@@ -132,14 +135,17 @@ class Synchronizer:
                 on all ranks: all count alike.
 
         Returns:
-            For each variable the reduced gradient; None where no rank has one.
+            For each variable the reduced gradient; None where no rank has one. A rank outside the
+            process set gets its own.
 
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
             ValueError: ``batch_size`` is no number of samples, or cannot be used here.
         """
-        local = self._local_identities()
         result = list(gradients)
+        if is_outside(self.options.process_set):
+            return result
+        local = self._local_identities()
         shared = []
         for number, variable in enumerate(variables):
             if local.isdisjoint(_identities(variable)):
@@ -155,6 +161,45 @@ class Synchronizer:
         for number, gradient in zip(shared, reduced, strict=True):
             result[number] = gradient
         return result
+
+    def reduce_early(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduce gradients before they are applied, which `reduced_early` then tells.
+
+        They stay as they are where it is the application that decides what to exchange.
+        """
+        if self.finished or self.options.passes > 1 or self.options.schedule is not None:
+            return list(gradients)
+        self._reduced = self.reduce(gradients, variables)
+        return list(self._reduced)
+
+    def reduced_early(self, gradients: Sequence[Any], batch_size: Any = None) -> bool:
+        """Return whether gradients that are to be applied are what `reduce_early` returned.
+
+        An average may be reduced once more: it stays the same. So others are taken for gradients of
+        this rank.
+
+        Raises:
+            ValueError: they are others, and sums; or ``batch_size`` comes after the reduction.
+        """
+        reduced = [gradient for gradient in self._reduced if gradient is not None]
+        self._reduced = []
+        if not reduced:
+            return False
+        known = set(map(id, reduced))
+        if all(gradient is None or id(gradient) in known for gradient in gradients):
+            if batch_size is not None:
+                raise ValueError(
+                    "batch_size weights the gradients of all ranks, and _compute_gradients() has "
+                    "averaged them without; leave it out, or compute them with a tf.GradientTape"
+                )
+            return True
+        if self.options.reduction.op is ReduceOp.SUM:
+            raise ValueError(
+                "the gradients of _compute_gradients() or get_gradients() are sums over the ranks, "
+                "and others are to be applied, which would be summed (again); apply what they have "
+                "returned, or compute gradients with a tf.GradientTape and change those"
+            )
+        return False
 
     def step(
         self,
@@ -177,6 +222,8 @@ class Synchronizer:
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
         """
+        if is_outside(self.options.process_set):
+            return apply(list(gradients))
         local = self._local_identities()
         shared = [each for each in variables if local.isdisjoint(_identities(each))]
         steps = self._steps_of(shared)

@@ -72,7 +72,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         average_aggregated_gradients: whether these gradients are averaged, not summed.
         num_groups: accepted for Horovod's sake: buckets do what groups are for.
         groups: likewise.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part. The optimizer of any other rank works by itself, as
+            in Horovod.
         scale_local_gradients: divide the gradients of local variables by the number of ranks, so
             that they count as much as an average does. In a local step they stay whole.
         schedule: when to exchange what, one of ``hvd.Schedule``; None: gradients, for every

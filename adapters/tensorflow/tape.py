@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdlite.exchange import Compression, Reduction, Strategy, check_groups
 from hvdlite.gradients import check_not_local
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.tensorflow.rank_ops import set_size
@@ -77,7 +77,8 @@ class DistributedGradientTape(tf.GradientTape):
             before the sum.
         num_groups: accepted for Horovod's sake: buckets do what groups are for.
         groups: likewise.
-        process_set: the ranks that take part.
+        process_set: the ranks that take part. The gradients of any other rank stay its own, as in
+            Horovod, and so do its variables with a schedule.
         scale_local_gradients: divide the gradients of local sources by the number of ranks,
             so that they count as much as an average does. In a local step they stay whole.
         schedule: when to exchange what, one of ``hvd.Schedule``; None: gradients, for every
@@ -182,6 +183,8 @@ class DistributedGradientTape(tf.GradientTape):
                 gradients are divided by the number of ranks.
         """
         own = self._inner.gradient(target, sources, output_gradients, unconnected_gradients)
+        if is_outside(self._process_set):
+            return own
         flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
         local = self._locals()
         shared = [n for n, source in enumerate(flat_sources) if id(value_of(source)) not in local]
@@ -248,7 +251,7 @@ class DistributedGradientTape(tf.GradientTape):
             ValueError: `gradient` has not been called.
             HorovodInternalError: the ranks disagree, or communication failed.
         """
-        if self._schedule is not None:
+        if self._schedule is not None and not is_outside(self._process_set):
             self._scheduled_steps("end_step").end()
 
     @as_it_is

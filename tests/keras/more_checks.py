@@ -501,8 +501,13 @@ def process_sets():
         else:
             with pytest.raises(ValueError, match="is not in ProcessSet"):
                 hvd.allreduce(rank, process_set=last)
-            with pytest.raises(ValueError, match="is not in ProcessSet"):
-                hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=last)
+            # As in Horovod, this rank trains by itself.
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=last)
+            weight = keras.Variable([1.0])
+            with exchanges() as count:
+                optimizer.apply([keras.ops.convert_to_tensor([2.0])], [weight])
+            assert not count
+            assert np.allclose(keras.ops.convert_to_numpy(weight), [0.8])
     finally:
         hvd.remove_process_set(last)
 

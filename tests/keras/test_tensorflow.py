@@ -57,10 +57,6 @@ def test_optimizers_of_tensorflow_1():
         found = train(wrapped, [1.0 + hvd.rank(), 3.0 - hvd.rank()])
     assert len(count) == 2
     assert found.tolist() == train(kind(0.1, 0.9), [1.5, 2.5]).tolist()
-    with tf.Graph().as_default():
-        loss = tf.reduce_sum(tf.compat.v1.get_variable("weight", 2))
-        with pytest.raises(NotImplementedError, match="Session"):
-            tf_hvd.DistributedOptimizer(kind(0.1, 0.9)).minimize(loss)
     with pytest.raises(ValueError, match="needs a Keras optimizer"):
         tf_hvd.DistributedOptimizer(kind(0.1, 0.9), backward_passes_per_step=2)
     with pytest.raises(ValueError, match="it needs a Keras optimizer"):

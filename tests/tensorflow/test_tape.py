@@ -554,3 +554,28 @@ def test_user_class_of_tape_keeps_its_own():
     assert tape.gradient(y, x).numpy() == 9.0
     with pytest.raises(RuntimeError, match="persistent"):
         inner.gradient(y, x)
+
+
+@ranks(2)
+@each_mode
+def test_rank_outside_the_process_set_keeps_its_gradients(mode):
+    hvd.init()
+    last = hvd.add_process_set([1])
+    variable = tf.Variable([1.0])
+    try:
+        for schedule in (None, hvd.Schedule.LocalSGD(every=2)):
+
+            def gradient(schedule=schedule):
+                tape = hvd.DistributedGradientTape(
+                    tf.GradientTape(), process_set=last, schedule=schedule
+                )
+                with tape:
+                    loss = tf.reduce_sum(variable) * (1.0 + hvd.rank())
+                tape.register_local_source(variable)
+                found = tape.gradient(loss, variable)
+                tape.end_step()
+                return found
+
+            assert equal(in_mode(mode, gradient)(), [1.0 + hvd.rank()])
+    finally:
+        hvd.remove_process_set(last)
