@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,24 @@ class BroadcastGlobalVariables:
     Args:
         root_rank: the rank whose values count.
         device: accepted for Horovod's sake, without effect.
+        local_variables: weights that stay each rank's own, as those of local layers do; what the
+            optimizer keeps of them is broadcast.
+
+    Raises:
+        TypeError: ``local_variables`` is a single variable.
     """
 
     model: Any
 
-    def __init__(self, root_rank: int, device: str = "") -> None:
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
+    ) -> None:
         super().__init__()
+        if hasattr(local_variables, "assign"):
+            raise TypeError(f"expected a list of variables, found {local_variables!r}")
         self.root_rank = root_rank
         self.device = device
+        self.local_variables = list(local_variables or ())
         self.broadcast_done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -60,7 +70,9 @@ class BroadcastGlobalVariables:
         self.broadcast_done = True
 
     def _built(self) -> tuple[list[Any], list[Any]]:
-        weights = list(self.model.weights) if self.model.built else []
+        local = set(map(id, self.local_variables))
+        built = self.model.weights if self.model.built else ()
+        weights = [weight for weight in built if id(weight) not in local]
         return weights, variables_of(getattr(self.model, "optimizer", None))
 
 

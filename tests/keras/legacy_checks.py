@@ -307,17 +307,75 @@ def what_is_refused():
 
 
 def local_layers_are_not_exchanged():
-    model, alone = make_model(), make_model()
-    x, y = (own(array)[:BATCH] for array in data())
-    optimizer = hvd.PartialDistributedOptimizer(
-        keras.optimizers.SGD(0.1), local_layers=[model.layers[0]], scale_local_gradients=False
+    for kind in KINDS:
+        model, alone = make_model(), make_model()
+        x, y = (own(array)[:BATCH] for array in data())
+        optimizer = hvd.PartialDistributedOptimizer(
+            kind(0.1), local_layers=[model.layers[0]], scale_local_gradients=False
+        )
+        with exchanges():
+            fit(model, optimizer, x, y, BATCH)
+        fit(alone, kind(0.1), x, y, BATCH)
+        assert close(model.get_weights()[:2], alone.get_weights()[:2])
+        assert same_on_all_ranks(model.get_weights()[2:])
+        assert not same_on_all_ranks(model.get_weights()[:2])
+
+
+def local_variables_are_not_broadcast():
+    model = make_model(seed=hvd.rank())
+    before = model.get_weights()
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(
+        0, local_variables=model.layers[0].weights
     )
-    with exchanges():
-        fit(model, optimizer, x, y, BATCH)
-    fit(alone, keras.optimizers.SGD(0.1), x, y, BATCH)
-    assert close(model.get_weights()[:2], alone.get_weights()[:2])
-    assert same_on_all_ranks(model.get_weights()[2:])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    fit(model, optimizer, *map(own, data()), BATCH, callbacks=[callback])
+    assert close(model.get_weights()[:2], before[:2])
     assert not same_on_all_ranks(model.get_weights()[:2])
+    assert same_on_all_ranks(model.get_weights()[2:])
+    with pytest.raises(TypeError, match="expected a list of variables"):
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0, "", model.weights[0])
+
+
+def gradients_are_averaged_once_by_whoever_comes_first():
+    mean = np.arange(1, hvd.size() + 1).mean()
+    plain = keras.optimizers.legacy.SGD
+    scaling = keras.mixed_precision.LossScaleOptimizer
+    for make in (*KINDS, lambda rate: scaling(plain(rate), dynamic=False, initial_scale=4.0)):
+        weight = tf.Variable([1.0, 2.0])
+        optimizer = tf_hvd.DistributedOptimizer(make(0.1))
+
+        def compute(optimizer=optimizer, weight=weight):
+            loss = lambda: tf.reduce_sum(weight) * (1.0 + hvd.rank())  # noqa: E731
+            return optimizer._compute_gradients(loss, [weight])
+
+        with exchanges() as count:
+            ((gradient, variable),) = compute()
+            optimizer.apply_gradients([(gradient, variable)])
+        assert len(count) == 1
+        assert close(
+            [gradient.numpy(), weight.numpy()], [[mean] * 2, [1 - mean / 10, 2 - mean / 10]]
+        )
+        # What is changed in between may as well be of this rank, and is averaged (again).
+        ((gradient, variable),) = compute()
+        optimizer.apply_gradients([(tf.minimum(gradient, 1.0), variable)])
+        assert close([weight.numpy()], [[0.9 - mean / 10, 1.9 - mean / 10]])
+    total = tf_hvd.DistributedOptimizer(plain(0.1), op=hvd.Sum)
+    ((gradient, variable),) = total._compute_gradients(lambda: tf.reduce_sum(weight), [weight])
+    assert close([gradient.numpy()], [[hvd.size()] * 2])
+    with pytest.raises(ValueError, match=r"would be summed \(again\)"):
+        total.apply_gradients([(gradient / 2, variable)])
+
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        weight = tf.Variable([1.0, 2.0])
+        optimizer = tf_hvd.DistributedOptimizer(plain(0.1))
+        loss = tf.reduce_sum(weight) * (1.0 + hvd.rank())
+        with exchanges() as count:
+            gradients = optimizer.get_gradients(loss, [weight])
+            step = optimizer.apply_gradients([(gradients[0], weight)])
+            session.run(tf.compat.v1.global_variables_initializer())
+            session.run(step)
+        assert len(count) == 1
+        assert close([session.run(weight)], [[1 - mean / 10, 2 - mean / 10]])
 
 
 def replicas_that_differ_are_refused():
@@ -340,4 +398,6 @@ CHECKS = [
     what_is_refused,
     local_layers_are_not_exchanged,
     replicas_that_differ_are_refused,
+    local_variables_are_not_broadcast,
+    gradients_are_averaged_once_by_whoever_comes_first,
 ]

@@ -57,6 +57,32 @@ class LegacyDistributed(Distributed):
     iterations: tf.Variable
 
     @as_it_is
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> _Pairs:
+        """Compute gradients as Keras does, and average them over all ranks, as in Horovod.
+
+        What `apply_gradients` then gets of them is not averaged again.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+        """
+        if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
+            pairs = super()._compute_gradients(loss, var_list, grad_loss, tape)
+        elif grad_loss is None:
+            pairs = self.compute_gradients(loss, var_list, tape)  # type: ignore[attr-defined]
+        else:
+            raise ValueError(f"{type(self).__name__} takes no grad_loss; leave it out")
+        return _reduced_early(self._hvdlite, pairs)
+
+    @as_it_is
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """Do what `_compute_gradients` does for tensors of a graph, and return gradients alone."""
+        params = tf.nest.flatten(params)
+        gradients = getattr(super(), "get_gradients", tf.gradients)(loss, params)
+        return self._hvdlite.reduce_early(gradients, params)
+
+    @as_it_is
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
@@ -78,7 +104,8 @@ class LegacyDistributed(Distributed):
         """
         synchronizer, pairs = self._hvdlite, list(grads_and_vars)
         check_unweighted(synchronizer.options, synchronizer.options.passes > 1, batch_size)
-        exchanged = synchronizer.finished
+        gradients = [gradient for gradient, _ in pairs]
+        exchanged = synchronizer.finished or synchronizer.reduced_early(gradients, batch_size)
         apply = super().apply_gradients  # type: ignore[misc]
 
         def step(pairs: _Pairs) -> Any:
@@ -134,6 +161,11 @@ def reduced(synchronizer: Synchronizer, pairs: _Pairs, batch_size: Any = None) -
     return list(zip(average, variables, strict=True))
 
 
+def _reduced_early(synchronizer: Synchronizer, pairs: _Pairs) -> _Pairs:
+    gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+    return list(zip(synchronizer.reduce_early(gradients, variables), variables, strict=True))
+
+
 def _build(optimizer: Any, variables: list[Any]) -> None:
     """Make the optimizer's variables: inside a branch of a graph they could not be made."""
     if isinstance(optimizer, tf_keras.optimizers.legacy.Optimizer):
@@ -154,6 +186,9 @@ def _install() -> None:
     model.make_train_function = exchanging(model.make_train_function, contextlib.nullcontext)
     for kind in _LOSS_SCALING[1:]:
         kind.apply_gradients = _averaging_first(kind.apply_gradients)
+        if issubclass(kind, tf_keras.optimizers.legacy.Optimizer):
+            kind._compute_gradients = _averaging_unscaled(kind._compute_gradients)
+            kind.get_gradients = _averaging_unscaled(kind.get_gradients)
 
 
 def _averaging_first(original: Any) -> Any:
@@ -168,8 +203,29 @@ def _averaging_first(original: Any) -> Any:
         check_steps(inner._hvdlite.options, adds_up=False, scales=True)
         batch_size = kwargs.pop("batch_size", None)
         check_unweighted(inner._hvdlite.options, inner._hvdlite.options.passes > 1, batch_size)
-        pairs = reduced(inner._hvdlite, list(grads_and_vars), batch_size)
+        pairs = list(grads_and_vars)
+        if not inner._hvdlite.reduced_early([gradient for gradient, _ in pairs], batch_size):
+            pairs = reduced(inner._hvdlite, pairs, batch_size)
         with inner._hvdlite.elsewhere():
             return original(self, pairs, *args, **kwargs)
 
     return apply_gradients
+
+
+def _averaging_unscaled(original: Any) -> Any:
+    """Make of a method that computes gradients one that averages them when they are unscaled."""
+
+    @functools.wraps(original)
+    @as_it_is
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed):
+            return original(self, *args, **kwargs)
+        with inner._hvdlite.elsewhere():
+            found = list(original(self, *args, **kwargs))
+        if found and isinstance(found[0], tuple):
+            return _reduced_early(inner._hvdlite, found)
+        params = kwargs["params"] if "params" in kwargs else args[1]
+        return inner._hvdlite.reduce_early(found, tf.nest.flatten(params))
+
+    return compute
