@@ -17,7 +17,7 @@ from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.tensorflow import elastic
 from hvdlite.tensorflow.collectives import allgather, allreduce, barrier, broadcast, join
 from hvdlite.tensorflow.data import shard, sharded
-from hvdlite.tensorflow.device import pin_device
+from hvdlite.tensorflow.device import gpu_available, pin_device
 from hvdlite.tensorflow.grouped import (
     grouped_allgather,
     grouped_allreduce,
@@ -85,6 +85,7 @@ __all__ = [
     "BroadcastGlobalVariablesHook",
     # the recipe
     "pin_device",
+    "gpu_available",
     "shard",
     "sharded",
     "checkpoint",

@@ -43,6 +43,11 @@ def pin_device() -> tf.config.PhysicalDevice:
     return gpu
 
 
+def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
+    """Return whether TensorFlow sees a GPU; the arguments are accepted for Horovod's sake."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
 def _set_threads(threads: int) -> None:
     threading = tf.config.threading
     try:

@@ -93,6 +93,14 @@ ANSWERS: dict[str, Answer] = {
     "horovod.torch.sync_batch_norm": Answer("hvdlite.torch", ("SyncBatchNorm",)),
     # TensorFlow
     "horovod.tensorflow": Answer("hvdlite.tensorflow", util=_UTIL),
+    "horovod.tensorflow.data": Answer(""),
+    "horovod.tensorflow.data.compute_service": Answer(
+        "hvdlite.tensorflow.data_service",
+        ("TfDataServiceConfig", "tf_data_service", "send_to_data_service"),
+    ),
+    "horovod.tensorflow.data.compute_worker": Answer(
+        "hvdlite.tensorflow.data_service", ("compute_worker_fn",)
+    ),
     "horovod.tensorflow.compression": Answer("hvdlite.tensorflow", ("Compression",)),
     "horovod.tensorflow.elastic": Answer("hvdlite.tensorflow.elastic"),
     "horovod.tensorflow.functions": Answer(
@@ -103,6 +111,10 @@ ANSWERS: dict[str, Answer] = {
     "horovod.tensorflow.keras.callbacks": Answer("hvdlite.tensorflow.keras.callbacks"),
     "horovod.tensorflow.keras.elastic": Answer("hvdlite.tensorflow.keras.elastic"),
     "horovod.tensorflow.mpi_ops": Answer("hvdlite.tensorflow", util=_UTIL),
+    "horovod.tensorflow.util": Answer(
+        "hvdlite.tensorflow.util",
+        ("refs_to_vars", "vars_to_refs", "_cache", "_executing_eagerly", "_make_subgraph"),
+    ),
     "horovod.tensorflow.sync_batch_norm": Answer("hvdlite.tensorflow", ("SyncBatchNormalization",)),
     # Keras
     "horovod.keras": Answer("hvdlite.keras"),

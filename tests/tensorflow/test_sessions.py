@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.harness import ranks
+from tests.harness import ranks, run_script
 
 pytest.importorskip("tensorflow")
 
@@ -120,6 +120,7 @@ def test_operations_that_nothing_orders(size):
     """They become ready in another order on each rank, and a session has one thread for them."""
     hvd.init()
     rank, count = hvd.rank(), 6
+    alone = hvd.add_process_set([0])
 
     def late(number):
         def wait(x):
@@ -131,6 +132,9 @@ def test_operations_that_nothing_orders(size):
 
     with tf.Graph().as_default():
         variable = tf.Variable([2.0 + rank])
+        with hvd.DistributedGradientTape(tf.GradientTape(), process_set=alone) as tape:
+            loss = tf.reduce_sum(variable * (1.0 + rank))
+        own = tape.gradient(loss, variable)
         tapes = [hvd.DistributedGradientTape(tf.GradientTape()) for _ in range(2)]
         losses = []
         for number, tape in enumerate(tapes):
@@ -151,11 +155,13 @@ def test_operations_that_nothing_orders(size):
         values = hvd.broadcast_([variable], 1)
         with session() as running:
             running.run(v1.global_variables_initializer())
+            fetched = [gradients, sums, grouped, rows, first, sent, slopes, part, own]
             for _ in range(2):
-                found = running.run([gradients, sums, grouped, rows, first, sent, slopes, part])
+                found = running.run(fetched)
             running.run([met, joined])
             assert running.run([values, ranks_there]) == [[[3.0]], size]
             assert running.run(variable) == [3.0]
+    hvd.remove_process_set(alone)
     mean = np.arange(1, size + 1).mean()
     assert found[0] == [[mean], [mean + 100.0]]
     assert found[1] == [[size * (mean + 100.0 * number)] for number in range(count)]
@@ -165,6 +171,7 @@ def test_operations_that_nothing_orders(size):
     assert found[5].tolist() == [rank + 10 * other for other in range(size)]
     assert found[6] == [[float(size)]]
     assert found[7].tolist() == [size * rank]
+    assert found[8].tolist() == [1.0 + rank]
 
 
 @ranks(2)
@@ -192,3 +199,49 @@ def test_errors_and_what_is_refused():
             tape.gradient(loss, [variable])
     with pytest.raises(RuntimeError, match=r"call hvd.broadcast_variables\(model.variables"):
         hvd.broadcast_global_variables(0)
+
+
+SCRIPT = """
+import hvdlite.horovod
+
+hvdlite.horovod.install()
+import horovod.tensorflow as hvd
+import tensorflow.compat.v1 as tf
+from horovod.tensorflow.data.compute_service import TfDataServiceConfig, send_to_data_service
+from horovod.tensorflow.data.compute_worker import compute_worker_fn
+from horovod.tensorflow.util import _executing_eagerly, refs_to_vars, vars_to_refs
+
+tf.disable_v2_behavior()
+hvd.init()
+assert not _executing_eagerly()
+assert hvd.gpu_available("tensorflow") == bool(tf.config.list_physical_devices("GPU"))
+calls = [TfDataServiceConfig, TfDataServiceConfig.read, send_to_data_service, compute_worker_fn]
+for call in calls:
+    try:
+        call("config.json")
+    except NotImplementedError as error:
+        assert "tf.data.experimental.service.distribute" in str(error)
+    else:
+        raise AssertionError(call)
+
+w = tf.get_variable("w", 2, initializer=tf.constant_initializer(1.0 + hvd.rank()))
+assert refs_to_vars(vars_to_refs([w]))[0] is w
+loss = tf.reduce_sum(w) * (1.0 + hvd.rank())
+optimizer = hvd.DistributedOptimizer(tf.train.GradientDescentOptimizer(0.5), name="Distributed")
+train = optimizer.apply_gradients(optimizer.compute_gradients(loss, [w]))
+start, total = hvd.broadcast_global_variables(0), hvd.allreduce(loss, op=hvd.Sum, name="loss")
+with tf.Session(config=tf.ConfigProto(inter_op_parallelism_threads=1)) as session:
+    session.run(tf.global_variables_initializer())
+    session.run(start)
+    for step in range(3):
+        assert session.run(total) == (1 + 2) * 2 * (1.0 - 0.75 * step)
+        session.run(train)
+    print("trained", session.run(w).tolist(), flush=True)
+"""
+
+
+def test_script_of_tensorflow_1():
+    """Without eager mode, resource variables and new control flow; and names that scripts use."""
+    done = run_script(SCRIPT, 2, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("trained [-1.25, -1.25]") == 2
