@@ -140,12 +140,12 @@ def together(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         return [tf.identity(tensor) for tensor in tensors]
 
 
-def numbered(label: str) -> str:
+def numbered(label: str, process_set: ProcessSet) -> str:
     """Return a label of one's own for each exchange in a graph for a session; elsewhere as it is.
 
     Exchanges of one label must not overlap, and nothing keeps a session from that.
     """
-    count = _count(label) if for_session() else 0
+    count = _count((label, process_set.process_set_id)) if for_session() else 0
     return f"{label} {count + 1}" if count else label
 
 
@@ -174,7 +174,8 @@ def _count(key: Any) -> int:
 
 def _outermost_graph() -> tf.Graph:
     """The graph that the current one is a function in; functions live as long as it does."""
-    graph = tf.compat.v1.get_default_graph()
-    while (outer := getattr(graph, "outer_graph", None)) is not None:
+    graph, outer = None, tf.compat.v1.get_default_graph()
+    while outer is not None:
         graph = outer
+        outer = getattr(graph, "outer_graph", None) or getattr(graph, "_outer_graph", None)
     return graph

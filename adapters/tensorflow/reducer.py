@@ -108,7 +108,7 @@ class Reducer:
                 "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
         layout = Layout(
-            numbered(self._label),
+            numbered(self._label, self._process_set),
             _describe(sources),
             frozenset(slices),
             self._strategy,
