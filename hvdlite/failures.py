@@ -138,7 +138,9 @@ def _report(place: Place, error: BaseException, print_it: Callable[[], object] |
 
 
 def _line(place: Place, error: BaseException) -> str:
-    summary = " ".join("".join(traceback.format_exception_only(error)).split())
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    # The text of an error from TensorFlow's graphs has a traceback in it, and ours after that.
+    summary = ([line for line in lines if "Error: " in line] or lines)[-1].strip()
     where = _users_line(error)
     return f"hvdlite: rank {place.rank} of {place.size} ends the job: {summary}{where}\n"
 

@@ -157,6 +157,14 @@ def test_an_exception_that_was_caught_has_not_ended_the_program(monkeypatch):
     assert not failures._has_ended_program()
 
 
+def test_the_line_has_the_error_that_a_longer_text_tells_of():
+    place = failures.Place(1, 2, "job")
+    text = "Graph execution error:\n\nDetected at node\nMismatchError: shape\n\t [[node]]"
+    assert failures._line(place, RuntimeError(text)).endswith("job: MismatchError: shape\n")
+    assert failures._line(place, KeyError("x\ny")).endswith("ends the job: KeyError: 'x\\ny'\n")
+    assert failures._line(place, KeyboardInterrupt()).endswith("ends the job: KeyboardInterrupt\n")
+
+
 def test_only_what_comes_from_other_ranks_is_a_consequence(monkeypatch):
     written = []
     monkeypatch.setattr(failures, "_write", written.append)
