@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -103,6 +104,7 @@ class OpenMPI(Mpirun):
         return {
             **dict.fromkeys(allowed, "1"),
             **network,
+            "HOME": _home(),
             **self._placement(),
             "OMPI_MCA_mpi_yield_when_idle": "1",
             # Its UCX part complains on every rank that makes a window on a machine without UCX.
@@ -225,6 +227,7 @@ def detect(path: str) -> Mpirun:
     try:
         answer = subprocess.run(
             [path, "--version"],
+            env={"HOME": _home(), **os.environ},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -256,6 +259,14 @@ def recognise(path: str, text: str) -> Mpirun | None:
 def name_of(mpirun: Mpirun) -> str:
     """The name of a flavour, as in ``FLAVOURS``."""
     return next(name for name, kind in FLAVOURS.items() if kind is type(mpirun))
+
+
+def _home() -> str:
+    """This user's home, without which Open MPI does not even tell its version."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:  # Containers give out user ids that have no entry.
+        return os.sep
 
 
 def _joined(hosts: Sequence[Host]) -> str:

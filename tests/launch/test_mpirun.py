@@ -140,6 +140,22 @@ def test_detect(tmp_path):
     assert name_of(mpirun) == "Open MPI 4"
 
 
+def test_an_environment_without_a_home(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    fussy = program(tmp_path / "mpirun", """test "$HOME" && echo '(Open MPI) 5.0.11'""")
+    settings = detect(fussy).settings(root=True, here=True)
+    assert settings["HOME"].startswith("/")
+
+    def nobody(user):
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert detect(fussy).settings(root=False, here=True)["HOME"] == "/"
+    monkeypatch.setenv("HOME", "/of/the/user")
+    told = program(tmp_path / "told", 'test "$HOME" = /of/the/user && echo "(Open MPI) 5.0.11"')
+    assert detect(told)
+
+
 def test_detect_an_unknown_one(tmp_path):
     unknown = program(tmp_path / "mpirun", "echo 'jsrun 10.3'; exit 1")
     with pytest.raises(LaunchError, match=r"none of Open MPI, .*printed 'jsrun 10.3'"):
