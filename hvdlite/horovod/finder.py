@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from hvdlite.horovod.names import ANSWERS, REASONS, VERSION
 
 BOOTSTRAP = str(Path(__file__).with_name("bootstrap"))
-"""A folder with a module ``horovod`` that installs the finder."""
+"""A folder for PYTHONPATH, by which Python installs the finder when it starts."""
 
 
 def install() -> None:
@@ -34,14 +34,23 @@ def install() -> None:
             f"horovod has been imported already ({getattr(loaded, '__file__', None)}); "
             "install hvdlite's before that"
         )
+    package = sys.modules["hvdlite"]
+    if package.__file__ is None:
+        # With an editable install Python looks for it last.
+        raise ImportError(
+            f"Python takes the folder {next(iter(package.__path__))} for the package hvdlite; "
+            "start in another folder than the one that holds it"
+        )
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
-    if BOOTSTRAP not in sys.path:
-        # Where PYTHONPATH's entries are; multiprocessing hands the list to its children.
-        sys.path.insert(1, BOOTSTRAP)
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if BOOTSTRAP not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join([BOOTSTRAP, *filter(None, paths)])
+    os.environ["PYTHONPATH"] = with_bootstrap(os.environ)["PYTHONPATH"]
+
+
+def with_bootstrap(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which ``import horovod`` finds hvdlite in every Python."""
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in paths if path not in ("", BOOTSTRAP)]
+    return {**environment, "PYTHONPATH": os.pathsep.join([BOOTSTRAP, *others])}
 
 
 class Finder(MetaPathFinder, Loader):

@@ -8,9 +8,10 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
+from hvdlite.horovod.finder import with_bootstrap
 from hvdlite.launch import build, job, mpirun, rank
-from hvdlite.launch.command import check, for_horovod, resolve
-from hvdlite.launch.environment import exported, in_batch_job
+from hvdlite.launch.command import check, resolve
+from hvdlite.launch.environment import exported, in_batch_job, with_own_package
 from hvdlite.launch.errors import LaunchError
 from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
 from hvdlite.launch.options import (
@@ -55,7 +56,8 @@ def _launch(options: argparse.Namespace) -> int:
     if here:
         check(command, settings)
     if options.horovod:
-        command = for_horovod(command)
+        settings = with_bootstrap(settings)
+    settings = with_own_package(settings)
     program = mpirun.detect(mpirun.find(settings))
     if options.network_interfaces is not None and not here:
         asked.update(program.networks(",".join(options.network_interfaces).split(",")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,57 +23,6 @@ def resolve(
     if command[0] == "python" and shutil.which("python", path=path) is None:
         return [sys.executable, *command[1:]], with_own_programs(environment)
     return list(command), dict(environment)
-
-
-_PYTHON = re.compile(r"python(?:\d+(?:\.\d+)?t?)?")
-# Python's options that end the list of its options, and those that take a value.
-_PROGRAM, _VALUED = "cm", "WX"
-
-
-def for_horovod(command: Sequence[str]) -> list[str]:
-    """Have a Python command run with hvdlite for everything it imports from horovod.
-
-    ``python -u train.py 3`` becomes ``python -u -m hvdlite.horovod train.py 3``.
-
-    Raises:
-        LaunchError: the command is not Python with a script, a module or code.
-    """
-    python, *arguments = command
-    remedy = (
-        "give python and a script, e.g. hvdliterun --horovod -np 2 python train.py, or call "
-        "`python -m hvdlite.horovod train.py` in your own program"
-    )
-    if not _PYTHON.fullmatch(os.path.basename(python)):
-        raise LaunchError(f"--horovod: {python} is not Python; {remedy}")
-    position = 0
-    while position < len(arguments) and arguments[position].startswith("-"):
-        flags, option = _letters(arguments[position])
-        rest = arguments[position + 1 :]
-        if option[:1] in tuple(_PROGRAM):
-            flags_before = [f"-{flags}"] if flags else []
-            value = [option[1:]] if option[1:] else rest[:1]
-            after = rest if option[1:] else rest[1:]
-            if not value:
-                break
-            before = [*arguments[:position], *flags_before]
-            return [python, *before, "-m", "hvdlite.horovod", f"-{option[0]}", *value, *after]
-        if arguments[position] in ("-", "--"):
-            break
-        position += 2 if option in (*_VALUED, "--check-hash-based-pycs") else 1
-    script = arguments[position : position + 1]
-    if not script or script[0].startswith("-"):
-        raise LaunchError(f"--horovod: found no script, -m or -c in {' '.join(command)}; {remedy}")
-    return [python, *arguments[:position], "-m", "hvdlite.horovod", *arguments[position:]]
-
-
-def _letters(argument: str) -> tuple[str, str]:
-    """Split ``-um`` into the flags ``u`` and the option ``m`` that takes a value, if one does."""
-    if argument.startswith("--"):
-        return "", argument
-    for index, letter in enumerate(argument[1:], start=1):
-        if letter in _PROGRAM + _VALUED:
-            return argument[1:index], argument[index:]
-    return argument[1:], ""
 
 
 def check(command: Sequence[str], environment: Mapping[str, str]) -> None:

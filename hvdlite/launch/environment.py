@@ -6,6 +6,8 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -42,3 +44,16 @@ def with_own_programs(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment with the programs beside this Python first on ``PATH``."""
     own = os.path.dirname(sys.executable)
     return {**environment, "PATH": os.pathsep.join([own, environment.get("PATH", os.defpath)])}
+
+
+def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which ``import hvdlite`` finds hvdlite in this folder, too.
+
+    In the folder that holds a checkout called hvdlite, ``python -c`` and ``python -m`` take that
+    for the package, unless its own folder is on the path: an editable install comes last.
+    """
+    spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
+    if spec is None or spec.origin is not None:
+        return dict(environment)
+    paths = [environment.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

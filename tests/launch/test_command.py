@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from hvdlite.launch.command import check, for_horovod, resolve
+from hvdlite.launch.command import check, resolve
 from hvdlite.launch.errors import LaunchError
 
 
@@ -53,43 +53,3 @@ def test_script_that_does_not_exist(tmp_path, path):
     assert caught.value.code == 2
     check(["python", "-c", "pass"], path)
     check(["python", "-m", "nosuch"], path)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ("python train.py -m 3", "python -m hvdlite.horovod train.py -m 3"),
-        ("/bin/python3.12 -u train.py", "/bin/python3.12 -u -m hvdlite.horovod train.py"),
-        ("python -W error -Xdev -O x.py -c", "python -W error -Xdev -O -m hvdlite.horovod x.py -c"),
-        ("python -m pytest -x", "python -m hvdlite.horovod -m pytest -x"),
-        ("python -Bum pytest", "python -Bu -m hvdlite.horovod -m pytest"),
-        ("python -mpytest -m", "python -m hvdlite.horovod -m pytest -m"),
-        ("python -uc pass a", "python -u -m hvdlite.horovod -c pass a"),
-        ("python -uWerror x.py", "python -uWerror -m hvdlite.horovod x.py"),
-        (
-            "python --check-hash-based-pycs never x.py",
-            "python --check-hash-based-pycs never -m hvdlite.horovod x.py",
-        ),
-    ],
-)
-def test_for_horovod(given, expected):
-    assert for_horovod(given.split()) == expected.split()
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("bash train.sh", "bash is not Python"),
-        ("./train.py", "./train.py is not Python"),
-        ("pythonic x.py", "pythonic is not Python"),
-        ("python", "found no script, -m or -c in python"),
-        ("python -u", "found no script"),
-        ("python -", "found no script"),
-        ("python -m", "found no script"),
-        ("python -W", "found no script"),
-    ],
-)
-def test_commands_that_are_no_python_script(given, words):
-    with pytest.raises(LaunchError, match=words) as caught:
-        for_horovod(given.split())
-    assert "python -m hvdlite.horovod train.py" in str(caught.value)

@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-from hvdlite.launch.environment import exported, in_batch_job, with_own_programs
+from hvdlite.launch.environment import (
+    exported,
+    in_batch_job,
+    with_own_package,
+    with_own_programs,
+)
 
 
 def test_exported():
@@ -32,6 +38,16 @@ def test_exported():
 def test_batch_jobs():
     assert in_batch_job({"SLURM_JOB_ID": "7"})
     assert not in_batch_job({"SLURM_CONF": "/etc/slurm.conf"})
+
+
+def test_own_package_where_a_folder_has_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert with_own_package({"A": "b"}) == {"A": "b"}
+    (tmp_path / "hvdlite").mkdir()
+    root = str(Path(__file__).parents[2])
+    assert with_own_package({"PYTHONPATH": "/first"}) == {"PYTHONPATH": f"/first:{root}"}
+    (tmp_path / "hvdlite" / "__init__.py").touch()
+    assert with_own_package({}) == {}
 
 
 def test_own_programs_come_first():

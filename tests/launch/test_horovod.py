@@ -241,6 +241,55 @@ def test_hvdliterun():
     result = hvdliterun("--horovod", "-np", 2, sys.executable, "-uc", code)
     assert (result.returncode, result.stderr) == (0, "")
     assert sorted(result.stdout.splitlines()) == ["0 2", "1 2"]
-    result = hvdliterun("--horovod", "-np", 2, "sh", "-c", "exit 0")
-    assert result.returncode == 2
-    assert "--horovod: sh is not Python; give python and a script" in result.stderr
+
+
+_ANY = """
+import hidden
+import horovod.common.basics as hvd
+hvd.init()
+print(hvd.size(), hidden.found, flush=True)
+"""
+
+
+def test_hvdliterun_with_any_command(tmp_path, another_horovod):
+    # A Horovod beside the script, and a sitecustomize that the user has.
+    (another_horovod / "script.py").write_text(_ANY)
+    (tmp_path / "sitecustomize.py").write_text("import hidden; hidden.found = True")
+    (tmp_path / "hidden.py").write_text("found = False")
+    line = f"{sys.executable} {another_horovod}/script.py; true"
+    result = hvdliterun(
+        *("--horovod", "-np", 2, "env", "sh", "-c", line), env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == ["2 True"] * 2
+
+
+def test_a_folder_that_python_takes_for_hvdlite(tmp_path):
+    (tmp_path / "hvdlite").mkdir()
+    launch = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from hvdlite.launch.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    code = "import hvdlite; print(hvdlite.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", launch, "-np", "1", sys.executable, "-c", code],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip().endswith("/hvdlite/__init__.py")
+
+
+def test_hvdlite_that_is_a_folder_only():
+    code = """
+import hvdlite.horovod, sys
+sys.modules["hvdlite"].__file__ = None
+hvdlite.horovod.install()
+"""
+    done = python("-c", code)
+    assert done.returncode == 1
+    assert "/hvdlite for the package hvdlite; start in another folder" in done.stderr

@@ -1,0 +1,63 @@
+"""Runs at the start of each Python that has this folder on its PYTHONPATH.
+
+It imports nothing of hvdlite until something looks for horovod, for most of the processes that a
+script starts do not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).resolve().parent
+
+
+class _Door:
+    """Puts hvdlite's finder in its own place when something looks for horovod."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of Horovod's; None: the module is not Horovod's."""
+        if name.partition(".")[0] != "horovod":
+            return None
+        spec: ModuleSpec | None = self._finder().find_spec(name, path, target)
+        return spec
+
+    def find_distributions(self, context: Any = None) -> Any:
+        """Return Horovod's distribution if something asks for that."""
+        if getattr(context, "name", None) != "horovod":
+            return ()
+        find = getattr(self._finder(), "find_distributions", None)
+        return find(context) if find else ()
+
+    def _finder(self) -> Any:
+        position = sys.meta_path.index(self)
+        try:
+            from hvdlite.horovod.finder import Finder
+        except ModuleNotFoundError as error:
+            if error.name != "hvdlite":
+                raise
+            # It may be on the path of the process that started this one only.
+            sys.path.append(str(_FOLDER.parents[2]))
+            from hvdlite.horovod.finder import Finder
+        sys.meta_path[position] = Finder()
+        return sys.meta_path[position]
+
+
+def _run_the_hidden_one() -> None:
+    """Run the sitecustomize that Python would have found without this one."""
+    others = [entry for entry in sys.path if os.path.realpath(entry) != str(_FOLDER)]
+    spec = PathFinder.find_spec("sitecustomize", others)
+    if spec and spec.loader:
+        module = sys.modules["sitecustomize"] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, _Door())
+_run_the_hidden_one()
