@@ -73,7 +73,7 @@ def build(sparse_as_dense=False):
     return {"w": w, "b": b, "table": table}, (x, rows, y), (train, hvd.allreduce(loss), loss)
 
 
-@ranks(2, 3)
+@ranks(2, 3, timeout=120)
 def test_training_equals_one_process(size, tmp_path):
     """Begun by a hook, gone on with from rank 0's checkpoint, with one thread and with two."""
     hvd.init()
