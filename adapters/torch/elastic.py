@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,10 +16,129 @@ from hvdlite.torch.state import broadcast_optimizer_state, broadcast_parameters,
 __all__ = ["ElasticSampler", "HostUpdate", "ObjectState", "State", "TorchState", "run"]
 
 
-class _Stateful(Protocol):
-    def state_dict(self) -> Any: ...
+class StateHandler:
+    """Keeps, restores and spreads one object of a `TorchState`; a base for those of one's own.
 
-    def load_state_dict(self, state_dict: Any) -> Any: ...
+    Args:
+        value: the object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Keep a copy of the object's state in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Return the object to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's state; collective."""
+        raise NotImplementedError
+
+    def merge(self) -> None:
+        """Tell all ranks what each has done of the shared work; collective. By default nothing."""
+
+    def reset(self) -> None:
+        """Adapt to a new world; by default nothing."""
+
+    def set_value(self, value: Any) -> None:
+        """Go on with another object, and keep its state."""
+        self.value = value
+        self.save()
+
+
+class StatefulHandler(StateHandler):
+    """Handles whatever has ``state_dict()`` and ``load_state_dict()``, which pickle can take."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._kept = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        # Some take over the tensors that they are given.
+        self.value.load_state_dict(copy.deepcopy(self._kept))
+
+    def sync(self) -> None:
+        name = f"elastic.{type(self.value).__name__}"
+        self.value.load_state_dict(objects.broadcast_object(self.value.state_dict(), 0, name))
+
+
+class ModelStateHandler(StatefulHandler):
+    """Handles a module."""
+
+    def restore(self) -> None:
+        super().restore()
+        for parameter in self.value.parameters():
+            parameter.grad = None  # of a step that was given up
+
+    def sync(self) -> None:
+        if has_extra_state(self.value):
+            super().sync()
+        else:
+            broadcast_parameters(self.value, 0)
+
+
+class OptimizerStateHandler(StatefulHandler):
+    """Handles an optimizer, distributed or not."""
+
+    def restore(self) -> None:
+        super().restore()
+        for group in self.value.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, 0)
+
+    def reset(self) -> None:
+        if hasattr(self.value, "_restart"):  # a DistributedOptimizer
+            self.value._restart()
+
+
+class SamplerStateHandler(StatefulHandler):
+    """Handles an `ElasticSampler`; what the ranks have processed is merged."""
+
+    def save(self) -> None:
+        self._kept = self.value.state_dict()  # a copy, made faster than of a set by deepcopy
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._kept)
+
+    def sync(self) -> None:
+        self.merge()
+
+    def merge(self) -> None:
+        states = objects.allgather_object(self.value.state_dict(), "elastic.ElasticSampler")
+        epoch = states[0]["epoch"]
+        processed = [state["processed_indices"] for state in states if state["epoch"] == epoch]
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": set().union(*processed)})
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Return the pairs of a type and what handles it, in the order in which they are looked at."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Replace what `get_handler_registry` returns, for the `TorchState`s to come."""
+    global _registry
+    _registry = registry
 
 
 class TorchState(ObjectState):
@@ -30,6 +150,9 @@ class TorchState(ObjectState):
 
         state = TorchState(model, optimizer, scheduler=scheduler, epoch=0, batch=0)
         state.model, state.epoch
+
+    A `StateHandler` may be given in the place of an object; the attribute is its ``value``.
+    `set_handler_registry` tells what handles further types.
 
     A `DistributedOptimizer` must be among them: after a failure in the middle of a step it has
     to forget that step's gradients. Gradients themselves are not kept, so commit between steps
@@ -52,28 +175,25 @@ class TorchState(ObjectState):
     ) -> None:
         given = {"model": model, "optimizer": optimizer, **kwargs}
         # In the order given, which is the same on all ranks.
-        self._stateful = tuple(name for name, value in given.items() if _has_state(value))
-        super().__init__(**{name: given[name] for name in given if name not in self._stateful})
-        for name in self._stateful:
+        handlers = {name: _handler_of(value) for name, value in given.items()}
+        self._handlers = {name: each for name, each in handlers.items() if each is not None}
+        super().__init__(**{name: given[name] for name in given if name not in self._handlers})
+        for name, handler in self._handlers.items():
             if hasattr(self, name):
                 raise ValueError(f"{name!r} is a part of {type(self).__name__}; name it otherwise")
-            setattr(self, name, given[name])
-        self._kept: dict[str, Any] = {}
-        self._keep_states()
+            setattr(self, name, handler.value)
 
     def save(self) -> None:
         """Keep copies of the states and of the other attributes."""
         super().save()
-        self._keep_states()
+        for handler in self._current():
+            handler.save()
 
     def restore(self) -> None:
         """Load what was saved last into the objects, and set the other attributes to it."""
         super().restore()
-        for name, part in self._parts():
-            # Some take over the tensors that they are given.
-            part.load_state_dict(_copy(part, self._kept[name]))
-            for parameter in _parameters(part):
-                parameter.grad = None  # of a step that was given up
+        for handler in self._current():
+            handler.restore()
 
     def sync(self) -> None:
         """Give all ranks rank 0's weights, optimizer and other attributes, and save; collective.
@@ -85,31 +205,35 @@ class TorchState(ObjectState):
                 or communication failed.
         """
         super().sync()
-        for name, part in self._parts():
-            if not isinstance(part, ElasticSampler):
-                _spread(f"elastic.{name}", part)
-        self.merge()
+        for handler in self._current():
+            handler.sync()
+        self.save()
 
     def merge(self) -> None:
         """Tell all ranks which samples each has processed, and save; collective."""
-        for name, part in self._parts():
-            if isinstance(part, ElasticSampler):
-                _merge(f"elastic.{name}", part)
+        for handler in self._current():
+            handler.merge()
         self.save()
 
     def reset(self) -> None:
         """Adapt to a new world: the optimizer's exchange, and the samplers' shares."""
-        for _, part in self._parts():
-            if isinstance(part, ElasticSampler):
-                part.reset()
-            elif hasattr(part, "_restart"):  # a DistributedOptimizer
-                part._restart()
+        for handler in self._current():
+            handler.reset()
 
-    def _parts(self) -> list[tuple[str, Any]]:
-        return [(name, getattr(self, name)) for name in self._stateful]
+    def _current(self) -> Iterator[StateHandler]:
+        """The handlers, each of what its attribute is now."""
+        for name, handler in self._handlers.items():
+            handler.value = getattr(self, name)
+            yield handler
 
-    def _keep_states(self) -> None:
-        self._kept = {name: _copy(part, part.state_dict()) for name, part in self._parts()}
+
+def _handler_of(value: Any) -> StateHandler | None:
+    if isinstance(value, StateHandler):
+        return value
+    found = next((handler for kind, handler in _registry if isinstance(value, kind)), None)
+    if found is None and _has_state(value):
+        found = StatefulHandler
+    return None if found is None else found(value)
 
 
 def _has_state(value: Any) -> bool:
@@ -117,34 +241,3 @@ def _has_state(value: Any) -> bool:
     return not isinstance(value, type) and all(
         callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
     )
-
-
-def _copy(part: _Stateful, state: Any) -> Any:
-    # A sampler copies its set, of perhaps a million numbers, itself and much faster.
-    return state if isinstance(part, ElasticSampler) else copy.deepcopy(state)
-
-
-def _parameters(part: _Stateful) -> list[torch.Tensor]:
-    if isinstance(part, torch.nn.Module):
-        return list(part.parameters())
-    if isinstance(part, torch.optim.Optimizer):
-        return [parameter for group in part.param_groups for parameter in group["params"]]
-    return []
-
-
-def _spread(name: str, part: _Stateful) -> None:
-    """Give all ranks rank 0's state."""
-    if isinstance(part, torch.optim.Optimizer):
-        broadcast_optimizer_state(part, 0)
-    elif isinstance(part, torch.nn.Module) and not has_extra_state(part):
-        broadcast_parameters(part, 0)
-    else:
-        part.load_state_dict(objects.broadcast_object(part.state_dict(), 0, name))
-
-
-def _merge(name: str, sampler: ElasticSampler) -> None:
-    """Have every rank know what all have processed of the epoch that rank 0 is in."""
-    states = objects.allgather_object(sampler.state_dict(), name)
-    epoch = states[0]["epoch"]
-    processed = [state["processed_indices"] for state in states if state["epoch"] == epoch]
-    sampler.load_state_dict({"epoch": epoch, "processed_indices": set().union(*processed)})

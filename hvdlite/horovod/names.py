@@ -78,7 +78,18 @@ ANSWERS: dict[str, Answer] = {
     "horovod.torch.compression": Answer("hvdlite.torch", ("Compression",)),
     "horovod.torch.elastic": Answer("hvdlite.torch.elastic"),
     "horovod.torch.elastic.sampler": Answer("hvdlite.torch.elastic", ("ElasticSampler",)),
-    "horovod.torch.elastic.state": Answer("hvdlite.torch.elastic", ("TorchState",)),
+    "horovod.torch.elastic.state": Answer(
+        "hvdlite.torch.elastic",
+        (
+            "TorchState",
+            "StateHandler",
+            "ModelStateHandler",
+            "OptimizerStateHandler",
+            "SamplerStateHandler",
+            "get_handler_registry",
+            "set_handler_registry",
+        ),
+    ),
     "horovod.torch.functions": Answer(
         "hvdlite.torch",
         (

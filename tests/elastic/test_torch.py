@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvdlite.torch as hvd
 from hvdlite.gradients.step import BucketExchange
+from hvdlite.torch import elastic
 from hvdlite.torch.elastic import ElasticSampler, ObjectState, TorchState
 from tests.harness import ranks
 
@@ -148,6 +149,50 @@ class TestState:
         TorchState(model).sync()
         assert model.count == 5
         assert hvd.allgather(model.weight.detach()[None]).unique(dim=0).shape[0] == 1
+
+    @ranks(2)
+    def test_handlers_of_ones_own_and_horovods(self, monkeypatch):
+        hvd.init()
+        rank = hvd.rank()
+
+        class Counter:
+            count = rank
+
+        class CounterHandler(elastic.StateHandler):
+            def save(self):
+                self.saved = self.value.count
+
+            def restore(self):
+                self.value.count = self.saved
+
+            def sync(self):
+                self.value.count = hvd.broadcast_object(self.value.count, 0)
+
+        registry = [(Counter, CounterHandler), *elastic.get_handler_registry()]
+        monkeypatch.setattr(elastic, "_registry", elastic.get_handler_registry())
+        elastic.set_handler_registry(registry)
+        model = torch.nn.Linear(2, 2)
+        counter, given = Counter(), Counter()
+        state = TorchState(
+            elastic.ModelStateHandler(model), counter=counter, given=CounterHandler(given), epoch=0
+        )
+        assert (state.model, state.counter, state.given) == (model, counter, given)
+        state.sync()
+        assert (counter.count, given.count) == (0, 0)
+        counter.count = given.count = 7
+        with torch.no_grad():
+            model.weight.zero_()
+        state.restore()
+        assert (counter.count, given.count) == (0, 0)
+        assert model.weight.abs().sum() > 0
+        model.weight.sum().backward()
+        handler = elastic.OptimizerStateHandler(torch.optim.SGD(model.parameters(), lr=0.5))
+        handler.value.param_groups[0]["lr"] = 0.1 + rank
+        handler.sync()
+        assert handler.value.param_groups[0]["lr"] == 0.1
+        handler.restore()
+        assert handler.value.param_groups[0]["lr"] == 0.5
+        assert model.weight.grad is None
 
     def test_names_that_are_taken_are_refused(self):
         with pytest.raises(ValueError, match="'restore' is a part of TorchState"):
