@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite import runtime
+from hvdlite.arguments import check_count
 from hvdlite.exchange import Conversion, Reduction, Strategy, check_groups
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import ReduceOp
@@ -75,10 +76,7 @@ def check_options(
     check_groups(num_groups, groups)
     if process_set is not global_process_set and not is_outside(process_set):
         runtime.engine(process_set)
-    if backward_passes_per_step < 1:
-        raise ValueError(
-            f"backward_passes_per_step={backward_passes_per_step} is not a whole number above 0"
-        )
+    check_count("backward_passes_per_step", backward_passes_per_step)
     reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
     strategy, chosen, passes = check_exchange(
         compression,

@@ -7,7 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from hvdlite.arguments import check_count
 from hvdlite.exchange import check_groups as check_group_numbers
+from hvdlite.horovod import answers
 
 #: Where an optimizer's state dict has what is hvdlite's.
 STATE = "hvdlite"
@@ -70,7 +72,9 @@ def check_optimizer(optimizer: Any) -> None:
 def change_class(optimizer: torch.optim.Optimizer, addition: type) -> Any:
     """Let an optimizer be of a subclass, of the same name, that has the addition's methods."""
     kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (addition, kind), {"__module__": kind.__module__})
+    # Under the alias as in Horovod: there are programs that look for its name in the class's.
+    module = "horovod.torch.optimizer" if answers("horovod.torch") else kind.__module__
+    optimizer.__class__ = type(kind.__name__, (addition, kind), {"__module__": module})
     return optimizer
 
 
@@ -86,11 +90,11 @@ def names_of(
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return {parameter: f"parameter.{number}" for number, parameter in enumerate(own)}
-    pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
+    if not all(map(_is_named, pairs)):
         raise ValueError(
-            "named_parameters must be pairs of a name and a parameter, such as "
-            "model.named_parameters()"
+            f"named_parameters is a {type(named_parameters).__name__}, and must be pairs of a name "
+            "and a parameter, such as model.named_parameters()"
         )
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -106,14 +110,22 @@ def names_of(
     return {parameter: name for name, parameter in pairs if parameter in members}
 
 
+def _is_named(pair: Any) -> bool:
+    return (
+        isinstance(pair, tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str)
+        and isinstance(pair[1], torch.Tensor)
+    )
+
+
 def checked_passes(passes: int) -> int:
     """Return a number of backward passes.
 
     Raises:
-        ValueError: it is below 1.
+        ValueError: it is no integer, or below 1.
     """
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step={passes} is not a whole number above 0")
+    check_count("backward_passes_per_step", passes)
     return int(passes)
 
 

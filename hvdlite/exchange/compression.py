@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
+from hvdlite.arguments import check_count
 from hvdlite.exchange.blockwise import Blockwise8
 from hvdlite.exchange.by_parameter import ByParameter
 from hvdlite.exchange.cast import Cast
@@ -87,11 +89,11 @@ def check_groups(num_groups: int, groups: int | list[Any] | None) -> None:
     """Check Horovod's two ways to group gradients, which buckets have no need of.
 
     Raises:
-        ValueError: a number is negative, or ``groups`` is neither a number nor a list.
+        ValueError: a number is negative or no integer, or ``groups`` is neither a number nor a
+            list.
     """
-    if num_groups < 0 or (isinstance(groups, int) and groups < 0):
-        raise ValueError(
-            f"num_groups={num_groups} and groups={groups} must not be negative; leave them out"
-        )
-    if groups is not None and not isinstance(groups, (int, list)):
+    check_count("num_groups", num_groups, 0)
+    if isinstance(groups, Real):
+        check_count("groups", groups, 0)
+    if groups is not None and not isinstance(groups, (Real, list)):
         raise ValueError(f"groups={groups!r} is neither a number nor a list of lists of parameters")

@@ -20,6 +20,6 @@ and only then: nothing changes for a script that is started otherwise.
 
 from __future__ import annotations
 
-from hvdlite.horovod.finder import install
+from hvdlite.horovod.finder import answers, install
 
-__all__ = ["install"]
+__all__ = ["answers", "install"]

@@ -53,6 +53,11 @@ def with_bootstrap(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join([BOOTSTRAP, *others])}
 
 
+def answers(name: str) -> bool:
+    """Return whether a module of Horovod's has been imported that hvdlite has made."""
+    return isinstance(getattr(sys.modules.get(name), "__loader__", None), Finder)
+
+
 class Finder(MetaPathFinder, Loader):
     """Finds and loads ``horovod`` and everything in it."""
 

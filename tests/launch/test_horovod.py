@@ -106,6 +106,24 @@ def test_pytorch():
         assert "allreduce_async_, " in line
 
 
+def test_the_optimizer_of_pytorch():
+    """Programs look for Horovod's name in the class's, and import its module."""
+    pytest.importorskip("torch")
+    code = (
+        "import torch, {0}.torch as hvd\n"
+        "hvd.init()\n"
+        "plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)\n"
+        "wrapped = hvd.DistributedOptimizer(plain)\n"
+        "print('horovod' in str(type(wrapped)), type(wrapped).__name__)\n"
+    )
+    more = (
+        "import horovod.torch.optimizer as module\n"
+        "print(module.DistributedOptimizer is hvd.DistributedOptimizer)\n"
+    )
+    assert under_horovod(code.format("horovod") + more) == ["True SGD", "True"]
+    assert under_horovod(code.format("hvdlite")) == ["False SGD"]
+
+
 @pytest.mark.parametrize("name", [*REASONS, "horovod.spark.torch", "horovod.nosuch"])
 def test_a_module_without_an_answer(name):
     (line,) = under_horovod(raised(f"import {name}", "ImportError"))

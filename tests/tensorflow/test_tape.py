@@ -507,7 +507,7 @@ def test_wrong_use_is_refused():
         ({"compression": 16}, TypeError, "is no compression"),
         ({"op": hvd.Max}, ValueError, "not Max"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ValueError, "needs op=hvd.Average"),
-        ({"num_groups": -1}, ValueError, "must not be negative"),
+        ({"num_groups": -1}, ValueError, "num_groups=-1 is not an integer of 0 or more"),
         ({"groups": "all"}, ValueError, "is neither a number"),
     ):
         with pytest.raises(kind, match=said):
