@@ -18,6 +18,7 @@ from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchan
 from hvdlite.schedule.local import EACH_CHANGE
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.loss import loss_like, value_of_loss
+from hvdlite.torch.parameter_set import release
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.replicas import Replica
 from hvdlite.torch.scaling import average_before_scaling
@@ -100,9 +101,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             before the sum.
         num_groups: accepted for Horovod's sake: buckets do what groups are for.
         groups: likewise; a number, or lists of parameters.
-        sparse_as_dense: exchange sparse gradients as dense ones. Else the entries of all ranks
-            are gathered and added up, which pays while they are few; they are not compressed.
-        process_set: the ranks that take part, which alone make this optimizer.
+        sparse_as_dense: exchange sparse gradients as dense ones; the averages are sparse again.
+            Else the entries of all ranks are gathered and added up, which pays while they are few;
+            they are not compressed.
+        process_set: the ranks that take part. On a rank that is not among them the optimizer
+            steps by itself, on this rank's own gradients, and its methods exchange nothing.
         schedule: when to exchange what, one of ``hvd.Schedule``; None: gradients, for every
             step. Where a schedule lets ranks step by themselves, gradients stay this rank's own,
             and weights are exchanged in ``step()``. All ranks make as many steps.
@@ -115,7 +118,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Raises:
         ValueError: it is wrapped already, ``named_parameters`` is malformed, has a name
             twice or lacks a parameter, ``groups`` has something else than parameters of the
-            optimizer, this rank is not in the process set, an argument is out of range, or the
+            optimizer, the process set is not registered, an argument is out of range, or the
             schedule does not go together with another one.
         TypeError: it is no torch optimizer, or ``compression`` is no strategy, or ``schedule``
             is none.
@@ -130,6 +133,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     if reduction.op is ReduceOp.ADASUM:
         chosen = EACH_CHANGE
+    if process_set is not global_process_set and process_set.included() is False:
+        outside = change_class(optimizer, _Outside)
+        outside._parameter_names = names
+        release(names)
+        optimizer.register_step_pre_hook(_before_step_outside)
+        return optimizer
     reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense, process_set)
     wrapped = change_class(optimizer, _Distributed if chosen is None else _Scheduled)
     wrapped._reducer = reducer
@@ -311,6 +320,33 @@ class _Scheduled(Scheduled, _Distributed):
     """The same for an optimizer with a schedule, or with Adasum."""
 
 
+class _Outside(Wrapped):
+    """A distributed optimizer on a rank that is not in its process set, and steps by itself."""
+
+    def synchronize(self, batch_size: int | None = None) -> None:
+        """Leave the gradients as they are."""
+        checked_samples(batch_size)
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """Let ``step()`` use the gradients as they are, as it always does here."""
+        return contextlib.nullcontext()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Check the number, as on the other ranks; gradients add up here in any case."""
+        checked_passes(passes)
+
+    def consolidate_exchange_state(self) -> None:
+        """Do nothing: there is no exchange that remembers anything."""
+
+    def average_weights(self) -> None:
+        """Leave the weights as they are."""
+
+
+def _before_step_outside(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    checked_samples(kwargs.pop("batch_size", None))
+    return args, kwargs
+
+
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Exchange before the step, or, if there is a closure, whenever it has run.
 
@@ -361,8 +397,9 @@ def _find_closure(
 
 def _warn_of_second_synchronization() -> None:
     warnings.warn(
-        "step() was called after synchronize() and outside of skip_synchronize(); the "
-        "gradients are not exchanged a second time. Use `with optimizer.skip_synchronize():` "
-        "around step() to say that this is meant",
+        # The first words are Horovod's: programs filter the warning by them.
+        "optimizer.step() called without optimizer.skip_synchronize() context after "
+        "optimizer.synchronize(); the gradients are not exchanged a second time. Use `with "
+        "optimizer.skip_synchronize():` around step() to say that this is meant",
         stacklevel=5,
     )

@@ -299,11 +299,18 @@ class ParameterSet:
         there = [number for number in everywhere if number not in self.exchange.apart]
         if self.exchange.sparse or len(there) < len(everywhere):
             self._reduce_apart(gradients, everywhere)
+        sparse = self._slots.densified = {
+            number: axes
+            for number, axes in self._slots.densified.items()
+            if gradients[number] is None or gradients[number].layout is torch.sparse_coo
+        }
         for number in there:
             if gradients[number] is None or gradients[number].layout is not torch.strided:
                 parameter = self._parameters[number]
                 gradients[number] = parameter.grad = torch.empty_like(parameter)
         self._slots.hand_over(gradients, there)
+        for number in sparse.keys() & there:  # SparseAdam takes no others
+            self._parameters[number].grad = gradients[number].to_sparse(sparse[number])
 
     @uninterrupted
     def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:

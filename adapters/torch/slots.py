@@ -43,6 +43,8 @@ class Slots:
     Attributes:
         large: of each parameter, whether its gradient is brought by `bring_large`, alone.
         sparse: the gradients of this step that are exchanged as sparse ones, by number.
+        densified: of parameters whose gradients were sparse at last and are exchanged as dense
+            ones, by number, how many of the axes are sparse.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Slots:
         self._lendable, self._huge = (
             [size >= limit for size in sizes] for limit in (LEAST_LENT, _HUGE)
         )
+        self.densified: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []  # the own memory of gradients that are averages now
         # Where the average lies that a gradient became last: its memory, which numpy made.
         self._average_at: dict[int, int] = {}
@@ -108,6 +111,9 @@ class Slots:
         if not plain or self._exchange.apart:
             sparse = {n: each for n, each in copied.items() if self._is_apart(each)}
             self.sparse.update(sparse)
+            for n, each in copied.items():
+                if each.layout is torch.sparse_coo and self._has_place(n):
+                    self.densified[n] = each.sparse_dim()
             copied = {
                 n: each if each.layout is torch.strided else each.to_dense()
                 for n, each in copied.items()

@@ -233,7 +233,8 @@ def test_step_after_synchronize_reduces_once_and_warns():
     loss_of(model, own(x), own(y)).backward()
     optimizer.synchronize()
     once = [parameter.grad.clone() for parameter in model.parameters()]
-    with pytest.warns(UserWarning, match="not exchanged a second time"):
+    words = r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"  # Horovod's
+    with pytest.warns(UserWarning, match=words):
         optimizer.step()
     for parameter, gradient in zip(model.parameters(), once, strict=True):
         assert torch.equal(parameter.grad, gradient)
@@ -443,7 +444,27 @@ def test_sparse_gradients_as_dense_ones():
     table(rows).sum().backward()
     optimizer.synchronize()
     expected = torch.tensor([0.5, 0.5, 2.0, 0.0]).unsqueeze(1).expand(4, 3)
-    assert torch.equal(table.weight.grad, expected)
+    assert table.weight.grad.is_sparse
+    assert torch.equal(table.weight.grad.to_dense(), expected)
+    optimizer.zero_grad()
+    if hvd.rank() == 0:  # the other rank's average is of the kind that its last gradient was
+        table(rows).sum().backward()
+    optimizer.synchronize()
+    assert table.weight.grad.is_sparse
+    expected = torch.tensor([0.5, 0.0, 1.0, 0.0]).unsqueeze(1).expand(4, 3)
+    assert torch.equal(table.weight.grad.to_dense(), expected)
+    optimizer.zero_grad()
+    table.weight.sum().backward()
+    optimizer.step()
+    assert not table.weight.grad.is_sparse
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SparseAdam(table.parameters()), sparse_as_dense=True
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        table(rows).square().sum().backward()
+        optimizer.step()
+    assert identical_on_all_ranks(table)
 
 
 @ranks(2)
@@ -477,8 +498,19 @@ def test_refused_arguments():
         wrap(named_parameters=named[:1])
     with pytest.raises(ValueError, match="pairs of a name and a parameter"):
         wrap(named_parameters=model.parameters())
-    with pytest.raises(ValueError, match="backward_passes_per_step=0"):
-        wrap(backward_passes_per_step=0)
+    for wrong in (5, model, dict(named), [(0, parameter) for _, parameter in named], [("a", 1)]):
+        with pytest.raises(ValueError, match=r"named_parameters is a .* must be pairs of a name"):
+            wrap(named_parameters=wrong)
+    for name, wrong in (
+        ("backward_passes_per_step", (0, 1.5, "2", None, True)),
+        ("num_groups", (-1, 1.5, "2", None)),
+        ("groups", (-1, 1.5)),
+    ):
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"{name}={value!r} is not an integer"):
+                wrap(**{name: value})
+    with pytest.raises(ValueError, match="gradient_predivide_factor='2'"):
+        wrap(gradient_predivide_factor="2")
     with pytest.raises(ValueError, match=r"needs op=hvd\.Average"):
         wrap(gradient_predivide_factor=2.0, op=hvd.Sum)
     with pytest.raises(ValueError, match="not Max"):
@@ -486,8 +518,6 @@ def test_refused_arguments():
     with pytest.raises(TypeError, match="compression"):
         wrap(compression=16)
     parameters = list(model.parameters())
-    with pytest.raises(ValueError, match="must not be negative"):
-        wrap(num_groups=-1)
     with pytest.raises(ValueError, match="neither a number nor a list"):
         wrap(groups="all")
     with pytest.raises(ValueError, match=r"groups\[1\] is a Parameter"):
@@ -749,3 +779,37 @@ def test_grad_scaler_leaves_other_optimizers_alone():
     scaler.scale(loss()).backward()
     scaler.step(plain)
     assert weight.item() == -1.0
+
+
+@ranks(3)
+@pytest.mark.parametrize("options", [{}, {"schedule": hvd.Schedule.LocalSGD(every=1)}])
+def test_a_rank_outside_of_the_process_set_steps_by_itself(options):
+    hvd.init()
+    some = hvd.add_process_set([0, 1])
+    weight, loss, plain = one_weight()
+    hvd.DistributedOptimizer(plain)  # its hooks exchange nothing any more
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), [("weight", weight)], process_set=some, **options
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        loss().backward()
+        if step == 1 and not options:
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    # The gradient of a rank is one more than its number.
+    assert weight.item() == (-9.0 if hvd.rank() == 2 else -4.5)
+    assert optimizer._parameter_names == {weight: "weight"}
+    if hvd.rank() == 2:
+        optimizer.step(batch_size=4)
+        optimizer.set_backward_passes_per_step(2)
+        optimizer.average_weights()
+        optimizer.consolidate_exchange_state()
+        for call in (hvd.broadcast_parameters, hvd.broadcast_optimizer_state):
+            what = [weight] if call is hvd.broadcast_parameters else optimizer
+            with pytest.raises(ValueError, match="rank 2 is not in"):
+                call(what, 0, process_set=some)
+    hvd.remove_process_set(some)
