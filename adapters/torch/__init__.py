@@ -34,6 +34,7 @@ from hvdlite.torch.collectives import (
     join,
 )
 from hvdlite.torch.device import pin_device
+from hvdlite.torch.dynamo import untrace_all as _untrace_all
 from hvdlite.torch.grouped import (
     grouped_allgather,
     grouped_allgather_async,
@@ -111,3 +112,6 @@ __all__ = [
     "checkpoint",
     "TensorCheckpoint",
 ]
+
+# The rest, as rank(), does not communicate, and may be a part of a compiled graph.
+_untrace_all(globals(), sorted({*__all__} - {*common.__all__}))

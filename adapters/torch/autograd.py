@@ -12,9 +12,11 @@ from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch.device_memory import lend, lender
+from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.tensors import taken, to_array, to_tensor_like
 
 
+@untraced_methods("forward", "backward")
 class Allreduce(torch.autograd.Function):
     """The gradient is reduced by the same op."""
 
@@ -49,6 +51,7 @@ class Allreduce(torch.autograd.Function):
         return reduced, None, None, None, None, None, None
 
 
+@untraced_methods("forward", "backward")
 class GroupedAllreduce(torch.autograd.Function):
     """The gradients are reduced by the same op, as a group."""
 
@@ -84,6 +87,7 @@ class GroupedAllreduce(torch.autograd.Function):
         return None, None, None, None, None, None, *reduced
 
 
+@untraced_methods("forward", "backward")
 class Allgather(torch.autograd.Function):
     """The gradient of a rank's rows is the average of the ranks', as in Horovod."""
 
@@ -102,6 +106,7 @@ class Allgather(torch.autograd.Function):
         return reduced.narrow(0, *ctx.span).reshape(ctx.shape), None, None
 
 
+@untraced_methods("forward", "backward")
 class GroupedAllgather(torch.autograd.Function):
     """The same for several tensors, as a group."""
 
@@ -137,6 +142,7 @@ class GroupedAllgather(torch.autograd.Function):
         return None, None, *own
 
 
+@untraced_methods("forward", "backward")
 class Broadcast(torch.autograd.Function):
     """The root's gradient is the average of the ranks', as in Horovod; the others' is zero."""
 
@@ -157,6 +163,7 @@ class Broadcast(torch.autograd.Function):
         return reduced if is_root else torch.zeros_like(reduced), None, None, None
 
 
+@untraced_methods("forward", "backward")
 class Alltoall(torch.autograd.Function):
     """The gradients of rows go back to where the rows came from."""
 
@@ -170,7 +177,7 @@ class Alltoall(torch.autograd.Function):
         )
         result, received = taken(handle.wait())
         ctx.received = received
-        counts = torch.tensor(received, dtype=torch.int32)
+        counts = torch.tensor(received, dtype=torch.int32, device="cpu")
         ctx.mark_non_differentiable(counts)
         return to_tensor_like(result, tensor), counts
 
@@ -181,6 +188,7 @@ class Alltoall(torch.autograd.Function):
         return returned, None, None, None
 
 
+@untraced_methods("forward", "backward")
 class Reducescatter(torch.autograd.Function):
     """The gradients of all rows are gathered; times the number of ranks for sums, as in Horovod."""
 
@@ -216,6 +224,7 @@ class Reducescatter(torch.autograd.Function):
         return whole, None, None, None, None, None, None
 
 
+@untraced_methods("forward", "backward")
 class GroupedReducescatter(torch.autograd.Function):
     """The same for several tensors, as a group."""
 

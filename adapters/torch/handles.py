@@ -9,9 +9,11 @@ import torch
 
 from hvdlite.engine import Handle
 from hvdlite.errors import HorovodInternalError
+from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.tensors import taken, to_tensor_like
 
 
+@untraced_methods("wait")
 class TensorHandle(Handle):
     """A collective on its way; `synchronize` turns it into its tensor, once.
 

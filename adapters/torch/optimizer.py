@@ -16,6 +16,7 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.schedule.local import EACH_CHANGE
+from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.loss import loss_like, value_of_loss
 from hvdlite.torch.parameter_set import release
@@ -164,6 +165,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return optimizer
 
 
+@untraced_methods("synchronize", "zero_grad")
 class _Distributed(Wrapped):
     """What `DistributedOptimizer` adds to an optimizer's class."""
 
@@ -347,6 +349,7 @@ def _before_step_outside(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str
     return args, kwargs
 
 
+@untraced
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Exchange before the step, or, if there is a closure, whenever it has run.
 
@@ -363,11 +366,13 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return replace(partial(optimizer._evaluate, closure, batch_size))
 
 
+@untraced
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Also without a new gradient here, the next step is exchanged: another rank may have one.
     optimizer._reducer.synchronized = False
 
 
+@untraced
 def _before_scheduled_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "batch_size" in kwargs:
         raise ValueError(
@@ -379,6 +384,7 @@ def _before_scheduled_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[s
     return _before_step(optimizer, args, kwargs)
 
 
+@untraced
 def _after_scheduled_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     _after_step(optimizer, args, kwargs)
     optimizer._schedule.end()

@@ -14,6 +14,7 @@ from hvdlite.interrupts import Interrupted, deferred, leave, uninterrupted
 from hvdlite.torch.apart import Apart, reduce_apart
 from hvdlite.torch.arrivals import Arrivals
 from hvdlite.torch.changes import Changes
+from hvdlite.torch.dynamo import untraced
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.slots import Slots
 from hvdlite.torch.tensors import properties_of
@@ -127,6 +128,7 @@ class ParameterSet:
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         reference = weakref.ref(self)
 
+        @untraced
         def on_gradient(parameter: torch.Tensor) -> None:
             members = reference()
             if members is None:  # its optimizer is gone

@@ -130,4 +130,4 @@ def _received(result: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 def _received_with_splits(result: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     whole, received = taken(result)
-    return to_tensor_like(whole, tensor), torch.tensor(received, dtype=torch.int32)
+    return to_tensor_like(whole, tensor), torch.tensor(received, dtype=torch.int32, device="cpu")

@@ -15,6 +15,7 @@ from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule import ExchangeSchedule, LocalSteps
 from hvdlite.schedule.local_steps import Moment
+from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.parameter_set import release
 from hvdlite.torch.reducer import Reducer
@@ -29,6 +30,7 @@ from hvdlite.torch.tensors import (
 from hvdlite.torch.wrapping import STATE
 
 
+@untraced_methods("synchronize", "average_weights")
 class Scheduled:
     """What a schedule adds to the class of a distributed optimizer, before that one's methods."""
 

@@ -108,7 +108,7 @@ def _coalesced(tensor: torch.Tensor) -> torch.Tensor:
 
 def _described(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """What ranks have to agree on, and then the indices, of shape (entries, sparse axes), flat."""
-    head = torch.tensor(_head(tensor, op), dtype=torch.int64)
+    head = torch.tensor(_head(tensor, op), dtype=torch.int64, device="cpu")
     return torch.cat([head, tensor.indices().cpu().t().reshape(-1)])
 
 
@@ -173,5 +173,10 @@ def _sparse(
 ) -> torch.Tensor:
     # They come from tensors that were made of them before; and torch wants to be told.
     return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=is_coalesced, check_invariants=False
+        indices,
+        values,
+        shape,
+        device=values.device,
+        is_coalesced=is_coalesced,
+        check_invariants=False,
     )

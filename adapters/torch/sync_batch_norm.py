@@ -11,8 +11,10 @@ from hvdlite import runtime, world
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Sum
 from hvdlite.torch.collectives import allgather, allreduce
+from hvdlite.torch.dynamo import untraced_methods
 
 
+@untraced_methods("forward")
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation over the batches of all ranks together.
 
@@ -223,6 +225,7 @@ def _whole_moments(input: torch.Tensor, process_set: ProcessSet) -> Moments:
     return Moments(int(total), mean.to(wide), variance.to(wide), name)
 
 
+@untraced_methods("forward", "backward")
 class _Normalise(torch.autograd.Function):
     """The normalisation with given moments, and the gradient through them."""
 
@@ -273,6 +276,7 @@ class _Normalise(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None, None
 
 
+@untraced_methods("forward", "backward")
 class _Once(torch.autograd.Function):
     """A gradient of the layer, which depends on other tensors but has no gradient itself."""
 

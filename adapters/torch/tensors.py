@@ -20,7 +20,7 @@ def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
     """The numpy dtype of a torch dtype; bfloat16 is ``ml_dtypes``'."""
     if dtype == torch.bfloat16:
         return _BFLOAT16
-    return torch.empty(0, dtype=dtype).numpy().dtype
+    return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:

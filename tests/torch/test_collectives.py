@@ -385,3 +385,37 @@ def test_conjugates_and_negatives_are_reduced_in_place(size):
         received = torch.full((3,), 1 + 1j * (hvd.rank() + step)).conj()
         hvd.broadcast_(received, root_rank=1)
         assert received.tolist() == [1 - 1j * (1 + step)] * 3
+
+
+@ranks(2)
+def test_a_default_device_is_for_the_users_tensors_alone():
+    """As "cuda" is set where there is a GPU; "meta" tells tensors of ours that would be there."""
+    hvd.init()
+    size, ones = hvd.size(), torch.ones(4)
+    model = torch.nn.Linear(4, 2)
+    sparse = torch.eye(4).to_sparse()
+    torch.set_default_device("meta")
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert hvd.allreduce(ones.to(dtype), op=hvd.Sum).tolist() == [size] * 4
+        rows, splits = hvd.alltoall(ones, splits=[2, 2])
+        handle = hvd.alltoall_async(ones, splits=[2, 2])
+        assert [rows.tolist(), splits.tolist()] == [[1] * 4, [2, 2]]
+        assert hvd.synchronize(handle)[1].tolist() == [2, 2]
+        assert hvd.reducescatter(ones).tolist() == [1, 1]
+        assert hvd.sparse_allreduce_async(sparse, "s", hvd.Sum)().to_dense().device.type == "cpu"
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        norm = hvd.SyncBatchNorm(4, device="cpu")
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam([*model.parameters(), *norm.parameters()]),
+            compression=hvd.Compression.ErrorFeedback(hvd.Compression.fp16),
+        )
+        for _ in range(3):
+            model(norm(ones.reshape(1, 4) * hvd.rank())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert len(hvd.ShardSampler(10, 2)) == 3
+    finally:
+        torch.set_default_device(None)
+    assert len({str(each) for each in hvd.allgather_object(model.weight.tolist())}) == 1
