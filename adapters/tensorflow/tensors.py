@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdlite import NotInitializedError, runtime
 from hvdlite.engine import Engine
 from hvdlite.exchange import Conversion
+from hvdlite.exchange.compressors import cast
 from hvdlite.tensorflow.errors import ArgumentError, translated
 from hvdlite.tensorflow.graphs import call_python, call_python_in_session, for_session
 
@@ -40,8 +41,13 @@ def to_tensor(value: Any) -> tf.Tensor:
     """Return a tensor of numbers for a tensor, a variable (Keras' too) or an array.
 
     Raises:
-        TypeError: it holds strings or handles.
+        TypeError: it holds strings or handles, or is ragged or sparse.
     """
+    if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
+        raise TypeError(
+            f"expected a dense tensor, found a {type(value).__name__}; convert it first, by "
+            "value.to_tensor() or tf.sparse.to_dense(value)"
+        )
     tensor = tf.convert_to_tensor(value)
     if tensor.dtype in (tf.string, tf.resource, tf.variant):
         raise TypeError(
@@ -55,6 +61,12 @@ def to_array(tensor: tf.Tensor) -> Any:
     """View an eager tensor as a read-only array; one on an accelerator is copied."""
     # A scalar has no memory of its own that numpy could view in every dtype.
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
+
+
+@cast.register(tf.Tensor)
+@cast.register(tf.Variable)
+def _cast(tensor: Any, dtype: Any) -> Any:
+    return tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor
 
 
 #: Of tensors that a compression class of the user's own gets and returns.

@@ -12,6 +12,7 @@ import torch
 
 from hvdlite.engine.device import DeviceArray, DeviceResult
 from hvdlite.exchange import Conversion
+from hvdlite.exchange.compressors import cast
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -53,6 +54,16 @@ def to_array(
             pass
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, found {tensor.layout}; call .to_dense() first")
+    if tensor.is_meta:
+        raise TypeError(
+            f"expected a tensor with values, found {_described(tensor)} on the device meta, which "
+            "holds none; give it memory first, by .to_empty(device=...) of its module, say"
+        )
+    if tensor.is_quantized or (tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point):
+        raise TypeError(
+            f"{_described(tensor)} cannot be exchanged; convert it first, by "
+            f"{'.dequantize()' if tensor.is_quantized else '.float()'}"
+        )
     host = tensor.detach() if tensor.requires_grad else tensor
     lent = None if lend is None or host.is_cpu else lend(host)
     if lent is not None:
@@ -61,6 +72,10 @@ def to_array(
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(_BFLOAT16)
     return host.numpy()
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"a tensor of {tensor.dtype} and shape {list(tensor.shape)}"
 
 
 def to_tensor(array: Any) -> torch.Tensor:
@@ -95,6 +110,12 @@ def convert(values: Any, out: Any) -> None:
 
 #: Of tensors that a compression class of the user's own gets and returns.
 CONVERSION = Conversion(to_tensor, to_array)
+
+
+@cast.register
+def _cast(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
 
 def taken(result: Any) -> Any:

@@ -7,6 +7,7 @@ from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.by_parameter import ByParameter
 from hvdlite.exchange.cast import Cast
 from hvdlite.exchange.compression import Compression, check_groups, check_strategy
+from hvdlite.exchange.compressors import FP16Compressor, NoneCompressor
 from hvdlite.exchange.custom import Compressor, Conversion, Custom
 from hvdlite.exchange.deep_gradient import DeepGradientCompression
 from hvdlite.exchange.error_feedback import ErrorFeedback
@@ -39,9 +40,11 @@ __all__ = [
     "DeepGradientCompression",
     "Dense",
     "ErrorFeedback",
+    "FP16Compressor",
     "Float8",
     "MajorityVote",
     "Natural",
+    "NoneCompressor",
     "Parameter",
     "RandomK",
     "QSGD",

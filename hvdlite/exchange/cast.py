@@ -13,6 +13,7 @@ from hvdlite import halves
 from hvdlite.arguments import check_choice
 from hvdlite.exchange.bucket import Bucket
 from hvdlite.exchange.codec import Codec, add_by_slices, greatest_magnitude
+from hvdlite.exchange.compressors import cast
 from hvdlite.exchange.parameter import Parameter, Reduction
 from hvdlite.exchange.strategy import DENSE, Strategy
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
@@ -85,6 +86,17 @@ class Cast(Strategy):
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The 16-bit type, of wider floats."""
         return self.dtype if self._narrows(dtype) else dtype
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Return any framework's tensor in 16 bits, if it holds floats, and its dtype.
+
+        For compression by hand, as with Horovod's classes; ``scale`` is left out.
+        """
+        return cast(tensor, self.dtype.name), tensor.dtype
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Return a tensor in the dtype that `compress` has returned with it."""
+        return cast(tensor, ctx)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Round, sum, widen."""

@@ -9,6 +9,7 @@ from hvdlite.arguments import check_count
 from hvdlite.exchange.blockwise import Blockwise8
 from hvdlite.exchange.by_parameter import ByParameter
 from hvdlite.exchange.cast import Cast
+from hvdlite.exchange.compressors import FP16Compressor, NoneCompressor
 from hvdlite.exchange.custom import Conversion, Custom
 from hvdlite.exchange.deep_gradient import DeepGradientCompression
 from hvdlite.exchange.error_feedback import ErrorFeedback
@@ -69,6 +70,10 @@ def check_strategy(compression: Any, conversion: Conversion | None = None) -> St
     """
     if isinstance(compression, Strategy):
         return compression
+    if compression is NoneCompressor:
+        return DENSE
+    if compression is FP16Compressor:
+        return Compression.fp16
     if isinstance(compression, type) and issubclass(compression, Strategy):
         raise TypeError(
             f"compression={compression.__name__} is a class, and has settings; call it, as in "

@@ -123,6 +123,14 @@ class Dense(Strategy):
         """What they are."""
         return dtype
 
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Return a tensor as it is, and None, as Horovod's class does."""
+        return tensor, None
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Return a tensor as it is."""
+        return tensor
+
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Reduce in place in ``result`` where gradients are divided before the sum."""
         reduction, send = bucket.reduction, bucket.send

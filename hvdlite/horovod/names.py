@@ -57,6 +57,7 @@ _BASICS = (
 )
 _UTIL = ("check_extension", "gpu_available")
 _PROCESS_SETS = ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set")
+_COMPRESSORS = ("Compression", "Compressor", "FP16Compressor", "NoneCompressor")
 
 ANSWERS: dict[str, Answer] = {
     "horovod": Answer("hvdlite", ("run",)),
@@ -75,7 +76,7 @@ ANSWERS: dict[str, Answer] = {
     "horovod.data.data_loader_base": Answer("hvdlite.horovod.data"),
     # PyTorch
     "horovod.torch": Answer("hvdlite.torch", util=_UTIL),
-    "horovod.torch.compression": Answer("hvdlite.torch", ("Compression",)),
+    "horovod.torch.compression": Answer("hvdlite.exchange", _COMPRESSORS),
     "horovod.torch.elastic": Answer("hvdlite.torch.elastic"),
     "horovod.torch.elastic.sampler": Answer("hvdlite.torch.elastic", ("ElasticSampler",)),
     "horovod.torch.elastic.state": Answer(
@@ -112,7 +113,7 @@ ANSWERS: dict[str, Answer] = {
     "horovod.tensorflow.data.compute_worker": Answer(
         "hvdlite.tensorflow.data_service", ("compute_worker_fn",)
     ),
-    "horovod.tensorflow.compression": Answer("hvdlite.tensorflow", ("Compression",)),
+    "horovod.tensorflow.compression": Answer("hvdlite.exchange", _COMPRESSORS),
     "horovod.tensorflow.elastic": Answer("hvdlite.tensorflow.elastic"),
     "horovod.tensorflow.functions": Answer(
         "hvdlite.tensorflow",

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.exchange import Compression, ErrorFeedback
+from hvdlite.exchange import Compression, ErrorFeedback, FP16Compressor, NoneCompressor
 from tests.torch.checks import assert_close, assert_identical_on_all_ranks
 
 SHAPES = {"a": (5, 7), "b": (40,), "c": ()}
@@ -394,3 +394,36 @@ class TestOnesOwn:
             make(Compression.TopK)
         with pytest.raises(ValueError, match="remembers something from step to step"):
             hvd.allreduce(torch.ones(1), compression=ErrorFeedback(Compression.fp16))
+
+
+@ranks(2)
+def test_horovods_compression_classes():
+    """By hand, to derive from, and as they are."""
+    hvd.init()
+    for compression in (hvd.Compression.fp16, FP16Compressor):
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.int32):
+            tensor = torch.tensor([1, -2, 3]).to(dtype)
+            narrow, context = compression.compress(tensor)
+            assert narrow.dtype == (torch.int32 if dtype == torch.int32 else torch.float16)
+            assert torch.equal(compression.decompress(narrow, context), tensor)
+    for compression in (hvd.Compression.none, NoneCompressor):
+        tensor = torch.ones(2)
+        assert compression.decompress(*compression.compress(tensor)) is tensor
+    wide, context = hvd.Compression.bf16.compress(torch.ones(2))
+    assert (wide.dtype, context) == (torch.bfloat16, torch.float32)
+
+    class Halved(FP16Compressor):
+        @staticmethod
+        def decompress(tensor, ctx):
+            return FP16Compressor.decompress(tensor, ctx) / 2
+
+    for compression, expected in ((NoneCompressor, 1), (FP16Compressor, 1), (Halved, 0.5)):
+        found = hvd.allreduce(torch.ones(3), compression=compression)
+        assert found.tolist() == [expected] * 3
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), compression=compression
+        )
+        model(torch.full((1, 2), 2.0 * hvd.rank())).sum().backward()
+        optimizer.synchronize()
+        assert model.weight.grad.tolist() == [[expected] * 2]
