@@ -270,9 +270,16 @@ def checked_root(engine: Engine, root_rank: int) -> int:
     """Return the root of a broadcast.
 
     Raises:
-        ValueError: it is not among an engine's ranks.
+        ValueError: it is no integer, or not among an engine's ranks.
     """
-    root, ranks = operator.index(root_rank), engine.world.ranks
+    ranks = engine.world.ranks
+    try:
+        root = operator.index(root_rank)
+    except TypeError:
+        kind = type(root_rank).__name__
+        raise ValueError(
+            f"root_rank={root_rank!r} is of type {kind}; expected an integer, the number of a rank"
+        ) from None
     if root not in ranks:
         whole = ranks == tuple(range(world.size()))
         found = f"ranks are 0 to {world.size() - 1}" if whole else f"the process set has {ranks}"

@@ -11,6 +11,7 @@
     └── LauncherError              processes that were started together are no job to MPI
     ValueError
     ├── NotInitializedError        a call before ``init()``
+    ├── UnsupportedError           what a call does not do; also a NotImplementedError
     ├── SettingsError              an environment variable that cannot be read
     └── CheckpointError            a checkpoint that is damaged, foreign or does not fit
 
@@ -40,6 +41,13 @@ class GradientError(HorovodInternalError):
 
     All ranks raise it together, in the midst of an operation that they have all left in the same
     place, so that communication goes on.
+    """
+
+
+class UnsupportedError(ValueError, NotImplementedError):
+    """An argument that is valid elsewhere asks for what a call does not do.
+
+    As Horovod's errors for it, it is also a RuntimeError.
     """
 
 

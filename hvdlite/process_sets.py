@@ -175,7 +175,13 @@ class ProcessSets:
 
         Raises:
             HorovodInternalError: the ranks disagree on which it is.
+            ValueError: it is no process set.
         """
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(
+                f"process_set={process_set!r} is of type {type(process_set).__name__}; expected "
+                "what hvd.add_process_set() has returned"
+            )
         number = process_set.process_set_id
         if not number or self._sets.get(number) is not process_set:
             return False

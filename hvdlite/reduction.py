@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
         warnings.warn(
             "average= is deprecated; use op=hvd.Average or op=hvd.Sum",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=_users_level(),
         )
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
     if op is None:
@@ -69,6 +70,18 @@ def choose(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
         raise ValueError(
             f"op={op!r} is not a reduction; use hvd.Average, Sum, Adasum, Min, Max or Product"
         ) from None
+
+
+def _users_level() -> int:
+    """Return the ``stacklevel`` of the first line outside of hvdlite, for a warning of a caller."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "hvdlite"
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:

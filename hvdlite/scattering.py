@@ -12,6 +12,7 @@ from hvdlite.engine import Handle, Operation
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.device_scattering import DeviceAlltoall, DeviceReducescatter
 from hvdlite.engine.scattering import Alltoall, Reducescatter
+from hvdlite.errors import UnsupportedError
 from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
@@ -85,7 +86,10 @@ def _checked_splits(splits: Any, rows: int, size: int) -> list[int]:
                 f"{rows} rows cannot be dealt evenly to {size} ranks; pass splits, one for each"
             )
         return [rows // size] * size
-    given = np.asarray(splits)
+    try:
+        given = np.asarray(splits)
+    except ValueError:  # a list of lists that differ in length
+        given = np.empty(0, object)
     if given.ndim != 1 or given.size != size or (given.dtype.kind not in "iu" and given.size):
         raise ValueError(
             f"splits must be {size} integers, one for each rank that takes part; found {splits!r}"
@@ -172,7 +176,7 @@ def describe_reducescatter(
     if not array.shape:
         raise ValueError("reducescatter needs an array of rows, found a scalar")
     if op is ReduceOp.ADASUM:
-        raise ValueError("Adasum is not defined for pieces of arrays; use allreduce")
+        raise UnsupportedError("Adasum is not defined for pieces of arrays; use allreduce")
     reduction.check(op, array.dtype)
     kind = DeviceReducescatter if on_device else Reducescatter
     prescale = reduction.check_factor("prescale_factor", prescale, array.dtype)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 
@@ -688,3 +689,39 @@ def test_arrays_that_are_not_contiguous(monkeypatch, shared_memory):
     hvd.shutdown()
     monkeypatch.undo()
     hvd.init()
+
+
+@TWO
+def test_arguments_of_a_wrong_kind_are_refused_at_once():
+    hvd.init()
+    ones = np.ones(4)
+    for call, words in (
+        (lambda: hvd.allreduce(ones, name=5), "name=5 is of type int; expected a string"),
+        (lambda: hvd.grouped_allreduce([ones], name=5), "name=5 is of type int"),
+        (lambda: hvd.allgather(ones, name=5), "name=5 is of type int"),
+        (lambda: hvd.broadcast(ones, "0"), "root_rank='0' is of type str; expected an integer"),
+        (lambda: hvd.broadcast(ones, 1.0), "root_rank=1.0 is of type float"),
+        (lambda: hvd.broadcast_object(1, root_rank="0"), "root_rank='0' is of type str"),
+        (lambda: hvd.remove_process_set(5), "process_set=5 is of type int; expected what"),
+        (lambda: hvd.alltoall(ones, splits=[[1], [2, 1]]), "splits must be 2 integers"),
+        (lambda: hvd.alltoall(ones, splits="ab"), "splits must be 2 integers"),
+        (lambda: hvd.alltoall(ones, splits=[2.0, 2.0]), "splits must be 2 integers"),
+        (lambda: hvd.allreduce(np.array([{}, None])), "arrays of dtype object cannot be sent"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            call()
+    with pytest.raises(NotImplementedError, match="Adasum is not defined for pieces") as caught:
+        hvd.reducescatter(ones, op=hvd.Adasum)
+    assert isinstance(caught.value, ValueError | RuntimeError)
+    assert hvd.broadcast(ones * hvd.rank(), np.int64(1)).tolist() == [1] * 4
+
+
+@ranks(1)
+def test_the_warning_of_average_points_at_the_line_that_gives_it():
+    hvd.init()
+    ones = np.ones(2)
+    for call in (hvd.allreduce, hvd.allreduce_async, hvd.grouped_allreduce):
+        given = [ones] if call is hvd.grouped_allreduce else ones
+        with pytest.warns(DeprecationWarning, match="average= is deprecated") as caught:
+            call(given, average=True)
+        assert [each.filename for each in caught] == [__file__]

@@ -61,6 +61,10 @@ class ArgumentError(_Constructor, tf.errors.InvalidArgumentError, ValueError):
     """An argument that this rank alone can tell to be wrong."""
 
 
+class UnsupportedError(ArgumentError, errors.UnsupportedError):
+    """An argument asks for what a call does not do."""
+
+
 def translated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Wrap a function that calls the core: what it raises becomes one of the classes here."""
 
@@ -87,7 +91,7 @@ def _kind_of(error: Exception) -> type[tf.errors.OpError] | None:
         return GradientError
     if isinstance(error, errors.HorovodInternalError):
         return HorovodInternalError
-    return ArgumentError
+    return UnsupportedError if isinstance(error, errors.UnsupportedError) else ArgumentError
 
 
 _KINDS = {
@@ -95,6 +99,7 @@ _KINDS = {
     (tf.errors.UNKNOWN, "GradientError"): GradientError,
     (tf.errors.UNKNOWN, "HorovodInternalError"): HorovodInternalError,
     (tf.errors.INVALID_ARGUMENT, "ArgumentError"): ArgumentError,
+    (tf.errors.INVALID_ARGUMENT, "UnsupportedError"): UnsupportedError,
     (tf.errors.INVALID_ARGUMENT, "NotInitializedError"): ArgumentError,
 }
 _NAMED = re.compile(rf"(?<!\S)({'|'.join(name for _, name in _KINDS)}): ")

@@ -203,7 +203,6 @@ class Reducescatter(torch.autograd.Function):
         postscale: float,
         process_set: ProcessSet,
     ) -> torch.Tensor:
-        ctx.arguments = name, op, prescale * postscale, process_set
         result = scattering.reducescatter(
             to_array(tensor, lender([tensor], prescale, postscale, compression=compression)),
             name,
@@ -213,6 +212,7 @@ class Reducescatter(torch.autograd.Function):
             compression=compression,
             process_set=process_set,
         )
+        ctx.arguments = name, op, prescale * postscale, process_set
         return to_tensor_like(taken(result), tensor)
 
     @staticmethod
@@ -239,7 +239,6 @@ class GroupedReducescatter(torch.autograd.Function):
         process_set: ProcessSet,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = name, op, prescale * postscale, process_set
         lends = lender(tensors, prescale, postscale, compression=compression)
         results = grouped.grouped_reducescatter(
             [to_array(tensor, lends) for tensor in tensors],
@@ -250,6 +249,7 @@ class GroupedReducescatter(torch.autograd.Function):
             compression=compression,
             process_set=process_set,
         )
+        ctx.arguments = name, op, prescale * postscale, process_set
         return tuple(map(to_tensor_like, taken(results), tensors))
 
     @staticmethod

@@ -109,6 +109,9 @@ class Operation(ABC):
 
     def _remember(self) -> tuple[str, bytes]:
         """The key and the word, which are the same in every step of a program."""
+        if not isinstance(self.name, str):
+            kind = type(self.name).__name__
+            raise ValueError(f"name={self.name!r} is of type {kind}; expected a string, or None")
         known = self.signature.known
         word = _word(self.name, b"", self.signature.digest, False)
         known[self.name] = found = self.signature.prefix + self.name, word

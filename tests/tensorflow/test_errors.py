@@ -1,5 +1,6 @@
 """Every kind of error that a TensorFlow user can get, on whom, and that the next call works."""
 
+import functools
 import pickle
 
 import numpy as np
@@ -250,3 +251,30 @@ def test_strategies_with_several_replicas_are_refused():
     done = run_script(STRATEGY, 1, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "refused and alive" in done.stdout
+
+
+@ranks(2)
+def test_arguments_of_a_wrong_kind():
+    hvd.init()
+    ones = tf.ones(2)
+    for call, words in (
+        (lambda: hvd.broadcast(ones, "0"), "root_rank='0' is of type str"),
+        (lambda: hvd.allreduce(ones, name=5), "name=5 is of type int"),
+        (lambda: hvd.allreduce(ones, prescale_factor="2"), "prescale_factor='2' is not a finite"),
+        (lambda: hvd.alltoall(ones, splits=[1.0, 1.0]), "splits must be 2 integers"),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=words):
+            call()
+    with pytest.raises(TypeError, match="expected a dense tensor, found a RaggedTensor"):
+        hvd.allreduce(tf.ragged.constant([[1.0], [2.0, 3.0]]))
+    adasum = functools.partial(hvd.reducescatter, ones, op=hvd.Adasum)
+    for call in (adasum, tf.function(adasum)):
+        with pytest.raises(NotImplementedError, match="Adasum is not defined for pieces") as caught:
+            call()
+        assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+    for tensor in (ones, tf.Variable(ones)):
+        narrow, context = hvd.Compression.fp16.compress(tensor)
+        assert narrow.dtype == tf.float16
+        assert hvd.Compression.fp16.decompress(narrow, context).dtype == tf.float32
+    assert hvd.Compression.fp16.compress(tf.constant([1]))[0].dtype == tf.int32
+    assert hvd.allreduce(ones, op=hvd.Sum).numpy().tolist() == [2, 2]

@@ -1,4 +1,5 @@
 import gc
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -419,3 +420,38 @@ def test_a_default_device_is_for_the_users_tensors_alone():
     finally:
         torch.set_default_device(None)
     assert len({str(each) for each in hvd.allgather_object(model.weight.tolist())}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+@ranks(2)
+def test_tensors_that_cannot_be_exchanged_are_refused_at_once():
+    hvd.init()
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    for tensor, words in (
+        (torch.ones(2, device="meta"), "on the device meta"),
+        (quantised, r"torch.qint8 .* cannot be exchanged; convert it first, by .dequantize\(\)"),
+        (torch.ones(2).to(torch.float8_e4m3fn), r"float8_e4m3fn .* first, by .float\(\)"),
+        (torch.eye(2).to_sparse(), "expected a dense tensor"),
+        (np.ones(2), "expected a torch.Tensor, found ndarray"),
+    ):
+        for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+            with pytest.raises((TypeError, ValueError), match=words):
+                call(tensor)
+    for name, value in (("name", 5), ("prescale_factor", "2"), ("postscale_factor", math.nan)):
+        for call in (hvd.allreduce, hvd.allreduce_, hvd.reducescatter):
+            with pytest.raises(ValueError, match=f"{name}="):
+                call(torch.ones(2), **{name: value})
+    with pytest.raises(RuntimeError, match="Adasum is not defined"):
+        hvd.reducescatter(torch.ones(2), op=hvd.Adasum)
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2, 2]
+
+
+@ranks(1)
+def test_the_warning_of_average_points_at_the_line_that_gives_it():
+    hvd.init()
+    one = torch.ones(1)
+    for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async, hvd.grouped_allreduce_):
+        given = [one] if call is hvd.grouped_allreduce_ else one
+        with pytest.warns(DeprecationWarning, match="average= is deprecated") as caught:
+            call(given, average=True)
+        assert [each.filename for each in caught] == [__file__]
