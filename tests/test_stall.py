@@ -1,6 +1,7 @@
 """Ranks that wait are told for whom, and no wait is without an end."""
 
 import logging
+import re
 import time
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 import hvdlite as hvd
 from hvdlite import runtime
 from hvdlite.engine.operations import Allreduce, Barrier
+from hvdlite.exchange import Compression, Parameter, Reduction
+from hvdlite.gradients import GradientExchange
 from tests.harness import ranks
 
 
@@ -48,6 +51,32 @@ def test_ranks_that_wait_in_different_operations_are_named(monkeypatch):
     assert hvd.synchronize(handle) == hvd.synchronize(other) == 3
     if hvd.rank() == 0:
         assert any("'a' (missing on ranks 1, 2)" in message for message in messages), messages
+
+
+@ranks(2, fresh=True, env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.3"})
+def test_gradients_that_are_missing_are_named(monkeypatch):
+    """Nobody knows what bucket 0 is."""
+    hvd.init()
+    hvd.barrier()
+    messages = collect_warnings(monkeypatch)
+    engine = runtime.engine()
+    parameters = [Parameter(name, (3,), np.dtype(np.float32)) for name in ("a", "b", "c", "d")]
+    exchange = GradientExchange(engine, "model", parameters, Compression.none, Reduction())
+    for step in range(3):
+        exchange.begin()
+        if step == 2 and hvd.rank() == 1:
+            handle = engine.gradients.submit(Barrier("something else"))
+            time.sleep(1.5)
+        exchange.mark(*range(4))
+        exchange.finish()
+    if hvd.rank() == 0:
+        hvd.synchronize(engine.gradients.submit(Barrier("something else")))
+        expected = (
+            r"'model: bucket 0' \(gradients of '[a-d]', '[a-d]' and 2 more\) \(missing on rank 1\)"
+        )
+        assert any(re.search(expected, message) for message in messages), messages
+    else:
+        hvd.synchronize(handle)
 
 
 @ranks(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from hvdlite.engine.operation import Signature
+from hvdlite.engine.operation import Signature, title
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,12 @@ class Description:
     key: str = ""  # of the operation; empty: its name
     stands_in: bool = False  # whether ranks that have joined can take part in it
     patient: bool = False  # whether it may wait as long as it takes
+    about: str = ""  # what messages add to the name
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return title(self.name, self.about)
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Decision:
             for one kind: the operation of each member.
         failed: for each one that cannot run, why.
         missing: for each one that waits, by its name, the members that have not submitted it.
+        about: of these, what messages add to the name.
         closing: the members that are shutting down.
     """
 
@@ -54,6 +64,7 @@ class Decision:
     clashing: list[dict[int, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
     closing: list[int] = field(default_factory=list)
 
 
@@ -102,19 +113,19 @@ def _failure(
     substituted: bool,
 ) -> str | None:
     """Why an operation cannot run, now or later; None: it can."""
-    name = next(iter(entries.values())).name
+    name = next(iter(entries.values())).title
     failures = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
     if substituted:
         if not all(entry.stands_in for entry in entries.values()):
             return (
-                f"{name!r} cannot go on without {ranks_text(missing)}, which called join() and can "
+                f"{name} cannot go on without {ranks_text(missing)}, which called join() and can "
                 "take part in allreduces only; call it before join() on all ranks, or after"
             )
         missing = ()
     gone = [rank for rank in missing if rank in closing]
     if gone:
         return (
-            f"{ranks_text(gone)} shut down without submitting {name!r}; "
+            f"{ranks_text(gone)} shut down without submitting {name}; "
             "see what ended there, and run the same steps on all ranks"
         )
     if missing:
@@ -122,7 +133,7 @@ def _failure(
         if waited <= give_up_after or any(entry.patient for entry in entries.values()):
             return None
         return (
-            f"{name!r} has waited {waited:.0f} s and is still missing on {ranks_text(missing)}; "
+            f"{name} has waited {waited:.0f} s and is still missing on {ranks_text(missing)}; "
             "run the same steps on all ranks, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
         )
     return "; ".join(f"rank {rank}: {why}" for rank, why in failures.items()) or None
@@ -150,6 +161,9 @@ def _sort_waiting(
             for key in dict.fromkeys(keys.values()):
                 label = key if name in decision.missing else name
                 decision.missing[label] = waiting[key]
+                decision.about[label] = next(
+                    table[key].about for table in tables.values() if key in table
+                )
 
 
 def explain(name: str, signatures: Mapping[int, Signature]) -> str:
@@ -195,8 +209,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def report_missing(missing: Mapping[str, Sequence[int]], limit: int = 8) -> str:
-    """One line on what waits for whom."""
-    entries = [f"{name!r} (missing on {ranks_text(ranks)})" for name, ranks in missing.items()]
+def report_missing(
+    missing: Mapping[str, Sequence[int]], limit: int = 8, about: Mapping[str, str] = _NOTHING
+) -> str:
+    """Return one line on what waits for whom."""
+    entries = [
+        f"{title(name, about.get(name, ''))} (missing on {ranks_text(ranks)})"
+        for name, ranks in missing.items()
+    ]
     more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
     return ", ".join(entries[:limit]) + more

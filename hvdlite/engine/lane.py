@@ -290,7 +290,7 @@ class Lane:
             )
         for operation in self._queue.take_all():
             failure = HorovodInternalError(
-                f"rank {self._transport.members[self._transport.rank]}: {operation.name!r} failed: "
+                f"rank {self._transport.members[self._transport.rank]}: {operation.title} failed: "
                 f"{reason}"
             )
             failure.__cause__ = error

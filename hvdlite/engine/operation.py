@@ -41,6 +41,11 @@ class Signature(tuple[tuple[str, Any], ...]):
         return {}
 
 
+def title(name: str, about: str) -> str:
+    """Return what messages call an operation: ``'name'`` or ``'name' (about)``."""
+    return f"{name!r} ({about})" if about else repr(name)
+
+
 class Operation(ABC):
     """One collective, submitted under a name by every rank of a lane.
 
@@ -93,6 +98,16 @@ class Operation(ABC):
     def extents(self) -> Sequence[Extent]:
         """The caller's memory that it reads and writes; no other operation may write to it."""
         return ()
+
+    @property
+    def about(self) -> str:
+        """What messages add to the name, for users who did not choose it; empty: nothing."""
+        return ""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return title(self.name, self.about)
 
     @property
     def activity(self) -> str:

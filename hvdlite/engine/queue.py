@@ -142,6 +142,7 @@ class Queue:
                     operation.key,
                     operation.stands_in,
                     operation.patient,
+                    operation.about,
                 )
                 for operation in self._operations.values()
             )
@@ -173,6 +174,6 @@ class Queue:
     def describe(self) -> str:
         """The names of the first operations."""
         with self.lock:
-            names = [operation.name for operation in self._operations.values()]
-        shown = ", ".join(map(repr, names[:4])) or "shutdown()"
-        return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            titles = [operation.title for operation in self._operations.values()]
+        shown = ", ".join(titles[:4]) or "shutdown()"
+        return shown + (f" and {len(titles) - 4} more" if len(titles) > 4 else "")

@@ -120,6 +120,11 @@ class DeviceBucketExchange(DeviceOperation):
         self._step.compare(payloads, transport)
         return super().execute(transport, payloads)
 
+    @property
+    def about(self) -> str:
+        """Whose gradients are in the bucket."""
+        return self._step.title
+
     def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
         """Take note of which gradients are there.
 

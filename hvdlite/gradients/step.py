@@ -64,6 +64,13 @@ class BucketStep:
         self.bucket.lent = {}
 
     @property
+    def title(self) -> str:
+        """What messages call it: by its first parameters."""
+        names = [repr(parameter.name) for parameter in self.bucket.parameters]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        return f"gradients of {', '.join(names[:2])}{more}"
+
+    @property
     def begun(self) -> bool:
         """Whether a gradient has come."""
         return self.absent < self._size
@@ -186,6 +193,11 @@ class BucketExchange(Operation):
         self.nbytes = step.bucket.send.nbytes
 
     stands_in = True
+
+    @property
+    def about(self) -> str:
+        """Whose gradients are in the bucket."""
+        return self._step.title
 
     def stand_in(self) -> Callable[[], Operation]:
         """What makes the exchange of a bucket without any gradient."""
