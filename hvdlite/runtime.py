@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.process
 import os
 import time
 from collections.abc import Sequence
@@ -130,6 +131,7 @@ def init(
     _engine = Engine(MPI, split, values)
     _lost = None
     _note_leaving(False)
+    _keep_files_together()
     world.enter(split)
     _sets = ProcessSets(MPI, split, _engine)
     if not _hooked and split.comm.rank == 0:
@@ -244,6 +246,18 @@ def _note_leaving(leaving: bool) -> None:
             note.unlink()
         if leaving:
             Path(folder, f"leaving.{time.monotonic_ns()}").touch()
+
+
+def _keep_files_together() -> None:
+    """Have multiprocessing keep its files in hvdliterun's folder, which goes with the job.
+
+    A rank that is killed, or ends with a traceback, removes none of them, nor do its data loaders.
+    """
+    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER", "")
+    config = getattr(multiprocessing.process.current_process(), "_config", None)
+    # Sockets lie in it, whose paths have 107 bytes at most.
+    if config is not None and len(os.fsencode(folder)) < 80 and os.path.isdir(folder):
+        config.setdefault("tempdir", folder)
 
 
 def _set_log_level(level: str) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -136,6 +137,21 @@ def test_a_rank_that_leaves_while_the_others_go_on(python, num_proc, failing, ho
     assert result.returncode == code
     last = f"hvdliterun: rank {named} on host {HOST} exited with code {code}"
     assert result.stderr.splitlines()[-1] == last
+
+
+def test_files_of_killed_ranks_are_removed(python):
+    code = """
+import hvdlite as hvd
+from multiprocessing.connection import Listener
+hvd.init()
+Listener(family="AF_UNIX")  # As a data loader has it.
+hvd.barrier()
+os.kill(os.getpid(), 9)
+"""
+    with tempfile.TemporaryDirectory() as folder:  # the paths of sockets have 107 bytes
+        result = hvdliterun("-np", 2, python, *script(code)[1:], env={"TMPDIR": folder})
+        assert result.returncode == 137
+        assert [path for path in Path(folder).rglob("*") if "ompi" not in path.name] == []
 
 
 def test_more_ranks_than_cores(python):
