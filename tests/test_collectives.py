@@ -337,7 +337,7 @@ class TestBroadcast:
                 ):
                     call(np.ones(2), root)
         for root in (0.5, "0", None):
-            with pytest.raises(TypeError):
+            with pytest.raises(ValueError, match="expected an integer, the number of a rank"):
                 hvd.broadcast(np.ones(2), root)
         assert hvd.broadcast(np.full(2, hvd.rank()), np.int64(1)).tolist() == [1, 1]
         still_works()

@@ -453,5 +453,7 @@ def test_the_warning_of_average_points_at_the_line_that_gives_it():
     for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async, hvd.grouped_allreduce_):
         given = [one] if call is hvd.grouped_allreduce_ else one
         with pytest.warns(DeprecationWarning, match="average= is deprecated") as caught:
-            call(given, average=True)
+            result = call(given, average=True)
         assert [each.filename for each in caught] == [__file__]
+        if call is hvd.allreduce_async:
+            hvd.synchronize(result)
