@@ -43,6 +43,8 @@ def install() -> None:
         )
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
+    if BOOTSTRAP not in sys.path:
+        sys.path.insert(1, BOOTSTRAP)  # where PYTHONPATH has it; importlib.metadata looks there
     os.environ["PYTHONPATH"] = with_bootstrap(os.environ)["PYTHONPATH"]
 
 

@@ -327,7 +327,9 @@ def local_variables_are_not_broadcast():
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(
         0, local_variables=model.layers[0].weights
     )
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.0), local_layers=[model.layers[0]]
+    )
     fit(model, optimizer, *map(own, data()), BATCH, callbacks=[callback])
     assert close(model.get_weights()[:2], before[:2])
     assert not same_on_all_ranks(model.get_weights()[:2])

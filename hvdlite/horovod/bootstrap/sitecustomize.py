@@ -29,13 +29,6 @@ class _Door:
         spec: ModuleSpec | None = self._finder().find_spec(name, path, target)
         return spec
 
-    def find_distributions(self, context: Any = None) -> Any:
-        """Return Horovod's distribution if something asks for that."""
-        if getattr(context, "name", None) != "horovod":
-            return ()
-        find = getattr(self._finder(), "find_distributions", None)
-        return find(context) if find else ()
-
     def _finder(self) -> Any:
         position = sys.meta_path.index(self)
         try:
