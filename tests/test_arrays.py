@@ -8,8 +8,11 @@ from hvdlite.arrays import as_array, as_bytes, check_out, describe, flat
 
 
 def test_as_array_is_the_same_object_where_nothing_is_to_be_done():
-    array = np.arange(6.0).reshape(2, 3).T
+    array = np.arange(6.0).reshape(2, 3)
     assert as_array(array) is array
+    turned = as_array(array.T)
+    assert turned.flags.c_contiguous
+    assert (turned == array.T).all()
     narrow = np.zeros(3, ml_dtypes.bfloat16)
     assert as_array(narrow) is narrow
 
