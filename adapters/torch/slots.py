@@ -68,6 +68,8 @@ class Slots:
         self._kept: list[torch.Tensor] = []  # the own memory of gradients that are averages now
         # Where the average lies that a gradient became last: its memory, which numpy made.
         self._average_at: dict[int, int] = {}
+        # What was lent last in memory that torch had made, and nobody else shares.
+        self._lent_of_torch: set[int] = set()
 
     def find(self, exchange: GradientExchange) -> None:
         """Find the places in an exchange, or in one whose buckets have changed."""
@@ -144,6 +146,7 @@ class Slots:
             Whether there is no copy of it, or not of all.
         """
         gradient = self._parameters[number].grad
+        self._lent_of_torch.discard(number)
         if self._may_lend(number, gradient):
             self._lend(number, gradient)
             return True
@@ -219,7 +222,11 @@ class Slots:
         is_slot = self._is_slot(number, gradient)  # which `_slots` views, too
         if _use_count(storage._cdata) - is_slot > _ALONE or storage.nbytes() != gradient.nbytes:
             return False
-        is_ours = is_slot or gradient.data_ptr() == self._average_at.get(number)
+        is_ours = (
+            is_slot
+            or number in self._lent_of_torch
+            or gradient.data_ptr() == self._average_at.get(number)
+        )
         # What is not resizable was made by somebody else, numpy for example.
         return is_ours or (storage.resizable() and not storage.is_shared())
 
@@ -249,6 +256,9 @@ class Slots:
         )
 
     def _lend(self, number: int, gradient: torch.Tensor) -> None:
+        storage = gradient.untyped_storage()
+        if storage.resizable() and not storage.is_shared():  # numpy's view ends the former
+            self._lent_of_torch.add(number)
         flat, slot = gradient.detach().view(-1), self._slots[number].view(-1)
         for part in self._read(number):
             slot[part].copy_(flat[part])

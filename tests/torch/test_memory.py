@@ -224,6 +224,21 @@ def test_averages_are_written_where_others_look(monkeypatch, numel):
         assert [parameter.grad.data_ptr() for parameter in parameters] == places
 
 
+@ranks(2)
+def test_a_gradient_that_nobody_shares_becomes_its_average_without_a_copy():
+    """One that is lent, too: a view of numpy's must not make it look like numpy's."""
+    hvd.init()
+    small, lent = (torch.nn.Parameter(torch.zeros(numel)) for numel in (2**16, 2**20))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([small, lent], lr=1.0))
+    for _ in range(6):
+        optimizer.zero_grad()
+        (small.sum() + lent.sum()).backward()
+        places = [parameter.grad.data_ptr() for parameter in (small, lent)]
+        optimizer.step()
+        assert small.grad.data_ptr() != places[0]
+        assert lent.grad.data_ptr() != places[1]
+
+
 @ranks(2, 3)
 def test_a_view_taken_before_the_exchange_has_the_average_after_it(monkeypatch):
     """And keeps it, also if it is a view of a slot; see `slots._HUGE`."""
