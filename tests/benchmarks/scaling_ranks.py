@@ -82,6 +82,7 @@ def _train(team: MPI.Comm, replicas: Sequence[Replica], steps: int, turn: int) -
     """Seconds of this rank for the steps of each contender."""
     hvd.init(team)
     by_name = {replica.name: replica for replica in replicas}
+    by_name["hvdlite"].broadcast()  # some ranks of the team have trained more steps than others
     for _ in range(_WARM_UP_STEPS):
         by_name["hvdlite"].step()
     seconds = [0.0] * len(replicas)

@@ -50,6 +50,11 @@ class Replica:
         self._optimizer.step()
         self._loss = loss.detach()
 
+    def broadcast(self) -> None:
+        """Give all ranks the weights and the optimizer's state of rank 0."""
+        hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
+
     def loss(self) -> float:
         """The last step's."""
         return self._loss.item()
