@@ -105,7 +105,7 @@ def _end_after_other_hooks() -> None:
 
 
 def _has_ended_program() -> bool:
-    """Whether nobody has caught the last exception; pytest and IPython remember theirs, too."""
+    """Return whether the last exception was uncaught; pytest and IPython keep theirs, too."""
     trace: TracebackType | None = getattr(sys, "last_traceback", None)
     return trace is not None and trace.tb_frame.f_back is None
 
@@ -169,7 +169,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _claim(job: str, text: str) -> bool:
-    """Whether this rank is the first of its job on this host to claim a text.
+    """Return whether this rank is the first of its job on this host to claim a text.
 
     A claim is the name of a socket, which nobody connects to and which goes when its process ends.
     """

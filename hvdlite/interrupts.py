@@ -118,7 +118,7 @@ def leave() -> None:
 
 
 def is_from_handler(error: BaseException) -> bool:
-    """Whether a handler has raised an exception that is being handled, and not the call itself."""
+    """Return whether a handler, and not the call itself, has raised the exception at hand."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code is _call.__code__:
@@ -128,7 +128,7 @@ def is_from_handler(error: BaseException) -> bool:
 
 
 def is_due() -> bool:
-    """Whether handlers wait for this thread."""
+    """Return whether handlers wait for this thread."""
     return bool(deferred) and threading.get_ident() == threading.main_thread().ident
 
 

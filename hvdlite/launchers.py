@@ -19,7 +19,7 @@ _SLURM = (
 
 
 class Launcher(NamedTuple):
-    """How a launcher's processes know that there are several of them.
+    """The variables by which a launcher's processes know that there are several of them.
 
     Attributes:
         name: the launcher, in messages.
@@ -96,7 +96,7 @@ def check(size: int, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _is_one(environment: Mapping[str, str]) -> bool:
-    """Whether an mpirun has started this process as a job of one, whatever is outside of that."""
+    """Return whether an mpirun has started this process as a job of one."""
     counts = [_number(environment, name) for name in _MANAGERS if name in environment]
     # torchrun's processes inherit the variables of an mpirun that has started torchrun.
     return counts != [] and max(counts) <= 1 and "TORCHELASTIC_RUN_ID" not in environment

@@ -48,7 +48,7 @@ class Options:
 
     @property
     def replicates(self) -> bool:
-        """Whether weights have to be the same on all ranks."""
+        """Return whether weights have to be the same on all ranks."""
         return self.schedule is None and self.reduction.op is not ReduceOp.ADASUM
 
 

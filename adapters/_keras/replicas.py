@@ -1,4 +1,4 @@
-"""What ranks compare of an optimizer of any Keras, or of ``tf.compat.v1.train``."""
+"""The comparison across ranks of an optimizer of any Keras, or of ``tf.compat.v1.train``."""
 
 from __future__ import annotations
 

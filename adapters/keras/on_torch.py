@@ -87,7 +87,7 @@ class TorchBackend:
     def _check_of(
         self, parameters: tuple[Parameter, ...], variables: Sequence[Any]
     ) -> ReplicaCheck:
-        """What compares these variables, and the optimizer, across ranks."""
+        """Return the check that compares these variables, and the optimizer, across ranks."""
 
         def describe() -> list[tuple[str, Any]]:
             weights = (

@@ -163,7 +163,7 @@ def refuse_session(what: str) -> None:
 
 
 def _count(key: Any) -> int:
-    """How often this has been asked for in the graph."""
+    """Return how often this has been asked for in the graph."""
     graph = _outermost_graph()
     if not hasattr(graph, "_hvdlite_counts"):
         graph._hvdlite_counts = Counter()

@@ -1,4 +1,4 @@
-"""What ranks compare of TensorFlow's variables, for as long as these live."""
+"""The comparison of TensorFlow's variables across ranks, for as long as these live."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts take from ``horovod.tensorflow.util``."""
+"""``horovod.tensorflow.util``, as far as scripts use it."""
 
 from __future__ import annotations
 

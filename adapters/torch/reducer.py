@@ -23,7 +23,7 @@ from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor
 
 
 class _Finishing(NamedTuple):
-    """How far `Reducer.finish` has come.
+    """The progress of `Reducer.finish`.
 
     Attributes:
         left: the sets that have not ended the step yet.
@@ -220,7 +220,7 @@ class Reducer:
 
     @property
     def weight(self) -> float:
-        """What this rank's gradients were multiplied by in the last exchange."""
+        """Return the factor of this rank's gradients in the last exchange."""
         return self._sets[0].exchange.weight if self._sets else 1.0
 
     @property

@@ -1,4 +1,4 @@
-"""What ranks compare of a torch optimizer and of the weights that it changes."""
+"""The comparison across ranks of a torch optimizer and the weights that it changes."""
 
 from __future__ import annotations
 

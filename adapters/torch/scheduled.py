@@ -155,7 +155,7 @@ class OptimizerSchedule:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Return its name for messages."""
         return "op=hvd.Adasum" if self.is_adasum else f"schedule=hvd.{self._steps.schedule!r}"
 
     @property

@@ -211,7 +211,7 @@ class Slots:
         return number not in self.sparse and number not in self._exchange.apart
 
     def _may_swap(self, number: int, gradient: torch.Tensor) -> bool:
-        """Whether the memory of a gradient may be exchanged for other memory.
+        """Return whether the memory of a gradient may be exchanged for other memory.
 
         Only if nobody else has it: what a user's flat buffer, an array or another process views has
         to become the average, too.
@@ -231,11 +231,11 @@ class Slots:
         return is_ours or (storage.resizable() and not storage.is_shared())
 
     def _is_slot(self, number: int, gradient: torch.Tensor) -> bool:
-        """Whether a gradient lies in its slot, having given up its own memory."""
+        """Return whether a gradient lies in its slot, having given up its own memory."""
         return gradient.data_ptr() == self._slots[number].data_ptr()
 
     def _is_plain(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient's elements lie on the host, one after the other."""
+        """Return whether a gradient's elements lie on the host, one after the other."""
         return (
             self._memory is None
             and gradient.is_cpu
@@ -273,7 +273,7 @@ class Slots:
 
 
 def _views_of_one_tensor() -> int:
-    """How many views torch counts of a storage that one tensor has, with the one that asks."""
+    """Return how many views torch counts of a storage that one tensor has."""
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     return 0 if _use_count is None else _use_count(storage._cdata)

@@ -28,7 +28,7 @@ class Description:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Return its name for messages."""
         return title(self.name, self.about)
 
 

@@ -101,12 +101,12 @@ class Operation(ABC):
 
     @property
     def about(self) -> str:
-        """What messages add to the name, for users who did not choose it; empty: nothing."""
+        """Return an addition to the name in messages, for users who did not choose it."""
         return ""
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Return its name for messages."""
         return title(self.name, self.about)
 
     @property

@@ -304,7 +304,7 @@ class GradientBuckets:
             check.end()
 
     def _snapshot(self) -> Snapshot | None:
-        """What this rank brings to the comparison of replicas, if there is one in this step."""
+        """Return this rank's part of the comparison of replicas, if this step has one."""
         if self._check is None or len(self._lane.members) == 1:
             return None
         return self._check.begin(self._lane, self._settings)

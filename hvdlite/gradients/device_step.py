@@ -122,7 +122,7 @@ class DeviceBucketExchange(DeviceOperation):
 
     @property
     def about(self) -> str:
-        """Whose gradients are in the bucket."""
+        """Return the names of the first parameters in the bucket."""
         return self._step.title
 
     def prepare(self, payloads: Sequence[bytes], rank: int) -> None:

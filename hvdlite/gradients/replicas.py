@@ -38,7 +38,7 @@ _NOT_COMPARED = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank brings to a comparison.
+    """A rank's part of a comparison.
 
     Attributes:
         check: that it is a part of.

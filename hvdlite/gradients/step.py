@@ -65,7 +65,7 @@ class BucketStep:
 
     @property
     def title(self) -> str:
-        """What messages call it: by its first parameters."""
+        """Return its name for messages, by its first parameters."""
         names = [repr(parameter.name) for parameter in self.bucket.parameters]
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         return f"gradients of {', '.join(names[:2])}{more}"
@@ -196,7 +196,7 @@ class BucketExchange(Operation):
 
     @property
     def about(self) -> str:
-        """Whose gradients are in the bucket."""
+        """Return the names of the first parameters in the bucket."""
         return self._step.title
 
     def stand_in(self) -> Callable[[], Operation]:

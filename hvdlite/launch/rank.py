@@ -41,7 +41,7 @@ END_JOB = "end"
 FOLDER = "HVDLITE_LAUNCHER_FOLDER"
 """The environment variable with a folder for this rank alone, removed at the end of the job."""
 LEAVING = "leaving."
-"""What the name of a note of leaving begins with; the rest is the time, `time.monotonic_ns`."""
+"""The beginning of the name of a note of leaving; `time.monotonic_ns` is the rest."""
 
 _WIRE = "wire:"
 _UNREACHABLE = 69  # EX_UNAVAILABLE

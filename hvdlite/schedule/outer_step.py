@@ -31,7 +31,7 @@ class OuterSteps:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether something of each gradient is kept."""
+        """Return whether something of each gradient is kept."""
         return bool(self._momentum)
 
     def begin(self, name: str, weight: Any) -> None:

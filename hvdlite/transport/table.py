@@ -184,7 +184,7 @@ class Table:
 
     @property
     def waits(self) -> bool:
-        """Whether a wait for the last meeting has been interrupted; `wait` goes on with it."""
+        """Return whether a wait for the last meeting was interrupted; `wait` resumes it."""
         return self._met != self._last
 
     @property
