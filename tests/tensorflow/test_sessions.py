@@ -158,7 +158,8 @@ def test_operations_that_nothing_orders(size):
             fetched = [gradients, sums, grouped, rows, first, sent, slopes, part, own]
             for _ in range(2):
                 found = running.run(fetched)
-            running.run([met, joined])
+            running.run(met)  # one after the other: a rank that joined meets no more
+            running.run(joined)
             assert running.run([values, ranks_there]) == [[[3.0]], size]
             assert running.run(variable) == [3.0]
     hvd.remove_process_set(alone)
