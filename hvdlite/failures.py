@@ -15,10 +15,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
+import hvdlite
 from hvdlite import timeline
 from hvdlite.errors import HorovodInternalError, LauncherError, RankGoneError
 
@@ -148,7 +148,7 @@ def _line(place: Place, error: BaseException) -> str:
 def _users_line(error: BaseException) -> str:
     """The last line of the user's own code that an exception came through."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
-    others = (str(Path(__file__).parent), "<frozen", *installed)
+    others = ("<frozen", *(os.path.join(path, "") for path in (*hvdlite.__path__, *installed)))
     own = [
         f" ({frame.filename}:{frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+import hvdlite
 from hvdlite import failures
 from hvdlite.errors import HorovodInternalError, RankGoneError
 from tests.harness import run_script
@@ -155,6 +156,17 @@ def test_an_exception_that_was_caught_has_not_ended_the_program(monkeypatch):
     except KeyError as error:
         monkeypatch.setattr(sys, "last_traceback", error.__traceback__, raising=False)
     assert not failures._has_ended_program()
+
+
+@pytest.mark.parametrize("folder", hvdlite.__path__)
+def test_the_line_says_where_the_users_own_code_has_failed(folder):
+    """Also in a checkout, whose adapters lie beside the package."""
+    own = {}
+    exec(compile("def call():\n    raise KeyError", f"{folder}/torch/autograd.py", "exec"), own)
+    for name in ("/home/user/train.py", f"{folder}_project/train.py"):
+        with pytest.raises(KeyError) as caught:
+            exec(compile("call()", name, "exec"), own)
+        assert failures._users_line(caught.value) == f" ({name}:1)"
 
 
 def test_the_line_has_the_error_that_a_longer_text_tells_of():
