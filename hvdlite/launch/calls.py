@@ -20,8 +20,8 @@ from typing import NoReturn
 from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import job, mpirun, rank, wire, worker
 from hvdlite.launch.account import Account
-from hvdlite.launch.environment import exported, in_batch_job
-from hvdlite.launch.hosts import Host, all_local
+from hvdlite.launch.environment import exported, on_this_host
+from hvdlite.launch.hosts import Host
 from hvdlite.launch.parcel import Part
 from hvdlite.launch.post import Post, Trouble, post
 
@@ -69,15 +69,14 @@ def call(function: list[Part], options: Options, numbered: bool) -> dict[int, li
     # The folder of the script is its first entry; an interactive session has an empty one.
     path = [os.path.abspath(entry) for entry in sys.path]
     task = pickle.dumps(tuple(worker.Task(path, list(sys.argv), numbered)))
-    here = all_local(options.hosts)
     kept = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
     settings = {**kept, **options.env}
-    alone = here and not (in_batch_job(settings) and not options.hosts)
+    here = on_this_host(options.hosts, settings)
     program = mpirun.detect(mpirun.find(settings))
     settings = {**program.settings(root=os.geteuid() == 0, here=here), **settings}
-    with post([] if alone else _names(options.hosts), task, function) as opened:
+    with post([] if here else _names(options.hosts), task, function) as opened:
         settings[wire.KEY] = opened.key.hex()
-        names = [] if alone else exported(settings)
+        names = [] if here else exported(settings)
         arguments = program.arguments(_description(opened, options, names))
         if options.verbose:
             job.say(shlex.join(arguments))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from hvdlite.horovod.finder import with_bootstrap
 from hvdlite.launch import build, job, mpirun, rank
 from hvdlite.launch.command import check, resolve
-from hvdlite.launch.environment import exported, in_batch_job, with_own_package
+from hvdlite.launch.environment import exported, on_this_host, with_own_package
 from hvdlite.launch.errors import LaunchError
 from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
 from hvdlite.launch.options import (
@@ -52,8 +52,8 @@ def _launch(options: argparse.Namespace) -> int:
     settings = {**os.environ, **asked}
     own = [sys.executable, "-m", "hvdlite.advice"] if options.check_compression else None
     command, settings = resolve(own or _command(options), settings)
-    here = all_local(hosts)
-    if here:
+    here = on_this_host(hosts, settings)
+    if all_local(hosts):
         check(command, settings)
     if options.horovod:
         settings = with_bootstrap(settings)
@@ -70,7 +70,7 @@ def _launch(options: argparse.Namespace) -> int:
         launch = mpirun.Launch(
             num_proc=options.num_proc,
             hosts=hosts,
-            exported=[] if here and not in_batch_job(settings) else exported(settings),
+            exported=[] if here else exported(settings),
             extra=_extra(options, program),
             command=[sys.executable, "-I", "-S", rank.__file__, box.path, output, *command],
         )

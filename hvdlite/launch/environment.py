@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+
+from hvdlite.launch.hosts import Host, all_local
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -35,9 +37,9 @@ def exported(environment: Mapping[str, str]) -> list[str]:
     )
 
 
-def in_batch_job(environment: Mapping[str, str]) -> bool:
-    """Tell whether a batch system may have chosen the hosts."""
-    return any(name in environment for name in _BATCH)
+def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
+    """Tell whether all ranks run here: where no host is named, a batch system may have others."""
+    return all_local(hosts) and (bool(hosts) or not any(name in environment for name in _BATCH))
 
 
 def with_own_programs(environment: Mapping[str, str]) -> dict[str, str]:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from hvdlite.launch.environment import (
     exported,
-    in_batch_job,
+    on_this_host,
     with_own_package,
     with_own_programs,
 )
+from hvdlite.launch.hosts import Host
 
 
 def test_exported():
@@ -35,9 +36,13 @@ def test_exported():
     assert exported(environment) == ["EMPTY", "FOO", "HVDLITE_LOG_LEVEL", "LD_LIBRARY_PATH", "PATH"]
 
 
-def test_batch_jobs():
-    assert in_batch_job({"SLURM_JOB_ID": "7"})
-    assert not in_batch_job({"SLURM_CONF": "/etc/slurm.conf"})
+def test_the_hosts_of_batch_jobs():
+    here, there = [Host("localhost", 2)], [Host("localhost", 1), Host("no-such-host", 1)]
+    assert not on_this_host([], {"SLURM_JOB_ID": "7"})
+    assert on_this_host([], {"SLURM_CONF": "/etc/slurm.conf"})
+    for environment in ({}, {"SLURM_JOB_ID": "7"}):
+        assert on_this_host(here, environment)
+        assert not on_this_host(there, environment)
 
 
 def test_own_package_where_a_folder_has_its_name(tmp_path, monkeypatch):

@@ -149,6 +149,13 @@ def test_what_mpirun_gets(mpirun, tmp_path):
     assert err == ["hvdliterun: --gloo has no effect: ranks exchange through MPI and NCCL"]
 
 
+def test_networks_of_hosts_that_a_batch_system_has_chosen(mpirun, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    arguments, settings, _ = mpirun("(Open MPI) 5.0.11", "-np", "2", "--network-interface", "eth0")
+    assert settings["PRTE_MCA_prte_if_include"] == "eth0"
+    assert "NCCL_SOCKET_IFNAME" in arguments  # after -x, for the other hosts
+
+
 _CONFIG = """
 controller: gloo
 params:

@@ -241,7 +241,7 @@ def test_large_arguments_and_results():
 
 
 def test_over_tcp_as_from_another_host(monkeypatch):
-    monkeypatch.setattr(calls, "all_local", lambda hosts: False)
+    monkeypatch.setattr(calls, "on_this_host", lambda hosts, environment: False)
     results = hvdlite.run(functions.world, num_proc=2, hosts="localhost:2")
     assert [result[:3] for result in results] == [(0, 2, 1.0), (1, 2, 1.0)]
     failure(functions.raise_on, (1, KeyError("k")), kind=KeyError, num_proc=2)
