@@ -222,10 +222,11 @@ def short(path: str) -> Iterator[str]:
 def _dial(address: str) -> socket.socket:
     if os.sep in address:
         dialed = socket.socket(socket.AF_UNIX)
-        dialed.settimeout(_SECONDS_TO_ANSWER)
         try:
             with short(address) as path:
+                # Without a limit, or it fails where many ranks connect at once, instead of waiting.
                 dialed.connect(path)
+            dialed.settimeout(_SECONDS_TO_ANSWER)
         except OSError as error:
             dialed.close()
             raise WireError(f"found no launcher at {address}: {error}") from None

@@ -156,6 +156,23 @@ def test_strangers_that_say_nothing_are_dropped(served, monkeypatch):
             assert welcome.receive(10)[0] == wire.TASK
 
 
+def test_ranks_that_connect_all_at_once_wait_their_turn():
+    with post([], b"task", [b"function"]) as box, contextlib.ExitStack() as stack:
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(5000):  # as many as the system takes without an answer
+                stack.enter_context(connect(box))
+        connected = []
+        thread = threading.Thread(target=lambda: connected.append(dial(box, 1)))
+        thread.start()
+        thread.join(0.2)
+        stack.close()
+        with serving(box):
+            thread.join()
+            with connected[0] as connection:
+                connection.send(wire.ASK)
+                assert connection.receive(10)[0] == wire.TASK
+
+
 def test_a_process_without_descriptors_drops_a_stranger(box, monkeypatch):
     with connect(box) as stranger:
         box.wait(1)
@@ -179,7 +196,11 @@ def connect(box):
         return socket.create_connection(("localhost", int(address.rpartition("@")[2])), 10)
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(10)
-    connection.connect(address)
+    try:
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
