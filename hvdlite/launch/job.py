@@ -98,10 +98,16 @@ class Inbox:
         os.close(self._file)
 
 
+def folder_of_a_job(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """Make a folder for a job, which only this user can open, to be removed at its end."""
+    # What ranks have left running may still write into their folders in it.
+    return tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+
+
 @contextlib.contextmanager
 def inbox() -> Iterator[Inbox]:
     """An inbox for one job."""
-    with tempfile.TemporaryDirectory(prefix="hvdliterun-") as folder:
+    with folder_of_a_job("hvdliterun-") as folder:
         box = Inbox(folder)
         try:
             yield box

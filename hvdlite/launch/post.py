@@ -15,12 +15,12 @@ import secrets
 import selectors
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
 from hvdlite.launch import wire
+from hvdlite.launch.job import folder_of_a_job
 from hvdlite.launch.parcel import Part
 from hvdlite.launch.rank import END_JOB
 
@@ -336,7 +336,7 @@ class _Peer:
 @contextlib.contextmanager
 def post(names: Iterable[str], task: bytes, function: Sequence[Part]) -> Iterator[Post]:
     """The post of one job."""
-    with tempfile.TemporaryDirectory(prefix="hvdlite-") as folder:
+    with folder_of_a_job("hvdlite-") as folder:
         opened = Post(folder, list(names), task, function)
         try:
             yield opened

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +95,24 @@ def test_mpirun_that_cannot_be_started(box):
     with pytest.raises(LaunchError, match="/no/mpirun: No such file") as caught:
         job.run(["/no/mpirun"], {}, box, None)
     assert caught.value.code == 126
+
+
+def test_a_folder_that_cannot_be_removed_does_not_change_the_end(monkeypatch):
+    """Processes that a rank has left running may write into its folder while it is removed."""
+    remove = os.rmdir
+
+    def refuse(path, **options):
+        if path == "rank.0":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path, **options)
+
+    with job.inbox() as opened:
+        folder = Path(opened.path).parent
+        (folder / "rank.0").mkdir()
+        monkeypatch.setattr(os, "rmdir", refuse)
+    monkeypatch.undo()
+    assert [entry.name for entry in folder.iterdir()] == ["rank.0"]
+    shutil.rmtree(folder)
 
 
 def test_reports_that_come_in_pieces(box):
