@@ -13,11 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from hvdlite import __version__
+from hvdlite import __version__, settings
+from hvdlite.errors import SettingsError
 from hvdlite.launch import job
 from hvdlite.launch.errors import USAGE, LaunchError
-
-_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,27 +24,27 @@ class Option:
     """An option of the command line.
 
     Attributes:
-        spellings: its names.
+        spellings: its names, with blanks between them.
         help: what it does; empty where ``instead`` says it.
-        values: the names of its values in ``--help``; none: it is a flag.
-        parse: makes the value of the text.
-        off: names of the flag that says the opposite.
+        values: the names of its values in ``--help``; empty: it is a flag.
+        parse: makes the value of the text; None: as the setting demands.
+        has_opposite: whether there is a flag ``--no-...``, too.
+        setting: the variable of `hvdlite.settings`, without its prefix, that it sets.
         variables: environment variables that it sets, ``{}`` being the value (1 and 0 of a flag).
         ssh: arguments that it adds to those of ssh, ``{}`` being the value.
         instead: for an option without effect, what to use instead.
-        config: its keys in a config file, ``section.key``.
         joined: whether it may be given several times, for one value with commas.
     """
 
-    spellings: tuple[str, ...]
+    spellings: str
     help: str = ""
-    values: tuple[str, ...] = ()
-    parse: Callable[[str], Any] = str
-    off: tuple[str, ...] = ()
+    values: str = ""
+    parse: Callable[[str], Any] | None = None
+    has_opposite: bool = False
+    setting: str = ""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ssh: str = ""
     instead: str = ""
-    config: tuple[str, ...] = ()
     joined: bool = False
 
     def of(self, options: argparse.Namespace) -> Any:
@@ -54,33 +53,43 @@ class Option:
         return ",".join(value) if self.joined and value is not None else value
 
     @property
+    def flag(self) -> str:
+        """The last of its spellings."""
+        return self.spellings.split()[-1]
+
+    @property
+    def opposite(self) -> str:
+        """The flag that says the opposite."""
+        return self.flag.replace("--", "--no-", 1)
+
+    @property
     def name(self) -> str:
         """The attribute of parsed options with its value."""
-        return self.spellings[-1].lstrip("-").replace("-", "_")
+        return self.flag.lstrip("-").replace("-", "_")
 
 
-def _at_least(kind: type[int] | type[float], least: int) -> Callable[[str], Any]:
-    def parse(text: str) -> int | float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = kind(least - 1)
-        if not number >= least:
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"found {text}, expected a number from {least} on")
-        return number
+        return int(text)
 
     return parse
 
 
 def _megabytes(text: str) -> int:
-    return int(_at_least(int, 0)(text)) * 2**20
+    return _at_least(0)(text) * 2**20
 
 
-def _log_level(text: str) -> str:
-    if text.lower() not in _LOG_LEVELS:
-        known = ", ".join(_LOG_LEVELS)
-        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {known})")
-    return text.lower()
+def _as_setting(name: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        try:
+            settings.read({f"HVDLITE_{name}": text})
+        except SettingsError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return parse
 
 
 _AUTOTUNE = "hvdlite measures a few sizes at the start, once for each machine (HVDLITE_AUTOTUNE)"
@@ -90,80 +99,51 @@ _TIMES = "hvdlite logs through Python's logging, whose format has the time if yo
 
 GROUPS: dict[str, Sequence[Option]] = {
     "the job": (
-        Option(("-np", "--num-proc"), "number of processes", ("N",), _at_least(int, 1)),
-        Option(
-            ("-H", "--hosts"),
-            "hosts and their slots: host1:2,host2:2; default: this host, or the batch job's",
-            ("HOSTS",),
-        ),
-        Option(
-            ("-hostfile", "--hostfile"),
-            "file with one 'host slots=N' or 'host:N' per line",
-            ("F",),
-        ),
-        Option(
-            ("--horovod",), "let every Python of the command find hvdlite where it imports horovod"
-        ),
-        Option(
-            ("--config-file",),
-            "options in a YAML file, as horovodrun takes it; the command line comes first",
-            ("F",),
-        ),
+        Option("-np --num-proc", "number of processes", "N", _at_least(1)),
+        Option("-H --hosts", "host1:2,host2:2; default: this host, or the batch job's", "HOSTS"),
+        Option("-hostfile --hostfile", "file with one 'host slots=N' or 'host:N' per line", "F"),
+        Option("--horovod", "have `import horovod` find hvdlite in all of the command"),
+        Option("--config-file", "horovodrun's YAML file; the command line comes first", "F"),
     ),
     "output": (
+        Option("--output-filename", "write what rank N prints to D/rank.N/stdout and stderr", "D"),
         Option(
-            ("--output-filename",),
-            "write the output of rank N to D/rank.N/stdout and D/rank.N/stderr",
-            ("D",),
-        ),
-        Option(
-            ("-prefix-timestamp", "--prefix-output-with-timestamp"),
+            "-prefix-timestamp --prefix-output-with-timestamp",
             "put the time before each line of output (Open MPI)",
         ),
         Option(
-            ("--log-level",),
-            f"of hvdlite's logger: {', '.join(_LOG_LEVELS)}",
-            ("LEVEL",),
-            _log_level,
-            variables={"HVDLITE_LOG_LEVEL": "{}"},
-            config=("logging.level",),
+            "--log-level",
+            "of hvdlite's logger: trace, debug, info, warning, error, fatal",
+            "LEVEL",
+            setting="LOG_LEVEL",
         ),
-        Option(("--verbose",), "print mpirun's command line"),
+        Option("--verbose", "print mpirun's command line"),
     ),
     "communication": (
         Option(
-            ("--fusion-threshold-mb",),
-            "megabytes after which a gradient bucket is closed",
-            ("N",),
+            "--fusion-threshold-mb",
+            "size of a gradient bucket in MiB",
+            "N",
             _megabytes,
-            variables={"HVDLITE_FUSION_THRESHOLD": "{}"},
-            config=("params.fusion_threshold_mb",),
+            setting="FUSION_THRESHOLD",
         ),
         Option(
-            ("--cycle-time-ms",),
-            "milliseconds in which operations come together before a round",
-            ("N",),
-            _at_least(float, 0),
-            variables={"HVDLITE_CYCLE_TIME": "{}"},
-            config=("params.cycle_time_ms",),
+            "--cycle-time-ms", "time in which operations come together", "N", setting="CYCLE_TIME"
         ),
         Option(
-            ("--cache-capacity",),
-            "number of named operations that are kept ready",
-            ("N",),
-            _at_least(int, 0),
-            variables={"HVDLITE_CACHE_CAPACITY": "{}"},
-            config=("params.cache_capacity",),
+            "--cache-capacity",
+            "number of named operations kept ready",
+            "N",
+            setting="CACHE_CAPACITY",
         ),
         Option(
-            ("--autotune",),
-            "measure at the start which sizes suit this machine (the default)",
-            off=("--no-autotune",),
-            variables={"HVDLITE_AUTOTUNE": "{}"},
-            config=("autotune.enabled",),
+            "--autotune",
+            "measure which sizes suit this machine (the default)",
+            has_opposite=True,
+            setting="AUTOTUNE",
         ),
         Option(
-            ("--tcp",),
+            "--tcp",
             "use TCP only, for MPI and for NCCL",
             variables={
                 "NCCL_IB_DISABLE": "1",
@@ -174,178 +154,125 @@ GROUPS: dict[str, Sequence[Option]] = {
             },
         ),
         Option(
-            ("--network-interface", "--network-interfaces"),
+            "--network-interface --network-interfaces",
             "networks to use between hosts: eth0,eth1",
-            ("NAMES",),
+            "NAMES",
             variables={"NCCL_SOCKET_IFNAME": "{}"},
             joined=True,
         ),
         Option(
-            ("--elastic-timeout",),
-            "seconds in which the ranks come together again after a failure",
-            ("N",),
-            _at_least(float, 0),
-            variables={"HVDLITE_ELASTIC_TIMEOUT": "{}"},
+            "--elastic-timeout",
+            "seconds to meet again after a failure",
+            "N",
+            setting="ELASTIC_TIMEOUT",
         ),
     ),
     "other hosts": (
-        Option(("-p", "--ssh-port"), "port of ssh", ("N",), _at_least(int, 1), ssh="-p {}"),
-        Option(("-i", "--ssh-identity-file"), "private key for ssh", ("F",), ssh="-i {}"),
+        Option("-p --ssh-port", "port of ssh", "N", _at_least(1), ssh="-p {}"),
+        Option("-i --ssh-identity-file", "private key for ssh", "F", ssh="-i {}"),
         Option(
-            ("--start-timeout",),
-            "seconds in which another host must answer to ssh",
-            ("N",),
-            _at_least(int, 1),
+            "--start-timeout",
+            "seconds in which a host must answer",
+            "N",
+            _at_least(1),
             ssh="-o ConnectTimeout={}",
         ),
-        Option(
-            ("--mpi-args",), 'more arguments for mpirun: --mpi-args="--map-by ppr:2:node"', ("A",)
-        ),
-        Option(
-            ("--binding-args",), 'where mpirun binds ranks: --binding-args="--bind-to core"', ("A",)
-        ),
+        Option("--mpi-args", 'more arguments for mpirun: --mpi-args="--map-by ppr:2:node"', "A"),
+        Option("--binding-args", 'where mpirun binds ranks: --binding-args="--bind-to core"', "A"),
     ),
     "timeline and stalls": (
+        Option("--timeline-filename", "write what the ranks do when to F, for Perfetto", "F"),
         Option(
-            ("--timeline-filename",),
-            "write what the ranks do when to F, for Perfetto (HVDLITE_TIMELINE)",
-            ("F",),
-            config=("timeline.filename",),
-        ),
-        Option(
-            ("--timeline-mark-cycles",),
+            "--timeline-mark-cycles",
             "mark each round in it",
-            off=("--no-timeline-mark-cycles",),
-            variables={"HVDLITE_TIMELINE_MARK_CYCLES": "{}"},
-            config=("timeline.mark_cycles",),
+            has_opposite=True,
+            setting="TIMELINE_MARK_CYCLES",
+        ),
+        Option("--stall-check", "report long waits (the default)", has_opposite=True),
+        Option(
+            "--stall-check-warning-time-seconds",
+            "report waits of N seconds",
+            "N",
+            setting="STALL_CHECK_TIME_SECONDS",
         ),
         Option(
-            ("--stall-check",),
-            "report ranks that wait for others (the default)",
-            off=("--no-stall-check",),
-            config=("stall_check.enabled",),
-        ),
-        Option(
-            ("--stall-check-warning-time-seconds",),
-            "seconds of waiting until it is reported",
-            ("N",),
-            _at_least(float, 0),
-            variables={"HVDLITE_STALL_CHECK_TIME_SECONDS": "{}"},
-            config=("stall_check.warning_time_seconds",),
-        ),
-        Option(
-            ("--stall-check-shutdown-time-seconds",),
-            "seconds of waiting until it is an error",
-            ("N",),
-            _at_least(float, 0),
-            variables={"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "{}"},
-            config=("stall_check.shutdown_time_seconds",),
+            "--stall-check-shutdown-time-seconds",
+            "make waits of N seconds an error",
+            "N",
+            setting="STALL_SHUTDOWN_TIME_SECONDS",
         ),
     ),
     "instead of a job": (
-        Option(
-            ("--check-compression",),
-            "measure on N processes which compression pays on these links, and exit",
-        ),
-        Option(("-cb", "--check-build"), "print what is installed, and exit"),
+        Option("--check-compression", "measure which compression pays on the links of N processes"),
+        Option("-cb --check-build", "print what is installed, and exit"),
     ),
     "options of horovodrun without effect here": (
+        Option("--hierarchical-allreduce", has_opposite=True, instead=_HIERARCHICAL),
+        Option("--hierarchical-allgather", has_opposite=True, instead=_HIERARCHICAL),
+        Option("--torus-allreduce", has_opposite=True, instead=_HIERARCHICAL),
         Option(
-            ("--hierarchical-allreduce",),
-            off=("--no-hierarchical-allreduce",),
-            instead=_HIERARCHICAL,
-            config=("params.hierarchical_allreduce",),
-        ),
-        Option(
-            ("--hierarchical-allgather",),
-            off=("--no-hierarchical-allgather",),
-            instead=_HIERARCHICAL,
-            config=("params.hierarchical_allgather",),
-        ),
-        Option(
-            ("--torus-allreduce",),
-            off=("--no-torus-allreduce",),
-            instead=_HIERARCHICAL,
-            config=("params.torus_allreduce",),
-        ),
-        Option(
-            ("--autotune-log-file",),
-            values=("F",),
+            "--autotune-log-file",
+            values="F",
             instead="hvdlite logs what it has measured, see --log-level debug",
-            config=("autotune.log_file",),
         ),
-        *(
-            Option(
-                (f"--autotune-{name.replace('_', '-')}",),
-                values=("N",),
-                instead=_AUTOTUNE,
-                config=(f"autotune.{name}",),
-            )
-            for name in (
-                "warmup_samples",
-                "steps_per_sample",
-                "bayes_opt_max_samples",
-                "gaussian_process_noise",
-            )
-        ),
-        Option(("--min-np", "--min-num-proc"), values=("N",), instead=_ELASTIC),
-        Option(("--max-np", "--max-num-proc"), values=("N",), instead=_ELASTIC),
-        Option(("--slots-per-host",), values=("N",), instead=_ELASTIC),
-        Option(("--host-discovery-script",), values=("F",), instead=_ELASTIC),
-        Option(("--blacklist-cooldown-range",), values=("MIN", "MAX"), instead=_ELASTIC),
+        Option("--autotune-warmup-samples", values="N", instead=_AUTOTUNE),
+        Option("--autotune-steps-per-sample", values="N", instead=_AUTOTUNE),
+        Option("--autotune-bayes-opt-max-samples", values="N", instead=_AUTOTUNE),
+        Option("--autotune-gaussian-process-noise", values="N", instead=_AUTOTUNE),
+        Option("--min-np --min-num-proc", values="N", instead=_ELASTIC),
+        Option("--max-np --max-num-proc", values="N", instead=_ELASTIC),
+        Option("--slots-per-host", values="N", instead=_ELASTIC),
+        Option("--host-discovery-script", values="F", instead=_ELASTIC),
+        Option("--blacklist-cooldown-range", values="MIN MAX", instead=_ELASTIC),
         Option(
-            ("--reset-limit",),
-            values=("N",),
+            "--reset-limit",
+            values="N",
             instead="HVDLITE_ELASTIC_RETRIES limits the failures in a row without a commit",
         ),
         Option(
-            ("--mpi-threads-disable",),
-            off=("--no-mpi-threads-disable",),
+            "--mpi-threads-disable",
+            has_opposite=True,
             instead="hvdlite needs MPI in several threads",
-            config=("library_options.mpi_threads_disable",),
         ),
         Option(
-            ("--num-nccl-streams",),
-            values=("N",),
+            "--num-nccl-streams",
+            values="N",
             instead="hvdlite uses one stream for each of its lanes",
-            config=("library_options.num_nccl_streams",),
         ),
         Option(
-            ("--thread-affinity",),
-            values=("N",),
+            "--thread-affinity",
+            values="N",
             instead="hvdlite binds no thread; --binding-args binds ranks",
-            config=("library_options.thread_affinity", "library_options.ccl_bgt_affinity"),
         ),
         Option(
-            ("--gloo-timeout-seconds",),
-            values=("N",),
+            "--gloo-timeout-seconds",
+            values="N",
             instead="there is no Gloo; see --stall-check-shutdown-time-seconds",
-            config=("library_options.gloo_timeout_seconds",),
         ),
-        Option(
-            ("--log-without-timestamp",),
-            off=("--log-with-timestamp",),
-            instead=_TIMES,
-        ),
-        Option(
-            ("--log-hide-timestamp",),
-            off=("--no-log-hide-timestamp",),
-            instead=_TIMES,
-            config=("logging.hide_timestamp",),
-        ),
-        Option(
-            ("--disable-cache",),
-            instead="hvdliterun keeps no results of its checks",
-        ),
-        Option(
-            ("--gloo",), instead="ranks exchange through MPI and NCCL", config=("controller.gloo",)
-        ),
-        Option(("--mpi",), instead="this is the default", config=("controller.mpi",)),
-        Option(("--jsrun",), instead="mpirun starts the ranks; see -H for their hosts"),
+        Option("--log-with-timestamp", instead=_TIMES),
+        Option("--log-without-timestamp", instead=_TIMES),
+        Option("--log-hide-timestamp", has_opposite=True, instead=_TIMES),
+        Option("--disable-cache", instead="hvdliterun keeps no results of its checks"),
+        Option("--gloo", instead="ranks exchange through MPI and NCCL"),
+        Option("--mpi", instead="this is the default"),
+        Option("--jsrun", instead="mpirun starts the ranks; see -H for their hosts"),
     ),
 }
-# What Horovod has as the opposite of one of the above.
-_CONFIG_OFF = {"logging.with_timestamp": "--log-without-timestamp"}
+# With what the names of the options begin that a section of a config file has.
+_SECTIONS = {
+    "autotune": "autotune_",
+    "controller": "",
+    "library_options": "",
+    "logging": "log_",
+    "params": "",
+    "stall_check": "stall_check_",
+    "timeline": "timeline_",
+}
+_OTHER_NAMES = {
+    "autotune_enabled": "autotune",
+    "ccl_bgt_affinity": "thread_affinity",
+    "stall_check_enabled": "stall_check",
+}
 
 _ALL = [option for options in GROUPS.values() for option in options]
 
@@ -376,21 +303,23 @@ def without_effect(options: argparse.Namespace) -> Iterator[str]:
     """Yield a line for each option that was given and has no effect."""
     for option in _ALL:
         if option.instead and option.of(options) is not None:
-            yield f"{option.spellings[0]} has no effect: {option.instead}"
+            yield f"{option.spellings.split()[0]} has no effect: {option.instead}"
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that the options stand for."""
-    settings = {}
+    found = {}
     for option in _ALL:
         value = option.of(options)
         if value is not None:
             text = str(int(value)) if isinstance(value, bool) else str(value)
+            if option.setting:
+                found[f"HVDLITE_{option.setting}"] = text
             for name, form in option.variables.items():
-                settings[name] = form.format(text)
+                found[name] = form.format(text)
     if options.stall_check is not None:
-        settings["HVDLITE_STALL_CHECK_DISABLE"] = str(int(not options.stall_check))
-    return settings
+        found["HVDLITE_STALL_CHECK_DISABLE"] = str(int(not options.stall_check))
+    return found
 
 
 def ssh_arguments(options: argparse.Namespace) -> str:
@@ -449,46 +378,50 @@ def _parser() -> _Parser:
 
 
 def _add(group: Any, option: Option) -> None:
+    spellings, values = option.spellings.split(), tuple(option.values.split())
     text = (option.help or option.instead).replace("%", "%%")
-    if option.values:
+    if values:
         group.add_argument(
-            *option.spellings,
+            *spellings,
             dest=option.name,
             action="append" if option.joined else "store",
-            type=option.parse,
-            nargs=len(option.values) if len(option.values) > 1 else None,
-            metavar=option.values if len(option.values) > 1 else option.values[0],
+            type=option.parse or _as_setting(option.setting),
+            nargs=len(values) if len(values) > 1 else None,
+            metavar=values if len(values) > 1 else values[0],
             help=text,
         )
         return
     on = {"dest": option.name, "action": "store_const", "const": True}
-    group.add_argument(*option.spellings, help=text, **on)
-    if option.off:
-        text = f"the opposite of {option.spellings[0]}"
-        group.add_argument(*option.off, help=text, **{**on, "const": False})
+    group.add_argument(*spellings, help=text, **on)
+    if option.has_opposite:
+        text = f"the opposite of {option.flag}"
+        group.add_argument(option.opposite, help=text, **{**on, "const": False})
 
 
 def _configured(path: str) -> Iterator[str]:
     """Yield the words of a command line that says what a config file does."""
-    known = {key: option for option in _ALL for key in option.config}
-    for key, value in _entries(path):
-        option = known.get(key)
-        if key in _CONFIG_OFF and isinstance(value, bool):
-            yield _CONFIG_OFF[key]
-        elif option is None:
-            job.say(f"--config-file {path}: {key} has no effect: hvdlite does not know it")
+    known = {option.name: option for option in _ALL}
+    for section, key, value in _entries(path):
+        name = _SECTIONS[section] + key if section in _SECTIONS else ""
+        option = known.get(_OTHER_NAMES.get(name, name))
+        if option is None:
+            job.say(
+                f"--config-file {path}: {section}.{key} has no effect: hvdlite does not know it"
+            )
         elif option.values:
-            yield f"{option.spellings[-1]}={value}"
+            yield f"{option.flag}={value}"
         elif not isinstance(value, bool):
-            raise LaunchError(f"--config-file {path}: {key} is {value!r}, expected true or false")
+            raise LaunchError(
+                f"--config-file {path}: {section}.{key} is {value!r}, expected true or false"
+            )
         elif value:
-            yield option.spellings[-1]
-        else:
-            yield from option.off[-1:]
+            yield option.flag
+        elif option.has_opposite:
+            yield option.opposite
 
 
-def _entries(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the keys, as ``section.key``, and the values of a config file."""
+def _entries(path: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the sections, keys and values of a config file."""
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
@@ -510,4 +443,4 @@ def _entries(path: str) -> Iterator[tuple[str, Any]]:
             entries = {str(entries).lower(): True} if entries is not None else {}
         for key, value in entries.items():
             if value is not None:
-                yield f"{section}.{key}", value
+                yield str(section), str(key), value

@@ -170,7 +170,7 @@ def test_environment_and_options():
         "-np", 2, *options, "--", *script(show), *names, "-np", env={"ODD": "a 'b' $c;d"}
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.splitlines() == ["a 'b' $c;d|debug|2097152|None"] * 2
+    assert result.stdout.splitlines() == ["a 'b' $c;d|DEBUG|2097152|None"] * 2
 
 
 def test_timeline(python, tmp_path):

@@ -37,14 +37,14 @@ VARIABLES = {
     "--cache-capacity": {"HVDLITE_CACHE_CAPACITY": "9"},
     "--autotune": {"HVDLITE_AUTOTUNE": "1"},
     "--no-autotune": {"HVDLITE_AUTOTUNE": "0"},
-    "--elastic-timeout": {"HVDLITE_ELASTIC_TIMEOUT": "7.0"},
+    "--elastic-timeout": {"HVDLITE_ELASTIC_TIMEOUT": "7"},
     "--timeline-mark-cycles": {"HVDLITE_TIMELINE_MARK_CYCLES": "1"},
     "--no-timeline-mark-cycles": {"HVDLITE_TIMELINE_MARK_CYCLES": "0"},
     "--stall-check": {"HVDLITE_STALL_CHECK_DISABLE": "0"},
     "--no-stall-check": {"HVDLITE_STALL_CHECK_DISABLE": "1"},
-    "--stall-check-warning-time-seconds": {"HVDLITE_STALL_CHECK_TIME_SECONDS": "4.0"},
-    "--stall-check-shutdown-time-seconds": {"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "6.0"},
-    "--log-level": {"HVDLITE_LOG_LEVEL": "debug"},
+    "--stall-check-warning-time-seconds": {"HVDLITE_STALL_CHECK_TIME_SECONDS": "4"},
+    "--stall-check-shutdown-time-seconds": {"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "6"},
+    "--log-level": {"HVDLITE_LOG_LEVEL": "DEBUG"},
     "--network-interface": {"NCCL_SOCKET_IFNAME": "eth0"},
     "--network-interfaces": {"NCCL_SOCKET_IFNAME": "eth0,eth1"},
 }
@@ -71,6 +71,10 @@ def test_each_spelling_of_horovodrun(words, tmp_path):
         (note,) = notes
         assert " has no effect: " in note
         assert variables(options) == {}
+
+
+def test_blanks_around_a_number_do_not_matter():
+    assert parse(["-np", " 2", "train"]).num_proc == 2
 
 
 @pytest.mark.parametrize("flag", ["-v", "--version"])
@@ -163,6 +167,7 @@ params:
   cycle_time_ms: 2.5
   cache_capacity: null
   hierarchical_allreduce: true
+  nosuch: 1
 timeline:
   filename: {0}/trace.json
   mark_cycles: false
@@ -176,9 +181,9 @@ library_options:
   thread_affinity: 1
 logging:
   level: DEBUG
-  with_timestamp: false
+  hide_timestamp: true
 nosuch:
-  key: 1
+  cache_capacity: 1
 """
 
 
@@ -189,23 +194,26 @@ def test_config_file(tmp_path, capsys):
     options = parse(["--cycle-time-ms", "4", "--config-file", str(path), "--autotune", "train"])
     assert variables(options) == {
         "HVDLITE_FUSION_THRESHOLD": "3145728",
-        "HVDLITE_CYCLE_TIME": "4.0",  # The command line counts more.
+        "HVDLITE_CYCLE_TIME": "4",  # The command line counts more.
         "HVDLITE_AUTOTUNE": "1",
         "HVDLITE_TIMELINE_MARK_CYCLES": "0",
         "HVDLITE_STALL_CHECK_DISABLE": "1",
-        "HVDLITE_STALL_CHECK_TIME_SECONDS": "4.0",
-        "HVDLITE_LOG_LEVEL": "debug",
+        "HVDLITE_STALL_CHECK_TIME_SECONDS": "4",
+        "HVDLITE_LOG_LEVEL": "DEBUG",
     }
     assert options.timeline_filename == f"{tmp_path}/trace.json"
     assert [line.split()[0] for line in without_effect(options)] == [
         "--hierarchical-allreduce",
         "--autotune-log-file",
         "--thread-affinity",
-        "--log-without-timestamp",
+        "--log-hide-timestamp",
         "--gloo",
     ]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "config.yaml: nosuch.key has no effect" in line
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("config.yaml: ")[1].split()[0] for line in lines] == [
+        "params.nosuch",
+        "nosuch.cache_capacity",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +222,9 @@ def test_config_file(tmp_path, capsys):
         (None, "config.yaml: No such file"),
         ("params: [", "config.yaml: while parsing"),
         ("- 1", "found list, expected sections"),
-        ("params:\n  cache_capacity: many", "found many, expected a number from 0 on"),
+        ("params:\n  cache_capacity: many", "='many' is not a number of calls, 0 or more"),
+        ("params:\n  fusion_threshold_mb: 0.5", "found 0.5, expected a number from 0 on"),
+        ("stall_check:\n  warning_time_seconds: 1e10", "is not a number of seconds, or 0"),
         ("timeline:\n  mark_cycles: 3", "timeline.mark_cycles is 3, expected true or false"),
     ],
 )
