@@ -7,6 +7,7 @@ For each call of the interface it shows the signature, and a test that uses it: 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import enum
 import importlib
 import inspect
@@ -19,6 +20,7 @@ from typing import Any
 
 from hvdlite.exchange import Strategy
 from hvdlite.process_sets import global_process_set
+from hvdlite.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "api.md"
@@ -50,6 +52,16 @@ their range | every member; later calls work | \
 | nothing heard of a tensor for `HVDLITE_STALL_CHECK_TIME_SECONDS` (60) | who waits: a warning \
 that names tensor and ranks; after `HVDLITE_STALL_SHUTDOWN_TIME_SECONDS`, if set, an error | \
 `HorovodInternalError` | `HorovodInternalError` |
+"""
+
+SETTINGS = """
+## Settings
+
+Environment variables, read by `init()`. Where one is unset or empty, the variable that begins with
+`HOROVOD_` in the place of `HVDLITE_` counts. `HVDLITE_MPIRUN` names the mpirun of `hvdliterun`.
+
+| variable and default | allowed | meaning |
+|---|---|---|
 """
 
 # For each module: a heading, and its calls. A name with a dot is a method or an attribute.
@@ -175,7 +187,19 @@ def table() -> str:
         for name in names.split():
             row = (f"`{name}`", f"`{signature(module, name)}`", f"`{covering_test(module, name)}`")
             parts.append(f"| {' | '.join(row)} |\n")
-    return "".join(parts)
+    return "".join([*parts, SETTINGS, *_settings()])
+
+
+def _settings() -> Iterator[str]:
+    """Yield a line for each setting, with the comment above it."""
+    source = inspect.getsource(Settings)
+    for entry in dataclasses.fields(Settings):
+        if entry.metadata:
+            above = re.search(rf"((?: *#: .*\n)+) *{entry.name}:", source)
+            meaning = " ".join(re.findall("#: (.*)", above[1]))
+            default = int(entry.default) if entry.type == "bool" else entry.default
+            variable = f"HVDLITE_{entry.name.upper()}={default}"
+            yield f"| `{variable}` | {entry.metadata['allowed']} | {meaning} |\n"
 
 
 def signature(module: str, name: str) -> str:
