@@ -50,8 +50,9 @@ def install() -> None:
 
 def with_bootstrap(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which ``import horovod`` finds hvdlite in every Python."""
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in paths if path not in ("", BOOTSTRAP)]
+    paths = environment.get("PYTHONPATH")
+    # An empty entry is the current folder, an empty variable is none.
+    others = [path for path in paths.split(os.pathsep) if path != BOOTSTRAP] if paths else []
     return {**environment, "PYTHONPATH": os.pathsep.join([BOOTSTRAP, *others])}
 
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from hvdlite.horovod.finder import BOOTSTRAP
+from hvdlite.horovod.finder import BOOTSTRAP, with_bootstrap
 from hvdlite.horovod.names import ANSWERS, REASONS, VERSION
 from tests.launch.launcher import ROOT, environment, hvdliterun
 
@@ -259,6 +259,17 @@ def test_hvdliterun():
     result = hvdliterun("--horovod", "-np", 2, sys.executable, "-uc", code)
     assert (result.returncode, result.stderr) == (0, "")
     assert sorted(result.stdout.splitlines()) == ["0 2", "1 2"]
+
+
+@pytest.mark.parametrize(
+    ("path", "others"),
+    [(None, ""), ("", ""), ("/a", ":/a"), (":/a", "::/a"), (f"/a:{BOOTSTRAP}:/b", ":/a:/b")],
+)
+def test_the_path_of_other_processes_keeps_its_entries(path, others):
+    """An empty one among them is the current folder."""
+    before = {"A": "b"} if path is None else {"A": "b", "PYTHONPATH": path}
+    after = with_bootstrap(before)
+    assert after == with_bootstrap(after) == {"A": "b", "PYTHONPATH": BOOTSTRAP + others}
 
 
 _ANY = """
