@@ -141,8 +141,8 @@ def test_what_mpirun_prints(box, capsys):
 def test_strangers_that_say_nothing_are_dropped(served, monkeypatch):
     box, _ = served
     monkeypatch.setattr(post_module, "_MOST_STRANGERS", 8)
-    monkeypatch.setattr(post_module, "_SECONDS_WHEN_FULL", 0.1)
-    monkeypatch.setattr(post_module, "_SECONDS_TO_PROVE", 0.3)
+    monkeypatch.setattr(post_module, "_SECONDS_WHEN_FULL", 0.5)
+    monkeypatch.setattr(post_module, "_SECONDS_TO_PROVE", 1.0)
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connect(box)) for _ in range(20)]
         with dial(box, 1) as welcome:  # It waits its turn.
