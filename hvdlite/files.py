@@ -106,7 +106,10 @@ def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
 
 def _sync_folder(folder: Path) -> None:
     """Make the renaming last through a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return  # this user may write there, and not look
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -254,6 +255,17 @@ def test_the_file_is_on_the_disk_before_it_takes_the_name(path, monkeypatch):
         ("replace", "state.npz", size),
         ("fsync", path.parent.name, True),
     ]
+
+
+def test_a_folder_that_this_user_may_write_to_and_not_look_into(path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(type(path), "iterdir", refuse)
+    write(path, 1)
+    write(path, 2)
+    assert read(path) == 2
 
 
 CHILD = """
