@@ -30,7 +30,6 @@ class _Door:
         return spec
 
     def _finder(self) -> Any:
-        position = sys.meta_path.index(self)
         try:
             from hvdlite.horovod.finder import Finder
         except ModuleNotFoundError as error:
@@ -39,8 +38,10 @@ class _Door:
             # It may be on the path of the process that started this one only.
             sys.path.append(str(_FOLDER.parents[2]))
             from hvdlite.horovod.finder import Finder
-        sys.meta_path[position] = Finder()
-        return sys.meta_path[position]
+        finder = Finder()
+        # Another thread, which looks at the same time, may have done it already.
+        sys.meta_path[:] = [finder if one is self else one for one in sys.meta_path]
+        return finder
 
 
 def _run_the_hidden_one() -> None:
