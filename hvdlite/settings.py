@@ -16,8 +16,6 @@ _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 # Longer than any job, and still what a thread can be told to wait.
 _MOST_SECONDS = 1e9
-_CHECKS = ("error", "warn", "off")
-_LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 
 
 def _number(kind: type, allowed: str, accept: Callable[[Any], bool]) -> dict[str, Any]:
@@ -28,6 +26,19 @@ def _number(kind: type, allowed: str, accept: Callable[[Any], bool]) -> dict[str
         return value
 
     return {"parse": parse, "allowed": allowed}
+
+
+def _count(allowed: str) -> dict[str, Any]:
+    return _number(int, allowed, lambda value: value >= 0)
+
+
+def _one_of(*words: str) -> dict[str, Any]:
+    def parse(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError
+        return text.lower()
+
+    return {"parse": parse, "allowed": ", ".join(words)}
 
 
 def _seconds(allowed: str, accept: Callable[[float], bool]) -> dict[str, Any]:
@@ -50,23 +61,14 @@ def _flag(text: str) -> bool:
     return lowered in _TRUE
 
 
+_FLAG = {"parse": _flag, "allowed": "0 or 1"}
+
+
 def _timeline(text: str) -> str:
     if text.endswith(os.sep):
         raise ValueError
     # Horovod's way to say that start_timeline() may be called later, which is always so here.
     return "" if text == "DYNAMIC" else text
-
-
-def _log_level(text: str) -> str:
-    if text.lower() not in _LOG_LEVELS:
-        raise ValueError
-    return text.lower()
-
-
-def _check_ranks(text: str) -> str:
-    if text.lower() not in _CHECKS:
-        raise ValueError
-    return text.lower()
 
 
 def _overlap(text: str) -> str:
@@ -81,17 +83,13 @@ class Settings:
 
     #: Bytes after which a gradient bucket is closed.
     fusion_threshold: int = field(
-        default=25 * 2**20,
-        metadata=_number(int, "a number of bytes, 0 or more", lambda value: value >= 0),
+        default=25 * 2**20, metadata=_count("a number of bytes, 0 or more")
     )
     #: Bytes after which the first bucket is closed; small, so that exchange starts early.
-    first_bucket_size: int = field(
-        default=2**20,
-        metadata=_number(int, "a number of bytes, 0 or more", lambda value: value >= 0),
-    )
+    first_bucket_size: int = field(default=2**20, metadata=_count("a number of bytes, 0 or more"))
     #: Measure at the start which sizes of buckets and chunks suit this machine, once for each.
     #: Horovod's is off by default: it tries its values during training, and goes on for long.
-    autotune: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
+    autotune: bool = field(default=True, metadata=_FLAG)
     #: Whether buckets are exchanged while the backward pass goes on: "1", "0", or "auto", where a
     #: rank has a core to spare for it or waits for a network.
     overlap: str = field(default="auto", metadata={"parse": _overlap, "allowed": "0, 1 or auto"})
@@ -102,22 +100,16 @@ class Settings:
         metadata=_number(float, "a number of milliseconds, 0 to 1000", lambda ms: 0 <= ms <= 1000),
     )
     #: Named calls that are kept ready for the next time; 0: none.
-    cache_capacity: int = field(
-        default=1024,
-        metadata=_number(int, "a number of calls, 0 or more", lambda value: value >= 0),
-    )
+    cache_capacity: int = field(default=1024, metadata=_count("a number of calls, 0 or more"))
     #: What it is when ranks find, with the second exchange of gradients, that their weights or
     #: their optimizers differ: "error", "warn", or "off", where they do not compare them.
-    check_ranks: str = field(
-        default="error", metadata={"parse": _check_ranks, "allowed": ", ".join(_CHECKS)}
-    )
+    check_ranks: str = field(default="error", metadata=_one_of("error", "warn", "off"))
     #: Exchanges after which they compare them again, and again after as many; 0: only once.
     check_ranks_every: int = field(
-        default=0,
-        metadata=_number(int, "a number of exchanges, or 0 for once", lambda value: value >= 0),
+        default=0, metadata=_count("a number of exchanges, or 0 for once")
     )
     #: No report of ranks that wait for each other.
-    stall_check_disable: bool = field(default=False, metadata={"parse": _flag, "allowed": "0 or 1"})
+    stall_check_disable: bool = field(default=False, metadata=_FLAG)
     #: Seconds of waiting after which a report is made, and again after as many; 0: no report.
     stall_check_time_seconds: float = field(
         default=60.0,
@@ -128,44 +120,36 @@ class Settings:
     )
     #: Seconds of waiting after which the wait becomes an error; 0: never.
     stall_shutdown_time_seconds: float = field(
-        default=0.0,
-        metadata=_seconds(", or 0 for never", lambda value: value >= 0),
+        default=0.0, metadata=_seconds(", or 0 for never", lambda value: value >= 0)
     )
     #: Seconds that ``shutdown()`` waits for the other ranks.
     shutdown_timeout_seconds: float = field(
-        default=30.0,
-        metadata=_seconds(" above 0", lambda value: value > 0),
+        default=30.0, metadata=_seconds(" above 0", lambda value: value > 0)
     )
     #: Seconds in which the ranks have to come together again after a failure (`hvdlite.elastic`).
     elastic_timeout: float = field(
-        default=600.0,
-        metadata=_seconds(" above 0", lambda value: value > 0),
+        default=600.0, metadata=_seconds(" above 0", lambda value: value > 0)
     )
     #: Failures in a row, without a commit between them, that elastic training survives; 0: all.
     elastic_retries: int = field(
-        default=3,
-        metadata=_number(int, "a number of failures, or 0 for no limit", lambda value: value >= 0),
+        default=3, metadata=_count("a number of failures, or 0 for no limit")
     )
     #: Let the ranks of a node exchange through memory that they share.
-    shared_memory: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
+    shared_memory: bool = field(default=True, metadata=_FLAG)
     #: Refuse to start where a launcher such as torchrun has started several processes that MPI
     #: takes for jobs of one rank each.
-    check_launcher: bool = field(default=True, metadata={"parse": _flag, "allowed": "0 or 1"})
+    check_launcher: bool = field(default=True, metadata=_FLAG)
     #: Ranks that count as one node; 0: as the hardware says. For tests of several nodes.
-    force_local_size: int = field(
-        default=0, metadata=_number(int, "a number of ranks, or 0", lambda value: value >= 0)
-    )
+    force_local_size: int = field(default=0, metadata=_count("a number of ranks, or 0"))
     #: The file that a timeline is written to from ``init()`` on; empty: none.
     timeline: str = field(
         default="", metadata={"parse": _timeline, "allowed": "the path of a file, or empty"}
     )
     #: Whether that timeline marks each round of communication.
-    timeline_mark_cycles: bool = field(
-        default=False, metadata={"parse": _flag, "allowed": "0 or 1"}
-    )
+    timeline_mark_cycles: bool = field(default=False, metadata=_FLAG)
     #: Verbosity of the ``hvdlite`` logger.
     log_level: str = field(
-        default="warning", metadata={"parse": _log_level, "allowed": ", ".join(_LOG_LEVELS)}
+        default="warning", metadata=_one_of("trace", "debug", "info", "warning", "error", "fatal")
     )
     #: The names of those above that the environment has set; not a setting itself.
     given: frozenset[str] = frozenset()
