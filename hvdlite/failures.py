@@ -119,7 +119,7 @@ def _report(place: Place, error: BaseException, print_it: Callable[[], object] |
         print_it: the user's own way to print the traceback, from before ours.
     """
     text = "".join(traceback.format_exception(error))
-    if all(isinstance(one, HorovodInternalError) for one in _chain(error)):
+    if all(isinstance(one, HorovodInternalError) for one in chain(error)):
         # It tells of another rank, or all ranks have got it.
         first = _claim(place.job, _CONSEQUENCE) and not isinstance(error, RankGoneError)
     else:
@@ -157,8 +157,8 @@ def _users_line(error: BaseException) -> str:
     return own[-1] if own else ""
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that its traceback tells of."""
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that its traceback tells of."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:

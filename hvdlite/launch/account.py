@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
+from hvdlite.failures import chain
 from hvdlite.launch.parcel import Part, pack, unpack
 
 
@@ -68,7 +69,8 @@ class Account(NamedTuple):
             summary="".join(traceback.format_exception_only(error)).strip(),
             text="".join(traceback.format_exception(error)),
             pickled=pickled,
-            is_consequence=isinstance(error, RankGoneError),
+            # A lane's failure is another class, with that as its cause.
+            is_consequence=any(isinstance(one, RankGoneError) for one in chain(error)),
             is_callers=is_callers,
         )
 

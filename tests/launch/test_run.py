@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import signal
 import subprocess
@@ -15,9 +16,11 @@ import pytest
 
 import hvdlite
 from hvdlite import HorovodInternalError
+from hvdlite.errors import RankGoneError
 from hvdlite.launch import calls
-from hvdlite.launch.account import RemoteTraceback
+from hvdlite.launch.account import Account, RemoteTraceback
 from hvdlite.launch.errors import LaunchError
+from hvdlite.launch.post import Trouble
 from tests.launch import functions, launcher
 from tests.launch.launcher import survivors
 
@@ -82,6 +85,17 @@ def test_a_disagreement_is_raised_here():
 def test_the_first_of_several_exceptions(first):
     error = failure(functions.raise_one_after_the_other, (first,), kind=functions.PlainError)
     assert error.args == (first,)
+
+
+def test_what_only_tells_of_another_ranks_end_counts_last():
+    """As a lane raises it, which has noticed that a rank is gone."""
+    lost = HorovodInternalError("'x' failed: rank 1 has died")
+    lost.__cause__ = RankGoneError("rank 1 has died")
+    accounts = [Account.of(error, HOST, "raised", False) for error in (lost, KeyError("reason"))]
+    troubles = [Trouble(0, "", pickle.dumps(tuple(account))) for account in accounts]
+    assert calls._first(troubles).account == troubles[1].account
+    troubles[1] = Trouble(1, "rank 1 ended without a result", b"")
+    assert calls._first(troubles).rank == 1
 
 
 def test_an_exception_that_cannot_be_unpickled():
