@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ class ProcessSet:
     Attributes:
         process_set_id: a number, the same on all ranks; None: it is not registered.
         ranks: ascending; None for a communicator's that is not registered.
+
+    Raises:
+        ValueError: a rank is no integer.
     """
 
     process_set_id: int | None = None
@@ -35,7 +39,7 @@ class ProcessSet:
         if hasattr(ranks_or_comm, "Get_group"):
             self._comm, self.ranks = ranks_or_comm, None
         else:
-            self.ranks = sorted(int(rank) for rank in ranks_or_comm)
+            self.ranks = _sorted(ranks_or_comm)
 
     def size(self) -> int | None:
         """The number of ranks; None: it is not registered."""
@@ -79,6 +83,15 @@ class ProcessSet:
                 f"found {ranks}"
             )
         return ranks
+
+
+def _sorted(ranks: Sequence[int]) -> list[int]:
+    try:
+        return sorted(map(operator.index, ranks))
+    except TypeError:
+        raise ValueError(
+            f"a process set needs a list of integers, the numbers of its ranks; found {ranks!r}"
+        ) from None
 
 
 #: All ranks.

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdlite import failures, interrupts, launchers, mpi, settings, timeline, world
 from hvdlite.engine import Engine
-from hvdlite.errors import NotInitializedError
+from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
 from hvdlite.trace_file import Run
 
@@ -65,10 +65,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     Raises:
         ValueError: it is registered, another one has the same ranks, or it names a rank that
-            does not exist, or none.
+            does not exist, none, or what is no rank.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    added = _as_process_set(process_set)
     process_sets().add(added)
     return added
 
@@ -117,6 +117,8 @@ def init(
         raise ValueError(
             f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
         )
+    given = () if isinstance(process_sets, str) else process_sets or ()
+    wanted = [_as_process_set(each) for each in given]
     values = settings.read()
     failures.install(_place)
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
@@ -138,18 +140,18 @@ def init(
         for line in settings.ignored():
             _log.warning("%s", line)
     _hook()
-    for process_set in () if isinstance(process_sets, str) else process_sets or ():
-        try:
-            add_process_set(process_set)
-        except ValueError:
-            shutdown()
-            raise
-    if values.timeline:
-        try:
+    try:
+        for each in wanted:
+            _sets.add(each)
+        if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
-        except OSError:
-            shutdown()
-            raise
+    except (ValueError, OSError, HorovodInternalError):
+        shutdown()
+        raise
+
+
+def _as_process_set(given: ProcessSet | Sequence[int]) -> ProcessSet:
+    return given if isinstance(given, ProcessSet) else ProcessSet(given)
 
 
 def shutdown() -> None:

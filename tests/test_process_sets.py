@@ -169,6 +169,9 @@ def test_what_makes_no_set(size):
         ([0, 0], "must name each of its ranks once"),
         ([size], f"out of 0 to {size - 1}"),
         ([-1], "must name each of its ranks once"),
+        ([0.5], r"a list of integers, the numbers of its ranks; found \[0.5\]"),
+        (["0"], "a list of integers"),
+        (0, "a list of integers"),
     ):
         with pytest.raises(ValueError, match=message):
             hvd.add_process_set(ranks_)
@@ -242,8 +245,13 @@ def test_sets_given_to_init(size):
     with pytest.raises(ValueError, match="has the same ranks"):
         hvd.init(process_sets=[[0], [0]])
     assert not hvd.is_initialized()
-    with pytest.raises(ValueError, match='nor "dynamic"'):
-        hvd.init(process_sets="static")
+    with pytest.raises(hvd.HorovodInternalError, match="the ranks of the process set is"):
+        hvd.init(process_sets=[[0] if whole.rank == 0 else [0, 1] if size > 2 else [1]])
+    assert not hvd.is_initialized()
+    for sets, message in (("static", 'nor "dynamic"'), ([5], "found 5"), ([["0"]], "found")):
+        with pytest.raises(ValueError, match=message):
+            hvd.init(process_sets=sets)
+        assert not hvd.is_initialized()
     hvd.init()
     assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
 
