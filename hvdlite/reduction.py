@@ -212,9 +212,9 @@ def check_factor(name: str, factor: Any, dtype: np.dtype[Any]) -> float:
     return number
 
 
-def scales_integers(dtype: np.dtype[Any], *factors: float) -> bool:
+def scales_integers(dtype: np.dtype[Any], prescale: float, postscale: float) -> bool:
     """Return whether integers are multiplied, which is computed in float64."""
-    return dtype.kind in "iu" and any(factor != 1.0 for factor in factors)
+    return (prescale != 1.0 or postscale != 1.0) and dtype.kind in "iu"
 
 
 def scale_integers(values: Any, factor: float, divisor: int = 1) -> Any:

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.arrays import as_array, as_bytes, check_out, describe, flat
+from hvdlite.arrays import address, as_array, as_bytes, check_out, describe, flat
 
 
 def test_as_array_is_the_same_object_where_nothing_is_to_be_done():
@@ -64,6 +64,15 @@ def test_check_out_takes_what_fits():
 def test_check_out_refuses_what_would_lose_the_result(out):
     with pytest.raises(ValueError, match=r"writeable array float32\[2, 3\]"):
         check_out(out, np.zeros((2, 3), np.float32))
+
+
+def test_an_address_is_found_for_any_contiguous_array():
+    read_only = np.arange(3)
+    read_only.flags.writeable = False
+    arrays = [np.ones((2, 3)), np.float32(1) * np.ones(()), np.ones(3, bool), read_only]
+    arrays += [np.ones(5, ml_dtypes.bfloat16)[2:], np.ones(3, complex)]
+    for array in arrays:
+        assert address(array) == array.ctypes.data
 
 
 def test_flat_is_a_view_where_it_can_be():

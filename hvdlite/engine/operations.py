@@ -115,10 +115,10 @@ class Allreduce(Operation):
         self._result = self._send if out is array else self._out.reshape(-1)
         self.nbytes = array.nbytes
         self._scales_integers = scales_integers(array.dtype, prescale, postscale)
-        self._extents: list[Extent] = []
         self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
 
     stands_in = True
+    _extents: Sequence[Extent] = ()
 
     def stand_in(self) -> Callable[[], Operation]:
         """What makes an allreduce of zeros."""

@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hvdlite.arrays import address
+
 
 class Extent(NamedTuple):
     """A range of host memory that an operation uses.
@@ -24,7 +26,7 @@ class Extent(NamedTuple):
 
 def extent(array: Any, writer: Any = None) -> Extent:
     """Return the range of a contiguous array."""
-    start: int = array.__array_interface__["data"][0]
+    start = address(array)
     return Extent(start, start + array.nbytes, writer)
 
 

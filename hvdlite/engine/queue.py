@@ -74,8 +74,7 @@ class Queue:
     def _check_memory(self, operation: Operation) -> None:
         if self._alone is not None:
             first, self._alone = self._alone, None
-            if self._operations:
-                self._overlaps.add(first, first.extents())
+            self._overlaps.add(first, first.extents())
         other = self._overlaps.add(operation, operation.extents())
         if other is not None:
             found = f"{operation.name!r} uses the same memory twice"
@@ -89,12 +88,10 @@ class Queue:
 
     def _forget_memory(self, operations: Sequence[Operation]) -> None:
         if not self._operations:
-            self._alone = None
-            if self._overlaps:
-                self._overlaps.clear()
-        elif self._overlaps:
-            for operation in operations:
-                self._overlaps.remove(operation, operation.extents())
+            self._overlaps.clear()
+            return
+        for operation in operations:
+            self._overlaps.remove(operation, operation.extents())
 
     def close(self, reason: str) -> None:
         """Submit no more, whatever was refused for before."""
@@ -116,7 +113,10 @@ class Queue:
         with self.lock:
             for operation in operations:
                 self._operations.pop(operation.key, None)  # a stand-in has never been here
-            self._forget_memory(operations)
+            if self._alone is None:
+                self._forget_memory(operations)
+            elif not self._operations:
+                self._alone = None
 
     def take_all(self) -> list[Operation]:
         """Forget all operations, and return them."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite import arrays
+
 #: With which a peer finds an arena: the number of its file, and the inode.
 Key = tuple[int, int]
 
@@ -87,13 +89,14 @@ class Arena:
 
     def find(self, array: Any) -> int | None:
         """Where in the file a contiguous array begins; None: it does not lie there."""
-        if not array.size:  # may seem to lie in the memory behind its own
+        # One without a base has memory of its own; an empty one may seem to lie in what follows.
+        if array.base is None or not array.size:
             return None
-        return self._offset(_address(array))
+        return self._offset(arrays.address(array))
 
     def release(self, array: Any) -> None:
         """Say that an array from `empty` is not exchanged any more; others may hold it still."""
-        address = _address(array)
+        address = arrays.address(array)
         if address in self._lent:
             self._released.add(address)
 
@@ -269,8 +272,3 @@ def _check_mapped(address: int | None, nbytes: int) -> None:
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
         raise OSError(number, f"{os.strerror(number)}: {nbytes} bytes of shared memory")
-
-
-def _address(array: Any) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

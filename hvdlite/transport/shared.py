@@ -134,11 +134,11 @@ class SharedMemoryTransport(Transport):
         scaling: Scaling,
     ) -> None:
         """Read what is lent where it lies, within segments."""
-        where = (self._arena.find(send), self._arena.find(result))
-        if where[0] is None or where[1] is None or self._cross is not None:
+        places = self._find(send, result)
+        if places is None or self._cross is not None:
             super().allreduce_lent(send, lent, result, op, scaling)
         else:
-            self._reduce_in_segments(send, result, (where[0], where[1]), op, scaling, lent)
+            self._reduce_in_segments(send, result, places, op, scaling, lent)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
@@ -159,9 +159,8 @@ class SharedMemoryTransport(Transport):
         if op is ReduceOp.ADASUM:
             return partial(slices.allreduce, self, send, result, op, scaling)
         if len(sends) == 1:
-            where = (self._arena.find(send), self._arena.find(result))
-            if where[0] is not None and where[1] is not None:
-                places = (where[0], where[1])
+            places = self._find(send, result)
+            if places is not None:
                 return partial(self._reduce_in_segments, send, result, places, op, scaling)
         steps = Prepared(partial(self._steps, sends, results, op, scaling))
         is_empty = not any(array.size for array in sends)
@@ -264,6 +263,12 @@ class SharedMemoryTransport(Transport):
                     calls.append((np.copyto, (target[piece], reduced)))
         perform(calls)
         table.meet()  # before anybody may write to what others read, or read what they write
+
+    def _find(self, send: Any, result: Any) -> tuple[int, int] | None:
+        """Where two arrays begin in the segments; None: not both lie there."""
+        sent = self._arena.find(send)
+        written = None if sent is None else self._arena.find(result)
+        return None if sent is None or written is None else (sent, written)
 
     def _views(self, own: Any, where: Sequence[int]) -> list[Any]:
         """The arrays of all ranks that correspond to one's own, from where they begin."""

@@ -147,6 +147,7 @@ class Table:
 
     Attributes:
         arena: as given.
+        last: the number of the meeting that this rank has arrived at.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Table:
         self._sleeps = [place.sleeps for place in self.others]
         words = [place.core for place in self.places]
         self._cores = Cores(words, index, cores) if cores else None
-        self._last = 0  # meeting that this rank has arrived at
+        self.last = 0
         self._met = 0  # at which it has waited for the others
         self._patience: Patience | None = None
         # Nobody else's, so always free. To take it is an atomic operation: what was written before
@@ -180,17 +181,12 @@ class Table:
     @property
     def next(self) -> int:
         """The number of the meeting that this rank arrives at next."""
-        return self._last + 1
+        return self.last + 1
 
     @property
     def waits(self) -> bool:
         """Return whether a wait for the last meeting was interrupted; `wait` resumes it."""
-        return self._met != self._last
-
-    @property
-    def last(self) -> int:
-        """The number of the meeting that this rank has arrived at."""
-        return self._last
+        return self._met != self.last
 
     @staticmethod
     def turn(meeting: int) -> int:
@@ -207,7 +203,7 @@ class Table:
 
     def arrive(self) -> int:
         """Arrive at the next meeting, and return its number."""
-        last = self._last = self._last + 1
+        last = self.last = self.last + 1
         arrived = self.own.arrived
         arrived.value = last
         # Who goes to sleep says so, and then looks once more, in the kernel. Here it is the other
@@ -219,7 +215,7 @@ class Table:
             if sleeps.value == last:
                 arrived.wake()
                 break
-        return self._last
+        return self.last
 
     def wait(self, meeting: int, patience: Patience | None = None) -> None:
         """Wait until all ranks have arrived at a meeting.
@@ -287,9 +283,7 @@ class Table:
 
     def absent(self) -> list[int]:
         """The ranks that have not arrived where this one waits."""
-        return [
-            place.rank for place in self.others if not _reached(place.arrived.value, self._last)
-        ]
+        return [place.rank for place in self.others if not _reached(place.arrived.value, self.last)]
 
     def _wait_for(self, place: Place, meeting: int, start: float) -> None:
         look = pause

@@ -116,8 +116,8 @@ class TestMeetings:
     def test_meetings_go_on_where_their_numbers_wrap_around(self):
         made = tables(3)
         for table in made:
-            table._last = 2**32 - 5
-            table.own.arrived.value = table._last
+            table.last = 2**32 - 5
+            table.own.arrived.value = table.last
 
         def run(table):
             for _ in range(20):
@@ -134,7 +134,7 @@ class TestMeetings:
     def test_a_rank_that_is_late_is_waited_for_wherever_the_numbers_are(self, before):
         late, waiting = tables(2)
         for table in (late, waiting):
-            table._last = before
+            table.last = before
             table.own.arrived.value = before
         thread = threading.Thread(target=waiting.meet, daemon=True)
         thread.start()
