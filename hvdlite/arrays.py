@@ -34,7 +34,8 @@ def check_out(out: Any, array: Any) -> None:
     """Refuse an array that cannot take a result in the place of a new one like ``array``.
 
     Raises:
-        ValueError: another shape or dtype, not contiguous, read-only.
+        ValueError: another shape or dtype, not contiguous, read-only; or it overlaps the array, of
+            which the rest would be overwritten before it has left.
     """
     fits = out is array or (
         isinstance(out, np.ndarray) and (out.dtype, out.shape) == (array.dtype, array.shape)
@@ -44,6 +45,11 @@ def check_out(out: Any, array: Any) -> None:
         raise ValueError(
             f"out must be a C-contiguous, writeable array {describe(array)}, as the input; "
             f"it is {found}"
+        )
+    if out is not array and np.may_share_memory(out, array) and address(out) != address(array):
+        raise ValueError(
+            "out overlaps the input, but does not begin with it; give the input itself, or an "
+            "array of its own"
         )
 
 

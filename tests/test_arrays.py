@@ -66,6 +66,17 @@ def test_check_out_refuses_what_would_lose_the_result(out):
         check_out(out, np.zeros((2, 3), np.float32))
 
 
+def test_check_out_refuses_a_part_of_the_input_beside_another():
+    """Its beginning would be overwritten before its end has left."""
+    whole = np.zeros(9)
+    check_out(whole[:8].reshape(8), whole[:8])
+    check_out(whole[4:8], whole[:4])
+    check_out(whole[3:3], whole[2:2])
+    for start, stop in ((1, 9), (0, 8)):
+        with pytest.raises(ValueError, match="out overlaps the input"):
+            check_out(whole[start:stop], whole[1 - start : 9 - start])
+
+
 def test_an_address_is_found_for_any_contiguous_array():
     read_only = np.arange(3)
     read_only.flags.writeable = False
