@@ -11,6 +11,7 @@ pays no more than a look at `deferred`, which is nearly always empty.
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -166,6 +167,15 @@ def uninstall() -> None:
     """Undo `install`, in the main thread."""
     if _exchange_handlers(_unwrapped):
         vars(_signal).update(signal=_set, getsignal=_get)
+
+
+def _note_fork() -> None:
+    """In a forked child: leave to its parent what that has begun, with locks that stay taken."""
+    deferred.clear()
+    workers.clear()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Handler:

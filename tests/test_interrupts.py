@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import interrupts, world
-from hvdlite.engine import Handle
+from hvdlite import interrupts, runtime, world
+from hvdlite.engine import Handle, handle
+from tests.forks import run_forked
 from tests.harness import ranks, run_script
 
 
@@ -283,6 +284,24 @@ class TestDeferred:
         with pytest.raises(Stop):
             interrupts.run_deferred()
 
+    def test_a_handler_may_wait_itself_where_it_comes_when_a_wait_begins(self, monkeypatch):
+        free, taken_lock = [], handle._taken_lock
+
+        def interrupted():
+            signal.raise_signal(signal.SIGUSR2)
+            return taken_lock()
+
+        outer = Handle("outer")
+
+        def handler(*_):
+            free.append(not handle._waiting.locked())
+            outer.finish(7)
+
+        monkeypatch.setattr(handle, "_taken_lock", interrupted)
+        signal.signal(signal.SIGUSR2, handler)
+        assert outer.wait() == 7
+        assert free == [True]
+
     def test_an_exchange_that_does_not_end_lets_the_handler_run(self, monkeypatch):
         @interrupts.uninterrupted
         def exchange():
@@ -295,6 +314,27 @@ class TestDeferred:
         exchange()
         with pytest.raises(Stop):
             interrupts.run_deferred()
+
+
+def test_a_forked_child_does_not_wait_for_threads_that_it_lacks():
+    """What its parent had begun, and the signals that came meanwhile, are its parent's."""
+    hvd.init()
+    lock = runtime.engine().named._lock
+
+    def child():
+        assert not interrupts.deferred
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)  # or it would hang
+        signal.signal(signal.SIGUSR2, stop)
+        with pytest.raises(Stop):
+            signal.raise_signal(signal.SIGUSR2)
+
+    with lock:  # as another thread may while this one forks
+        interrupts.deferred[signal.SIGALRM] = 0.0
+        try:
+            run_forked(child)
+        finally:
+            interrupts.deferred.clear()
 
 
 def test_an_exception_at_the_end_of_a_program_is_shown_and_the_others_end():

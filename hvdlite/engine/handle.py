@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
-from hvdlite.interrupts import deferred, run_deferred
+from hvdlite.interrupts import deferred, run_deferred, uninterrupted
 
 # How often one that sleeps looks whether a signal's handler wants to run.
 _LOOK_SECONDS = 0.05
@@ -88,11 +88,16 @@ class Handle:
 
         By a plain lock, which no exception can leave half taken, as it could a `threading.Event`.
         """
-        with _waiting:
-            ended = self._ended = self._ended or _taken_lock()
+        ended = self._lock()
         # Either `finish` has seen the lock, or it has ended before this:
         if not self._finished and ended.acquire(timeout=_LOOK_SECONDS):
             ended.release()  # for the next that waits
+
+    @uninterrupted  # until `wait` goes on; a handler may come here, too
+    def _lock(self) -> threading.Lock:
+        with _waiting:
+            self._ended = self._ended or _taken_lock()
+            return self._ended
 
 
 def _taken_lock() -> threading.Lock:
