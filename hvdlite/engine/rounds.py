@@ -68,7 +68,7 @@ class Rounds:
         self.closed = False
         self.pausing = False
         self.meets = False
-        self._operations: list[Operation] = []  # of the current round
+        self._operations: list[Operation] = []  # of a round, until its meeting is over
         self._name = name
         self._queue = queue
         self._transport = transport
@@ -95,7 +95,7 @@ class Rounds:
             agreed = self._transport.meet(
                 words or [_CLOSING_WORD], self._patience, _cargo(groups[0]) if groups else ()
             )
-            self.meets = False
+            self.meets, self._operations = False, []  # which hold arrays
             decision = None if agreed else self._negotiate()
         if decision is not None:
             self._carry_out(*decision)

@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -206,6 +207,21 @@ class TestThreads:
         lane = Lane("test", Loopback(), Settings())
         assert lane.run(Probe("a", threading.current_thread)) is threading.current_thread()
         assert lane.close(5.0)
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_an_idle_lane_holds_no_arrays(self, waits):
+        lane, array = Lane("test", Loopback(), Settings()), np.ones(3)
+        handle = lane.submit(Allreduce("a", array, Sum), begin=not waits)
+        while not waits and not handle.done():
+            time.sleep(1e-3)
+        result = handle.wait()
+        gone = [weakref.ref(each) for each in (array, result)]
+        del array, result, handle
+        deadline = time.monotonic() + 5.0
+        while any(each() is not None for each in gone) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        assert all(each() is None for each in gone)
+        assert lane.close(1.0)
 
     def test_what_nobody_waits_for_runs_in_the_lanes_thread(self):
         lane = Lane("test", Loopback(), Settings())
