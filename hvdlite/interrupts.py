@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hvdlite.errors import HorovodInternalError
 
@@ -209,7 +209,7 @@ def _run_all() -> None:
         number = next(iter(deferred))
         del deferred[number]
         if not number:
-            _raise(_raised.pop())
+            raise _raised.pop()
         handler = _unwrapped(_get(number))
         if callable(handler):  # else it has been taken away meanwhile
             _call(handler, number, sys._getframe(1))
@@ -222,10 +222,6 @@ def _call(handler: Callable[..., Any], number: int, frame: FrameType | None) -> 
         for worker in list(workers):
             worker.take_over()
         raise
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 def _wrapping_signal(number: int, handler: Any, /) -> Any:
