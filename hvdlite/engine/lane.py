@@ -66,7 +66,7 @@ class Lane:
             lambda: self._rounds.meets,
         )
         self._rounds = Rounds(name, self._queue, transport, self._devices, self._patience, settings)
-        self._driven = False
+        self._driver: int | None = None  # the thread that runs rounds
         self._sleeping = False
         self._broken = False
         self._released = False
@@ -123,7 +123,7 @@ class Lane:
                 self._devices.admit(operation)
             operation.lane = self._name
             handle.driver = self
-            if begin or self._driven:
+            if begin or self._driver is not None:
                 self._announce()
 
     def run(self, operation: Operation) -> Any:
@@ -142,15 +142,26 @@ class Lane:
         to run ends it before: the lane's thread goes on with the round.
 
         Raises:
-            HorovodInternalError: this process was forked from the rank that submitted it.
+            HorovodInternalError: this process was forked from the rank that submitted it, or the
+                caller is called by an operation of the lane, which would have to end first.
         """
         if world.forked:
             raise world.fork_error()
+        thread = threading.get_ident()
         with self._lock:
-            drives = not self._driven and not handle.done()
-            self._driven |= drives
+            if handle.done():
+                return
+            drives = self._driver is None
+            if drives:
+                self._driver = thread
         if drives:
             self._drive_until(handle.done)
+        elif self._driver == thread:
+            raise HorovodInternalError(
+                f"{handle.name!r} was called from within another operation, which would have to "
+                "end first; do not communicate in a compressor's methods, or in a signal's handler "
+                "that has waited for an exchange of data to end"
+            )
 
     @uninterrupted
     def take_over(self) -> None:
@@ -212,7 +223,7 @@ class Lane:
 
     def _announce(self) -> None:
         """Wake who waits for a change; nobody in vain, or threads would fight for the GIL."""
-        if self._rounds.pausing or (self._sleeping and not self._driven):
+        if self._rounds.pausing or (self._sleeping and self._driver is None):
             self._sleeping = False
             self._changed.notify_all()
 
@@ -226,16 +237,16 @@ class Lane:
             with self._lock:
                 if self._rounds.closed or self._broken:
                     return
-                if self._driven:
+                if self._driver is not None:
                     continue  # who drives looks after the device, too
-                self._driven = True
+                self._driver = threading.get_ident()
             self._drive_until(self._has_nothing_to_do)
 
     def _let_more_come(self) -> None:
         """Leave the GIL to whoever submits; nobody waits yet, who did would drive."""
         for _ in range(_MOST_CYCLES):
             time.sleep(self._settings.cycle_time * 1e-3)
-            if self._driven or self._queue.quiet() > _BURST_SECONDS:
+            if self._driver is not None or self._queue.quiet() > _BURST_SECONDS:
                 return
 
     def _sleep(self) -> None:
@@ -248,7 +259,7 @@ class Lane:
 
     def _is_wanted(self) -> bool:
         """Whether the lane's thread has to do something, or to begin to watch the device."""
-        if self._driven:
+        if self._driver is not None:
             return False
         return self._has_work() or (not self._watching and bool(self._devices.under_way))
 
@@ -272,7 +283,7 @@ class Lane:
                 raise
         finally:
             with self._changed:
-                self._driven = False
+                self._driver = None
                 if self._is_wanted():
                     self._changed.notify_all()
 

@@ -407,6 +407,17 @@ class TestFailure:
         with pytest.raises(HorovodInternalError, match="rank 0: 'a' failed: ZeroDivisionError"):
             lane.run(Probe("a", lambda: 1 / 0))
 
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_an_operation_that_waits_for_another_of_its_lane(self, waits):
+        """It would wait forever, in whatever thread it runs."""
+        lane = Lane("test", Loopback(), Settings())
+        handle = lane.submit(Probe("outer", lambda: lane.run(Barrier("inner"))))
+        while not waits and not handle.done():
+            time.sleep(1e-3)
+        with pytest.raises(HorovodInternalError, match="'inner' was called from within another"):
+            handle.wait()
+        assert not lane.close(0.1)
+
     def test_the_other_ranks_are_told_that_a_rank_has_failed(self):
         lanes = Lanes(3)
         started = threading.Event()
