@@ -14,6 +14,7 @@ from hvdlite.engine.operations import (
     allgather_signature,
     allreduce_signature,
     broadcast_signature,
+    split_average,
 )
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.device import DeviceTransport
@@ -67,9 +68,7 @@ class DeviceAllreduce(DeviceOperation):
             self._reduce(transport, send, out)
 
     def _reduce(self, transport: DeviceTransport, send: object, out: object) -> None:
-        average = self._op is ReduceOp.AVERAGE
-        scaling = Scaling(self._factors[1], transport.size if average else 1)
-        op = ReduceOp.SUM if average else self._op
+        op, scaling = split_average(self._op, self._factors[1], transport.size)
         transport.allreduce(send, out, op, scaling, self._array.dtype)
 
 

@@ -193,10 +193,7 @@ class Allreduce(Operation):
         return self._out
 
     def _reduction(self, transport: Transport) -> tuple[ReduceOp, Scaling]:
-        """What the transport does, and with what it scales the outcome."""
-        average = self._op is ReduceOp.AVERAGE
-        scaling = Scaling(self._postscale, transport.size if average else 1)
-        return ReduceOp.SUM if average else self._op, scaling
+        return split_average(self._op, self._postscale, transport.size)
 
     def _scaled(self) -> Any:
         """What is to be reduced, with the factor that comes before."""
@@ -352,6 +349,14 @@ def out_of_range(name: str, value: Any, dtype: np.dtype[Any], factors: tuple[flo
         f"{name!r} with prescale_factor={factors[0]:g} and postscale_factor={factors[1]:g}: {found}"
         f"beyond the range of {dtype.name}; use smaller factors, or convert the values to a float"
     )
+
+
+@lru_cache  # asked for with every allreduce
+def split_average(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, Scaling]:
+    """Return what transports compute of a reduction, and with what they scale the outcome."""
+    if op is ReduceOp.AVERAGE:
+        return ReduceOp.SUM, Scaling(postscale, size)
+    return op, Scaling(postscale)
 
 
 def _allreduce_zeros(
