@@ -81,7 +81,7 @@ def check(rank, made, step, size, op=Average):
 def test_averages_step_after_step(connect, size, predivide):
     def train(rank):
         reduction = Reduction(Average, predivide)
-        dtypes = ["float32", "bfloat16", "float64"] if predivide == 1.0 else ["float32"]
+        dtypes = ["float32", "bfloat16", "float64"] if predivide == 1.0 else ["float32", "int32"]
         made = exchange(rank, reduction=reduction, dtypes=dtypes)
         assert len(made.plan) > 3
         for step in range(4):

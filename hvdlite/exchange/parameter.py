@@ -69,6 +69,12 @@ class Reduction:
             return Scaling()
         return Scaling(self.predivide, size)
 
+    def around(self, dtype: np.dtype[Any], size: int) -> tuple[Scaling, Scaling]:
+        """The scaling of elements of a type before the sum over ``size`` ranks, and after it."""
+        if dtype.kind in "iu":  # divided before, they would lose a remainder
+            return Scaling(), self.whole(size)
+        return self.before, self.after(size)
+
     def whole(self, size: int) -> Scaling:
         """Both together, for those that scale once."""
         return Scaling(1.0, size) if self.op is ReduceOp.AVERAGE else Scaling()

@@ -133,14 +133,12 @@ class Dense(Strategy):
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Reduce in place in ``result`` where gradients are divided before the sum."""
-        reduction, send = bucket.reduction, bucket.send
-        after = reduction.after(transport.size)
-        if send.dtype.kind in "iu":
-            after = reduction.whole(transport.size)  # divided before, they would lose a remainder
-        elif not reduction.before.is_identity:
+        send = bucket.send
+        before, after = bucket.reduction.around(send.dtype, transport.size)
+        if not before.is_identity:
             bucket.complete()
             bucket.result[...] = bucket.send
-            bucket.result[...] = reduction.before.apply(bucket.result)
+            bucket.result[...] = before.apply(bucket.result)
             send = bucket.result
         bucket.reduce(transport, send, bucket.result, after)
         if bucket.unsent is not None:
@@ -155,10 +153,11 @@ class Dense(Strategy):
         transport: DeviceTransport,
     ) -> None:
         """Do the same on the device."""
-        if not reduction.before.is_identity:
-            transport.scale(send, result, reduction.before, dtype)
+        before, after = reduction.around(dtype, transport.size)
+        if not before.is_identity:
+            transport.scale(send, result, before, dtype)
             send = result
-        transport.allreduce(send, result, ReduceOp.SUM, reduction.after(transport.size), dtype)
+        transport.allreduce(send, result, ReduceOp.SUM, after, dtype)
 
     def __repr__(self) -> str:
         return "Compression.none"
