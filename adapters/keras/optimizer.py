@@ -14,7 +14,7 @@ from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite._keras.training import distributed_part, keep_local, moments_in
 from hvdlite.exchange import Compression
 from hvdlite.keras.backend import CONVERSION, Backend, as_dense, as_it_is, is_traced
-from hvdlite.keras.training import install
+from hvdlite.keras.training import install, variables_of
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule
@@ -187,16 +187,11 @@ class KerasDistributed(Distributed):
 
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
-            ValueError: ``batch_size`` is no number of samples, or comes with another op than
-                Average, a schedule, accumulation, or local variables whose gradients are divided
-                by the number of ranks.
+            ValueError: there are not as many gradients as variables. ``batch_size`` is no number of
+                samples, or comes with another op than Average, a schedule, accumulation, or local
+                variables whose gradients are divided by the number of ranks.
         """
-        if trainable_variables is None and self.built:  # type: ignore[attr-defined]
-            trainable_variables = self._trainable_variables  # type: ignore[attr-defined]
-        variables = list(trainable_variables or ())
-        if len(grads) != len(variables):
-            super().apply(grads, trainable_variables)  # type: ignore[misc] # which says what is wrong
-            return
+        variables = variables_of(self, grads, trainable_variables)
         adds_up = bool(getattr(self, "gradient_accumulation_steps", None))
         check_unweighted(self._hvdlite.options, adds_up, batch_size)
         gradients = list(grads)

@@ -72,10 +72,24 @@ def _averaging_first(original: Callable[..., None]) -> Callable[..., None]:
         batch_size = kwargs.pop("batch_size", None)
         adds_up = bool(getattr(inner, "gradient_accumulation_steps", None))
         check_unweighted(inner._hvdlite.options, adds_up, batch_size)
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables
-        reduced = inner._hvdlite.reduce(list(grads), list(trainable_variables), batch_size)
+        variables = variables_of(self, grads, trainable_variables)
+        reduced = inner._hvdlite.reduce(list(grads), variables, batch_size)
         with inner._hvdlite.elsewhere():
-            original(self, reduced, list(trainable_variables), **kwargs)
+            original(self, reduced, variables, **kwargs)
 
     return apply
+
+
+def variables_of(optimizer: Any, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
+    """Return the variables that gradients are of; by default all that the optimizer has.
+
+    Raises:
+        ValueError: there are not as many: Keras would leave out the last ones.
+    """
+    variables = list(optimizer._trainable_variables if given is None else given)
+    if len(grads) != len(variables):
+        raise ValueError(
+            f"apply() found {len(grads)} gradients for {len(variables)} variables; pass one, or "
+            "None, for each of them, and the variables themselves if the optimizer is not built"
+        )
+    return variables

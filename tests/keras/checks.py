@@ -312,6 +312,24 @@ def replicas_that_differ_are_refused():
     replica_checks.check(hvd, keras, kinds, make_model, fit, x, y, BATCH)
 
 
+def a_gradient_is_left_out_by_nobody():
+    """Keras applies as many gradients as there are, each rank its own, and says nothing."""
+    for scaled in (False, True):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        weights = [keras.Variable(np.zeros(2, np.float32), name=name) for name in "ab"]
+        gradients = [keras.ops.ones(2) * (hvd.rank() + 1)]
+        with pytest.raises(ValueError, match="1 gradients for 0 variables"):
+            optimizer.apply(gradients)
+        with pytest.raises(ValueError, match="1 gradients for 2 variables"):
+            optimizer.apply(gradients, weights)
+        optimizer.build(weights)
+        with pytest.raises(ValueError, match="1 gradients for 2 variables"):
+            optimizer.apply(gradients)
+        assert not any(keras.ops.convert_to_numpy(weight).any() for weight in weights)
+
+
 CHECKS = [
     fit_exchanges_in_every_step,
     an_optimizer_may_be_named,
@@ -330,5 +348,6 @@ CHECKS = [
     local_layers_are_not_exchanged,
     keras_and_other_optimizers_are_as_they_were,
     what_is_refused,
+    a_gradient_is_left_out_by_nobody,
     replicas_that_differ_are_refused,
 ]
