@@ -103,5 +103,4 @@ def make_distributed(optimizer: Any, kind: type[Distributed], synchronizer: Sync
     # Not by setattr: Keras would take what is set for a part of the optimizer's state.
     object.__setattr__(optimizer, "_hvdlite", synchronizer)
     object.__setattr__(optimizer, "__class__", subclass)
-    synchronizer.belong(optimizer)
     return optimizer

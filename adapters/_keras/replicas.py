@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hvdlite import gradients
 
 
-def describe_optimizer(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the class and the options of an optimizer, with the configuration of schedules."""
+def describe_optimizer(reference: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """Return the class and the options of an optimizer, with the configuration of schedules.
+
+    Args:
+        reference: returns the optimizer; None: it is no more.
+    """
+    optimizer = reference()
+    if optimizer is None:
+        return []
     # Of a distributed one, `__class__` is the class without hvdlite.
     return gradients.describe_optimizer(optimizer.__class__.__name__, _options(optimizer))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -19,17 +20,6 @@ from hvdlite.schedule import ExchangeState, LocalSteps
 
 class Backend(Protocol):
     """What the exchange needs to know of the framework below Keras."""
-
-    def __init__(
-        self,
-        options: Options,
-        state: StrategyState,
-        describe_optimizer: Callable[[], list[tuple[str, Any]]],
-    ) -> None:
-        """Exchange gradients by these options, with what the compression remembers.
-
-        With some exchanges ranks compare what ``describe_optimizer`` returns.
-        """
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
@@ -70,39 +60,36 @@ class Synchronizer:
     """The exchange of one optimizer's gradients.
 
     Args:
+        optimizer: that; it is not kept alive.
         options: how.
         backend: makes the framework's part.
 
     Attributes:
         options: as given.
         state: what the compression and the schedule remember of the variables.
+        describe_optimizer: returns what ranks compare of the optimizer.
         finished: whether someone around the optimizer has exchanged already.
         pending: variables that had a gradient since the last exchange, by position.
         train_functions: the compiled functions of models that were made with the exchange.
         passes: what adds up the gradients of several passes, where Keras does not.
     """
 
-    def __init__(self, options: Options, backend: type[Backend]) -> None:
+    def __init__(
+        self, optimizer: Any, options: Options, backend: Callable[[Synchronizer], Backend]
+    ) -> None:
         self.options = options
         self.state = ExchangeState(StrategyState())
+        # Comparisons, which live as long as the variables, keep it, and must not keep the rest.
+        self.describe_optimizer = partial(describe_optimizer, weakref.ref(optimizer))
         self.finished = False
         self.pending: set[int] = set()
         self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
         self.passes: Any = None
         self._reduced: list[Any] = []
         self._followed: Steps | None = None
-        self._backend = backend(options, self.state.state, self._describe_optimizer)
-        self._optimizer: Callable[[], Any] = lambda: None
+        self._backend = backend(self)
         self._local_variables: list[Any] = []
         self._local_layers: list[Any] = []
-
-    def belong(self, optimizer: Any) -> None:
-        """Take note of the optimizer, without keeping it alive."""
-        self._optimizer = weakref.ref(optimizer)
-
-    def _describe_optimizer(self) -> list[tuple[str, Any]]:
-        optimizer = self._optimizer()
-        return [] if optimizer is None else describe_optimizer(optimizer)
 
     def keep_local(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
         """Exchange the gradients of these variables, and of these layers' variables, no more.

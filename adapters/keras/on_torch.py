@@ -10,9 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hvdlite import runtime
-from hvdlite._keras.options import LABEL, Options
+from hvdlite._keras.options import LABEL
+from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite.engine import Engine
-from hvdlite.exchange import Parameter, StrategyState
+from hvdlite.exchange import Parameter
 from hvdlite.gradients import (
     GradientBuckets,
     ReplicaCheck,
@@ -33,20 +34,13 @@ class TorchBackend:
     """Gradients as PyTorch has them.
 
     Args:
-        options: how they are exchanged.
-        state: what the compression remembers.
-        describe_optimizer: returns what ranks compare of the optimizer.
+        synchronizer: of the optimizer that they are for.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        state: StrategyState,
-        describe_optimizer: Callable[[], list[tuple[str, Any]]],
-    ) -> None:
-        self._options = options
-        self._state = state
-        self._describe_optimizer = describe_optimizer
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        self._options = synchronizer.options
+        self._state = synchronizer.state.state
+        self._describe_optimizer = synchronizer.describe_optimizer
         self._checks: dict[tuple[Parameter, ...], ReplicaCheck] = {}
         # By engine: a new world begins with none, and the old one's go with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[tuple[Parameter, ...], GradientBuckets]] = (

@@ -147,7 +147,8 @@ def distribute(optimizer: Any, options: Options) -> Any:
     if options.passes > 1:
         _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
     install()
-    return make_distributed(optimizer, KerasDistributed, Synchronizer(options, Backend))
+    synchronizer = Synchronizer(optimizer, options, Backend)
+    return make_distributed(optimizer, KerasDistributed, synchronizer)
 
 
 class KerasDistributed(Distributed):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdlite._keras.options import LABEL, Options
-from hvdlite.exchange import Parameter, StrategyState
+from hvdlite._keras.options import LABEL
+from hvdlite._keras.synchronizer import Synchronizer
+from hvdlite.exchange import Parameter
 from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.reducer import Gradient, Reducer
@@ -21,17 +22,11 @@ class TensorFlowBackend:
     """Gradients as TensorFlow has them, in eager mode and inside ``tf.function``.
 
     Args:
-        options: how they are exchanged.
-        state: what the compression remembers.
-        describe_optimizer: returns what ranks compare of the optimizer.
+        synchronizer: of the optimizer that they are for.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        state: StrategyState,
-        describe_optimizer: Callable[[], list[tuple[str, Any]]],
-    ) -> None:
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        options = synchronizer.options
         self._process_set = options.process_set
         self._reducer = Reducer(
             options.strategy,
@@ -39,8 +34,8 @@ class TensorFlowBackend:
             options.sparse_as_dense,
             options.process_set,
             LABEL,
-            state,
-            Replicas(describe_optimizer) if options.replicates else None,
+            synchronizer.state.state,
+            Replicas(synchronizer.describe_optimizer) if options.replicates else None,
         )
 
     @as_it_is

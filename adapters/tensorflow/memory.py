@@ -1,10 +1,10 @@
-"""What compressions remember of variables, for as long as these live."""
+"""What is remembered of variables, for as long as these live."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -15,8 +15,30 @@ from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import ExchangeState
 from hvdlite.tensorflow.tensors import value_of
 
-# By the variables' identities, which are theirs until the first of them is gone.
-_states: dict[tuple[int, ...], ExchangeState] = {}
+_Value = TypeVar("_Value")
+
+
+class ByVariables(dict[tuple[Any, ...], _Value]):
+    """Something for each list of variables, by their identities among other things.
+
+    These are theirs until the first of the variables is gone: then it is forgotten.
+    """
+
+    def keep(self, key: tuple[Any, ...], value: _Value, variables: Sequence[Any]) -> None:
+        """Add a value, which is to be forgotten with the first of the variables."""
+        self[key] = value
+        itself = weakref.ref(self)  # what belongs to one optimizer goes with that
+        for variable in variables:
+            weakref.finalize(variable, _forget, itself, key)
+
+
+def _forget(reference: weakref.ref[ByVariables[Any]], key: tuple[Any, ...]) -> None:
+    values = reference()
+    if values is not None:
+        values.pop(key, None)
+
+
+_states: ByVariables[ExchangeState] = ByVariables()
 
 
 def state_of(sources: Sequence[Any]) -> ExchangeState:
@@ -34,9 +56,7 @@ def state_of(sources: Sequence[Any]) -> ExchangeState:
     inner = [value_of(source) for source in sources]
     key = tuple(map(id, inner))
     if key not in _states:
-        _states[key] = ExchangeState(StrategyState())
-        if inner:
-            weakref.finalize(inner[0], _states.pop, key, None)
+        _states.keep(key, ExchangeState(StrategyState()), inner)
     return _states[key]
 
 

@@ -138,5 +138,5 @@ def _distribute_v1(optimizer: Any, options: Options) -> Any:
             f"{options.schedule!r} with {type(optimizer).__name__}: it needs a Keras optimizer; "
             "use the one of this name in tf.keras.optimizers, or hvd.DistributedGradientTape"
         )
-    synchronizer = Synchronizer(options, TensorFlowBackend)
+    synchronizer = Synchronizer(optimizer, options, TensorFlowBackend)
     return make_distributed(optimizer, _DistributedV1, synchronizer)

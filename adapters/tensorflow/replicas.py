@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdlite.gradients import ReplicaCheck, describe_weights
 from hvdlite.process_sets import ProcessSet
+from hvdlite.tensorflow.memory import ByVariables
 from hvdlite.tensorflow.names import unique_names
 from hvdlite.tensorflow.tensors import to_array, value_of
 
@@ -29,8 +30,7 @@ class Replicas:
 
     def __init__(self, describe_optimizer: Callable[[], list[tuple[str, Any]]] = list) -> None:
         self._describe_optimizer = describe_optimizer
-        # By the variables' identities, which are theirs until the first of them is gone.
-        self._checks: dict[tuple[int, ...], ReplicaCheck] = {}
+        self._checks: ByVariables[ReplicaCheck] = ByVariables()
 
     def check_of(self, sources: Sequence[Any], process_set: ProcessSet) -> ReplicaCheck | None:
         """Return what compares these variables across ranks; None: nothing does.
@@ -46,9 +46,8 @@ class Replicas:
             return None
         key = (id(process_set), *map(id, variables))
         if key not in self._checks:
-            self._checks[key] = ReplicaCheck(self._describer(sources, inner), _REMEDY)
-            for variable in variables:
-                weakref.finalize(variable, self._checks.pop, key, None)
+            check = ReplicaCheck(self._describer(sources, inner), _REMEDY)
+            self._checks.keep(key, check, variables)
         return self._checks[key]
 
     def _describer(

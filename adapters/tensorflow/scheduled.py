@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from hvdlite.process_sets import ProcessSet
 from hvdlite.schedule import ExchangeSchedule, LocalSteps
 from hvdlite.schedule.local_steps import Moment
 from hvdlite.tensorflow.graphs import refuse_session
-from hvdlite.tensorflow.memory import state_of
+from hvdlite.tensorflow.memory import ByVariables, state_of
 from hvdlite.tensorflow.names import unique_names
 from hvdlite.tensorflow.reducer import Gradient
 from hvdlite.tensorflow.tensors import dtype_of, run, value_of
@@ -236,12 +235,11 @@ def steps_of(
     inner = [value_of(variable) for variable in variables]
     key = (*map(id, inner), schedule, strategy, reduction, process_set, label)
     if key not in _steps:
-        _steps[key] = LocalSteps(schedule, strategy, reduction, label, process_set)
-        _steps[key].add(describe(variables))
-        state_of(variables).follow(_steps[key])
-        for variable in inner:
-            weakref.finalize(variable, _steps.pop, key, None)
+        steps = LocalSteps(schedule, strategy, reduction, label, process_set)
+        steps.add(describe(variables))
+        state_of(variables).follow(steps)
+        _steps.keep(key, steps, inner)
     return _steps[key]
 
 
-_steps: dict[tuple[Any, ...], LocalSteps] = {}
+_steps: ByVariables[LocalSteps] = ByVariables()

@@ -5,13 +5,16 @@ training without hvdlite, in one process, on the union of the ranks' batches.
 """
 
 import copy
+import gc
 import pickle
+import weakref
 
 import keras
 import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
+from hvdlite.exchange import ErrorFeedback
 from tests.keras import replica_checks
 from tests.keras.counting import close, exchanges, flat, same_on_all_ranks
 
@@ -312,6 +315,19 @@ def replicas_that_differ_are_refused():
     replica_checks.check(hvd, keras, kinds, make_model, fit, x, y, BATCH)
 
 
+def an_optimizer_that_is_discarded_is_freed():
+    """With what its compression remembers, although the variables live on."""
+    weights = [keras.Variable(np.zeros(3, np.float32), name=name) for name in "ab"]
+    for compression in (hvd.Compression.none, ErrorFeedback(hvd.Compression.fp16)):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
+        for _ in range(3):
+            optimizer.apply([keras.ops.ones(3), keras.ops.ones(3)], weights)
+        gone = [weakref.ref(each) for each in (optimizer, optimizer._hvdlite)]
+        del optimizer
+        gc.collect()
+        assert [each() for each in gone] == [None, None]
+
+
 def a_gradient_is_left_out_by_nobody():
     """Keras applies as many gradients as there are, each rank its own, and says nothing."""
     for scaled in (False, True):
@@ -348,6 +364,7 @@ CHECKS = [
     local_layers_are_not_exchanged,
     keras_and_other_optimizers_are_as_they_were,
     what_is_refused,
+    an_optimizer_that_is_discarded_is_freed,
     a_gradient_is_left_out_by_nobody,
     replicas_that_differ_are_refused,
 ]

@@ -1,5 +1,7 @@
 """Tapes and Keras optimizers with a compression: its memory, weights, the user's own."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
 from hvdlite.exchange import Compression, ErrorFeedback
+from hvdlite.tensorflow import memory
 from tests.tensorflow.modes import close, each_mode, in_mode
 
 SHAPE = (6, 5)
@@ -75,6 +78,19 @@ def test_variables_of_one_name_have_memories_of_their_own():
     stepper(first, "eager", **options)(gradient(0, 0))
     assert hvd.exchange_state_dict([first])
     assert not hvd.exchange_state_dict([second])
+
+
+@ranks(1)
+def test_what_is_remembered_is_forgotten_with_any_of_the_variables():
+    """Another one may have the identity of one that is gone."""
+    hvd.init()
+    first, second = tf.Variable(0.0), tf.Variable(0.0)
+    before = len(memory._states)
+    assert memory.state_of([first, second]) is memory.state_of([first, second])
+    assert len(memory._states) == before + 1
+    del second
+    gc.collect()
+    assert len(memory._states) == before
 
 
 @ranks(1)

@@ -42,13 +42,12 @@ def distribute(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, Distributed) or isinstance(_inner(optimizer), Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     check_steps(options, adds_up=False, scales=_inner(optimizer) is not None)
-    synchronizer = Synchronizer(options, TensorFlowBackend)
     _install()
-    if _inner(optimizer) is not None:
-        # Its class is tied to its kind of inner optimizer, and asks that one first.
-        make_distributed(_inner(optimizer), LegacyDistributed, synchronizer)
-        return optimizer
-    return make_distributed(optimizer, LegacyDistributed, synchronizer)
+    # The class of one that scales is tied to its kind of inner optimizer, and asks that one first.
+    stepping = _inner(optimizer) or optimizer
+    synchronizer = Synchronizer(stepping, options, TensorFlowBackend)
+    make_distributed(stepping, LegacyDistributed, synchronizer)
+    return optimizer
 
 
 class LegacyDistributed(Distributed):
