@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from hvdlite import runtime
 from hvdlite._keras.synchronizer import Synchronizer
 
 
@@ -41,15 +40,14 @@ class Distributed:
         Raises:
             HorovodInternalError: communication failed.
         """
-        process_set = self._hvdlite.options.process_set
-        name = runtime.engine(process_set).unnamed("consolidate_exchange_state")
-        self._hvdlite.state.consolidate(name, process_set)
+        self._hvdlite.state.consolidate(self._hvdlite.options.process_set)
 
     def average_weights(self) -> None:
         """Average the weights over all ranks now: before an evaluation, or at the end.
 
         For optimizers with a schedule of local steps. Afterwards the weights are the same bits on
-        all ranks, which all call it, between the same steps.
+        all ranks, which all call it, between the same steps. Those of a rank outside the process
+        set stay its own.
 
         Raises:
             ValueError: there is no such schedule, or there has been no step.

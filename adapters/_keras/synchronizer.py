@@ -225,12 +225,14 @@ class Synchronizer:
         return result
 
     def average_weights(self) -> None:
-        """Average the weights over all ranks now.
+        """Average the weights over all ranks now; leave those of a rank outside the process set.
 
         Raises:
             ValueError: there has been no step by a schedule.
             HorovodInternalError: the ranks disagree, or communication failed.
         """
+        if is_outside(self.options.process_set):
+            return
         if self._followed is None:
             raise ValueError(
                 "average_weights() is for an optimizer with a schedule of local steps, after its "

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvdlite import runtime
 from hvdlite.exchange import StrategyState
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
@@ -108,5 +107,4 @@ def consolidate_exchange_state(
     Raises:
         HorovodInternalError: communication failed.
     """
-    name = runtime.engine(process_set).unnamed("consolidate_exchange_state")
-    state_of(tf.nest.flatten(variables)).consolidate(name, process_set)
+    state_of(tf.nest.flatten(variables)).consolidate(process_set)

@@ -259,12 +259,14 @@ class DistributedGradientTape(tf.GradientTape):
         """Average the sources over all ranks now: before an evaluation, or at the end.
 
         Afterwards they are the same bits on all ranks. All ranks call it, between the same steps.
+        Those of a rank outside the process set stay its own.
 
         Raises:
             ValueError: `gradient` has not been called, or there is no schedule of local steps.
             HorovodInternalError: the ranks disagree, or communication failed.
         """
-        self._scheduled_steps("average_weights").average()
+        if not is_outside(self._process_set):
+            self._scheduled_steps("average_weights").average()
 
     def _scheduled_steps(self, call: str) -> VariableSteps:
         if self._steps is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdlite import gradients
+from hvdlite import gradients, runtime
 from hvdlite.exchange import StrategyState
-from hvdlite.process_sets import ProcessSet
+from hvdlite.process_sets import ProcessSet, is_outside
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule.local_steps import LocalSteps
 
@@ -47,7 +47,12 @@ class ExchangeState:
     def load_state_dict(
         self, saved: Mapping[str, Any], op: ReduceOp, process_set: ProcessSet
     ) -> None:
-        """Take over what `state_dict` has returned, as far as it is this rank's; of this ``op``."""
+        """Take over what `state_dict` has returned, as far as it is this rank's; of this ``op``.
+
+        A rank outside the process set has no use for it.
+        """
+        if is_outside(process_set):
+            return
         gradients.load(self.state, saved.get("compression", {}), op, process_set)
         if "schedule" not in saved:
             return
@@ -56,12 +61,17 @@ class ExchangeState:
         else:
             self.steps.load_state_dict(saved["schedule"])
 
-    def consolidate(self, name: str, process_set: ProcessSet) -> None:
+    def consolidate(self, process_set: ProcessSet) -> None:
         """Let all ranks remember the average of what the compression has left; collective.
+
+        A rank outside the process set has nothing left, and does nothing.
 
         Raises:
             HorovodInternalError: communication failed.
         """
+        if is_outside(process_set):
+            return
+        name = runtime.engine(process_set).unnamed("consolidate_exchange_state")
         gradients.consolidate(self.state, name, process_set)
         if self.steps is not None:
             self.steps.consolidate_exchange_state()

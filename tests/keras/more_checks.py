@@ -506,7 +506,14 @@ def process_sets():
             weight = keras.Variable([1.0])
             with exchanges() as count:
                 optimizer.apply([keras.ops.convert_to_tensor([2.0])], [weight])
+                optimizer.consolidate_exchange_state()
+                optimizer.average_weights()
             assert not count
+            # As a rank of the set has saved it.
+            parameters = {"weight": {"residual": np.ones(1, np.float32)}}
+            saved = {"compression": {"rank": 0, "size": 1, "parameters": parameters}}
+            optimizer.load_exchange_state_dict(saved)
+            assert not optimizer.exchange_state_dict()
             assert np.allclose(keras.ops.convert_to_numpy(weight), [0.8])
     finally:
         hvd.remove_process_set(last)
