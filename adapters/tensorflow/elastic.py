@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import HorovodInternalError, elastic
+from hvdlite import elastic
 from hvdlite._keras.elastic import ModelState
 from hvdlite.elastic import HostUpdate, ObjectState, State
 from hvdlite.elastic.variables import VariableState
+from hvdlite.tensorflow.errors import named_by
 
 __all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
-
-# What a graph's error says of the Python exception that it stands for.
-_OURS = re.compile(r"\b(HorovodInternalError|RankGoneError|MismatchError|GradientError): ")
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,9 +28,10 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return func(*args, **kwargs)
         except tf.errors.OpError as error:
-            if isinstance(error, HorovodInternalError) or not _OURS.search(error.message):
+            named = named_by(error)
+            if named is error:
                 raise
-            raise HorovodInternalError(error.message) from error
+            raise named from error
 
     return elastic.run(translated)
 

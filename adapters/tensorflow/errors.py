@@ -111,7 +111,7 @@ def named_by(error: Exception) -> Exception:
         return error
     named = _NAMED.search(error.message)
     kind = _KINDS.get((error.error_code, named[1])) if named else None
-    if kind is None:
+    if kind is None or isinstance(error, kind):
         return error
     return kind(error.node_def, error.op, error.message, error.experimental_payloads)
 
