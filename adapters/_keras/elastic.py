@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from hvdlite._keras.state import variables_of
 from hvdlite.elastic.state import State
 from hvdlite.elastic.variables import VariableState
 
@@ -57,16 +58,15 @@ class ModelState(VariableState):
 
     def variables_kept(self) -> Sequence[Any]:
         """Everything that training changes."""
-        return _unique([*self.model.variables, *_variables_of(self.optimizer)])
+        return _unique([*self.model.variables, *_state_of(self.optimizer)])
 
     def variables_shared(self) -> Sequence[Any]:
         """All but the random seeds."""
-        return _unique([*self.model.weights, *_variables_of(self.optimizer)])
+        return _unique([*self.model.weights, *_state_of(self.optimizer)])
 
 
-def _variables_of(optimizer: Any) -> list[Any]:
-    variables = getattr(optimizer, "variables", ())
-    found = list(variables() if callable(variables) else variables)
+def _state_of(optimizer: Any) -> list[Any]:
+    found = variables_of(optimizer)
     rate = getattr(optimizer, "learning_rate", None)
     return [*found, rate] if hasattr(rate, "assign") else found
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from hvdlite._keras.options import LABEL
 from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite.exchange import Parameter
 from hvdlite.schedule import LocalSteps
-from hvdlite.tensorflow.rank_ops import set_size
+from hvdlite.tensorflow.rank_ops import divided
 from hvdlite.tensorflow.reducer import Gradient, Reducer
 from hvdlite.tensorflow.replicas import Replicas
 from hvdlite.tensorflow.scheduled import VariableSteps, describe
@@ -47,12 +45,7 @@ class TensorFlowBackend:
 
     def divide_by_size(self, gradient: Gradient) -> Gradient:
         """Return a gradient, or None, divided by the number of ranks."""
-        if gradient is None:
-            return None
-        if isinstance(gradient, tf.IndexedSlices):
-            values = self.divide_by_size(gradient.values)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return gradient / tf.cast(set_size(self._process_set), gradient.dtype)
+        return divided(gradient, self._process_set)
 
     def describe(self, variables: Sequence[Any]) -> list[Parameter]:
         """Return what is known of variables."""

@@ -14,7 +14,7 @@ from hvdlite.gradients import check_not_local
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
-from hvdlite.tensorflow.rank_ops import set_size
+from hvdlite.tensorflow.rank_ops import divided
 from hvdlite.tensorflow.reducer import Gradient, Reducer
 from hvdlite.tensorflow.replicas import Replicas
 from hvdlite.tensorflow.scheduled import VariableSteps, steps_of
@@ -211,7 +211,7 @@ class DistributedGradientTape(tf.GradientTape):
         if self._scale_local_gradients:
             for number in {*range(len(result))}.difference(shared):
                 check_not_local(batch_size)
-                result[number] = _divided(gradients[number], self._process_set)
+                result[number] = divided(gradients[number], self._process_set)
         reduced = self._reducer.reduce(
             [gradients[number] for number in shared],
             [sources[number] for number in shared],
@@ -388,12 +388,3 @@ def _checked(
             "hvd.DistributedOptimizer, or leave out momentum"
         )
     return strategy, chosen
-
-
-def _divided(gradient: Gradient, process_set: ProcessSet) -> Gradient:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _divided(gradient.values, process_set)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(set_size(process_set), gradient.dtype)
