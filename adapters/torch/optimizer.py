@@ -12,7 +12,7 @@ import torch
 
 from hvdlite.exchange import Compression, Reduction
 from hvdlite.gradients import LossExchange, checked_samples
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.schedule.local import EACH_CHANGE
@@ -134,7 +134,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     if reduction.op is ReduceOp.ADASUM:
         chosen = EACH_CHANGE
-    if process_set is not global_process_set and process_set.included() is False:
+    if is_outside(process_set):
         outside = change_class(optimizer, _Outside)
         outside._parameter_names = names
         release(names)
@@ -157,7 +157,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer.register_step_post_hook(_after_step)
         return optimizer
     wrapped._schedule = OptimizerSchedule(
-        optimizer, names, chosen, strategy, reduction, reducer, process_set
+        optimizer, chosen, strategy, reduction, reducer, process_set
     )
     wrapped._schedule.attach(wrapped._trainable())
     optimizer.register_step_pre_hook(_before_scheduled_step)

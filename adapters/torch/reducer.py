@@ -89,13 +89,23 @@ class Reducer:
         if self._attached.issuperset(map(id, parameters)):
             return
         fresh = [parameter for parameter in parameters if id(parameter) not in self._attached]
-        order = {parameter: number for number, parameter in enumerate(self.names)}
-        for parameter in fresh:
-            self.names.setdefault(parameter, f"parameter.{len(self.names)}")
-        fresh.sort(key=lambda parameter: order.get(parameter, len(order)))
-        for memory, members in self._by_memory(fresh):
+        for memory, members in self._by_memory(self.in_order(fresh)):
             self._sets.append(ParameterSet(self, members, memory))
         self._attached.update(map(id, fresh))
+
+    def in_order(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Sort parameters as they were registered; name those that have come since."""
+        for parameter in parameters:
+            self.names.setdefault(parameter, f"parameter.{len(self.names)}")
+        order = {parameter: number for number, parameter in enumerate(self.names)}
+        return sorted(parameters, key=order.__getitem__)
+
+    def describe(self, parameters: Sequence[torch.Tensor]) -> list[Parameter]:
+        """Return what ranks compare of parameters."""
+        return [
+            Parameter(self.names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
+            for parameter in parameters
+        ]
 
     def detach(self) -> None:
         """Exchange nobody's gradients any more, until `attach` is called again."""
@@ -232,14 +242,10 @@ class Reducer:
         self, label: str, parameters: Sequence[torch.Tensor], memory: CudaMemory | None
     ) -> GradientExchange:
         """Make the exchange of some parameters, in a memory (None: the host's)."""
-        described = [
-            Parameter(self.names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
-            for parameter in parameters
-        ]
         return GradientExchange(
             self._engine,
             label,
-            described,
+            self.describe(parameters),
             self._strategy,
             self._reduction,
             check=None if self.replica is None else self.replica.make_check(parameters),

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvdlite.exchange import Parameter, Reduction, Strategy
+from hvdlite.exchange import Reduction, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp
@@ -20,7 +20,6 @@ from hvdlite.torch.labels import next_label
 from hvdlite.torch.parameter_set import release
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.tensors import (
-    dtype_of,
     leaf_to_array,
     leaf_to_tensor,
     properties_of,
@@ -124,7 +123,6 @@ class OptimizerSchedule:
 
     Args:
         optimizer: whose weights they are.
-        names: of its parameters, in the order of their registration.
         schedule: which steps are local, and what is exchanged when.
         strategy: how weights, or their changes, travel.
         reduction: of changes.
@@ -135,7 +133,6 @@ class OptimizerSchedule:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        names: dict[torch.Tensor, str],
         schedule: ExchangeSchedule,
         strategy: Strategy,
         reduction: Reduction,
@@ -144,7 +141,6 @@ class OptimizerSchedule:
     ) -> None:
         self.is_adasum = reduction.op is ReduceOp.ADASUM
         self._optimizer = optimizer
-        self._names = names
         self._reducer = reducer
         label = next_label("DistributedOptimizer", process_set)
         self._steps = LocalSteps(schedule, strategy, reduction, label, process_set)
@@ -166,29 +162,20 @@ class OptimizerSchedule:
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take care of these parameters too, where that is not done yet; alike on all ranks."""
         if properties_of(self._parameters) != self._made_for:
-            self._steps.convert(self._described(self._parameters))
+            self._steps.convert(self._reducer.describe(self._parameters))
             self._made_for = properties_of(self._parameters)
         if not self._attached.issuperset(map(id, parameters)):
             self._attach([each for each in parameters if id(each) not in self._attached])
         self._follow(parameters)
 
     def _attach(self, fresh: list[torch.Tensor]) -> None:
-        order = {parameter: number for number, parameter in enumerate(self._names)}
-        for parameter in fresh:
-            self._names.setdefault(parameter, f"parameter.{len(self._names)}")
-        fresh.sort(key=lambda parameter: order.get(parameter, len(order)))
+        fresh = self._reducer.in_order(fresh)
         if self.is_local:
             release(fresh)
         self._parameters += fresh
         self._attached.update(map(id, fresh))
-        self._steps.add(self._described(fresh))
+        self._steps.add(self._reducer.describe(fresh))
         self._made_for = properties_of(self._parameters)
-
-    def _described(self, parameters: Sequence[torch.Tensor]) -> list[Parameter]:
-        return [
-            Parameter(self._names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
-            for parameter in parameters
-        ]
 
     def _follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """Let the reducer have the gradients, or have them no more."""
