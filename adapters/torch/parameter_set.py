@@ -243,9 +243,9 @@ class ParameterSet:
         return numbers
 
     def _open_step(self) -> None:
+        self._reducer.reconnect()
         self._untouched = False
         self._slots.release()
-        self._reducer.reconnect()
         if self.exchange.begin():
             self._find_slots()
         self._is_converted = properties_of(self._parameters) != self._made_for
@@ -258,9 +258,9 @@ class ParameterSet:
         Returns:
             The names of those that were changed since their hook took them.
         """
-        self._gradients = [parameter.grad for parameter in self._parameters]
         if self._untouched:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
+        self._gradients = [parameter.grad for parameter in self._parameters]
         if self._is_converted:
             return []
         for index, arrivals in enumerate(self._arrivals):

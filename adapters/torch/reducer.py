@@ -197,14 +197,10 @@ class Reducer:
             members.begin_step()
 
     def reconnect(self) -> None:
-        """Follow ``shutdown()`` and ``init()`` into the new world."""
+        """Follow ``shutdown()`` and ``init()`` into the new world, where a step begins anew."""
         with self._reconnecting:  # the first hooks of two devices may come at once
-            engine = runtime.engine(self.process_set)
-            if engine is not self._engine:
-                self._engine = engine
-                self._finishing = None
-                for members in self._sets:
-                    members.connect()
+            if runtime.engine(self.process_set) is not self._engine:
+                self.restart()
 
     def restart(self) -> None:
         """Forget the gradients of a step that was given up, and follow into the current world."""

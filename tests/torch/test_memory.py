@@ -557,6 +557,26 @@ def test_descriptors_depend_neither_on_buckets_nor_on_starts():
 
 
 @ranks(2)
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 6])
+def test_a_new_world_in_the_middle_of_a_step(monkeypatch, small, steps):
+    """What has been computed in the old one is exchanged in the new one, wherever it lies."""
+    if not small:
+        let_nothing_be_small(monkeypatch)
+    hvd.init()
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (2**18, 7, 6, 5, 4, 3)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+    for step in range(steps + 3):
+        optimizer.zero_grad()
+        sum((parameter * (hvd.rank() + 1)).sum() for parameter in parameters).backward()
+        if step == steps:
+            hvd.shutdown()
+            hvd.init()
+        optimizer.step()
+        assert all((parameter == -1.5 * (step + 1)).all() for parameter in parameters)
+
+
+@ranks(2)
 def test_an_optimizer_that_is_discarded_is_freed(monkeypatch):
     """With its model, as soon as nobody has it, also in the middle of a step."""
     hvd.init()
