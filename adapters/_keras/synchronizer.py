@@ -162,6 +162,7 @@ class Synchronizer:
     def reduced_early(self, gradients: Sequence[Any], batch_size: Any = None) -> bool:
         """Return whether gradients that are to be applied are what `reduce_early` returned.
 
+        They may be a part of it; the rest is applied later then.
         An average may be reduced once more: it stays the same. So others are taken for gradients of
         this rank.
 
@@ -172,13 +173,14 @@ class Synchronizer:
         self._reduced = []
         if not reduced:
             return False
-        known = set(map(id, reduced))
-        if all(gradient is None or id(gradient) in known for gradient in gradients):
+        applied = {id(gradient) for gradient in gradients if gradient is not None}
+        if applied.issubset(map(id, reduced)):
             if batch_size is not None:
                 raise ValueError(
                     "batch_size weights the gradients of all ranks, and _compute_gradients() has "
                     "averaged them without; leave it out, or compute them with a tf.GradientTape"
                 )
+            self._reduced = [gradient for gradient in reduced if id(gradient) not in applied]
             return True
         if self.options.reduction.op is ReduceOp.SUM:
             raise ValueError(

@@ -366,6 +366,14 @@ def gradients_are_averaged_once_by_whoever_comes_first():
     assert close([gradient.numpy()], [[hvd.size()] * 2])
     with pytest.raises(ValueError, match=r"would be summed \(again\)"):
         total.apply_gradients([(gradient / 2, variable)])
+    # One part of a model after the other, as with several learning rates.
+    total = tf_hvd.DistributedOptimizer(plain(1.0), op=hvd.Sum)
+    parts = [tf.Variable([0.0]), tf.Variable([0.0])]
+    with exchanges() as count:
+        for pair in total._compute_gradients(lambda: tf.add_n(parts), parts):
+            total.apply_gradients([pair])
+    assert len(count) == 1
+    assert [part.numpy().tolist() for part in parts] == [[-hvd.size()]] * 2
 
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         weight = tf.Variable([1.0, 2.0])
