@@ -80,6 +80,18 @@ def test_variables_of_one_name_have_memories_of_their_own():
     assert not hvd.exchange_state_dict([second])
 
 
+@ranks(2)
+def test_a_rank_outside_the_process_set_remembers_nothing():
+    hvd.init()
+    first, variable = hvd.add_process_set([0]), tf.Variable(0.0)
+    try:
+        state = memory.state_of([variable])
+        state.consolidate(first)
+        assert not state.state_dict(first)
+    finally:
+        hvd.remove_process_set(first)
+
+
 @ranks(1)
 def test_what_is_remembered_is_forgotten_with_any_of_the_variables():
     """Another one may have the identity of one that is gone."""

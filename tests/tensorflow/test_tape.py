@@ -579,6 +579,5 @@ def test_rank_outside_the_process_set_keeps_its_gradients(mode):
                 return found
 
             assert equal(in_mode(mode, gradient)(), [1.0 + hvd.rank()])
-        hvd.consolidate_exchange_state([variable], last)
     finally:
         hvd.remove_process_set(last)
