@@ -316,6 +316,7 @@ class TestDeferred:
             interrupts.run_deferred()
 
 
+@ranks(1)
 def test_a_forked_child_does_not_wait_for_threads_that_it_lacks():
     """What its parent had begun, and the signals that came meanwhile, are its parent's."""
     hvd.init()

@@ -65,11 +65,12 @@ def main(arguments: Sequence[str]) -> None:
     if stream:
         stream.start()
     code, signs = _wait(child, manager)
-    left = _take_note(folder)
-    if code and not signs:
-        signs = _wait_for_earlier(folder, left, manager)
+    if code == 0:
+        _forget_notes(folder)
+    elif not signs:
+        signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
-        _tell(stream or report, code, under_way=bool(signs))
+        _tell(stream or report, code, folder, under_way=bool(signs))
     if stream:
         if code == 0:
             stream.left()
@@ -158,22 +159,20 @@ def _notes(folder: str) -> Iterator[tuple[int, str]]:
         return  # The job has ended.
 
 
-def _take_note(folder: str) -> int:
-    """Remove the notes of a rank that has ended; return when it began to leave."""
-    left = time.monotonic_ns()
+def _forget_notes(folder: str) -> None:
+    """Let the processes around other ranks report: this rank has not failed, or is named."""
     try:
-        for noted, path in list(_notes(folder)):
-            left = min(left, noted)
+        for _, path in list(_notes(folder)):
             os.unlink(path)
     except OSError:
-        return left  # The job has ended.
-    return left
+        return  # The job has ended.
 
 
-def _wait_for_earlier(folder: str, left: int, manager: int) -> set[int]:
+def _wait_for_earlier(folder: str, manager: int) -> set[int]:
     """Wait for the ranks that began to leave before this one; return the manager's signs."""
     if not folder:
         return set()
+    left = min((noted for noted, _ in _notes(folder)), default=time.monotonic_ns())
     ranks = os.path.dirname(folder)
     deadline = time.monotonic() + _LEAVE
     while time.monotonic() < deadline:
@@ -267,18 +266,20 @@ def _drain() -> None:
         time.sleep(0.01)
 
 
-def _tell(report: Any, code: int, under_way: bool) -> None:
+def _tell(report: Any, code: int, folder: str, under_way: bool) -> None:
     """Name this rank to the launcher, or, where that is on another host, to the user.
 
     Args:
         report: the launcher's FIFO, or the connection to it.
         code: how the command ended.
+        folder: of this rank, whose notes go when it has been named.
         under_way: whether the manager is already ending the job.
     """
     rank, host = _first(_RANK, "?"), os.uname().nodename
     text = describe(f"rank {rank} on host {host}", code)
     # At once: the end of this rank makes others fail, which must not be named before it.
     told = _send(report, f"{shell_code(code)} {text}")
+    _forget_notes(folder)
     _drain()
     if told:
         # Ending before the job does would have mpirun print its own account of it.

@@ -79,6 +79,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if _size(item) in chosen]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Refuse a test that leaves pytest's own process a rank, which others do not expect."""
+    hvdlite = sys.modules.get("hvdlite")
+    if hvdlite is not None and hvdlite.is_initialized():
+        hvdlite.shutdown()
+        pytest.fail("hvd.init() in pytest's own process: mark the test with @ranks", pytrace=False)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test in a job instead of here."""
