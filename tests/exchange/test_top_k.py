@@ -44,7 +44,7 @@ def select(own, strategy, counts):
         (TopK(count=5, per="tensor"), lambda size: 5),
         (TopK(1.0), lambda size: size),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, TopK) else "count",
 )
 def test_the_sum_of_the_greatest(size, dtype, op, strategy, counts):
     for step in range(2):
