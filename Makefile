@@ -14,8 +14,9 @@ ARGS ?=
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# Tests mostly wait, for ranks and processes to start; so two processes run all of them.
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadgroup)
 
 # On a machine without the network: make test-gpu BIN=/usr/bin, with what that Python has.
 test-gpu: $(if $(filter command line,$(origin BIN)),,$(STAMP))

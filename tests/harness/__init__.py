@@ -13,7 +13,7 @@ on every rank. The argument ``size``, if the test has it, is the number of ranks
 
 What the ranks write is shown with a failure; ``capsys`` cannot see it, so a test that checks it
 uses ``contextlib.redirect_stdout``. Tests of whole scripts use `run_script`. ``pytest --ranks 2``
-runs only the tests on two ranks.
+runs only the tests on two ranks, and ``pytest -n 2 --dist loadgroup`` all tests in two processes.
 """
 
 from __future__ import annotations

@@ -70,8 +70,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("size", mark.args, ids=[f"{size}ranks" for size in mark.args])
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the numbers of ranks that the command line asks for."""
+    """Keep the numbers of ranks that the command line asks for, and mark tests that share a job.
+
+    pytest-xdist (``-n 2 --dist loadgroup``) runs those in one process, so each job starts once.
+    """
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            mark, size = item.get_closest_marker("ranks"), _size(item)
+            if size and not mark.kwargs["fresh"]:
+                item.add_marker(pytest.mark.xdist_group(f"{size} ranks"))
     chosen = config.getoption("ranks")
     if chosen:
         deselected = [item for item in items if _size(item) not in chosen]
