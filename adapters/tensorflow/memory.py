@@ -1,4 +1,4 @@
-"""What is remembered of variables, for as long as these live."""
+"""Values that are kept for variables, for as long as these live."""
 
 from __future__ import annotations
 

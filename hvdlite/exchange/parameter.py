@@ -70,7 +70,7 @@ class Reduction:
         return Scaling(self.predivide, size)
 
     def around(self, dtype: np.dtype[Any], size: int) -> tuple[Scaling, Scaling]:
-        """The scaling of elements of a type before the sum over ``size`` ranks, and after it."""
+        """Return the scaling of a dtype's elements before and after the sum over ``size`` ranks."""
         if dtype.kind in "iu":  # divided before, they would lose a remainder
             return Scaling(), self.whole(size)
         return self.before, self.after(size)

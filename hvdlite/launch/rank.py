@@ -65,12 +65,12 @@ def main(arguments: Sequence[str]) -> None:
     if stream:
         stream.start()
     code, signs = _wait(child, manager)
-    if code == 0:
-        _forget_notes(folder)
-    elif not signs:
+    if code and not signs:
         signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
         _tell(stream or report, code, folder, under_way=bool(signs))
+    else:
+        _forget_notes(folder)
     if stream:
         if code == 0:
             stream.left()

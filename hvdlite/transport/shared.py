@@ -265,7 +265,7 @@ class SharedMemoryTransport(Transport):
         table.meet()  # before anybody may write to what others read, or read what they write
 
     def _find(self, send: Any, result: Any) -> tuple[int, int] | None:
-        """Where two arrays begin in the segments; None: not both lie there."""
+        """Return where two arrays begin in the segments, or None if either lies elsewhere."""
         sent = self._arena.find(send)
         written = None if sent is None else self._arena.find(result)
         return None if sent is None or written is None else (sent, written)
