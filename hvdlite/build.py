@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from hvdlite import world
-from hvdlite.cuda import Cuda
+from hvdlite.transport.gpu.cuda import Cuda
 
 
 def mpi_threads_supported() -> bool:

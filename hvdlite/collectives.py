@@ -10,14 +10,14 @@ import numpy as np
 
 from hvdlite import reduction, runtime, world
 from hvdlite.arrays import as_array, check_out
+from hvdlite.compression import Compression, Parameter, Reduction, Strategy, check_strategy
+from hvdlite.compression.device import CompressedDeviceAllreduce
+from hvdlite.compression.operation import CompressedAllreduce
 from hvdlite.engine import Engine, Handle, Operation
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.device_operations import DeviceAllgather, DeviceAllreduce, DeviceBroadcast
 from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, Join
 from hvdlite.errors import HorovodInternalError
-from hvdlite.exchange import Compression, Parameter, Reduction, Strategy, check_strategy
-from hvdlite.exchange.device import CompressedDeviceAllreduce
-from hvdlite.exchange.operation import CompressedAllreduce
 from hvdlite.interrupts import uninterrupted
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp

@@ -15,6 +15,7 @@ from hvdlite.build import (
     nccl_built,
     rocm_built,
 )
+from hvdlite.compression import Compression
 from hvdlite.errors import (
     CheckpointError,
     GradientError,
@@ -24,7 +25,6 @@ from hvdlite.errors import (
     NotInitializedError,
     SettingsError,
 )
-from hvdlite.exchange import Compression
 from hvdlite.launch.function import run, spawn
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import Sharding, average_metrics, scale_lr, warmup

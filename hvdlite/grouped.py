@@ -7,9 +7,9 @@ from typing import Any
 
 from hvdlite import reduction, runtime
 from hvdlite.collectives import describe_allgather, describe_allreduce
+from hvdlite.compression import Compression, Strategy
 from hvdlite.engine import Engine, Handle, Operation
 from hvdlite.engine.group import DeviceGroup, Group
-from hvdlite.exchange import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.scattering import describe_reducescatter

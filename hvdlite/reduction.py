@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import halves
+from hvdlite import float16
 
 
 class ReduceOp(IntEnum):
@@ -172,9 +172,9 @@ class Scaling:
 
     def _scale_halves(self, values: Any) -> Any:
         flat, result = values.reshape(-1), np.empty(values.size, values.dtype)
-        for piece in halves.pieces(flat.size):
-            wide = halves.widen(flat[piece], halves.scratch(piece.stop - piece.start))
-            halves.narrow(self.apply(wide), result[piece])
+        for piece in float16.pieces(flat.size):
+            wide = float16.widen(flat[piece], float16.scratch(piece.stop - piece.start))
+            float16.narrow(self.apply(wide), result[piece])
         return result.reshape(values.shape)
 
     def _scale_integers(self, values: Any) -> Any:

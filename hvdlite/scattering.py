@@ -8,12 +8,12 @@ import numpy as np
 
 from hvdlite import reduction, runtime
 from hvdlite.arrays import as_array
+from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.device_scattering import DeviceAlltoall, DeviceReducescatter
 from hvdlite.engine.scattering import Alltoall, Reducescatter
 from hvdlite.errors import UnsupportedError
-from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvdlite.exchange import Strategy
+from hvdlite.compression import Strategy
 from hvdlite.process_sets import global_process_set
 from hvdlite.settings import Settings
 

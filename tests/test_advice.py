@@ -12,7 +12,7 @@ import hvdlite as hvd
 from hvdlite.advice import Advice, Measurement, advise
 from hvdlite.advice.advisor import CANDIDATES
 from hvdlite.advice.model import parameters_of
-from hvdlite.exchange import DENSE, Strategy
+from hvdlite.compression import DENSE, Strategy
 from tests.harness import ranks
 
 SHAPES = {"a": (300, 400), "b": (1000,), "c": (50, 50)}

@@ -16,7 +16,7 @@ from hvdlite.arguments import (
     check_positive,
     check_ratio,
 )
-from hvdlite.exchange import Compression
+from hvdlite.compression import Compression
 from hvdlite.schedule import Schedule
 
 NO_NUMBERS = [None, "1", "1%", True, False, math.nan, [1], 1j, np.ones(2), np.bool_(True)]

@@ -1,7 +1,8 @@
 import pytest
 
 import hvdlite
-from hvdlite import build, cuda
+from hvdlite import build
+from hvdlite.transport.gpu import cuda
 from tests.harness import ranks
 
 QUERIES = [

@@ -15,8 +15,8 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
+from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine.operations import Allreduce
-from hvdlite.exchange import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.transport import futex
 from tests.harness import mpirun, ranks, run_script
@@ -37,7 +37,7 @@ import json, os, pathlib, signal, sys, time
 import numpy as np
 import hvdlite as hvd
 from hvdlite import runtime
-from hvdlite.exchange import Compression, Parameter, Reduction
+from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.transport.table import Table
 

@@ -9,7 +9,14 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
-from hvdlite.exchange import Compression, ErrorFeedback, Parameter, Reduction, StrategyState, TopK
+from hvdlite.compression import (
+    Compression,
+    ErrorFeedback,
+    Parameter,
+    Reduction,
+    StrategyState,
+    TopK,
+)
 from hvdlite.gradients import GradientBuckets, GradientExchange, buckets
 from hvdlite.settings import Settings
 from tests.harness import ranks

@@ -7,7 +7,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
-from hvdlite.exchange import Compression, ErrorFeedback, Parameter, Reduction
+from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction
 from hvdlite.gradients import GradientBuckets, GradientExchange
 from tests.harness import ranks
 

@@ -11,7 +11,7 @@ import pytest
 import hvdlite as hvd
 from hvdlite import engine
 from hvdlite.transport import CountingTransport
-from tests.exchange.strategies import STRATEGIES
+from tests.compression.strategies import STRATEGIES
 from tests.harness import ranks
 
 pytest.importorskip("torch")

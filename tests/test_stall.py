@@ -9,8 +9,8 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
+from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine.operations import Allreduce, Barrier
-from hvdlite.exchange import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from tests.harness import ranks
 

@@ -14,8 +14,8 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import mpi, runtime, tuning, tuning_cache
+from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.errors import RankGoneError
-from hvdlite.exchange import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.reduction import Sum
 from hvdlite.settings import Settings

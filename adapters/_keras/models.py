@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hvdlite.exchange import Compression
+from hvdlite.compression import Compression
 from hvdlite.schedule import CompressionArgument
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdlite import runtime
 from hvdlite.arguments import check_count
-from hvdlite.exchange import Conversion, Reduction, Strategy, check_groups
+from hvdlite.compression import Conversion, Reduction, Strategy, check_groups
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange

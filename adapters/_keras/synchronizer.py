@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from hvdlite._keras.options import LABEL, Options
 from hvdlite._keras.replicas import describe_optimizer
-from hvdlite.exchange import Parameter, StrategyState
+from hvdlite.compression import Parameter, StrategyState
 from hvdlite.gradients import check_not_local
 from hvdlite.process_sets import is_outside
 from hvdlite.reduction import ReduceOp

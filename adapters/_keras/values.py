@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdlite import collectives, scattering
 from hvdlite._keras.state import broadcast_variables, to_array, variables_of
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.compression import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 

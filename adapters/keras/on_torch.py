@@ -12,8 +12,8 @@ import torch
 from hvdlite import runtime
 from hvdlite._keras.options import LABEL
 from hvdlite._keras.synchronizer import Synchronizer
+from hvdlite.compression import Parameter
 from hvdlite.engine import Engine
-from hvdlite.exchange import Parameter
 from hvdlite.gradients import (
     GradientBuckets,
     ReplicaCheck,

@@ -12,7 +12,7 @@ from hvdlite._keras.distributed import Distributed, make_distributed
 from hvdlite._keras.options import Options, check_options, check_steps, check_unweighted
 from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite._keras.training import distributed_part, keep_local, moments_in
-from hvdlite.exchange import Compression
+from hvdlite.compression import Compression
 from hvdlite.keras.backend import CONVERSION, Backend, as_dense, as_it_is, is_traced
 from hvdlite.keras.training import install, variables_of
 from hvdlite.process_sets import ProcessSet, global_process_set

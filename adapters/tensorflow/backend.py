@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdlite._keras.options import LABEL
 from hvdlite._keras.synchronizer import Synchronizer
-from hvdlite.exchange import Parameter
+from hvdlite.compression import Parameter
 from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.rank_ops import divided
 from hvdlite.tensorflow.reducer import Gradient, Reducer

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite import collectives, reduction
-from hvdlite.exchange import Compression, Strategy, check_strategy
+from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.graphs import for_session

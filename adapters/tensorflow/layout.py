@@ -8,8 +8,8 @@ from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from hvdlite import runtime
+from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine
-from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import GradientBuckets, describe_sources
 from hvdlite.process_sets import ProcessSet
 

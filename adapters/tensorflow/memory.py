@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from hvdlite.exchange import StrategyState
+from hvdlite.compression import StrategyState
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import ExchangeState

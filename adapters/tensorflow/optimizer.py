@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvdlite._keras.distributed import Distributed, make_distributed
 from hvdlite._keras.options import Options, check_options
 from hvdlite._keras.synchronizer import Synchronizer
-from hvdlite.exchange import Compression
+from hvdlite.compression import Compression
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule

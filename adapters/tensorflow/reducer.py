@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite import HorovodInternalError, MismatchError, collectives, world
+from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import (
     GradientBuckets,
     ReplicaCheck,

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite import reduction, scattering
-from hvdlite.exchange import Compression, Strategy, check_strategy
+from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.collectives import allgather, gradient_name

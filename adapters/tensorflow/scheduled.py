@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.exchange import Parameter, Reduction, Strategy
+from hvdlite.compression import Parameter, Reduction, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.schedule import ExchangeSchedule, LocalSteps
 from hvdlite.schedule.local_steps import Moment

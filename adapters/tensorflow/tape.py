@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.exchange import Compression, Reduction, Strategy, check_groups
+from hvdlite.compression import Compression, Reduction, Strategy, check_groups
 from hvdlite.gradients import check_not_local
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp

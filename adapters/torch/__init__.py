@@ -17,7 +17,7 @@ from hvdlite import (
     common,
     shard,
 )
-from hvdlite import halves as _halves
+from hvdlite import float16 as _float16
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.torch import elastic
 from hvdlite.torch.collectives import (
@@ -64,7 +64,7 @@ from hvdlite.torch.state import (
 from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from hvdlite.torch.tensors import convert as _convert
 
-_halves.use(_convert)
+_float16.use(_convert)
 
 __all__ = [
     *common.__all__,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite import collectives, grouped, runtime, scattering
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.compression import Compression, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch.device_memory import lend, lender

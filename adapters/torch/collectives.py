@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hvdlite import collectives, reduction, runtime
-from hvdlite.exchange import Compression, Strategy, check_strategy
+from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import autograd

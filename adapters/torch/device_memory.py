@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.cuda import Cuda, stored_as
+from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine.device import DeviceArray
-from hvdlite.exchange import Compression, Strategy, check_strategy
 from hvdlite.torch.tensors import dtype_of, torch_dtype
+from hvdlite.transport.gpu.cuda import Cuda, stored_as
 
 _log = logging.getLogger("hvdlite")
 

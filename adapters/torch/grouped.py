@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite import grouped, reduction
-from hvdlite.exchange import Compression, Strategy, check_strategy
+from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.exchange import Compression, Reduction
+from hvdlite.compression import Compression, Reduction
 from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp

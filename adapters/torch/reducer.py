@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdlite import gradients, interrupts, runtime
-from hvdlite.exchange import Parameter, Reduction, Strategy, StrategyState
+from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import GradientExchange
 from hvdlite.interrupts import resumable
 from hvdlite.process_sets import ProcessSet

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite import reduction, scattering
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.compression import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvdlite.exchange import Reduction, Strategy
+from hvdlite.compression import Reduction, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from hvdlite.compression import Conversion
+from hvdlite.compression.compressors import cast
 from hvdlite.engine.device import DeviceArray, DeviceResult
-from hvdlite.exchange import Conversion
-from hvdlite.exchange.compressors import cast
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -104,7 +104,7 @@ def leaf_to_array(leaf: Any) -> Any:
 
 
 def convert(values: Any, out: Any) -> None:
-    """Convert between float32 and 16-bit floats, as `halves.use` has it."""
+    """Convert between float32 and 16-bit floats, as `float16.use` has it."""
     to_tensor(out).copy_(to_tensor(values))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from hvdlite.arguments import check_count
-from hvdlite.exchange import check_groups as check_group_numbers
+from hvdlite.compression import check_groups as check_group_numbers
 from hvdlite.horovod import answers
 
 #: Where an optimizer's state dict has what is hvdlite's.

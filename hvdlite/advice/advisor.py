@@ -12,8 +12,8 @@ import numpy as np
 
 from hvdlite import collectives, runtime
 from hvdlite.advice.model import parameters_of
+from hvdlite.compression import DENSE, Compression, ErrorFeedback, Parameter, Reduction, Strategy
 from hvdlite.engine import Engine
-from hvdlite.exchange import DENSE, Compression, ErrorFeedback, Parameter, Reduction, Strategy
 from hvdlite.gradients import GradientBuckets
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Max

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hvdlite.exchange import Parameter
+from hvdlite.compression import Parameter
 
 
 def parameters_of(model: Any) -> list[Parameter]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from hvdlite.cuda import Cuda, Event
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.transport import Transport
 from hvdlite.transport.device import DeviceTransport, Work
+from hvdlite.transport.gpu.cuda import Cuda, Event
 
 if TYPE_CHECKING:
     from hvdlite.engine.device_side import DeviceSide

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import halves, timeline
+from hvdlite import float16, timeline
 from hvdlite.arrays import as_bytes, flat
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.engine.operations import out_of_range, used
@@ -161,7 +161,7 @@ class Reducescatter(Operation):
             send = before.apply(send.copy())
         if self._narrows:
             rounded = np.empty(send.size, self._wire)
-            halves.narrow(send, rounded)
+            float16.narrow(send, rounded)
             send = rounded
         if self._narrows:
             result = self._exchange(transport, send, Scaling())

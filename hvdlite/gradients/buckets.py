@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from hvdlite.arrays import describe
+from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine, Operation
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.plan import plan_buckets
-from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.gradients.device_step import DeviceStep
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot, compare
 from hvdlite.gradients.step import BucketStep

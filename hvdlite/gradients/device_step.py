@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlite import timeline
-from hvdlite.cuda import Event
+from hvdlite.compression import Bucket, Strategy
 from hvdlite.engine import Operation
 from hvdlite.engine.device import DeviceMemory, DeviceOperation, DeviceResult
 from hvdlite.engine.operation import Signature
-from hvdlite.exchange import Bucket, Strategy
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import Scaling
 from hvdlite.transport import Transport
 from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.cuda import Event
 
 
 class DeviceStep(BucketStep):

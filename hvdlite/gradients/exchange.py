@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import exchange, timeline
+from hvdlite import compression, timeline
+from hvdlite.compression import Bucket
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.operations import Barrier, BroadcastBytes
 from hvdlite.errors import HorovodInternalError, MismatchError
-from hvdlite.exchange import Bucket
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.gradients.report import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
@@ -96,7 +96,7 @@ class GradientExchange(GradientBuckets):
             return super()._step(members)
         told = [replace(self.parameters[number], shape=(0,)) for number in members]
         bucket = Bucket(told, self._reduction, self._lane.empty)
-        return BucketStep(bucket, exchange.DENSE, self._lane.members)
+        return BucketStep(bucket, compression.DENSE, self._lane.members)
 
     def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
         """Tell that gradients have been copied into their slots; start what is complete.

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite import collectives, objects, runtime
+from hvdlite.compression import StrategyState
 from hvdlite.errors import NotInitializedError
-from hvdlite.exchange import StrategyState
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import Average, ReduceOp, is_floating
 

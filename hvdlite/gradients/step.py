@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from hvdlite import timeline
+from hvdlite.compression import Bucket, Dense, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import HorovodInternalError
-from hvdlite.exchange import Bucket, Dense, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.gradients import replicas, report
 from hvdlite.gradients.replicas import Snapshot
 from hvdlite.gradients.report import ABSENT, DENSE, Report

@@ -76,7 +76,7 @@ ANSWERS: dict[str, Answer] = {
     "horovod.data.data_loader_base": Answer("hvdlite.horovod.data"),
     # PyTorch
     "horovod.torch": Answer("hvdlite.torch", util=_UTIL),
-    "horovod.torch.compression": Answer("hvdlite.exchange", _COMPRESSORS),
+    "horovod.torch.compression": Answer("hvdlite.compression", _COMPRESSORS),
     "horovod.torch.elastic": Answer("hvdlite.torch.elastic"),
     "horovod.torch.elastic.sampler": Answer("hvdlite.torch.elastic", ("ElasticSampler",)),
     "horovod.torch.elastic.state": Answer(
@@ -113,7 +113,7 @@ ANSWERS: dict[str, Answer] = {
     "horovod.tensorflow.data.compute_worker": Answer(
         "hvdlite.tensorflow.data_service", ("compute_worker_fn",)
     ),
-    "horovod.tensorflow.compression": Answer("hvdlite.exchange", _COMPRESSORS),
+    "horovod.tensorflow.compression": Answer("hvdlite.compression", _COMPRESSORS),
     "horovod.tensorflow.elastic": Answer("hvdlite.tensorflow.elastic"),
     "horovod.tensorflow.functions": Answer(
         "hvdlite.tensorflow",

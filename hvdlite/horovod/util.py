@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hvdlite import build, cuda
+from hvdlite import build
 from hvdlite.build import (
     cuda_built,
     gloo_enabled,
@@ -21,6 +21,7 @@ from hvdlite.build import (
     mpi_threads_supported,
     rocm_built,
 )
+from hvdlite.transport.gpu import cuda
 
 __all__ = [
     "EXTENSIONS",

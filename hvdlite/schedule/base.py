@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdlite.arguments import check_count
-from hvdlite.exchange import Parameter
+from hvdlite.compression import Parameter
 
 
 class ExchangeSchedule:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import ceil
 
 from hvdlite.arguments import check_count, check_momentum, check_positive
-from hvdlite.exchange import Parameter
+from hvdlite.compression import Parameter
 from hvdlite.schedule.base import ExchangeSchedule
 
 

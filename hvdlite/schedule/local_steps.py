@@ -10,10 +10,10 @@ import numpy as np
 
 from hvdlite import gradients, runtime
 from hvdlite.arrays import describe
+from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import GradientError, HorovodInternalError
-from hvdlite.exchange import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.gradients import GradientBuckets
 from hvdlite.interrupts import leave, uninterrupted
 from hvdlite.process_sets import ProcessSet, global_process_set

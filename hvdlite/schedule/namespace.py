@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdlite.exchange import Reduction, Strategy
+from hvdlite.compression import Reduction, Strategy
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule.base import Accumulate, EveryStep, ExchangeSchedule
 from hvdlite.schedule.local import DiLoCo, LocalSGD, PartialSync

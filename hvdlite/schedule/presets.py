@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlite.exchange import (
+from hvdlite.compression import (
     Compression,
     Conversion,
     ErrorFeedback,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdlite import gradients, runtime
-from hvdlite.exchange import StrategyState
+from hvdlite.compression import StrategyState
 from hvdlite.process_sets import ProcessSet, is_outside
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule.local_steps import LocalSteps

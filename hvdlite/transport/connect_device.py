@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.cuda import Cuda
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.base import Transport
 from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.nccl import NCCLTransport
 from hvdlite.transport.staged import HostStaged
 

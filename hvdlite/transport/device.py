@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from hvdlite.arrays import as_bytes
-from hvdlite.cuda import Cuda, Event, stored_as
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
+from hvdlite.transport.gpu.cuda import Cuda, Event, stored_as
 
 _SPIN_SECONDS = 100e-6
 _LONGEST_SLEEP = 1e-3

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from hvdlite.arrays import as_bytes
-from hvdlite.cuda import Cuda
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
 from hvdlite.transport.device import DeviceTransport, Work
+from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.reduce import is_integer_mean
 from hvdlite.transport.staged import HostStaged
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import halves
+from hvdlite import float16
 from hvdlite.reduction import (
     UFUNCS,
     ReduceOp,
@@ -106,9 +106,9 @@ def reduce_apart(
 
 def combine(parts: Sequence[Any], op: ReduceOp, total: Any = None) -> Any:
     """Reduce 16-bit floats to float32, in ``total`` if that is given."""
-    total = halves.widen(parts[0], total)
+    total = float16.widen(parts[0], total)
     for part in parts[1:]:
-        halves.accumulate(UFUNCS[op], total, part)
+        float16.accumulate(UFUNCS[op], total, part)
     return total
 
 
@@ -138,7 +138,7 @@ def _in_blocks(
 def _in_float32(op: ReduceOp, scaling: Scaling, result: Any, parts: Sequence[Any]) -> list[Call]:
     return [
         (_reduce_halves, (result[piece], [part[piece] for part in parts], op, scaling))
-        for piece in halves.pieces(result.size)
+        for piece in float16.pieces(result.size)
     ]
 
 
@@ -156,10 +156,10 @@ def _average_integers(result: Any, parts: Sequence[Any], divisor: int) -> None:
 
 def _reduce_halves(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling) -> None:
     is_sum = result.dtype == np.float16 and op is ReduceOp.SUM and scaling.factor == 1.0
-    if is_sum and halves.add_float16(parts, scaling.divisor, result):
+    if is_sum and float16.add_float16(parts, scaling.divisor, result):
         return
-    total = combine(parts, op, halves.scratch(result.size))
-    halves.narrow(scaling.apply(total), result)
+    total = combine(parts, op, float16.scratch(result.size))
+    float16.narrow(scaling.apply(total), result)
 
 
 def _ufunc(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[[Any, Any, Any], object]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import halves
+from hvdlite import float16
 from hvdlite.reduction import ReduceOp, Scaling, accumulator
 from hvdlite.transport.base import Transport
 from hvdlite.transport.reduce import reduce_into
@@ -51,7 +51,7 @@ def adasum(
     bounds, rows = _deal(transport, send)
     mine = np.clip(np.asarray(tensors) - bounds[transport.rank], 0, rows.shape[1])
     with np.errstate(over="ignore", invalid="ignore"):  # inf and nan have to go on as they are
-        halves.narrow(scaling.apply(_combine_pairwise(transport, rows, mine)), rows[0])
+        float16.narrow(scaling.apply(_combine_pairwise(transport, rows, mine)), rows[0])
     transport.allgather(_bytes(rows[0]), _pieces(result, bounds))
 
 

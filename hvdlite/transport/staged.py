@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from hvdlite.arrays import as_bytes
-from hvdlite.cuda import Cuda, Event
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
 from hvdlite.transport.device import DeviceTransport, Work
+from hvdlite.transport.gpu.cuda import Cuda, Event
 
 
 class HostStaged(DeviceTransport):

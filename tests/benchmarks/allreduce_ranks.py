@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import hvdlite.torch as hvd
 from hvdlite import runtime
-from hvdlite.exchange import Compression, Parameter, Reduction
+from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from tests.benchmarks import libraries, statistics
 from tests.benchmarks.job import say

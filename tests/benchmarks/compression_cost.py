@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite.exchange import Bucket, Parameter, Reduction, Strategy, exchange_bucket
+from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Loopback, Transport
 from tests.benchmarks import statistics

@@ -21,11 +21,11 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from hvdlite.cuda import Cuda
 from hvdlite.reduction import Scaling, Sum
 from hvdlite.transport import connect
 from hvdlite.transport.connect_device import connect_device
 from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.nccl import NCCLTransport
 from hvdlite.world import World
 from tests.benchmarks import job, report, statistics

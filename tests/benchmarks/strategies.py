@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.compression import Compression, Strategy
 
 LEARNING_RATE = 0.05
 MOMENTUM = 0.9

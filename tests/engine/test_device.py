@@ -5,13 +5,13 @@ import itertools
 import numpy as np
 import pytest
 
+from hvdlite.compression import Compression, Reduction
+from hvdlite.compression.device import CompressedDeviceAllreduce
 from hvdlite.engine import lane as lanes
 from hvdlite.engine.device import DeviceResult
 from hvdlite.engine.device_operations import DeviceAllgather, DeviceAllreduce, DeviceBroadcast
 from hvdlite.engine.operations import Allreduce
 from hvdlite.errors import HorovodInternalError, MismatchError
-from hvdlite.exchange import Compression, Reduction
-from hvdlite.exchange.device import CompressedDeviceAllreduce
 from hvdlite.reduction import Adasum, Average, Max, Sum
 from tests.references import check_reduction, dtype_of, samples
 from tests.simulation import on_all_ranks

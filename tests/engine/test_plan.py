@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdlite.compression import Parameter
 from hvdlite.engine.plan import plan_buckets
-from hvdlite.exchange import Parameter
 
 
 def parameters(*sizes, dtype="float32"):

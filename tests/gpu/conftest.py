@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.cuda import Cuda
+from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.simulated import Simulation
 from tests.gpu.arrays import on_device
 from tests.simulation import on_all_ranks

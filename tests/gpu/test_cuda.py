@@ -1,4 +1,4 @@
-"""What `hvdlite.cuda` makes of cupy, on a real device."""
+"""What `hvdlite.transport.gpu.cuda` makes of cupy, on a real device."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite.exchange import ErrorFeedback
+from hvdlite.compression import ErrorFeedback
 from tests.keras import replica_checks
 from tests.keras.counting import close, exchanges, flat, same_on_all_ranks
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite.exchange import Compression, ErrorFeedback, Parameter, Reduction, TopK
+from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction, TopK
 from hvdlite.schedule import LocalSteps, Schedule
 from tests.harness import ranks
 from tests.references import dtype_of

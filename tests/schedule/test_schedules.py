@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.exchange import ByParameter, Compression, ErrorFeedback, Parameter, Reduction
+from hvdlite.compression import ByParameter, Compression, ErrorFeedback, Parameter, Reduction
 from hvdlite.reduction import Adasum, Sum
 from hvdlite.schedule import Schedule, check_schedule
 from hvdlite.schedule.local import deal

@@ -12,7 +12,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-from hvdlite.exchange import Compression, ErrorFeedback
+from hvdlite.compression import Compression, ErrorFeedback
 from hvdlite.tensorflow import memory
 from tests.tensorflow.modes import close, each_mode, in_mode
 

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.exchange import Compression, ErrorFeedback, FP16Compressor, NoneCompressor
+from hvdlite.compression import Compression, ErrorFeedback, FP16Compressor, NoneCompressor
 from tests.torch.checks import assert_close, assert_identical_on_all_ranks
 
 SHAPES = {"a": (5, 7), "b": (40,), "c": ()}

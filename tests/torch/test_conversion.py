@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from hvdlite import halves
+from hvdlite import float16
 from hvdlite.torch.tensors import convert
 
 KINDS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -18,7 +18,7 @@ KINDS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
 @pytest.fixture(autouse=True)
 def with_torch(monkeypatch):
-    monkeypatch.setattr(halves, "_convert", convert)
+    monkeypatch.setattr(float16, "_convert", convert)
 
 
 @pytest.fixture(params=[False, True], ids=["", "flushing"])
@@ -40,7 +40,7 @@ def test_widening_all_there_are(kind):
     values = np.arange(2**16, dtype=np.uint16).view(kind)
     torch.set_flush_denormal(False)
     wanted = expected(values, np.float32)
-    check(halves.widen(values), wanted, np.uint32)
+    check(float16.widen(values), wanted, np.uint32)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -48,7 +48,7 @@ def test_widening_all_there_are(kind):
 def test_narrowing(kind, mask, flushing):
     bits = np.random.default_rng(mask).integers(0, 2**32, 2**18, dtype=np.uint32) & np.uint32(mask)
     values, found = bits.view(np.float32), np.empty(2**18, kind)
-    halves.narrow(values, found)
+    float16.narrow(values, found)
     check(found, expected(values, kind), np.uint16)
 
 
@@ -63,17 +63,17 @@ def test_what_torch_cannot_take():
     values = np.linspace(-1, 1, 2**14, dtype=np.float32)
     values.flags.writeable = False
     found = np.empty(2**14, np.float16)
-    halves.narrow(values, found)
+    float16.narrow(values, found)
     np.testing.assert_array_equal(found, values.astype(np.float16))
-    halves.narrow(values[::2], found[::2])
+    float16.narrow(values[::2], found[::2])
     np.testing.assert_array_equal(found[::2], values[::2].astype(np.float16))
-    halves.narrow(values.astype(np.float64), found)
+    float16.narrow(values.astype(np.float64), found)
     np.testing.assert_array_equal(found, values.astype(np.float16))
 
 
 def test_importing_the_adapter_puts_it_there(monkeypatch):
     import hvdlite.torch
 
-    monkeypatch.setattr(halves, "_convert", None)
+    monkeypatch.setattr(float16, "_convert", None)
     importlib.reload(hvdlite.torch)
-    assert halves._convert is convert
+    assert float16._convert is convert

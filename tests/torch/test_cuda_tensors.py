@@ -14,7 +14,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite import runtime, world
-from hvdlite.exchange import Compression, Strategy
+from hvdlite.compression import Compression, Strategy
 from hvdlite.torch import device_memory, parameter_set, tensors
 from tests.simulation import on_all_ranks
 from tests.transport.fake_memory import DeviceRanks

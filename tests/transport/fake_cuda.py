@@ -140,7 +140,7 @@ class _Wait:
 
 
 class FakeCuda:
-    """What `hvdlite.cuda.Cuda` offers, for one rank.
+    """What `hvdlite.transport.gpu.cuda.Cuda` offers, for one rank.
 
     Args:
         node: shared by the ranks.

@@ -5,7 +5,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
-from hvdlite.exchange import DENSE, Parameter, Reduction
+from hvdlite.compression import DENSE, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.reduction import Max, Scaling, Sum
 from hvdlite.transport import CountingTransport, Loopback, slices

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdlite._keras.options import check_options
 from hvdlite._keras.training import keep_local
-from hvdlite.exchange import Compression
+from hvdlite.compression import Compression
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule

@@ -1,0 +1,216 @@
+"""Gradients as 16-bit floats."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from hvdlite import float16
+from hvdlite.arguments import check_choice
+from hvdlite.compression.bucket import Bucket
+from hvdlite.compression.codec import Codec, add_by_slices, greatest_magnitude
+from hvdlite.compression.compressors import cast
+from hvdlite.compression.parameter import Parameter, Reduction
+from hvdlite.compression.strategy import DENSE, Strategy
+from hvdlite.reduction import ReduceOp, Scaling, is_floating
+from hvdlite.transport import Transport
+from hvdlite.transport.device import DeviceTransport
+
+_log = logging.getLogger("hvdlite")
+# Scales beyond would not be numbers of float32, by which values are multiplied and divided.
+_MOST_BITS = 100
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Cast(Strategy):
+    """Every gradient rounded to a 16-bit float, which halves the bytes of float32.
+
+    The average is divided before it is rounded, so that the sum stays in range, and the
+    sum is accumulated in float32. Types that are not wider floats are exchanged as they are.
+
+    Args:
+        kind: ``"fp16"`` or ``"bf16"``.
+        scale: what values are multiplied by before they are rounded, and divided by after the
+            sum. A number: what is out of range then is clipped, and a warning says so. ``"auto"``:
+            a power of two that brings the bucket's greatest magnitude on any rank just below the
+            largest number of the type; nothing overflows, and as little as possible underflows,
+            for one more small exchange. None: values go as they are, and overflow to infinities.
+
+    Raises:
+        ValueError: an argument is none of these.
+    """
+
+    kind: str
+    scale: float | Literal["auto"] | None = None
+
+    on_device = True
+    ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
+    tells_unsent = True
+    takes_weights = True
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, *_DTYPES)
+        if self.scale not in (None, "auto") and not (
+            isinstance(self.scale, (int, float))
+            and 2.0**-_MOST_BITS <= self.scale <= 2.0**_MOST_BITS
+        ):
+            raise ValueError(
+                f"scale={self.scale!r} is neither a number from 2**-{_MOST_BITS} to 2**{_MOST_BITS}"
+                " nor 'auto' or None"
+            )
+        if self.scale is not None:
+            object.__setattr__(self, "on_device", False)
+            object.__setattr__(self, "ops", (ReduceOp.AVERAGE, ReduceOp.SUM))
+
+    def __repr__(self) -> str:
+        scaled = "" if self.scale is None else f", scale={self.scale!r}"
+        return f"Compression.Cast({self.kind!r}{scaled})" if scaled else f"Compression.{self.kind}"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The 16-bit type."""
+        return _DTYPES[self.kind]
+
+    def choose(self, parameter: Parameter) -> Strategy:
+        """This one, for wider floats."""
+        return self if self._narrows(parameter.dtype) else DENSE
+
+    def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The 16-bit type, of wider floats."""
+        return self.dtype if self._narrows(dtype) else dtype
+
+    def compress(self, tensor: Any) -> tuple[Any, Any]:
+        """Return any framework's tensor in 16 bits, if it holds floats, and its dtype.
+
+        For compression by hand, as with Horovod's classes; ``scale`` is left out.
+        """
+        return cast(tensor, self.dtype.name), tensor.dtype
+
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
+        """Return a tensor in the dtype that `compress` has returned with it."""
+        return cast(tensor, ctx)
+
+    def exchange(self, bucket: Bucket, transport: Transport) -> None:
+        """Round, sum, widen."""
+        if not self._narrows(bucket.send.dtype):
+            DENSE.exchange(bucket, transport)
+            return
+        factor = self._factor(bucket, transport)
+        if bucket.unsent is not None:
+            # Only who adds up knows what the sum loses.
+            add_by_slices(_Rounding(self, Scaling(factor), bucket), bucket, transport)
+            return
+        scaling = replace(bucket.reduction.whole(transport.size), factor=factor)
+        rounded = transport.empty(bucket.send.size, self.dtype)
+        _Rounding(self, scaling, bucket).encode(bucket.send, rounded.view(np.uint8))
+        bucket.reduce(transport, rounded, rounded, Scaling())
+        float16.widen(rounded, bucket.result)
+        Scaling(1.0 / factor).apply(bucket.result)
+
+    def exchange_on_device(
+        self,
+        send: Any,
+        result: Any,
+        dtype: np.dtype[Any],
+        reduction: Reduction,
+        transport: DeviceTransport,
+    ) -> None:
+        """Do the same on the device."""
+        if not self._narrows(dtype):
+            DENSE.exchange_on_device(send, result, dtype, reduction, transport)
+            return
+        rounded = transport.empty(send.size, self.dtype)
+        transport.convert(send, rounded, reduction.whole(transport.size), dtype, self.dtype)
+        transport.allreduce(rounded, rounded, ReduceOp.SUM, Scaling(), self.dtype)
+        transport.convert(rounded, result, Scaling(), self.dtype, dtype)
+
+    def _narrows(self, dtype: np.dtype[Any]) -> bool:
+        return is_floating(dtype) and dtype.itemsize > self.dtype.itemsize
+
+    def _factor(self, bucket: Bucket, transport: Transport) -> float:
+        """What values are multiplied by: alike on all ranks."""
+        if self.scale != "auto":
+            return 1.0 if self.scale is None else float(self.scale)
+        greatest = np.array([greatest_magnitude(bucket.send)], np.float64)
+        transport.allreduce(greatest, greatest, ReduceOp.MAX, Scaling())
+        # A sum of all ranks' values must fit, too.
+        terms = 1 if bucket.reduction.op is ReduceOp.AVERAGE else transport.size
+        room = _largest(self.dtype) / (greatest[0] * terms or np.nan)
+        if not np.isfinite(room):  # nothing but zeros, or not all numbers
+            return 1.0
+        return float(2.0 ** np.clip(np.floor(np.log2(room or 1.0)), -_MOST_BITS, _MOST_BITS))
+
+
+class _Rounding(Codec):
+    """Values scaled and rounded to a 16-bit float.
+
+    Args:
+        strategy: the type, and whether values are clipped.
+        scaling: of the values.
+        bucket: whose values they are, for messages.
+    """
+
+    piece = float16.PIECE  # there are no temporary arrays
+
+    def __init__(self, strategy: Cast, scaling: Scaling, bucket: Bucket) -> None:
+        self._dtype = strategy.dtype
+        self._scaling = scaling
+        self._clips = isinstance(strategy.scale, (int, float))
+        self._bucket = bucket
+        self._clipped = 0
+
+    def body(self, count: int) -> int:
+        """Two each."""
+        return 2 * count
+
+    def encode(self, values: Any, out: Any) -> None:
+        """Scale and round; warn if something was clipped."""
+        super().encode(values, out)
+        if self._clipped:
+            names = ", ".join(repr(parameter.name) for parameter in self._bucket.parameters)
+            _log.warning(
+                "%d of %d values were too large for %s times %g and have been clipped, in the "
+                "gradients of %s; lower the scale, or use scale='auto'",
+                self._clipped,
+                values.size,
+                self._dtype.name,
+                self._scaling.factor,
+                names,
+            )
+            self._clipped = 0
+
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Scale and round."""
+        scaled = values
+        if self._clips or not self._scaling.is_identity:
+            is_single = values.dtype == np.float32
+            scaled = float16.scratch(values.size) if is_single else np.empty_like(values)
+            self._scaling.write(values, scaled)
+        if self._clips:
+            self._clip(scaled)
+        with np.errstate(over="ignore"):  # inf is what an overflow has to become
+            float16.narrow(scaled, out.view(self._dtype))
+
+    def read(self, body: Any, head: Any, out: Any) -> None:
+        """Widen, and undo the scaling."""
+        float16.widen(body.view(self._dtype), out)
+        Scaling(1.0 / self._scaling.factor).apply(out)
+
+    def _clip(self, values: Any) -> None:
+        largest = values.dtype.type(_largest(self._dtype))
+        beyond = int(np.count_nonzero(np.abs(values) > largest))
+        if beyond:
+            self._clipped += beyond
+            np.clip(values, -largest, largest, out=values)
+
+
+def _largest(dtype: np.dtype[Any]) -> float:
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]

@@ -1,0 +1,178 @@
+"""Values as fewer bytes, and two ways to add up over the ranks what is written so."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.compression.bucket import Bucket
+from hvdlite.compression.messages import gather_messages
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport import Transport
+from hvdlite.transport.slices import slice_bounds
+
+
+class Codec(ABC):
+    """How floats are written as bytes; how many these are follows from the number of floats.
+
+    A message has a head, of what concerns all values, and a body, which is written and read in
+    pieces that stay in the cache.
+    """
+
+    #: So many values are written together; only the last ones may be fewer.
+    block: int = 1
+    #: Bytes of the head.
+    head: int = 0
+    #: About so many values are written at a time. Fewer, and the interpreter is noticed; more, and
+    #: temporary arrays become so large that the system clears new pages for each, which takes
+    #: longer than most arithmetic.
+    piece: int = 2**15
+
+    @abstractmethod
+    def body(self, count: int) -> int:
+        """Return how many bytes ``count`` values take, without the head.
+
+        Multiples of both the block and 8 values follow each other without a gap.
+        """
+
+    def measure(self, values: Any, head: Any) -> None:
+        """Write the head of the message of all ``values`` into ``head``, flat, uint8."""
+        head[...] = 0  # of no bytes
+
+    @abstractmethod
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Write a piece of finite values, flat, float32 or float64, into ``out``, flat, uint8."""
+
+    @abstractmethod
+    def read(self, body: Any, head: Any, out: Any) -> None:
+        """Do the reverse: the same bits of ``out`` from the same bytes on every rank."""
+
+    def nbytes(self, count: int) -> int:
+        """Return how many bytes the message of ``count`` values has."""
+        return self.head + self.body(count)
+
+    def pieces(self, count: int) -> Iterator[slice]:
+        """Cut ``count`` values into pieces."""
+        unit = math.lcm(self.block, 8)
+        length = max(self.piece // unit, 1) * unit
+        for start in range(0, count, length):
+            yield slice(start, min(start + length, count))
+
+    def encode(self, values: Any, out: Any) -> None:
+        """Write the message of finite values, flat, float32 or float64, into ``out``."""
+        head = out[: self.head]
+        self.measure(values, head)
+        for piece in self.pieces(values.size):
+            self.write(values[piece], head, self._part(out, piece))
+
+    def decode(self, message: Any, out: Any) -> None:
+        """Do the reverse."""
+        for piece in self.pieces(out.size):
+            self.decode_piece(message, piece, out[piece])
+
+    def decode_piece(self, message: Any, piece: slice, out: Any) -> None:
+        """Do so for one of the `pieces` only."""
+        self.read(self._part(message, piece), message[: self.head], out)
+
+    def _part(self, message: Any, piece: slice) -> Any:
+        return message[self.nbytes(piece.start) : self.nbytes(piece.stop)]
+
+
+def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequence[int]) -> None:
+    """Send everything to everybody, who adds it up in the order of the ranks.
+
+    A rank sends its message to each other one: of n ranks n - 1 times its bytes. What is not sent
+    is what the codec loses, and nothing else.
+
+    Args:
+        codec: of the messages.
+        bucket: whose exchange this is, as `Strategy.exchange` has it.
+        transport: of the ranks.
+        parts: where that begins which the codec is to write by itself, and where the last ends.
+    """
+    pieces = [slice(*bounds) for bounds in itertools.pairwise(parts)]
+    ends = np.cumsum([0, *(codec.nbytes(piece.stop - piece.start) for piece in pieces)]).tolist()
+    places = [slice(*bounds) for bounds in itertools.pairwise(ends)]
+    message = transport.empty(ends[-1], np.dtype(np.uint8))
+    for piece, place in zip(pieces, places, strict=True):
+        codec.encode(bucket.send[piece], message[place])
+    messages = gather_messages(transport, message, [ends[-1]] * transport.size)
+    scaling = bucket.reduction.whole(transport.size)
+    for piece, place in zip(pieces, places, strict=True):
+        if bucket.unsent is not None:
+            _subtract(codec, message[place], bucket.send[piece], bucket.unsent[piece])
+        _add_up(codec, [each[place] for each in messages], scaling, bucket.result[piece])
+
+
+def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
+    """Let rank r add up slice r of what all ranks have, and send the sum to everybody.
+
+    It moves as many bytes as an allreduce of the messages, whatever the number of ranks, and
+    writes sums in the codec's way once more. What that loses, the rank that added up keeps as
+    unsent, multiplied by what an average divides by.
+
+    Args:
+        codec, bucket, transport: as in `add_gathered`.
+    """
+    rank, size = transport.rank, transport.size
+    count = bucket.send.size
+    blocks = -(-count // codec.block)
+    bounds = [min(count, bound * codec.block) for bound in slice_bounds(blocks, size)]
+    slices = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    lengths = [codec.nbytes(piece.stop - piece.start) for piece in slices]
+    sent = [np.empty(length, np.uint8) for length in lengths]
+    for piece, message in zip(slices, sent, strict=True):
+        codec.encode(bucket.send[piece], message)
+    received = np.empty((size, lengths[rank]), np.uint8)
+    transport.alltoall(sent, list(received))
+    if bucket.unsent is not None:
+        # Nothing else is in the result before the end.
+        for piece, message in zip(slices, sent, strict=True):
+            _subtract(codec, message, bucket.send[piece], bucket.result[piece])
+    del sent, message
+
+    mine = slices[rank]
+    total = np.empty(mine.stop - mine.start, bucket.send.dtype)
+    _add_up(codec, list(received), bucket.reduction.whole(size), total)
+    del received
+    whole = np.empty(lengths[rank], np.uint8)
+    codec.encode(total, whole)
+    wholes = gather_messages(transport, whole, lengths)
+    if bucket.unsent is not None:
+        _subtract(codec, whole, total, total)
+        if bucket.reduction.op is ReduceOp.AVERAGE:
+            total *= size
+        bucket.unsent[...] = bucket.result
+        bucket.unsent[mine] += total
+    for piece, message in zip(slices, wholes, strict=True):
+        codec.decode(message, bucket.result[piece])
+
+
+def greatest_magnitude(values: Any) -> Any:
+    """Return the greatest magnitude of values, of none: 0, without memory for all magnitudes."""
+    return abs(max(values.max(initial=0), -values.min(initial=0)))
+
+
+def _add_up(codec: Codec, messages: Sequence[Any], scaling: Scaling, out: Any) -> None:
+    """Write the scaled sum of what messages say into ``out``."""
+    for piece in codec.pieces(out.size):
+        total = out[piece]
+        codec.decode_piece(messages[0], piece, total)
+        decoded = np.empty_like(total)
+        for message in messages[1:]:
+            codec.decode_piece(message, piece, decoded)
+            np.add(total, decoded, out=total)
+        scaling.apply(total)
+
+
+def _subtract(codec: Codec, message: Any, values: Any, out: Any) -> None:
+    """Write what a message says less than ``values`` into ``out``, which may be ``values``."""
+    for piece in codec.pieces(values.size):
+        decoded = np.empty(piece.stop - piece.start, values.dtype)
+        codec.decode_piece(message, piece, decoded)
+        np.subtract(values[piece], decoded, out=out[piece])

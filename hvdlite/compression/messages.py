@@ -1,0 +1,80 @@
+"""Messages of any length to all ranks, and refusals that all ranks learn of."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.compression.bucket import Bucket
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.errors import GradientError
+from hvdlite.transport import Transport
+
+# The length of a message, and the position of the parameter that has none, or -1.
+_HEADER = struct.Struct("<qq")
+
+
+def find_not_finite(bucket: Bucket, values: Any, infinite: bool = True) -> int:
+    """Return the position of the first parameter that is not a number somewhere; -1: none.
+
+    Args:
+        bucket: says where parameters begin.
+        values: flat, like ``bucket.send``.
+        infinite: whether infinities count, too.
+    """
+    # In one pass over memory, as nearly all buckets pass.
+    if np.isfinite(np.add.reduce(values)):
+        return -1
+    is_bad = (lambda part: ~np.isfinite(part)) if infinite else np.isnan
+    for position in range(len(bucket.parameters)):
+        if is_bad(bucket.slot(values, position)).any():
+            return position
+    return -1  # they only add up to more than the type holds
+
+
+def agree(bucket: Bucket, transport: Transport, bad: int, length: int = 0) -> list[int]:
+    """Let all ranks know the lengths of each other's messages, or that one has none.
+
+    Args:
+        bucket: whose parameters are talked of.
+        transport: of the ranks.
+        bad: the position of a parameter that this rank cannot send, or -1.
+        length: of this rank's message, in bytes.
+
+    Returns:
+        The lengths, by rank.
+
+    Raises:
+        GradientError: on all ranks, if there is such a parameter on any.
+    """
+    headers = list(map(_HEADER.unpack, transport.gather(_HEADER.pack(length, bad))))
+    where = [rank for rank, (_, position) in enumerate(headers) if position >= 0]
+    if where:
+        name = bucket.parameters[headers[where[0]][1]].name
+        members = ranks_text([transport.members[rank] for rank in where])
+        raise GradientError(
+            f"rank {transport.members[transport.rank]}: the gradient of {name!r} is not finite on "
+            f"{members}, and the compression cannot send that; lower the learning rate or clip "
+            "the loss, train in bfloat16 instead of with a GradScaler, which makes gradients "
+            "overflow on purpose, or use Compression.none, .fp16 or .bf16, which pass it on"
+        )
+    return [length for length, _ in headers]
+
+
+def gather_messages(transport: Transport, message: Any, lengths: Sequence[int]) -> list[Any]:
+    """Return every rank's message, by rank.
+
+    Args:
+        transport: of the ranks.
+        message: this rank's; a flat array of bytes.
+        lengths: of all messages, by rank.
+    """
+    everything = message if transport.size == 1 else np.empty(sum(lengths), np.uint8)
+    bounds = np.cumsum([0, *lengths]).tolist()
+    messages = [everything[start:stop] for start, stop in itertools.pairwise(bounds)]
+    transport.allgather(message, messages)
+    return messages

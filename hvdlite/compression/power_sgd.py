@@ -1,0 +1,212 @@
+"""PowerSGD: every matrix as the product of two narrow ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hvdlite import float16
+from hvdlite.arguments import check_count, check_positive
+from hvdlite.compression.bucket import Bucket
+from hvdlite.compression.messages import agree, find_not_finite
+from hvdlite.compression.parameter import Parameter
+from hvdlite.compression.quantised import generator
+from hvdlite.compression.strategy import DENSE, Strategy
+from hvdlite.errors import GradientError
+from hvdlite.reduction import ReduceOp, is_floating
+from hvdlite.transport import Transport
+
+_FACTOR = "q"
+# Of a vector of which less is left, the rest is rounding.
+_ROUNDING_ERRORS = 10
+
+
+@dataclass(frozen=True, repr=False)
+class PowerSGD(Strategy):
+    """Gradients of matrices as products of two factors of low rank.
+
+    Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727: one step of power iteration, which
+    starts where the last one has ended, finds factors P, of shape (rows, rank), and Q, of shape
+    (columns, rank), whose product is near the best of that rank for the average of all ranks'
+    gradients. P and Q are summed over the ranks, all of a bucket together.
+
+    It needs error feedback, and is best begun at a later step, after dense ones: the start
+    iteration of other implementations is `WarmUp` here. ::
+
+        compression = ErrorFeedback(WarmUp(PowerSGD(4), 1000))
+
+    A tensor of more than two axes is a matrix with as many rows as its first axis has, as PyTorch's
+    kernels of convolutions want it, or with as many columns as its last axis has, as TensorFlow's
+    do: whichever makes the factors smaller. All others travel as they are: biases, and matrices so
+    small or narrow that it does not pay.
+
+    Args:
+        rank: columns of the factors; a matrix that has fewer rows or columns takes so many.
+        min_compression: a matrix has to have so many times as many numbers as its factors, or else
+            it travels as it is.
+        warm_start: begin each step with the last one's Q; else with random numbers.
+        seed: of random numbers, alike on all ranks.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    rank: int = 4
+    min_compression: float = 2.0
+    warm_start: bool = True
+    seed: int = 0
+
+    stateful = True
+    tells_unsent = True
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        check_positive("min_compression", self.min_compression)
+        check_count("seed", self.seed, 0)
+
+    def choose(self, parameter: Parameter) -> Strategy:
+        """This one, for matrices with which it pays."""
+        if len(parameter.shape) < 2 or not parameter.size or not is_floating(parameter.dtype):
+            return DENSE
+        rows, columns = _matrix_shape(parameter)
+        factors = (rows + columns) * self._width(parameter)
+        return DENSE if factors * self.min_compression > rows * columns else self
+
+    def exchange(self, bucket: Bucket, transport: Transport) -> None:
+        """Sum P, make its columns orthonormal, sum Q, multiply."""
+        bad = find_not_finite(bucket, bucket.send)
+        matrices = _matrices(bucket, bucket.send)
+        # What is too large or not finite is refused below, where all ranks see it.
+        with np.errstate(over="ignore", invalid="ignore"):
+            starts = [self._start(bucket, position) for position in range(len(matrices))]
+            products = [np.matmul(matrix, q) for matrix, q in zip(matrices, starts, strict=True)]
+            sums = self._sum(bucket, transport, products, bad)
+            lefts = [orthonormal(p).astype(p.dtype) for p in sums]
+            products = [np.matmul(matrix.T, p) for matrix, p in zip(matrices, lefts, strict=True)]
+            rights = self._sum(bucket, transport, products, bad)
+        if bucket.unsent is not None:
+            unsent = _matrices(bucket, bucket.unsent)
+            for left, own, matrix, rest in zip(lefts, products, matrices, unsent, strict=True):
+                np.matmul(left, own.T, out=rest)
+                np.subtract(matrix, rest, out=rest)
+        results = _matrices(bucket, bucket.result)
+        for left, right, result in zip(lefts, rights, results, strict=True):
+            multiply(left, right, result)
+        if self.warm_start:
+            for position in set(range(len(rights))) - set(bucket.absent):
+                bucket.state.set(position, _FACTOR, rights[position].copy())
+
+    def _start(self, bucket: Bucket, position: int) -> Any:
+        """The Q to begin with, of orthonormal columns, or random ones."""
+        parameter, dtype = bucket.parameters[position], bucket.send.dtype
+        shape = _matrix_shape(parameter)[1], self._width(parameter)
+        kept = bucket.state.get(position, _FACTOR) if self.warm_start else None
+        if kept is None or kept.shape != shape:
+            kept = np.zeros(shape, dtype)
+        start = orthonormal(kept)
+        # A direction in which there was nothing would stay without anything for ever.
+        lost = ~start.any(axis=0)
+        if lost.any():
+            draw = generator(self.seed, bucket.count, parameter.name)
+            drawn = draw.standard_normal((int(np.count_nonzero(lost)), shape[0]))
+            start[:, lost] = drawn.T / np.sqrt(shape[0])
+        return start.astype(dtype)
+
+    def _sum(self, bucket: Bucket, transport: Transport, factors: Sequence[Any], bad: int) -> Any:
+        """Return the sums (averages) of all ranks' factors, from one allreduce.
+
+        Raises:
+            GradientError: on all ranks, if they are not finite.
+        """
+        ends = np.cumsum([0, *(factor.size for factor in factors)]).tolist()
+        together = transport.empty(ends[-1], bucket.send.dtype)
+        np.concatenate([factor.reshape(-1) for factor in factors], out=together)
+        if bad >= 0:
+            # So that all ranks learn of it without another message. Products need not tell: a
+            # library may leave out what is multiplied by 0.
+            together[...] = np.nan
+        scaling = bucket.reduction.whole(transport.size)
+        transport.allreduce(together, together, ReduceOp.SUM, scaling)
+        sums = [
+            together[start:stop].reshape(factor.shape)
+            for factor, (start, stop) in zip(factors, itertools.pairwise(ends), strict=True)
+        ]
+        for position, each in enumerate(sums):
+            if not np.isfinite(each).all():
+                agree(bucket, transport, bad)
+                raise GradientError(
+                    f"rank {transport.members[transport.rank]}: the gradient of "
+                    f"{bucket.parameters[position].name!r} is too large for {self.name}, which "
+                    f"adds up products of its values in {each.dtype}; lower the learning rate or "
+                    "clip the loss, or use Compression.none"
+                )
+        return sums
+
+    def _width(self, parameter: Parameter) -> int:
+        return min(self.rank, *_matrix_shape(parameter))
+
+
+def orthonormal(vectors: Any) -> Any:
+    """Make columns orthonormal, from left to right; what is left of some is 0.
+
+    By Gram and Schmidt, done twice, which suffices (Giraud et al. 2005, Numerische Mathematik
+    101). Not by a library, whose bits depend on the processor: ranks must get the same ones.
+
+    Args:
+        vectors: columns of finite floats.
+
+    Returns:
+        float64 of the same shape. Columns that the ones before them span, to rounding, are 0.
+    """
+    tolerance = _ROUNDING_ERRORS * float(np.finfo(vectors.dtype).eps)
+    rows = np.array(vectors.T, np.float64, order="C")
+    for number, row in enumerate(rows):
+        row /= np.max(np.abs(row), initial=0.0) or 1.0  # its square may be out of range
+        before, length = rows[:number], _norm(row)
+        for _ in range(2):
+            row -= (before * (before * row).sum(axis=1, keepdims=True)).sum(axis=0)
+        left = _norm(row)
+        row *= 1.0 / left if left > tolerance * length else 0.0
+    return rows.T
+
+
+def _norm(row: Any) -> float:
+    return float(np.sqrt((row * row).sum()))
+
+
+def multiply(left: Any, right: Any, out: Any) -> None:
+    """Write the product of ``left`` and the transpose of ``right`` into a matrix, piece by piece.
+
+    One operation at a time on each number, so that the bits are the same on every processor:
+    that a library uses how many cores, or multiplies and adds at once, would change them.
+    """
+    columns = np.ascontiguousarray(right.T)
+    height = max(1, float16.PIECE // out.shape[1])
+    scratch = np.empty((min(height, out.shape[0]), out.shape[1]), out.dtype)
+    for start in range(0, out.shape[0], height):
+        rows = left[start : start + height]
+        piece, product = out[start : start + height], scratch[: len(rows)]
+        np.multiply(rows[:, :1], columns[0], out=piece)
+        for number in range(1, len(columns)):
+            np.multiply(rows[:, number : number + 1], columns[number], out=product)
+            np.add(piece, product, out=piece)
+
+
+def _matrix_shape(parameter: Parameter) -> tuple[int, int]:
+    """Rows and columns of a tensor of two axes or more."""
+    shape = parameter.shape
+    by_first, by_last = (shape[0], prod(shape[1:])), (prod(shape[:-1]), shape[-1])
+    return min(by_first, by_last, key=sum)
+
+
+def _matrices(bucket: Bucket, array: Any) -> list[Any]:
+    """The parts of a flat array of the bucket, as matrices."""
+    return [
+        bucket.slot(array, position).reshape(_matrix_shape(parameter))
+        for position, parameter in enumerate(bucket.parameters)
+    ]

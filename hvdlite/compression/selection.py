@@ -1,0 +1,128 @@
+"""The entries of the greatest magnitude: exactly those that a stable sort finds, but faster.
+
+Without its sign bit, a float is an integer that grows with the magnitude. Magnitudes are compared
+as such: so subnormal numbers differ from 0 also where a framework has told the processor to take
+them for 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdlite import float16
+
+# Elements by which the least magnitude that counts is estimated. With few values, or where more
+# than a part of them is wanted, the estimate costs more than it saves.
+_SAMPLE = 2**14
+_FEW = 2**17
+_LARGEST_PART = 4
+
+
+def index_dtype(size: int) -> np.dtype[Any]:
+    """The type of indices into ``size`` elements: four bytes wherever these suffice."""
+    return np.dtype(np.uint32 if size <= 2**32 else np.uint64)
+
+
+def greatest(values: Any, count: int) -> Any:
+    """Find the entries of the greatest magnitude; of equal ones, those that come first.
+
+    A magnitude below which hardly any of them lies is estimated from some of the values. One pass
+    collects what lies above, and among these the choice is made. Where the estimate was too high,
+    all values are looked at once more.
+
+    Args:
+        values: flat, float32 or float64, without NaN.
+        count: how many are wanted, at least 1; if there are fewer, all are found.
+
+    Returns:
+        Their indices, in increasing order.
+    """
+    if count >= values.size:
+        return np.arange(values.size, dtype=index_dtype(values.size))
+    if values.size < _FEW or count > values.size // _LARGEST_PART:
+        return _choose(values, count)
+    limit = _estimate(values, count)
+    candidates = _above(values, limit)
+    if candidates.size >= count:
+        return candidates[_choose(values[candidates], count)]
+    # Of zeros, say, there are so many that it is among them that the choice ends.
+    tied = _equal(values, limit, count - candidates.size)
+    if candidates.size + tied.size == count:
+        return _merge(candidates, tied)
+    return _choose(values, count)
+
+
+def at_least(values: Any, threshold: float) -> Any:
+    """Find the entries whose magnitude is a threshold or more.
+
+    Args:
+        values: flat, float32 or float64, without NaN.
+        threshold: above 0; it is compared as it is, and not rounded to the type of the values.
+
+    Returns:
+        Their indices, in increasing order.
+    """
+    with np.errstate(over="ignore"):  # beyond the type's range there are infinities only
+        least = np.array([threshold]).astype(values.dtype)
+    if float(least[0]) < threshold:
+        least = np.nextafter(least, np.inf, dtype=least.dtype)
+    return _above(values, _magnitudes(least)[0] - 1)
+
+
+def _magnitudes(values: Any) -> Any:
+    words = values.view(f"i{values.dtype.itemsize}")
+    return words & np.iinfo(words.dtype).max
+
+
+def _estimate(values: Any, count: int) -> Any:
+    """A magnitude above which there are rather more than ``count`` entries than fewer."""
+    # At random and not at regular distances, which could hit one column of a matrix again and
+    # again. What is found does not depend on it.
+    places = np.random.Generator(np.random.SFC64(0)).integers(values.size, size=_SAMPLE)
+    sample = _magnitudes(values[places])
+    expected = count * _SAMPLE / values.size
+    return _nth(sample, int(expected + 4 * np.sqrt(expected) + 4))
+
+
+def _nth(magnitudes: Any, count: int) -> Any:
+    """The least of the ``count`` greatest, which puts them in another order."""
+    magnitudes.partition(magnitudes.size - count)
+    return magnitudes[magnitudes.size - count]
+
+
+def _choose(values: Any, count: int) -> Any:
+    """Do what `greatest` does, by a partition of all values."""
+    limit = _nth(_magnitudes(values), count)
+    chosen = _above(values, limit)
+    return _merge(chosen, _equal(values, limit, count - chosen.size))
+
+
+def _merge(chosen: Any, tied: Any) -> Any:
+    merged = np.concatenate([chosen, tied])
+    merged.sort(kind="stable")  # which merges what is in order already
+    return merged
+
+
+def _above(values: Any, limit: Any) -> Any:
+    """The indices of all magnitudes above a limit."""
+    dtype = index_dtype(values.size)
+    found = [np.empty(0, dtype)]
+    for piece in float16.pieces(values.size):
+        here = np.flatnonzero(_magnitudes(values[piece]) > limit)
+        found.append(np.add(here, piece.start, dtype=dtype, casting="unsafe"))
+    return np.concatenate(found)
+
+
+def _equal(values: Any, limit: Any, most: int) -> Any:
+    """The indices of the first magnitudes, ``most`` of them, that are the limit."""
+    dtype = index_dtype(values.size)
+    found = [np.empty(0, dtype)]
+    for piece in float16.pieces(values.size):
+        if most <= 0:
+            break
+        here = np.flatnonzero(_magnitudes(values[piece]) == limit)[:most]
+        found.append(np.add(here, piece.start, dtype=dtype, casting="unsafe"))
+        most -= here.size
+    return np.concatenate(found)

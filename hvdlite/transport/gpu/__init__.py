@@ -1,0 +1,1 @@
+"""Transports between device memories, and the CUDA runtime below them."""

@@ -1,0 +1,280 @@
+"""What the device transports need of CUDA: a thin layer over cupy, which is loaded lazily.
+
+Streams go by their addresses, as torch's ``stream.cuda_stream`` gives them; 0 is the
+default stream. Device arrays are cupy's, flat and contiguous. Work goes to the stream that
+`Cuda.on` has made current in the calling thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+
+from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.gpu import kernels
+
+# Earlier ones have neither bfloat16 nor the average.
+_OLDEST_NCCL = 21000
+# Earlier ones pass the number of elements of a broadcast to NCCL in 32 bits.
+_OLDEST_CUPY = (13, 4)
+_NOT_READY = 600  # cudaErrorNotReady
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has passed it."""
+
+
+class _Event:
+    """An event of cupy's, whose own ``done`` takes every error for "not yet"."""
+
+    def __init__(self, runtime: Any, event: Any) -> None:
+        self._runtime = runtime
+        self._event = event  # destroyed with the last reference
+        self.ptr = event.ptr
+
+    @property
+    def done(self) -> bool:
+        """Ask the device.
+
+        Raises:
+            CUDARuntimeError: an earlier kernel or copy has failed.
+        """
+        status = self._runtime.eventQuery(self.ptr)
+        if status not in (0, _NOT_READY):
+            raise self._runtime.CUDARuntimeError(status)
+        return bool(status == 0)
+
+
+class Cuda:
+    """The devices of this process.
+
+    Raises:
+        ImportError: cupy is not installed, or is older than 13.4.
+    """
+
+    def __init__(self) -> None:
+        self._cupy = import_module("cupy")
+        _check_version(self._cupy.__version__)
+        self._runtime = self._cupy.cuda.runtime
+        self.nccl = _load_nccl()
+
+    def device_count(self) -> int:
+        """How many devices this process sees; 0 without a driver."""
+        try:
+            return int(self._runtime.getDeviceCount())
+        except self._runtime.CUDARuntimeError:
+            return 0
+
+    def device_name(self, device: int) -> str:
+        """What the device calls itself, e.g. ``NVIDIA H100``."""
+        name: bytes = self._runtime.getDeviceProperties(device)["name"]
+        return name.decode()
+
+    def bus_id(self, device: int) -> str:
+        """The device's place on the PCI bus, unique within a host."""
+        return str(self._runtime.deviceGetPCIBusId(device))
+
+    def is_rocm(self) -> bool:
+        """Whether cupy was built for AMD's devices."""
+        return bool(self._runtime.is_hip)
+
+    def nccl_version(self) -> int:
+        """NCCL's version code, e.g. 22707; 0: none that can be used."""
+        version = 0 if self.nccl is None else int(self.nccl.get_version())
+        return version if version >= _OLDEST_NCCL else 0
+
+    def unique_id(self) -> bytes:
+        """Make what the ranks of a communicator find each other by."""
+        made = self.nccl.get_unique_id()
+        # Bytes from cupy 14 on, signed integers before.
+        return made if isinstance(made, bytes) else bytes(value & 0xFF for value in made)
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
+        """Join a communicator on the current device; collective."""
+        try:
+            return self.nccl.NcclCommunicator(size, unique_id, rank)
+        except TypeError:
+            signed = tuple(np.frombuffer(unique_id, np.int8).tolist())
+            return self.nccl.NcclCommunicator(size, signed, rank)
+
+    def stream(self, device: int) -> Any:
+        """Make a stream that does not wait for the default stream; it has a ``ptr``."""
+        with self._cupy.cuda.Device(device):
+            return self._cupy.cuda.Stream(non_blocking=True)
+
+    @contextlib.contextmanager
+    def on(self, device: int, stream: Any) -> Iterator[None]:
+        """Send this thread's work to a stream while this lasts."""
+        with self._cupy.cuda.Device(device), stream:
+            yield
+
+    def record(self, device: int, stream: int) -> Event:
+        """Mark the point that a stream's work has reached by now."""
+        with self._cupy.cuda.Device(device):
+            event = self._cupy.cuda.Event(disable_timing=True)
+            self._runtime.eventRecord(event.ptr, stream)
+        return _Event(self._runtime, event)
+
+    def wait_event(self, device: int, stream: int, event: Any) -> None:
+        """Let a stream's later work wait for an event; the host does not wait."""
+        with self._cupy.cuda.Device(device):
+            self._runtime.streamWaitEvent(stream, event.ptr, 0)
+
+    def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
+        """A device array from cupy's pool; given back, it serves the same stream again."""
+        return self._cupy.empty(size, dtype)
+
+    def pinned(self, nbytes: int) -> Any:
+        """A numpy array of bytes that the device copies to and from by itself."""
+        return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def view(self, device: int, pointer: int, size: int, dtype: np.dtype[Any], owner: Any) -> Any:
+        """See a framework's device memory as a flat array; nothing is copied or awaited.
+
+        Args:
+            device: where the memory lies.
+            pointer: its address.
+            size: elements.
+            dtype: of the elements.
+            owner: kept alive as long as the array.
+        """
+        memory = self._cupy.cuda.UnownedMemory(pointer, size * dtype.itemsize, owner, device)
+        return self._cupy.ndarray(size, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def pointer(self, array: Any) -> int:
+        """The address of an array on the device or the host."""
+        return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy bytes between device arrays, or between one and a pinned array."""
+        if source.nbytes:
+            self._runtime.memcpyAsync(
+                self.pointer(target),
+                self.pointer(source),
+                source.nbytes,
+                self._runtime.memcpyDefault,
+                self._cupy.cuda.get_current_stream().ptr,
+            )
+
+    def reduce(
+        self, rows: Any, result: Any, op: ReduceOp, scaling: Scaling, dtype: np.dtype[Any]
+    ) -> None:
+        """Reduce rows, one after the other in ``rows``, to one of the size of ``result``.
+
+        16-bit floats are reduced and scaled in float32. One row is only scaled; it may be
+        ``result`` itself.
+
+        Args:
+            rows: a multiple of ``result``'s elements.
+            result: where the reduction goes.
+            op: SUM, MIN, MAX or PRODUCT; SUM alone for complex numbers.
+            scaling: applied to the reduction.
+            dtype: what the elements are, where the arrays cannot say it (bfloat16).
+        """
+        if not result.size:
+            return
+        stored, element = _stored_as(dtype)
+        rows, result = rows.view(stored), result.view(stored)
+        reduce = self._kernel(element, op, scaling.is_identity, scaling.factor == 1.0)
+        count = rows.size // result.size
+        reduce(rows, count, result.size, scaling.factor, scaling.divisor, result)
+
+    def convert(
+        self,
+        source: Any,
+        target: Any,
+        scaling: Scaling,
+        dtype: np.dtype[Any],
+        target_dtype: np.dtype[Any],
+    ) -> None:
+        """Scale floats, and round them to another type of float.
+
+        Args:
+            source: what is read.
+            target: as many elements.
+            scaling: applied before they are rounded.
+            dtype: what the source's elements are.
+            target_dtype: what the target's elements are.
+        """
+        if target.size:
+            source, target = (
+                source.view(_stored_as(dtype)[0]),
+                target.view(_stored_as(target_dtype)[0]),
+            )
+            convert = self._conversion(
+                dtype, target_dtype, scaling.is_identity, scaling.factor == 1.0
+            )
+            convert(source, scaling.factor, scaling.divisor, target)
+
+    @functools.cache  # noqa: B019 - one object for the life of a transport
+    def _conversion(
+        self, dtype: np.dtype[Any], target: np.dtype[Any], identity: bool, division: bool
+    ) -> Any:
+        return self._cupy.ElementwiseKernel(
+            "S source, float64 factor, int64 divisor",
+            "T out",
+            kernels.conversion(dtype, target, _example(identity, division)),
+            "hvdlite_convert",
+            preamble=kernels.PREAMBLE,
+            no_return=True,
+        )
+
+    @functools.cache  # noqa: B019 - one object for the life of a transport
+    def _kernel(self, dtype: np.dtype[Any], op: ReduceOp, identity: bool, division: bool) -> Any:
+        return self._cupy.ElementwiseKernel(
+            "raw T rows, int64 count, int64 stride, float64 factor, int64 divisor",
+            "T out",
+            kernels.body(dtype, op, _example(identity, division)),
+            "hvdlite_reduce",
+            preamble=kernels.PREAMBLE,
+            no_return=True,
+        )
+
+
+def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The type of the arrays that hold elements of a type: uint16 for bfloat16."""
+    return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
+
+
+def _example(identity: bool, division: bool) -> Scaling:
+    """A scaling of the kind that a kernel is made for."""
+    return Scaling() if identity else Scaling(1.0 if division else 2.0, 2)
+
+
+def _stored_as(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The type that a kernel gets, and the type that it computes with."""
+    if dtype.name == "bfloat16":
+        return np.dtype(np.uint16), dtype
+    if dtype.kind == "b":
+        return np.dtype(np.uint8), dtype
+    if dtype.kind == "c":
+        part = np.dtype(f"float{4 * dtype.itemsize}")
+        return part, part
+    return dtype, dtype
+
+
+def _check_version(version: str) -> None:
+    found = tuple(int(part) for part in version.split(".")[:2])
+    if found < _OLDEST_CUPY:
+        raise ImportError(
+            f"cupy {version} is older than 13.4, whose broadcast counts elements in 64 bits; "
+            "upgrade it (pip install 'hvdlite[cuda13]', or [cuda12])"
+        )
+
+
+def _load_nccl() -> Any:
+    """Return ``cupy.cuda.nccl``, or None where cupy does not find the library."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nccl = import_module("cupy.cuda.nccl")
+    return nccl if nccl.available else None

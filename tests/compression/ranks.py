@@ -1,0 +1,107 @@
+"""Several ranks of one process that exchange a bucket, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.compression import Bucket, Parameter, Reduction, StrategyState, exchange_bucket
+from hvdlite.transport.simulated import Simulation
+from tests.simulation import on_all_ranks
+
+SIZES = [1, 2, 3, 4]
+
+
+class Ranks:
+    """The ranks, with what their strategies remember.
+
+    Args:
+        size: how many.
+        strategy: alike on all.
+        reduction: likewise.
+
+    Attributes:
+        states: what each rank's strategy remembers.
+    """
+
+    def __init__(self, size: int, strategy: Any, reduction: Reduction | None = None) -> None:
+        self.size = size
+        self.strategy = strategy
+        self.reduction = reduction or Reduction()
+        self.states = [StrategyState() for _ in range(size)]
+        self.simulation = Simulation(size)
+
+    def step(
+        self, gradients: Sequence[Mapping[str, Any]], absent: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Exchange gradients; return the results, which all ranks have to have alike.
+
+        Those that travel in the same way share a bucket.
+
+        Args:
+            gradients: of each rank, by name; in the order within their bucket.
+            absent: names of those that no rank has, and that are zeros.
+        """
+
+        def on_rank(rank: int) -> list[Any]:
+            own = gradients[rank]
+            parameters = [Parameter(name, each.shape, each.dtype) for name, each in own.items()]
+            together: dict[Any, list[Parameter]] = {}
+            for parameter in parameters:
+                together.setdefault(self.strategy.choose(parameter), []).append(parameter)
+            found: dict[str, Any] = {}
+            for strategy, members in together.items():
+                found.update(self._exchange(rank, strategy, members, own, absent))
+            return [found[name] for name in own]
+
+        results = on_all_ranks(on_rank, range(self.size))
+        for other in results[1:]:
+            for first, second in zip(results[0], other, strict=True):
+                assert first.tobytes() == second.tobytes(), "ranks have different results"
+        return dict(zip(gradients[0], results[0], strict=True))
+
+    def _exchange(
+        self,
+        rank: int,
+        strategy: Any,
+        parameters: Sequence[Parameter],
+        gradients: Mapping[str, Any],
+        absent: Sequence[str],
+    ) -> dict[str, Any]:
+        """Exchange one bucket on one rank."""
+        bucket = Bucket(parameters, self.reduction, state=self.states[rank])
+        names = [parameter.name for parameter in parameters]
+        for position, name in enumerate(names):
+            bucket.send_slot(position)[...] = gradients[name]
+        bucket.count = bucket.state.count
+        bucket.absent = [names.index(name) for name in absent if name in names]
+        before = bucket.send.copy()
+        with np.errstate(all="ignore"):
+            exchange_bucket(strategy, bucket, self.simulation.transports[rank])
+        assert bucket.send.tobytes() == before.tobytes(), "the gradients were changed"
+        if strategy.stateful:
+            bucket.state.count += 1
+        return {name: bucket.result_slot(position).copy() for position, name in enumerate(names)}
+
+    def residual(self, name: str, key: str = "residual") -> Any:
+        """The sum over the ranks of what they have left to send, in float64."""
+        entries = [state.state_dict().get(name, {}) for state in self.states]
+        return sum(np.asarray(entry.get(key, 0.0), np.float64) for entry in entries)
+
+
+def gradients_of(
+    size: int, shapes: Mapping[str, tuple[int, ...]], step: int = 0, dtype: Any = np.float32
+) -> list[dict[str, Any]]:
+    """Normally distributed gradients for all ranks, of another magnitude for each name."""
+    return [
+        {
+            name: np.asarray(
+                np.random.default_rng([step, rank, number]).standard_normal(shape)
+                * 10.0 ** (number % 3 - 1)
+            ).astype(dtype)
+            for number, (name, shape) in enumerate(shapes.items())
+        }
+        for rank in range(size)
+    ]

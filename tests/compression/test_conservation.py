@@ -1,0 +1,99 @@
+"""What is applied and what is left are what there was: for every strategy with error feedback."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdlite.compression import (
+    QSGD,
+    Blockwise8,
+    Compression,
+    ErrorFeedback,
+    Float8,
+    Natural,
+    Reduction,
+    Sign,
+    StrategyState,
+    TernGrad,
+    TwoBit,
+    WarmUp,
+)
+from hvdlite.reduction import Average, Sum
+from tests.compression.ranks import SIZES, Ranks, gradients_of
+
+#: Every strategy that tells what it has not sent. A new one has to be added here.
+STRATEGIES = [
+    Compression.fp16,
+    Compression.bf16,
+    Compression.Cast("fp16", scale="auto"),
+    Compression.Cast("bf16", scale=8.0),
+    WarmUp(Compression.fp16, 2),
+    Compression.TopK(0.05),
+    Compression.TopK(count=3, per="tensor"),
+    Compression.Threshold(1.0),
+    Compression.RandomK(0.1),
+    Float8(16),
+    Blockwise8(16),
+    Sign(),
+    Sign("bucket"),
+    TwoBit(0.3),
+    QSGD(),
+    QSGD(1, 5),
+    QSGD(127),
+    TernGrad(),
+    TernGrad(None, "bucket"),
+    Natural(),
+    Compression.PowerSGD(1),
+    Compression.PowerSGD(2, min_compression=0.5, warm_start=False),
+]
+SHAPES = {"a": (7, 9), "b": (), "c": (130,), "d": (0, 3), "e": (5, 5, 5)}
+STEPS = 6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
+def test_nothing_is_lost(strategy, size, op):
+    """Over steps, a checkpoint, and buckets that are packed in another way."""
+    ranks = Ranks(size, ErrorFeedback(strategy), Reduction(op))
+    divisor = size if op is Average else 1
+    given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    applied = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    # Residuals are rounded to the type of what is added to them and taken from them.
+    largest = dict.fromkeys(SHAPES, 1e-30)
+    for step in range(STEPS):
+        gradients = gradients_of(size, SHAPES, step)
+        if step == 2:
+            _save_and_load(ranks)
+        names = [[*SHAPES]] if step < 4 else [["e", "a"], ["d", "c", "b"]]
+        for members in names:
+            own = [{name: each[name] for name in members} for each in gradients]
+            for name, result in ranks.step(own).items():
+                applied[name] += result
+                largest[name] = max(largest[name], np.abs(result).max(initial=0))
+                given[name] += sum(each[name].astype(np.float64) for each in own) / divisor
+    for name, total in given.items():
+        left = ranks.residual(name) / divisor
+        scale = max(np.abs(total).max(initial=0), np.abs(left).max(initial=0), largest[name])
+        np.testing.assert_allclose((applied[name] + left) / scale, total / scale, atol=3e-6)
+
+
+def _save_and_load(ranks):
+    for rank, state in enumerate(ranks.states):
+        saved = state.state_dict()
+        ranks.states[rank] = StrategyState()
+        ranks.states[rank].load_state_dict(saved)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_what_no_rank_has_a_gradient_of_keeps_its_residual(strategy):
+    ranks = Ranks(2, ErrorFeedback(strategy))
+    for step in range(3):
+        ranks.step(gradients_of(2, SHAPES, step))
+    before = {name: ranks.residual(name) for name in SHAPES}
+    gradients = gradients_of(2, SHAPES, 3)
+    for own in gradients:
+        own["c"][...] = 0
+    ranks.step(gradients, absent=["c"])
+    np.testing.assert_array_equal(ranks.residual("c"), before["c"])

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdlite.compression import (
+    Bucket,
+    Compression,
+    DeepGradientCompression,
+    ErrorFeedback,
+    Parameter,
+    Reduction,
+    StrategyState,
+    exchange_bucket,
+)
+from hvdlite.errors import GradientError, HorovodInternalError
+from hvdlite.reduction import Average, Sum
+from hvdlite.transport import Loopback
+from tests.compression.ranks import SIZES, Ranks, gradients_of
+from tests.compression.sparse_references import DTYPES, SHAPES, keep, largest
+from tests.references import dtype_of
+
+
+class Paper:
+    """Lin et al. 2018, arXiv:1712.01887, algorithm 4 and section 3, for all ranks, in float64.
+
+    There a rank's gradient is divided by the number of ranks, and all are added up.
+    """
+
+    def __init__(self, size, percent, momentum, clip=None, masking=True):
+        self.size, self.percent, self.momentum, self.clip = size, percent, momentum, clip
+        self.masking = masking
+        self.u = [{} for _ in range(size)]
+        self.v = [{} for _ in range(size)]
+
+    def step(self, gradients):
+        """The sum over the ranks of what they send, by name."""
+        sums = {name: np.zeros(np.shape(each)) for name, each in gradients[0].items()}
+        for rank in range(self.size):
+            own = {name: np.asarray(g, np.float64) for name, g in gradients[rank].items()}
+            norm = np.sqrt(sum((g**2).sum() for g in own.values()))
+            factor = 1.0
+            if self.clip is not None and norm > self.clip * self.size**-0.5:
+                factor = self.clip * self.size**-0.5 / norm
+            for name, gradient in own.items():
+                u = self.momentum * self.u[rank].get(name, 0) + factor * gradient
+                v = self.v[rank].get(name, 0) + u
+                count = -(-v.size * self.percent // 100)
+                sent = keep(v.ravel(), largest(v.ravel(), count)).reshape(v.shape)
+                mask = keep(np.ones(v.size), largest(v.ravel(), count)).reshape(v.shape)
+                sums[name] += sent
+                self.v[rank][name] = v * (1 - mask)
+                self.u[rank][name] = u * (1 - mask) if self.masking else u
+        return sums
+
+
+def state_of(ranks, rank):
+    return {
+        (name, key): array
+        for name, entry in ranks.states[rank].state_dict().items()
+        for key, array in entry.items()
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("clip", [None, 3.0, 1e6])
+@pytest.mark.parametrize("masking", [True, False])
+def test_the_algorithm_of_the_paper(size, op, momentum, clip, masking):
+    divisor = size if op is Average else 1
+    paper = Paper(size, 10, momentum, clip, masking)
+    strategy = DeepGradientCompression(0.1, momentum, clip_norm=clip, masking=masking)
+    ranks = Ranks(size, strategy, Reduction(op))
+    for step in range(6):
+        gradients = gradients_of(size, SHAPES, step, np.float64)
+        shares = [{name: g / divisor for name, g in own.items()} for own in gradients]
+        expected = paper.step(shares)
+        for name, result in ranks.step(gradients).items():
+            np.testing.assert_allclose(result, expected[name], 1e-9, 1e-9)
+    for rank in range(size):
+        for name in SHAPES:
+            state = state_of(ranks, rank)
+            velocity, accumulated = state[name, "velocity"], state[name, "accumulated"]
+            np.testing.assert_allclose(velocity, divisor * paper.u[rank][name], 1e-9, 1e-9)
+            np.testing.assert_allclose(accumulated, divisor * paper.v[rank][name], 1e-9, 1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_all_types(dtype):
+    paper = Paper(2, 10, 0.9)
+    ranks = Ranks(2, DeepGradientCompression(0.1))
+    tolerance = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    for step in range(4):
+        gradients = gradients_of(2, SHAPES, step, dtype_of(dtype))
+        shares = [{name: g.astype(np.float64) / 2 for name, g in own.items()} for own in gradients]
+        expected = paper.step(shares)
+        for name, result in ranks.step(gradients).items():
+            assert result.dtype == dtype_of(dtype)
+            scale = max(np.abs(expected[name]).max(initial=0), 1e-30)
+            found = result.astype(np.float64) / scale
+            np.testing.assert_allclose(found, expected[name] / scale, atol=tolerance)
+    kept = state_of(ranks, 0)["a", "velocity"].dtype
+    assert kept == (np.float64 if dtype == "float64" else np.float32)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
+def test_without_momentum_nothing_is_lost(size, op):
+    """Over steps, a checkpoint, and buckets that are packed in another way."""
+    ranks = Ranks(size, DeepGradientCompression(0.05, momentum=0.0), Reduction(op))
+    divisor = size if op is Average else 1
+    applied = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(6):
+        gradients = gradients_of(size, SHAPES, step)
+        if step == 2:
+            for rank, state in enumerate(ranks.states):
+                ranks.states[rank] = StrategyState()
+                ranks.states[rank].load_state_dict(state.state_dict())
+        for members in [[*SHAPES]] if step < 4 else [["e", "a", "f"], ["d", "c", "b"]]:
+            own = [{name: each[name] for name in members} for each in gradients]
+            for name, result in ranks.step(own).items():
+                applied[name] += result
+                given[name] += sum(each[name].astype(np.float64) for each in own) / divisor
+    for name, total in given.items():
+        left = ranks.residual(name, "accumulated") / divisor
+        np.testing.assert_allclose(applied[name] + left, total, 1e-5, 1e-4)
+    assert any(ranks.residual(name, "accumulated").any() for name in SHAPES)
+
+
+def test_what_no_rank_has_a_gradient_of_stays_as_it_is_and_is_not_sent():
+    ranks = Ranks(2, DeepGradientCompression(0.1))
+    ranks.step(gradients_of(2, SHAPES))
+    before = [state_of(ranks, rank) for rank in range(2)]
+    gradients = gradients_of(2, SHAPES, 1)
+    for own in gradients:
+        own["c"][...] = 0
+    assert not ranks.step(gradients, absent=["c"])["c"].any()
+    for rank in range(2):
+        for key in ("velocity", "accumulated"):
+            after = state_of(ranks, rank)
+            np.testing.assert_array_equal(after["c", key], before[rank]["c", key])
+            assert (after["a", key] != before[rank]["a", key]).any()
+
+
+def test_what_a_rank_has_no_gradient_of_goes_on_with_its_momentum():
+    ranks = Ranks(1, DeepGradientCompression(0.5, momentum=0.5))
+    assert ranks.step([{"a": np.array([4.0, 8.0])}])["a"].tolist() == [0, 8]
+    assert ranks.step([{"a": np.zeros(2)}])["a"].tolist() == [4 + 2, 0]
+
+
+def test_weighted_gradients():
+    """Which lie where the result comes to lie."""
+    bucket = Bucket([Parameter("a", (3,), np.dtype(np.float64))], Reduction())
+    bucket.send[...] = [4, 8, 2]
+    for expected in ([0, 4, 0], [3 + 2, 0, 0]):
+        exchange_bucket(DeepGradientCompression(0.1, momentum=0.5), bucket, Loopback(), 0.5)
+        assert bucket.result.tolist() == expected
+        bucket.send[...] = [4, 0, 0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_what_is_not_finite_is_refused_and_nothing_changes(bad, clip):
+    ranks = Ranks(2, DeepGradientCompression(0.1, clip_norm=clip))
+    ranks.step(gradients_of(2, SHAPES))
+    before = [state_of(ranks, rank) for rank in range(2)]
+    gradients = gradients_of(2, SHAPES, 1)
+    gradients[1]["c"][3] = bad
+    with pytest.raises(GradientError, match="'c' is not finite on rank 1"):
+        ranks.step(gradients)
+    check_unchanged(ranks, before)
+
+
+def test_nothing_changes_where_communication_fails():
+    ranks = Ranks(2, DeepGradientCompression(0.1))
+    ranks.step(gradients_of(2, SHAPES))
+    before = [state_of(ranks, rank) for rank in range(2)]
+
+    def fail(*arguments):
+        raise HorovodInternalError("gone")
+
+    for transport in ranks.simulation.transports:
+        transport.allgather = fail
+    with pytest.raises(HorovodInternalError, match="gone"):
+        ranks.step(gradients_of(2, SHAPES, 1))
+    check_unchanged(ranks, before)
+
+
+def check_unchanged(ranks, before):
+    for rank, earlier in enumerate(before):
+        after = state_of(ranks, rank)
+        assert after.keys() == earlier.keys()
+        for key, array in earlier.items():
+            np.testing.assert_array_equal(after[key], array)
+
+
+def test_warm_up():
+    """Of 10000 entries: 0.25 * (0.001 / 0.25) ** (step / 4), as the paper has it by epochs."""
+    strategy = DeepGradientCompression(0.001, warm_up_steps=4, warm_up_ratio=0.25)
+    ranks = Ranks(1, strategy)
+    counts = []
+    for step in range(6):
+        found = ranks.step(gradients_of(1, {"a": (10000,)}, step))["a"]
+        counts.append(np.count_nonzero(found))
+    assert counts == [2500, 629, 159, 40, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "clip"),
+    [(3e38, "float32", 1.0), (1e-30, "float32", 1e-31), (1e200, "float64", 2.0)],
+)
+def test_clipping_where_squares_are_out_of_range(value, dtype, clip):
+    """Three and four make five."""
+    gradient = np.array([0.75, -1.0], dtype) * np.array(value, dtype)
+    found = Ranks(1, DeepGradientCompression(1.0, clip_norm=clip)).step([{"a": gradient}])["a"]
+    np.testing.assert_allclose(found, [0.6 * clip, -0.8 * clip], 1e-6)
+
+
+def test_zeros_are_not_clipped():
+    ranks = Ranks(2, DeepGradientCompression(0.1, clip_norm=1.0))
+    assert not ranks.step([{"a": np.zeros(9, np.float32)}] * 2)["a"].any()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_empty_bucket(size):
+    ranks = Ranks(size, DeepGradientCompression(clip_norm=1.0))
+    assert ranks.step([{"a": np.zeros((0, 3), np.float32)}] * size)["a"].shape == (0, 3)
+
+
+def test_error_feedback_is_refused():
+    with pytest.raises(ValueError, match="use it alone"):
+        ErrorFeedback(DeepGradientCompression())
+
+
+def test_settings():
+    assert Compression.DeepGradientCompression() == DeepGradientCompression(0.001)
+    for settings, message in (
+        ({"ratio": 0}, "ratio=0 is not"),
+        ({"ratio": 1.1}, "ratio=1.1 is not"),
+        ({"warm_up_ratio": 0}, "warm_up_ratio=0 is not"),
+        ({"momentum": 1}, "momentum=1 is not"),
+        ({"momentum": -0.1}, "momentum=-0.1 is not"),
+        ({"clip_norm": 0}, "clip_norm=0 is not a number above 0"),
+        ({"clip_norm": float("nan")}, "clip_norm=nan is not"),
+        ({"warm_up_steps": -1}, "warm_up_steps=-1 is not an integer of 0 or more"),
+        ({"ratio": 0.5, "warm_up_steps": 1}, "warm_up_ratio=0.25 is below ratio=0.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DeepGradientCompression(**settings)
+    assert DeepGradientCompression(0.5).warm_up_steps == 0

@@ -1,0 +1,55 @@
+"""What strategies remember, and how much temporary memory an exchange takes beside that."""
+
+from __future__ import annotations
+
+import contextlib
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from hvdlite.compression import Bucket, Parameter, Reduction, exchange_bucket
+from hvdlite.errors import GradientError
+from hvdlite.transport import Loopback
+from tests.compression.ranks import Ranks, gradients_of
+from tests.compression.strategies import STRATEGIES
+
+
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each.stateful], ids=repr)
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_what_is_not_finite_is_not_remembered(strategy, bad, everywhere):
+    """Whether the step is refused or its result is not finite, the next ones are as ever."""
+    ranks, shapes = Ranks(2, strategy), {"a": (40, 30), "b": (7,)}
+    ranks.step(gradients_of(2, shapes))
+    worse = gradients_of(2, shapes, 1)
+    for values in worse[1].values():
+        values.reshape(-1)[:: 1 if everywhere else values.size] = bad
+    with contextlib.suppress(GradientError):
+        found = ranks.step(worse)
+        assert bad == 3e38 or not all(np.isfinite(each).all() for each in found.values())
+    for state in ranks.states:
+        for name, entry in state.state_dict().items():
+            for key, array in entry.items():
+                assert np.isfinite(array).all(), (name, key)
+    if bad != 3e38:
+        for step in (2, 3):
+            found = ranks.step(gradients_of(2, shapes, step))
+            assert all(np.abs(each).max() < 1e3 for each in found.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_no_more_than_two_buckets(strategy):
+    """On a single rank, which adds up all of it; others share that work."""
+    parameters = [Parameter(name, (1024, 1024), np.dtype(np.float32)) for name in ("a", "b")]
+    bucket = Bucket(parameters, Reduction())
+    np.random.default_rng(0).standard_normal(out=bucket.send, dtype=np.float32)
+    exchange_bucket(strategy, bucket, Loopback())  # after it, there is what it remembers
+    bucket.count += 1
+    tracemalloc.start()
+    try:
+        exchange_bucket(strategy, bucket, Loopback())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= 2 * bucket.send.nbytes

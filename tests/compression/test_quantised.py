@@ -1,0 +1,303 @@
+"""What all strategies promise that write every value in a few bits."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.compression import (
+    DENSE,
+    QSGD,
+    Blockwise8,
+    Bucket,
+    Compression,
+    ErrorFeedback,
+    Float8,
+    MajorityVote,
+    Natural,
+    Parameter,
+    Reduction,
+    Sign,
+    TernGrad,
+    TwoBit,
+    check_op,
+)
+from hvdlite.compression.quantised import generator_of
+from hvdlite.errors import GradientError
+from hvdlite.reduction import Adasum, Average, Sum
+from hvdlite.transport.loopback import Loopback
+from hvdlite.transport.simulated import Simulation
+from tests.compression.ranks import SIZES, Ranks, gradients_of
+from tests.simulation import on_all_ranks
+
+LINEAR = [
+    Float8(8),
+    Blockwise8(8),
+    Sign(),
+    Sign("bucket"),
+    TwoBit(0.5),
+    QSGD(1, 8),
+    QSGD(7, 8),
+    QSGD(127, 8),
+    TernGrad(),
+    TernGrad(None, "bucket"),
+    Natural(),
+]
+STRATEGIES = [*LINEAR, MajorityVote()]
+RANDOM = [strategy for strategy in STRATEGIES if strategy.stateful]
+SHAPES = {"a": (5, 7), "b": (), "c": (0, 3), "d": (1,), "e": (31,)}
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+every_linear = pytest.mark.parametrize("strategy", LINEAR, ids=repr)
+every_random = pytest.mark.parametrize("strategy", RANDOM, ids=repr)
+
+
+def bucket_of(array, unsent=False, name="a"):
+    array = np.asarray(array)
+    bucket = Bucket([Parameter(name, array.shape, array.dtype)], Reduction())
+    bucket.send_slot(0)[...] = array
+    bucket.unsent = np.full(array.size, np.nan, array.dtype) if unsent else None
+    return bucket
+
+
+def coded(strategy, array, count=0, rank=0, name="a"):
+    """What a rank sends."""
+    bucket = bucket_of(array, name=name)
+    bucket.count = count
+    codec = strategy.codec(bucket, rank)
+    message = np.empty(codec.nbytes(bucket.send.size), np.uint8)
+    codec.encode(bucket.send, message)
+    return message.tobytes()
+
+
+def normal(count, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).standard_normal(count).astype(dtype)
+
+
+@every_strategy
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_results_have_the_dtype_and_are_alike_and_near(strategy, size, dtype):
+    gradients = gradients_of(size, SHAPES, dtype=getattr(ml_dtypes, dtype, dtype))
+    results = Ranks(size, strategy).step(gradients)
+    for name, result in results.items():
+        parts = [each[name].astype(np.float64) for each in gradients]
+        assert result.shape == SHAPES[name]
+        assert result.dtype == gradients[0][name].dtype
+        bound = sum(np.linalg.norm(part) for part in parts) + 1  # of what a value may become
+        assert (np.abs(result.astype(np.float64)) <= 2 * bound).all()
+
+
+@every_linear
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 2**15 + 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_unsent_is_the_difference_to_what_is_sent(strategy, count, dtype):
+    """Whatever the randomness, and also where the gradients are in the memory of the result."""
+    array = normal(count, dtype)
+    bucket = bucket_of(array, unsent=True)
+    strategy.exchange(bucket, Loopback())
+    np.testing.assert_array_equal(bucket.unsent, array - bucket.result)
+    again = bucket_of(array, unsent=True)
+    again.result = again.send
+    strategy.exchange(again, Loopback())
+    assert again.result.tobytes() == bucket.result.tobytes()
+    assert again.unsent.tobytes() == bucket.unsent.tobytes()
+
+
+@every_strategy
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_bucket_without_elements(strategy, size):
+    ranks = Ranks(size, strategy)
+    results = ranks.step([{"a": np.zeros((0, 3), np.float32)}] * size)
+    assert results["a"].shape == (0, 3)
+
+
+@every_strategy
+@pytest.mark.parametrize("size", SIZES)
+def test_zeros_stay_zeros(strategy, size):
+    zeros = [{"a": np.zeros(37, np.float32), "b": np.full(1, -0.0, np.float32)}] * size
+    for result in Ranks(size, strategy).step(zeros).values():
+        assert not result.any()
+
+
+@every_strategy
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_all_ranks_refuse_what_one_cannot_send(strategy, bad):
+    arrays = [normal(9), normal(9)]
+    arrays[1][4] = bad
+    simulation = Simulation(2)
+
+    def on_rank(rank):
+        bucket = bucket_of(arrays[rank], unsent=strategy.tells_unsent, name="layer.weight")
+        with pytest.raises(GradientError) as info:
+            strategy.exchange(bucket, simulation.transports[rank])
+        assert bucket.unsent is None or np.isnan(bucket.unsent).all(), "residuals were changed"
+        return str(info.value)
+
+    for rank, message in enumerate(on_all_ranks(on_rank, range(2))):
+        assert message.startswith(f"rank {rank}: the gradient of 'layer.weight' is not finite on ")
+        assert "on rank 1, " in message
+
+
+@every_strategy
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_largest_and_the_smallest_numbers(strategy, dtype):
+    """One rank's are coded without an overflow on the way; its result is finite, and of the sign.
+
+    Of QSGD not the largest: a norm may be out of range.
+    """
+    limits = np.finfo(dtype)
+    large = limits.max / (100 if isinstance(strategy, QSGD) else 1)
+    for value in (large, limits.tiny, limits.smallest_subnormal):
+        array = np.array([value, -value] * 9, dtype)
+        bucket = bucket_of(array)
+        with np.errstate(all="ignore"):  # as the engine has it
+            strategy.exchange(bucket, Loopback())
+        assert np.isfinite(bucket.result).all()
+        assert (bucket.result * np.sign(array) >= 0).all()
+    if not isinstance(strategy, (TwoBit, MajorityVote, QSGD, TernGrad)):
+        assert (np.abs(bucket.result) == limits.smallest_subnormal).all() or isinstance(
+            strategy,
+            Natural,  # to the least normal number, or 0
+        )
+
+
+@every_strategy
+def test_what_overflows_in_a_sum_is_seen(strategy):
+    """Never a finite number that has nothing to do with the sum."""
+    if isinstance(strategy, (TwoBit, MajorityVote)):
+        return  # which send no such numbers
+    arrays = [{"a": np.full(8, 3e38, np.float32)}] * 4
+    result = Ranks(4, strategy, Reduction(Sum)).step(arrays)["a"]
+    # TernGrad and QSGD may round to 0.
+    assert (~np.isfinite(result) | (result == 0)).all()
+    assert not np.isfinite(result).all() or isinstance(strategy, (QSGD, TernGrad))
+
+
+@every_linear
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sum_is_not_divided(strategy, size):
+    gradients = [{"a": normal(50)}] * size
+    one = Ranks(1, strategy, Reduction(Sum)).step(gradients[:1])["a"]
+    results = [Ranks(size, strategy, Reduction(op)).step(gradients)["a"] for op in (Sum, Average)]
+    if strategy.stateful:
+        bound = size * (np.abs(one).max() + 1e-6)
+        assert np.abs(results[0]).max() <= 2 * bound
+    else:
+        np.testing.assert_allclose(results[0], size * one, 0.07, 0.05)
+    if not strategy.by_slices:
+        np.testing.assert_allclose(results[0], size * results[1], 1e-6)
+
+
+@every_random
+def test_random_numbers_are_those_of_the_step_the_rank_the_names_and_the_seed(strategy):
+    array = normal(200)
+    first = coded(strategy, array)
+    assert coded(strategy, array) == first
+    assert coded(strategy, array, count=1) != first
+    assert coded(strategy, array, rank=1) != first
+    assert coded(strategy, array, name="b") != first
+    reseeded = type(strategy)(**{**vars(strategy), "seed": 1})
+    assert reseeded != strategy
+    assert coded(reseeded, array) != first
+
+
+@every_random
+def test_pieces_have_random_numbers_of_their_own(strategy):
+    array = np.tile(normal(2**12), 16)
+    message = np.frombuffer(coded(strategy, array), np.uint8)
+    sixteenth = message.size // 16
+    assert (message[-sixteenth:] != message[:sixteenth]).any()
+    half = message.size // 2
+    assert (message[-half:] != message[:half]).any()
+
+
+def test_generators_of_steps_differ():
+    bucket = bucket_of(normal(1))
+    draws = set()
+    for bucket.count in range(3):
+        for rank in range(3):
+            draws.add(float(generator_of(bucket, 0, rank).random()))
+    assert len(draws) == 9
+
+
+@every_strategy
+def test_the_bytes_do_not_depend_on_the_values(strategy):
+    """Nor on whether there is a state: a rank that has joined sends zeros of the same length."""
+    for count in (0, 1, 9, 50):
+        assert len(coded(strategy, np.zeros(count, np.float32))) == len(
+            coded(strategy, normal(count), count=3)
+        )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nbytes"),
+    [
+        (Float8(), 2**16 + 2**10),
+        (Blockwise8(), 2**16 + 2**10),
+        (Sign(), 2**13 + 4),
+        (MajorityVote(), 2**14),
+        (TwoBit(), 2**14),
+        (QSGD(1), 2**14 + 2**9),
+        (QSGD(4), 2**15 + 2**9),
+        (QSGD(7), 2**15 + 2**9),
+        (QSGD(8), 2**16 + 2**9),
+        (TernGrad(), 2**14 + 4),
+        (Natural(), 2**16 + 2),
+    ],
+    ids=repr,
+)
+def test_bytes_of_65536_values(strategy, nbytes):
+    assert len(coded(strategy, normal(2**16))) == nbytes
+
+
+@every_strategy
+def test_integers_travel_as_they_are(strategy):
+    assert strategy.choose(Parameter("steps", (3,), np.dtype(np.int64))) is DENSE
+    assert strategy.choose(Parameter("w", (3,), np.dtype(np.float64))) is strategy
+
+
+@every_strategy
+def test_strategies_are_values(strategy):
+    assert strategy == type(strategy)(**vars(strategy))
+    assert hash(strategy) == hash(type(strategy)(**vars(strategy)))
+    assert strategy.name == repr(strategy)
+    assert getattr(Compression, type(strategy).__name__) is type(strategy)
+    with pytest.raises(ValueError, match=r"does not compute hvd\.Adasum"):
+        check_op(strategy, Adasum)
+
+
+def test_a_vote_is_no_sum():
+    with pytest.raises(ValueError, match=r"does not compute hvd\.Sum; use one of hvd\.Average"):
+        check_op(MajorityVote(), Sum)
+    with pytest.raises(ValueError, match="does not tell what it leaves out"):
+        ErrorFeedback(MajorityVote())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Float8(0), "block=0 "),
+        (lambda: Float8(2**16 + 1), "block=65537 is not an integer from 1 to 65536"),
+        (lambda: Blockwise8(-1), "block=-1 "),
+        (lambda: Blockwise8(2.5), r"block=2\.5 "),
+        (lambda: QSGD(0), "levels=0 is not an integer from 1 to 127"),
+        (lambda: QSGD(128), "levels=128 "),
+        (lambda: QSGD(1.5), r"levels=1\.5 "),
+        (lambda: QSGD(block=0), "block=0 "),
+        (lambda: QSGD(seed=-1), "seed=-1 is not an integer of 0 or more"),
+        (lambda: Sign("layer"), "per='layer' is not one of 'tensor', 'bucket'"),
+        (lambda: TernGrad(per="all"), "per='all' "),
+        (lambda: TernGrad(clip=0), "clip=0 is not a number above 0"),
+        (lambda: TernGrad(seed=0.5), r"seed=0\.5 "),
+        (lambda: Natural(seed=None), "seed=None "),
+        (lambda: TwoBit(0), "threshold=0 "),
+        (lambda: TwoBit(np.nan), "threshold=nan "),
+        (lambda: MajorityVote(np.inf), "scale=inf "),
+        (lambda: MajorityVote(-1.0), r"scale=-1\.0 "),
+    ],
+)
+def test_settings_out_of_range(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

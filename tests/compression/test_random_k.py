@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdlite.compression import Compression, ErrorFeedback, RandomK, Reduction
+from hvdlite.errors import GradientError, MismatchError
+from hvdlite.reduction import Average, Sum
+from tests.compression.ranks import SIZES, Ranks, gradients_of
+from tests.compression.sparse_references import DTYPES, SHAPES, Buckets, check_result, joined
+from tests.references import dtype_of
+
+
+def drawn(strategy, size=200, step=0):
+    """The indices that are drawn, as they show in the result."""
+    buckets = Buckets([np.arange(1.0, size + 1)])
+    buckets.buckets[0].count = step
+    return np.flatnonzero(buckets.exchange(strategy))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
+@pytest.mark.parametrize(("ratio", "percent"), [(0.05, 5), (0.7, 70), (1.0, 100)])
+def test_the_reduction_of_some_entries(size, dtype, op, ratio, percent):
+    gradients = gradients_of(size, SHAPES, dtype=dtype_of(dtype))
+    found = Ranks(size, RandomK(ratio), Reduction(op)).step(gradients)
+    own = [joined(each) for each in gradients]
+    # Of one rank's ones, since sums may be 0.
+    ones = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+    indices = np.flatnonzero(joined(Ranks(1, RandomK(ratio)).step([ones])))
+    assert indices.size == -(-own[0].size * percent // 100)
+    sent = [np.where(np.isin(np.arange(each.size), indices), each, 0) for each in own]
+    check_result(found, sent, size if op is Average else 1, dtype)
+
+
+def test_what_is_not_sent_is_told():
+    rows = [np.arange(1.0, 11.0), np.arange(21.0, 31.0)]
+    buckets = Buckets(rows)
+    sent = buckets.exchange(RandomK(0.3)) != 0
+    assert np.count_nonzero(sent) == 3
+    for row, bucket in zip(rows, buckets.buckets, strict=True):
+        np.testing.assert_array_equal(bucket.unsent, np.where(sent, 0, row))
+        np.testing.assert_array_equal(bucket.send, row)
+
+
+def test_lots_follow_the_step_the_seed_and_the_names_and_nothing_else():
+    first = drawn(RandomK(0.1))
+    np.testing.assert_array_equal(first, drawn(RandomK(0.1)))
+    assert first.tolist() != drawn(RandomK(0.1), step=1).tolist()
+    assert first.tolist() != drawn(RandomK(0.1, seed=1)).tolist()
+    values = np.arange(1.0, 202.0).astype(np.float32)
+    by_name = [
+        Ranks(1, RandomK(0.1)).step([{name: values}])[name].nonzero()[0].tolist() for name in "ab"
+    ]
+    assert by_name[0] != by_name[1]
+
+
+def test_steps_are_counted():
+    ranks = Ranks(2, RandomK(0.1))
+    values = [{"a": np.ones(200, np.float32)}] * 2
+    found = [ranks.step(values)["a"].nonzero()[0].tolist() for _ in range(3)]
+    assert len({*map(tuple, found)}) == 3
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.5, 0.8])
+def test_all_entries_are_drawn_alike(ratio):
+    """A number of drawings, of which each entry's has a binomial distribution."""
+    steps, size = 400, 60
+    times = np.zeros(size)
+    pairs = np.zeros((size, size))
+    for step in range(steps):
+        chosen = drawn(RandomK(ratio), size, step)
+        assert chosen.size == round(ratio * size)
+        times[chosen] += 1
+        pairs[np.ix_(chosen, chosen)] += 1
+    spread = np.sqrt(steps * ratio * (1 - ratio))
+    assert np.abs(times - steps * ratio).max() < 4.5 * spread
+    # Nor does one entry draw its neighbour along.
+    together = ratio * (size * ratio - 1) / (size - 1)
+    apart = np.sqrt(steps * together * (1 - together))
+    assert np.abs(np.diag(pairs, 1) - steps * together).max() < 4.5 * apart
+
+
+@pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
+def test_unbiased(op):
+    """Of 41 entries 11: each times 41/11, since each is drawn in 11 of 41 steps."""
+    rows = [np.arange(1.0, 42.0), -(np.arange(3.0, 44.0) ** 2)]
+    buckets = Buckets(rows, Reduction(op))
+    for bucket in buckets.buckets:
+        bucket.unsent = None
+    found = buckets.exchange(RandomK(0.25, unbiased=True))
+    chosen = np.flatnonzero(found)
+    assert chosen.size == 11
+    expected = sum(rows)[chosen] * 41 / 11 / (2 if op is Average else 1)
+    np.testing.assert_allclose(found[chosen], expected, 1e-12)
+
+
+def test_error_feedback_is_for_what_is_not_scaled():
+    assert ErrorFeedback(RandomK()).stateful
+    with pytest.raises(ValueError, match="does not tell what it leaves out"):
+        ErrorFeedback(RandomK(unbiased=True))
+
+
+def test_a_rank_without_state_draws_with_the_others():
+    buckets = Buckets([np.arange(1.0, 201.0), np.zeros(200)])
+    buckets.buckets[0].state.count = 7  # the other one has joined
+    for bucket in buckets.buckets:
+        bucket.count = 7
+    together = buckets.exchange(RandomK(0.1)).nonzero()[0]
+    np.testing.assert_array_equal(together, drawn(RandomK(0.1), step=7))
+
+
+def test_other_lots_on_other_ranks_are_found_out():
+    buckets = Buckets([np.ones(200)] * 3)
+    buckets.buckets[1].count = 1
+    for rank, error in enumerate(buckets.errors(RandomK(0.1))):
+        assert isinstance(error, MismatchError)
+        assert f"rank {rank}: for the bucket of 'first', RandomK has drawn" in str(error)
+        assert "on rank 1 than on rank 0" in str(error)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_refused_by_name_on_all_ranks(bad):
+    """Also where it is not drawn."""
+    rows = [np.ones(500), np.ones(500)]
+    rows[0][499] = bad
+    for error in Buckets(rows).errors(RandomK(0.01)):
+        assert isinstance(error, GradientError)
+        assert "the gradient of 'second' is not finite on rank 0" in str(error)
+
+
+def test_no_index_travels():
+    buckets = Buckets([np.ones(1000)] * 2)
+    sizes = []
+    for transport in buckets.simulation.transports:
+        allreduce = transport.allreduce
+        transport.allreduce = lambda send, *rest, reduce=allreduce: (
+            sizes.append(send.nbytes),
+            reduce(send, *rest),
+        )
+    assert buckets.count_bytes(RandomK(0.01)) == [40, 40]  # slices of the allreduce
+    assert sizes == [80, 80]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_empty_bucket(size):
+    for strategy in (RandomK(), RandomK(unbiased=True)):
+        found = Ranks(size, strategy).step([{"a": np.zeros((0, 3), np.float32)}] * size)
+        assert found["a"].shape == (0, 3)
+
+
+def test_settings():
+    assert Compression.RandomK(0.1).name == "RandomK(ratio=0.1)"
+    for settings, message in (
+        ({"ratio": 0}, "ratio=0 is not"),
+        ({"ratio": 2}, "ratio=2 is not"),
+        ({"seed": -1}, "seed=-1 is not"),
+        ({"seed": 0.5}, "seed=0.5 is not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RandomK(**settings)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+
+from hvdlite.compression import Parameter, StrategyState
+
+FLOAT32 = np.dtype(np.float32)
+A, B, C = (
+    Parameter(name, shape, FLOAT32) for name, shape in (("a", (2, 3)), ("b", ()), ("c", (4,)))
+)
+
+
+def test_one_array_over_a_bucket():
+    state = StrategyState()
+    bucket = state.of([A, B])
+    residual = bucket.flat("residual", np.float32)
+    assert residual.tolist() == [0.0] * 7
+    residual[...] = np.arange(7)
+    assert bucket.flat("residual", np.float32) is residual
+    saved = state.state_dict()
+    np.testing.assert_array_equal(saved["a"]["residual"], np.arange(6).reshape(2, 3))
+    assert saved["b"]["residual"] == 6
+    residual[...] = 0
+    assert saved["b"]["residual"] == 6  # a copy
+
+
+def test_other_buckets_of_the_same_parameters():
+    state = StrategyState()
+    state.of([A, B]).flat("residual", np.float32)[...] = np.arange(7)
+    state.of([C]).flat("residual", np.float32)[...] = 9
+    packed_anew = state.of([C, B, A]).flat("residual", np.float32)
+    assert packed_anew.tolist() == [9, 9, 9, 9, 6, 0, 1, 2, 3, 4, 5]
+    packed_anew[...] = 1
+    assert state.state_dict()["c"]["residual"].tolist() == [1, 1, 1, 1]
+
+
+def test_loading_reaches_buckets_that_there_are():
+    state = StrategyState()
+    bucket = state.of([A, C])
+    bucket.flat("residual", np.float32)[...] = 5
+    bucket.count = 3
+    saved = state.state_dict()
+    bucket.flat("residual", np.float32)[...] = 7
+    bucket.count = 8
+    state.load_state_dict(saved)
+    assert bucket.flat("residual", np.float32).tolist() == [5.0] * 10
+    assert bucket.count == 3
+    state.load_state_dict({})
+    assert bucket.flat("residual", np.float32).tolist() == [0.0] * 10
+    assert bucket.count == 0
+
+
+def test_counts_of_parameters_that_come_together_later():
+    state = StrategyState()
+    state.of([A]).count = 4
+    joined = state.of([A, B])
+    assert joined.count == 4
+    joined.count = 5
+    assert state.of([B]).count == 5
+
+
+def test_arrays_of_any_shape():
+    state = StrategyState()
+    bucket = state.of([A, B])
+    assert bucket.get(0, "q") is None
+    bucket.set(0, "q", np.ones((3, 2)))
+    assert state.of([C, A]).get(1, "q").shape == (3, 2)
+    assert bool(state)
+    assert not StrategyState()
+
+
+def test_an_array_of_another_shape_is_not_taken_over():
+    state = StrategyState()
+    state.load_state_dict({"a": {"residual": np.ones(3)}})
+    assert state.of([A]).flat("residual", np.float32).tolist() == [0.0] * 6
+
+
+def test_an_exchange_makes_it_the_ranks_own():
+    state = StrategyState()
+    state.is_common = True
+    bucket = state.of([A])
+    assert state.is_common
+    bucket.count = 1
+    assert not state.is_common

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import hvdlite as hvd
+from hvdlite.compression import Bucket, Compression, Parameter, Reduction, Threshold
+from hvdlite.errors import GradientError
+from hvdlite.reduction import Average, Sum
+from tests.compression.ranks import SIZES, Ranks, gradients_of
+from tests.compression.sparse_references import DTYPES, SHAPES, Buckets, check_result, joined
+from tests.harness import ranks
+from tests.references import dtype_of
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
+@pytest.mark.parametrize("value", [0.5, 2, 1e9])
+def test_the_sum_of_what_reaches_it(size, dtype, op, value):
+    gradients = gradients_of(size, SHAPES, dtype=dtype_of(dtype))
+    found = Ranks(size, Threshold(value), Reduction(op)).step(gradients)
+    own = [joined(each) for each in gradients]
+    sent = [np.where(np.abs(each) >= value, each, 0) for each in own]
+    check_result(found, sent, size if op is Average else 1, dtype)
+
+
+def test_each_rank_sends_as_many_as_it_has():
+    rows = [
+        np.array([1, -1, 0.5, 0.99], np.float32),
+        np.zeros(4, np.float32),
+        np.array([-3, 0, 2, 7], np.float32),
+    ]
+    rows = [np.concatenate([row, np.zeros(40, np.float32)]) for row in rows]
+    assert Buckets(rows).count_bytes(Threshold(1)) == [2 * 8, 0, 3 * 8]
+    buckets = Buckets(rows, Reduction(Sum))
+    assert buckets.exchange(Threshold(1)).tolist() == [-2, -1, 2, 7] + [0] * 40
+    unsent = [bucket.unsent.tolist()[:4] for bucket in buckets.buckets]
+    assert unsent == [np.float32([0, 0, 0.5, 0.99]).tolist(), [0] * 4, [0] * 4]
+
+
+def test_nobody_sends_anything():
+    buckets = Buckets([np.full(5, 0.5)] * 2)
+    assert buckets.exchange(Threshold(1)).tolist() == [0] * 5
+    assert buckets.buckets[1].unsent.tolist() == [0.5] * 5
+
+
+@ranks(3, timeout=30)
+def test_messages_of_different_lengths_between_processes():
+    """Rank 0 has none to send; rank 1 has all but a few, which takes more than a chunk."""
+    hvd.init()
+    count = 300_000
+    rows = [np.zeros(count), np.arange(count) - 7.0, np.arange(count) % 5.0]
+    found = hvd.allreduce(
+        rows[hvd.rank()].astype(np.float32), name="a", op=hvd.Sum, compression=Threshold(3)
+    )
+    expected = sum(np.where(np.abs(row) >= 3, row, 0) for row in rows)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_what_is_not_a_number_is_refused_by_name_on_all_ranks():
+    errors = Buckets([np.array([np.nan, 1, 1]), np.ones(3)]).errors(Threshold(0.5))
+    for error in errors:
+        assert isinstance(error, GradientError)
+        assert "the gradient of 'first' is not finite on rank 0" in str(error)
+
+
+def test_an_empty_bucket():
+    bucket = Bucket([Parameter("a", (0,), np.dtype(np.float32))], Reduction())
+    Threshold(1).exchange(bucket, Buckets([np.ones(1)]).simulation.transports[0])
+    assert bucket.result.size == 0
+
+
+def test_settings():
+    assert Compression.Threshold(0.5).name == "Threshold(0.5)"
+    for value in (0, -1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="is not a number above 0"):
+            Threshold(value)
