@@ -20,8 +20,8 @@ from hvdlite.reduction import Average, Sum
 from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
 from tests.simulation import on_all_ranks
-from tests.transport.fake_cuda import FakeCuda, FakeNode
-from tests.transport.fake_memory import Blocked, DeviceRanks, FakeMemory
+from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
+from tests.transport.gpu.fake_memory import Blocked, DeviceRanks, FakeMemory
 
 SHAPES = [(3, 4), (), (0, 2), (7,), (5, 1), (2, 2, 2)]
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])

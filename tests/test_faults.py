@@ -18,7 +18,7 @@ from hvdlite import runtime
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine.operations import Allreduce
 from hvdlite.gradients import GradientExchange
-from hvdlite.transport import futex
+from hvdlite.transport.shared_memory import futex
 from tests.harness import mpirun, ranks, run_script
 
 linux = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
@@ -39,7 +39,7 @@ import hvdlite as hvd
 from hvdlite import runtime
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
-from hvdlite.transport.table import Table
+from hvdlite.transport.shared_memory.barrier import Barrier
 
 folder, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 hvd.init()
@@ -50,15 +50,15 @@ def die():
 
 def die_at_meeting(number):
     "In the midst of what the ranks do together, from now on."
-    arrive = Table.arrive
+    arrive = Barrier.arrive
     left = [number]
-    def patched(table):
+    def patched(barrier):
         left[0] -= 1
         if not left[0]:
             die()
-        return arrive(table)
+        return arrive(barrier)
     if hvd.rank() == victim:
-        Table.arrive = patched
+        Barrier.arrive = patched
 
 def exchange():
     engine = runtime.engine()

@@ -19,11 +19,16 @@ from hvdlite.errors import RankGoneError
 from hvdlite.gradients import GradientExchange
 from hvdlite.reduction import Sum
 from hvdlite.settings import Settings
-from hvdlite.transport import Loopback, futex
-from hvdlite.transport.segment import Arena
-from hvdlite.transport.shared import CHUNK_OF_TWO, DEFAULT_CHUNK, SharedMemoryTransport
+from hvdlite.transport import Loopback
+from hvdlite.transport.shared_memory import futex
+from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, Barrier
+from hvdlite.transport.shared_memory.segment import Arena
+from hvdlite.transport.shared_memory.transport import (
+    CHUNK_OF_TWO,
+    DEFAULT_CHUNK,
+    SharedMemoryTransport,
+)
 from hvdlite.transport.simulated import Simulation
-from hvdlite.transport.table import LARGEST_CHUNK, Table
 from hvdlite.tuning import CAPS, CHUNKS, Tuning, choose, measure, tune
 from tests.harness import ranks
 from tests.harness.mpirun import environment
@@ -211,14 +216,14 @@ class TestMeasurement:
 DIES = """
 import os, signal, sys
 from hvdlite import tuning
-from hvdlite.transport.segment import Arena
-from hvdlite.transport.shared import SharedMemoryTransport
-from hvdlite.transport.table import Table
+from hvdlite.transport.shared_memory.segment import Arena
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
+from hvdlite.transport.shared_memory.barrier import Barrier
 
 arena = Arena()
 print(*arena.key, flush=True)
 pid, *key = map(int, input().split())
-table = Table(1, [0, 1], arena, [(pid, tuple(key)), (os.getpid(), arena.key)])
+table = Barrier(1, [0, 1], arena, [(pid, tuple(key)), (os.getpid(), arena.key)])
 transport = SharedMemoryTransport(table, 1)
 allreduce = transport.allreduce
 left = int(sys.argv[1])
@@ -250,7 +255,7 @@ def test_a_rank_that_is_killed_is_not_waited_for(number):
         theirs = tuple(map(int, child.stdout.readline().split()))
         print(os.getpid(), *arena.key, file=child.stdin, flush=True)
         processes = [(os.getpid(), arena.key), (child.pid, theirs)]
-        transport = SharedMemoryTransport(Table(0, [0, 1], arena, processes), 0)
+        transport = SharedMemoryTransport(Barrier(0, [0, 1], arena, processes), 0)
         with pytest.raises(RankGoneError, match=rf"rank 1 \(process {child.pid}\) has died"):
             measure(transport, Clock(0.001))
     finally:

@@ -11,7 +11,7 @@ import numpy as np
 from hvdlite.compression.parameter import Parameter, Reduction
 from hvdlite.compression.state import BucketState, StrategyState
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport import Transport, slices
+from hvdlite.transport import Transport, adasum
 from hvdlite.transport.base import place
 
 
@@ -93,7 +93,7 @@ class Bucket:
         """
         if self.reduction.op is ReduceOp.ADASUM:
             self.complete()
-            slices.adasum(transport, send, result, scaling, self.bounds)
+            adasum.adasum(transport, send, result, scaling, self.bounds)
         elif self.lent:
             transport.allreduce_lent(send, sorted(self.lent.items()), result, ReduceOp.SUM, scaling)
         else:

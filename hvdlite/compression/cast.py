@@ -18,7 +18,7 @@ from hvdlite.compression.parameter import Parameter, Reduction
 from hvdlite.compression.strategy import DENSE, Strategy
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.base import DeviceTransport
 
 _log = logging.getLogger("hvdlite")
 # Scales beyond would not be numbers of float32, by which values are multiplied and divided.

@@ -14,7 +14,7 @@ from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.messages import gather_messages
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
-from hvdlite.transport.slices import slice_bounds
+from hvdlite.transport.adasum import slice_bounds
 
 
 class Codec(ABC):

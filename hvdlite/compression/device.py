@@ -9,7 +9,7 @@ from hvdlite.compression.strategy import Strategy
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.device_operations import DeviceAllreduce
 from hvdlite.reduction import Scaling
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.base import DeviceTransport
 
 
 class CompressedDeviceAllreduce(DeviceAllreduce):

@@ -13,7 +13,7 @@ from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.parameter import Parameter, Reduction
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.base import DeviceTransport
 
 
 class Strategy(ABC):

@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.transport import Transport
-from hvdlite.transport.device import DeviceTransport, Work
+from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.cuda import Cuda, Event
 
 if TYPE_CHECKING:

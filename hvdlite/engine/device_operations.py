@@ -17,7 +17,7 @@ from hvdlite.engine.operations import (
     split_average,
 )
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.base import DeviceTransport
 
 
 class DeviceAllreduce(DeviceOperation):

@@ -21,8 +21,8 @@ from hvdlite.engine.scattering import (
     scalings,
 )
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport.device import DeviceTransport
-from hvdlite.transport.slices import slice_bounds
+from hvdlite.transport.adasum import slice_bounds
+from hvdlite.transport.gpu.base import DeviceTransport
 
 
 class DeviceAlltoall(DeviceOperation):

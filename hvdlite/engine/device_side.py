@@ -14,8 +14,8 @@ from hvdlite.engine.patience import WaitingPolicy
 from hvdlite.errors import HorovodInternalError
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
-from hvdlite.transport.connect_device import connect_device
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.base import DeviceTransport
+from hvdlite.transport.gpu.connect import connect_device
 
 # A few steps of a large model; further ahead the host does not run.
 _MOST_UNDER_WAY = 256

@@ -12,7 +12,7 @@ from hvdlite.engine.fusion import fuse
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.engine.overlap import Extent
 from hvdlite.transport import Transport
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.base import DeviceTransport
 
 
 class Group(Operation):

@@ -24,7 +24,7 @@ from hvdlite.reduction import (
     scales_integers,
 )
 from hvdlite.transport import Transport
-from hvdlite.transport.slices import slice_bounds
+from hvdlite.transport.adasum import slice_bounds
 
 
 def alltoall_signature(

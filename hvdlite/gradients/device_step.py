@@ -12,7 +12,7 @@ from hvdlite.engine.operation import Signature
 from hvdlite.gradients.step import BucketStep
 from hvdlite.reduction import Scaling
 from hvdlite.transport import Transport
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Event
 
 

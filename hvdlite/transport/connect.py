@@ -7,14 +7,14 @@ import logging
 import os
 from typing import Any
 
-from hvdlite.transport import futex
 from hvdlite.transport.base import Transport
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
-from hvdlite.transport.segment import Arena
-from hvdlite.transport.shared import SharedMemoryTransport
-from hvdlite.transport.table import Table
+from hvdlite.transport.shared_memory import futex
+from hvdlite.transport.shared_memory.barrier import Barrier
+from hvdlite.transport.shared_memory.segment import Arena
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 from hvdlite.world import World
 
 _log = logging.getLogger("hvdlite")
@@ -40,22 +40,22 @@ def _choose(MPI: Any, world: World, shared_memory: bool) -> Transport:  # noqa: 
     if not shared_memory or largest == 1:
         return MPITransport(MPI, world.comm, world.ranks)
     try:
-        table, failure = _sit_down(world), None
+        barrier, failure = _sit_down(world), None
     except OSError as error:
-        table, failure = None, error
+        barrier, failure = None, error
     if _anywhere(world, failure):
         return MPITransport(MPI, world.comm, world.ranks)
-    assert table is not None
+    assert barrier is not None
     if world.node.size == world.comm.size:
-        return SharedMemoryTransport(table, world.node.rank)
+        return SharedMemoryTransport(barrier, world.node.rank)
     smallest = min(world.nodes.count(node) for node in set(world.nodes))
     cross = MPITransport(MPI, world.cross)
-    node = SharedMemoryTransport(table, world.node.rank, cross, smallest)
+    node = SharedMemoryTransport(barrier, world.node.rank, cross, smallest)
     whole = MPITransport(MPI, world.comm, world.ranks)
     return HierarchicalTransport(whole, node, len(set(world.nodes)))
 
 
-def _sit_down(world: World) -> Table | None:
+def _sit_down(world: World) -> Barrier | None:
     """Take this rank's place, and find the others'; all ranks come along, whatever fails.
 
     Raises:
@@ -78,7 +78,7 @@ def _sit_down(world: World) -> Table | None:
     cores = set().union(*(cores for _, _, cores in processes))
     places = [(pid, key) for pid, key, _ in processes]
     crowded = len(places) > len(cores)
-    return Table(world.node.rank, ranks, arena, places, cores if crowded else ())
+    return Barrier(world.node.rank, ranks, arena, places, cores if crowded else ())
 
 
 def _anywhere(world: World, failure: OSError | None) -> bool:

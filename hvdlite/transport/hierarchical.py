@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport import slices
+from hvdlite.transport import adasum
 from hvdlite.transport.base import Patience, Transport
 from hvdlite.transport.mpi import MPITransport
-from hvdlite.transport.shared import SharedMemoryTransport
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 
 
 class HierarchicalTransport(Transport):
@@ -72,7 +72,7 @@ class HierarchicalTransport(Transport):
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce within the node and across nodes, slice by slice."""
         if op is ReduceOp.ADASUM:
-            slices.allreduce(self, send, result, op, scaling)
+            adasum.allreduce(self, send, result, op, scaling)
         else:
             self._node.allreduce(send, result, op, scaling)
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from hvdlite.interrupts import Interrupted
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport import slices
+from hvdlite.transport import adasum
 from hvdlite.transport.base import LARGEST_FUSED, WORD_SIZE, Patience, Transport
+from hvdlite.transport.liveness import Liveness
 from hvdlite.transport.reduce import is_integer_mean
-from hvdlite.transport.roll_call import RollCall
 
 # Counts are 32-bit in MPI 3: larger arrays travel in pieces of at most this many bytes.
 _MAX_BYTES = 2**30
@@ -62,7 +62,7 @@ class MPITransport(Transport):
         self.rank = int(comm.rank)
         self.size = int(comm.size)
         self.members = range(self.size) if members is None else members
-        self._roll_call = RollCall(MPI, comm.Dup(), self.members)
+        self._liveness = Liveness(MPI, comm.Dup(), self.members)
         self._meeting: tuple[Any, Any, Any] | None = None  # that this rank waits in
         self._patience: Patience | None = None
         self._byte = MPI.BYTE
@@ -89,13 +89,13 @@ class MPITransport(Transport):
             mine[: brought.size] = brought
             offer = np.concatenate([mine, ~mine])
             least = np.empty_like(offer)
-            self._roll_call.begin()
+            self._liveness.begin()
             self._meeting = self._comm.Iallreduce(offer, least, self._min), offer, least
         request, offer, least = self._meeting
         self._complete(request, (offer, least))
         self._meeting = None
         # A rank that gave up waiting has left its word behind, and will not come along.
-        self._roll_call.listen()
+        self._liveness.listen()
         half = least.size // 2
         alike = (least[:half] == ~least[half:]).reshape(-1, WORD_SIZE // 8).all(axis=1)
         alike = alike[: min(len(words), self.most_words)]
@@ -114,7 +114,7 @@ class MPITransport(Transport):
 
     def absent(self) -> list[int] | None:
         """Call the roll."""
-        return self._roll_call.absent()
+        return self._liveness.absent()
 
     def _complete(self, request: Any, buffers: Any) -> None:
         """Wait for an operation that ranks may come late to, or that one may never come to."""
@@ -123,7 +123,7 @@ class MPITransport(Transport):
             while not request.Test():
                 elapsed = time.monotonic() - start
                 if elapsed > _LISTEN_AFTER:
-                    self._roll_call.listen()
+                    self._liveness.listen()
                 if self._patience is not None:
                     self._patience.check(elapsed)
                 _pause(elapsed)
@@ -136,13 +136,13 @@ class MPITransport(Transport):
 
     def leave(self) -> None:
         """Tell it in the roll call, unless another rank has left before and told everybody."""
-        self._roll_call.leave()
+        self._liveness.leave()
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Use ``MPI_Allreduce`` where it is exact and repeatable, slices elsewhere."""
         is_exact = self._is_native(op, send.dtype) and not is_integer_mean(send.dtype, op, scaling)
         if not is_exact or self._may_be_fused(op, send):
-            slices.allreduce(self, send, result, op, scaling)
+            adasum.allreduce(self, send, result, op, scaling)
             return
         if result is not send:
             result[...] = send
@@ -156,7 +156,7 @@ class MPITransport(Transport):
         """Reduce several arrays together, each as if it were alone."""
         if len(sends) > 1 and self._depends_on_order(op, sends[0].dtype):
             together = np.concatenate(sends)
-            slices.allreduce(self, together, together, op, scaling)
+            adasum.allreduce(self, together, together, op, scaling)
             bounds = np.cumsum([array.size for array in sends])[:-1]
             for result, part in zip(results, np.split(together, bounds), strict=True):
                 result[...] = part
@@ -196,7 +196,7 @@ class MPITransport(Transport):
 
     def close(self) -> None:
         """Free the communicators."""
-        self._roll_call.close()
+        self._liveness.close()
         self._comm.Free()
 
 

@@ -17,7 +17,7 @@ from hvdlite.reduction import (
     integer_mean,
     integer_sums,
 )
-from hvdlite.transport.chunks import split
+from hvdlite.transport.shared_memory.chunks import split
 
 #: Something to do that has been prepared: a function, and what it takes.
 Call = tuple[Callable[..., object], tuple[Any, ...]]

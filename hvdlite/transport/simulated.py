@@ -11,7 +11,7 @@ from typing import Any
 from hvdlite.errors import HorovodInternalError, RankGoneError
 from hvdlite.interrupts import Interrupted
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport import slices
+from hvdlite.transport import adasum
 from hvdlite.transport.base import Patience, Transport, common_prefix
 
 _LOOK_SECONDS = 1e-4
@@ -155,7 +155,7 @@ class SimulatedTransport(Transport):
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce in slices."""
-        slices.allreduce(self, send, result, op, scaling)
+        adasum.allreduce(self, send, result, op, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Pass copies of the pieces round."""

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from hvdlite import engine
-from hvdlite.transport import CountingTransport
+from tests.transport.counting import CountingTransport
 
 
 class Traffic:

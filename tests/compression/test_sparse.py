@@ -18,8 +18,9 @@ from hvdlite.compression import (
     TopK,
 )
 from hvdlite.compression.sparse import part_of
-from hvdlite.transport import CountingTransport, Loopback
+from hvdlite.transport import Loopback
 from tests.compression.ranks import Ranks, gradients_of
+from tests.transport.counting import CountingTransport
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Adasum, Average, Max, Sum
 from tests.references import check_reduction, dtype_of, samples
 from tests.simulation import on_all_ranks
-from tests.transport.fake_memory import DeviceRanks
+from tests.transport.gpu.fake_memory import DeviceRanks
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
 

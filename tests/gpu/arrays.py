@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.transport.device_checks import Rank
+from tests.transport.gpu.device_checks import Rank
 
 
 def on_device(transport, control, device):

@@ -8,13 +8,13 @@ import pytest
 from hvdlite import mpi
 from hvdlite.reduction import Scaling, Sum
 from hvdlite.transport import MPITransport
-from hvdlite.transport.connect_device import connect_device
-from hvdlite.transport.nccl import NCCLTransport
-from hvdlite.transport.staged import HostStaged
+from hvdlite.transport.gpu.connect import connect_device
+from hvdlite.transport.gpu.nccl import NCCLTransport
+from hvdlite.transport.gpu.staged import HostStaged
 from tests.gpu.arrays import on_device
 from tests.harness import ranks
 from tests.simulation import on_all_ranks
-from tests.transport import device_checks
+from tests.transport.gpu import device_checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 each_check = pytest.mark.parametrize(

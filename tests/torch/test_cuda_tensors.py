@@ -17,7 +17,7 @@ from hvdlite import runtime, world
 from hvdlite.compression import Compression, Strategy
 from hvdlite.torch import device_memory, parameter_set, tensors
 from tests.simulation import on_all_ranks
-from tests.transport.fake_memory import DeviceRanks
+from tests.transport.gpu.fake_memory import DeviceRanks
 
 here = threading.local()  # the rank that a thread is
 _WRITES = {

@@ -11,10 +11,11 @@ import pytest
 
 from hvdlite import mpi
 from hvdlite.reduction import Scaling, Sum
-from hvdlite.transport import Loopback, MPITransport, connect, futex
+from hvdlite.transport import Loopback, MPITransport, connect
 from hvdlite.transport.hierarchical import HierarchicalTransport
-from hvdlite.transport.segment import Peer
-from hvdlite.transport.shared import SharedMemoryTransport
+from hvdlite.transport.shared_memory import futex
+from hvdlite.transport.shared_memory.segment import Peer
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 from hvdlite.world import World
 from tests.harness import ranks, run_script
 from tests.transport import checks

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hvdlite.reduction import Max, Min, Product, Scaling, Sum
-from hvdlite.transport import futex
 from hvdlite.transport.hierarchical import HierarchicalTransport
+from hvdlite.transport.shared_memory import futex
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, samples
 from tests.transport import checks

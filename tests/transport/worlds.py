@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from hvdlite import mpi
 from hvdlite.transport import Transport, connect
-from hvdlite.transport.segment import Arena
-from hvdlite.transport.shared import SharedMemoryTransport
-from hvdlite.transport.table import Table
+from hvdlite.transport.shared_memory.barrier import Barrier
+from hvdlite.transport.shared_memory.segment import Arena
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 from hvdlite.world import World
 
 
@@ -30,14 +30,14 @@ def connected(local_size: int = 0, shared_memory: bool = True) -> Iterator[Trans
     world.free()
 
 
-def tables(size: int) -> list[Table]:
-    """The tables of ranks that are threads of this process; they are called 10, 11, ..."""
+def barriers(size: int) -> list[Barrier]:
+    """The barriers of ranks that are threads of this process; they are called 10, 11, ..."""
     arenas = [Arena() for _ in range(size)]
     processes = [(os.getpid(), arena.key) for arena in arenas]
     ranks = [10 + index for index in range(size)]
-    return [Table(index, ranks, arena, processes) for index, arena in enumerate(arenas)]
+    return [Barrier(index, ranks, arena, processes) for index, arena in enumerate(arenas)]
 
 
 def threads(size: int) -> list[SharedMemoryTransport]:
     """The transports of ranks that are threads of this process."""
-    return [SharedMemoryTransport(table, index) for index, table in enumerate(tables(size))]
+    return [SharedMemoryTransport(barrier, index) for index, barrier in enumerate(barriers(size))]

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlite.transport.gpu import cuda
-from tests.transport.fake_cuda import FakeCuda
-from tests.transport.fake_nccl import FakeCommunicator
+from tests.transport.gpu.fake_cuda import FakeCuda
+from tests.transport.gpu.fake_nccl import FakeCommunicator
 
 
 def test_importing_the_core_does_not_load_cupy():
-    code = "import sys; import hvdlite, hvdlite.transport.nccl; print('cupy' in sys.modules)"
+    code = "import sys; import hvdlite, hvdlite.transport.gpu.nccl; print('cupy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

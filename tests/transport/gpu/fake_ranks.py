@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdlite.transport.connect_device import connect_device
+from hvdlite.transport.gpu.connect import connect_device
 from hvdlite.transport.simulated import Simulation
 from tests.simulation import on_all_ranks
-from tests.transport.device_checks import Rank
-from tests.transport.fake_cuda import FakeCuda, FakeNode
+from tests.transport.gpu.device_checks import Rank
+from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 
 
 def connect(size, cudas=None, **options):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.adasum import slice_bounds
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport
-from hvdlite.transport.slices import slice_bounds
 
 
 class CountingTransport(Transport):

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from hvdlite.reduction import Adasum, Scaling, Sum
+from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.simulated import Simulation
-from hvdlite.transport.staged import HostStaged
 from tests.references import check_reduction, samples
 from tests.simulation import on_all_ranks
-from tests.transport import device_checks
-from tests.transport.device_checks import Rank
-from tests.transport.fake_cuda import FakeCuda, FakeNode
-from tests.transport.fake_ranks import _download, _upload, node_of
+from tests.transport.gpu import device_checks
+from tests.transport.gpu.device_checks import Rank
+from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
+from tests.transport.gpu.fake_ranks import _download, _upload, node_of
 
 
 def connect(size, chunk_bytes):

@@ -9,16 +9,16 @@ import pytest
 
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import Max, Scaling, Sum
-from hvdlite.transport.connect_device import connect_device
-from hvdlite.transport.device import Work
+from hvdlite.transport.gpu.base import Work
+from hvdlite.transport.gpu.connect import connect_device
+from hvdlite.transport.gpu.nccl import NCCLTransport
+from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.loopback import Loopback
-from hvdlite.transport.nccl import NCCLTransport
 from hvdlite.transport.simulated import Simulation
-from hvdlite.transport.staged import HostStaged
 from tests.simulation import on_all_ranks
-from tests.transport import device_checks
-from tests.transport.fake_cuda import FakeCuda, FakeNode
-from tests.transport.fake_ranks import connect, node_of
+from tests.transport.gpu import device_checks
+from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
+from tests.transport.gpu.fake_ranks import connect, node_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -75,7 +75,7 @@ def test_where_nccl_cannot_work_all_ranks_go_through_the_host(cudas, reason, cap
 
 
 def test_a_rank_that_fails_to_connect_makes_the_others_abort(monkeypatch):
-    monkeypatch.setattr("tests.transport.fake_nccl.SECONDS", 0.05)
+    monkeypatch.setattr("tests.transport.gpu.fake_nccl.SECONDS", 0.05)
     node = FakeNode()
     cudas = [FakeCuda(node, "0"), FakeCuda(node, "1", refuses="connect")]
     ranks = connect(2, lambda _: cudas)
@@ -365,7 +365,7 @@ def test_an_error_of_the_device_ends_every_wait():
 @pytest.mark.parametrize("ends", [True, False], ids=["that ends", "that hangs"])
 def test_an_abort_comes_after_a_call_in_flight(monkeypatch, ends):
     """It frees the communicator; only a call that hangs is ended by it."""
-    monkeypatch.setattr("hvdlite.transport.nccl._CALL_SECONDS", 10.0 if ends else 0.05)
+    monkeypatch.setattr("hvdlite.transport.gpu.nccl._CALL_SECONDS", 10.0 if ends else 0.05)
     rank, _ = connect(2)
     communicator = node_of(rank).communicators[0]
     entered, may_return = threading.Event(), threading.Event()
@@ -402,15 +402,15 @@ def test_an_abort_comes_after_a_call_in_flight(monkeypatch, ends):
 
 
 def test_ranks_that_never_connect_go_through_the_host(monkeypatch, caplog):
-    monkeypatch.setattr("hvdlite.transport.connect_device._JOIN_SECONDS", 0.1)
-    monkeypatch.setattr("tests.transport.fake_nccl.SECONDS", 0.05)
+    monkeypatch.setattr("hvdlite.transport.gpu.connect._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("tests.transport.gpu.fake_nccl.SECONDS", 0.05)
     node = FakeNode()
     cudas = [FakeCuda(node, "0", refuses="hang"), FakeCuda(node, "1", refuses="hang")]
     ranks = connect(2, lambda _: cudas)
     assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
     assert "rank 0: NCCL did not connect within 0.1 s" in caplog.text
     # Communicators that come about all the same are ended.
-    monkeypatch.setattr("tests.transport.fake_nccl.SECONDS", 10.0)
+    monkeypatch.setattr("tests.transport.gpu.fake_nccl.SECONDS", 10.0)
     for cuda in cudas:
         cuda.released.set()
     with node.lock:

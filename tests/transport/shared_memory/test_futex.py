@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from hvdlite.transport import futex
-from hvdlite.transport.futex import Futex
-from hvdlite.transport.segment import Arena
+from hvdlite.transport.shared_memory import futex
+from hvdlite.transport.shared_memory.futex import Futex
+from hvdlite.transport.shared_memory.segment import Arena
 from tests.harness.mpirun import environment
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
@@ -120,8 +120,8 @@ def test_another_process_wakes_a_wait():
     arena = Arena()
     word = Futex.from_buffer(arena.empty(4096, np.dtype(np.uint8)), 128)
     code = (
-        "import os, time; from hvdlite.transport.futex import Futex;"
-        "import numpy as np; from hvdlite.transport.segment import Peer;"
+        "import os, time; from hvdlite.transport.shared_memory.futex import Futex;"
+        "import numpy as np; from hvdlite.transport.shared_memory.segment import Peer;"
         f"memory = Peer(os.getppid(), {arena.key}).view(0, 4096, np.dtype(np.uint8));"
         "word = Futex.from_buffer(memory, 128);"
         "time.sleep(0.1); word.value = 77; word.wake()"

@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 from hvdlite.errors import RankGoneError
-from hvdlite.transport import futex
 from hvdlite.transport.base import WORD_SIZE
-from hvdlite.transport.segment import Arena
-from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, SUMS, Table
+from hvdlite.transport.shared_memory import futex
+from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, MOST_WORDS, SUMS, Barrier
+from hvdlite.transport.shared_memory.segment import Arena
 from tests.harness.mpirun import environment
 from tests.simulation import on_all_ranks
 from tests.transport.checks import NoPatience
-from tests.transport.worlds import tables
+from tests.transport.worlds import barriers
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
 
 @pytest.fixture
 def place():
-    (table,) = tables(1)
-    return table.own
+    (barrier,) = barriers(1)
+    return barrier.own
 
 
 class TestPlace:
@@ -70,72 +70,74 @@ class TestPlace:
 
 class TestMeetings:
     def test_a_rank_alone(self):
-        (table,) = tables(1)
-        assert [table.meet() for _ in range(5)] == [1, 2, 3, 4, 5]
-        assert table.absent() == []
+        (barrier,) = barriers(1)
+        assert [barrier.meet() for _ in range(5)] == [1, 2, 3, 4, 5]
+        assert barrier.absent() == []
 
     @pytest.mark.parametrize("size", [2, 3, 4])
     def test_everybody_sees_what_everybody_has_brought(self, size):
-        def run(table):
+        def run(barrier):
             for _ in range(500):
-                table.own.write(table.next, [table.next, table.own.rank])
-                meeting = table.meet()
-                found = [place.numbers(meeting)[:2] for place in table.places]
+                barrier.own.write(barrier.next, [barrier.next, barrier.own.rank])
+                meeting = barrier.meet()
+                found = [place.numbers(meeting)[:2] for place in barrier.slots]
                 assert found == [(meeting, 10 + rank) for rank in range(size)]
 
-        on_all_ranks(run, tables(size))
+        on_all_ranks(run, barriers(size))
 
     @pytest.mark.parametrize("size", [2, 3, 4])
     def test_what_a_rank_reads_late_is_not_overwritten(self, size):
         """It has not arrived at the next meeting, but others have, and go on as far as they may."""
         eight = np.dtype(np.int64)
 
-        def run(table):
-            random = np.random.default_rng(table.own.rank)
+        def run(barrier):
+            random = np.random.default_rng(barrier.own.rank)
             for _ in range(400):
-                table.own.chunk(table.next, 2000, eight)[...] = table.next * 10 + table.own.rank
-                mine = slice(500 * table.own.rank - 5000, 500 * table.own.rank - 4500)
-                table.reduced(table.next, 500 * size, eight)[mine] = table.next * 20
-                meeting = table.arrive()
+                barrier.own.chunk(barrier.next, 2000, eight)[...] = (
+                    barrier.next * 10 + barrier.own.rank
+                )
+                mine = slice(500 * barrier.own.rank - 5000, 500 * barrier.own.rank - 4500)
+                barrier.reduced(barrier.next, 500 * size, eight)[mine] = barrier.next * 20
+                meeting = barrier.arrive()
                 if random.random() < 0.02:
                     time.sleep(0.001)
                 if meeting > 1:  # of the meeting before, until this rank waits for the others
                     assert (
-                        table.reduced(meeting - 1, 500 * size, eight) == (meeting - 1) * 20
+                        barrier.reduced(meeting - 1, 500 * size, eight) == (meeting - 1) * 20
                     ).all()
-                table.wait(meeting)
-                for place in table.places:
+                barrier.wait(meeting)
+                for place in barrier.slots:
                     if random.random() < 0.02:
                         time.sleep(0.001)
                     chunk = place.chunk(meeting, 2000, eight)
                     assert (chunk == meeting * 10 + place.rank).all()
-                assert (table.reduced(meeting, 500 * size, eight) == meeting * 20).all()
+                assert (barrier.reduced(meeting, 500 * size, eight) == meeting * 20).all()
 
-        on_all_ranks(run, tables(size))
+        on_all_ranks(run, barriers(size))
 
     def test_meetings_go_on_where_their_numbers_wrap_around(self):
-        made = tables(3)
-        for table in made:
-            table.last = 2**32 - 5
-            table.own.arrived.value = table.last
+        made = barriers(3)
+        for barrier in made:
+            barrier.last = 2**32 - 5
+            barrier.own.arrived.value = barrier.last
 
-        def run(table):
+        def run(barrier):
             for _ in range(20):
-                table.own.write(table.next, [table.next])
-                meeting = table.meet()
-                assert table.absent() == []
-                assert {place.numbers(meeting)[0] for place in table.places} == {meeting}
+                barrier.own.write(barrier.next, [barrier.next])
+                meeting = barrier.meet()
+                assert barrier.absent() == []
+                assert {place.numbers(meeting)[0] for place in barrier.slots} == {meeting}
             return meeting
 
         assert on_all_ranks(run, made) == [2**32 + 15] * 3
-        assert [table.own.arrived.value for table in made] == [15] * 3
+        assert [barrier.own.arrived.value for barrier in made] == [15] * 3
 
     @pytest.mark.parametrize("before", [0, 2**31 - 1, 2**32 - 1])
     def test_a_rank_that_is_late_is_waited_for_wherever_the_numbers_are(self, before):
-        late, waiting = tables(2)
-        for table in (late, waiting):
-            table.last = before
-            table.own.arrived.value = before
+        late, waiting = barriers(2)
+        for barrier in (late, waiting):
+            barrier.last = before
+            barrier.own.arrived.value = before
         thread = threading.Thread(target=waiting.meet, daemon=True)
         thread.start()
         time.sleep(0.15)
@@ -149,14 +151,14 @@ class TestMeetings:
 
 class TestWaiting:
     def test_a_wait_uses_no_processor(self):
-        here, there = tables(2)
+        here, there = barriers(2)
         threading.Timer(1.0, there.arrive).start()
         before = time.thread_time()
         here.meet()
         assert time.thread_time() - before < 0.05
 
     def test_patience_is_told_how_long_and_may_end_the_wait(self):
-        here, _ = tables(2)
+        here, _ = barriers(2)
         told = []
 
         class Impatient:
@@ -173,7 +175,7 @@ class TestWaiting:
             here.wait(here.arrive())
 
     def test_who_is_absent(self):
-        made = tables(4)
+        made = barriers(4)
         for rank in (0, 2):
             made[rank].arrive()
         assert made[0].absent() == made[2].absent() == [11, 13]
@@ -181,7 +183,7 @@ class TestWaiting:
 
 class TestGone:
     def test_who_waits_is_told_at_once(self):
-        here, there = tables(2)
+        here, there = barriers(2)
         threading.Timer(0.1, there.leave).start()
         start = time.monotonic()
         with pytest.raises(RankGoneError, match="rank 11 has ended while this rank waits"):
@@ -189,34 +191,34 @@ class TestGone:
         assert time.monotonic() - start < 1.0
 
     def test_who_comes_later_is_told(self):
-        here, there = tables(2)
+        here, there = barriers(2)
         there.leave()
         with pytest.raises(RankGoneError, match="rank 11 has ended"):
             here.meet()
 
     def test_who_only_asks_is_told(self):
         """Of a device's work, say, for which nobody waits here."""
-        here, there = tables(2)
+        here, there = barriers(2)
         here.check_alive()
         there.leave()
         with pytest.raises(RankGoneError, match="rank 11 has ended"):
             here.check_alive()
 
     def test_what_a_rank_has_brought_before_it_left_counts(self):
-        here, there = tables(2)
+        here, there = barriers(2)
         there.own.write(there.next, [42])
         meeting = there.arrive()
         assert here.arrive() == meeting
         there.wait(meeting)
         there.leave()
         here.wait(meeting)
-        assert here.places[1].numbers(meeting)[0] == 42
+        assert here.slots[1].numbers(meeting)[0] == 42
         with pytest.raises(RankGoneError, match="rank 11 has ended"):
             here.meet()
 
     def test_who_comes_to_a_meeting_that_another_has_given_up_is_told(self):
         """What that one has brought is there, but it will not go on from it."""
-        here, there = tables(2)
+        here, there = barriers(2)
         there.own.write(there.next, [42])
         there.arrive()
         there.leave()
@@ -225,7 +227,7 @@ class TestGone:
 
     def test_who_waits_for_a_slow_rank_hears_of_another_that_has_left(self):
         """The slow one may be busy for an hour, and the meeting cannot take place any more."""
-        here, _, leaving = tables(3)
+        here, _, leaving = barriers(3)
         threading.Timer(0.1, leaving.leave).start()
 
         class Impatient:
@@ -239,7 +241,7 @@ class TestGone:
     @pytest.mark.parametrize("position", [0, 1])
     def test_a_rank_whose_process_is_killed_is_named(self, position):
         code = (
-            "from hvdlite.transport.segment import Arena; arena = Arena();"
+            "from hvdlite.transport.shared_memory.segment import Arena; arena = Arena();"
             "print(*arena.key, flush=True); input()"
         )
         child = subprocess.Popen(
@@ -254,12 +256,12 @@ class TestGone:
             key = tuple(map(int, child.stdout.readline().split()))
             processes.insert(position, (child.pid, key))
             ranks = [4, 6]
-            table = Table(1 - position, ranks, arena, processes)
+            barrier = Barrier(1 - position, ranks, arena, processes)
             threading.Timer(0.2, child.kill).start()
             start = time.monotonic()
             expected = rf"rank {ranks[position]} \(process {child.pid}\) has died"
             with pytest.raises(RankGoneError, match=expected):
-                table.wait(table.arrive(), NoPatience())
+                barrier.wait(barrier.arrive(), NoPatience())
             assert 0.2 <= time.monotonic() - start < 1.0
         finally:
             child.kill()
@@ -272,4 +274,4 @@ class TestMaking:
         for wrong in ((number, inode + 10**6), (19_999, inode)):
             arena = Arena()
             with pytest.raises(OSError, match="/proc"):
-                Table(0, [0, 1], arena, [(os.getpid(), arena.key), (os.getpid(), wrong)])
+                Barrier(0, [0, 1], arena, [(os.getpid(), arena.key), (os.getpid(), wrong)])

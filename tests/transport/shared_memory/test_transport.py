@@ -12,9 +12,10 @@ import pytest
 from hvdlite import mpi
 from hvdlite.errors import RankGoneError
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
-from hvdlite.transport import futex, shared, table
-from hvdlite.transport.shared import SharedMemoryTransport
-from hvdlite.transport.table import Table
+from hvdlite.transport.shared_memory import barrier, futex
+from hvdlite.transport.shared_memory import transport as shared_memory
+from hvdlite.transport.shared_memory.barrier import Barrier
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
 from tests.simulation import on_all_ranks
@@ -37,8 +38,8 @@ def transport(chunk=None):
 
 
 def always_in_slices(monkeypatch):
-    monkeypatch.setattr(shared, "_FEW_RANKS", 0)
-    monkeypatch.setattr(shared, "_SLICED", 0)
+    monkeypatch.setattr(shared_memory, "_FEW_RANKS", 0)
+    monkeypatch.setattr(shared_memory, "_SLICED", 0)
 
 
 def placed(made, array, place):
@@ -89,13 +90,13 @@ class TestPromises:
 
             return call_and_linger
 
-        monkeypatch.setattr(Table, "wait", and_linger(Table.wait))
-        monkeypatch.setattr(Table, "arrive", and_linger(Table.arrive))
+        monkeypatch.setattr(Barrier, "wait", and_linger(Barrier.wait))
+        monkeypatch.setattr(Barrier, "arrive", and_linger(Barrier.arrive))
         with transport(chunk=301) as made:
             random = np.random.default_rng(made.rank)
             check(made)
             if made.size > 2:
-                monkeypatch.setattr(shared, "_SLICED", 0)
+                monkeypatch.setattr(shared_memory, "_SLICED", 0)
                 check(made)
 
     @ranks(2, 3, 4, timeout=60)
@@ -103,7 +104,7 @@ class TestPromises:
     def test_all_with_tiny_chunks(self, check, monkeypatch):
         with transport(chunk=67) as made:
             # Large enough to be instructive, small enough for so many meetings.
-            monkeypatch.setattr(shared, "_PIECE", 67)
+            monkeypatch.setattr(shared_memory, "_PIECE", 67)
             if check is checks.arrays_of_its_own:
                 made.chunk = 6700
             check(made)
@@ -206,7 +207,7 @@ class TestPlaces:
     @ranks(2, 3, 4, timeout=60)
     @pytest.mark.parametrize("piece", [8, 2**18])
     def test_in_place_in_a_segment(self, monkeypatch, piece):
-        monkeypatch.setattr(shared, "_PIECE", piece)
+        monkeypatch.setattr(shared_memory, "_PIECE", piece)
         with transport() as made:
             for (dtype, op), size in itertools.product(cases(OPS), (0, 1, 7, 200)):
                 arrays = samples(made.size, dtype, size)
@@ -270,7 +271,7 @@ class TestPlaces:
                 kept += send, result
             assert len(os.listdir("/proc/self/fd")) == before
             made.gather(b"")
-            for place in made._table.others:
+            for place in made._barrier.others:
                 assert len(place.peer._regions) <= 4
 
 
@@ -391,12 +392,12 @@ class TestCargo:
             made.chunk = 2**12
             for count in counts:
                 arrays = samples(size, dtype, count)
-                for chunk in made._table.own._chunks[dtype_of("uint8")]:
+                for chunk in made._barrier.own._chunks[dtype_of("uint8")]:
                     chunk[:] = 0xAA
                 assert made.meet([bytes(16)], checks.NoPatience(), [arrays[made.rank]]) == 1
                 if count == 1023:  # the others read none of this rank's slice
-                    own = shared.slice_of(made.rank, count, size)
-                    brought = made._table.own.chunk(made._brought, count, dtype_of(dtype))
+                    own = shared_memory.slice_of(made.rank, count, size)
+                    brought = made._barrier.own.chunk(made._brought, count, dtype_of(dtype))
                     assert (brought[own].view(np.uint8) == 0xAA).all()
                 result = np.empty_like(arrays[0])
                 made.allreduce(arrays[made.rank], result, Sum, Scaling())
@@ -441,8 +442,8 @@ class TestWaiting:
     @ranks(2, 3, timeout=60)
     def test_who_sleeps_is_woken_by_whoever_comes(self, monkeypatch):
         """One that is not woken would sleep for 20 seconds."""
-        monkeypatch.setattr(table, "_SPIN_SECONDS", 0.0)
-        monkeypatch.setattr(table, "_LOOK_SECONDS", 20.0)
+        monkeypatch.setattr(barrier, "_SPIN_SECONDS", 0.0)
+        monkeypatch.setattr(barrier, "_LOOK_SECONDS", 20.0)
         with transport(chunk=64) as made:
             array = np.ones(16 * 3000, np.float32)
             start = time.monotonic()

@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_LOOKS = 1e-3
 _SECONDS_AFTER_MOVE = 10e-3
 
 
-class Cores:
+class CoreBalancer:
     """Lets ranks that wait move to where fewer of them are.
 
     At each meeting everybody waits for the core with most ranks. The kernel sees no reason to

@@ -11,7 +11,7 @@ import numpy as np
 from hvdlite.arrays import as_bytes
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
-from hvdlite.transport.device import DeviceTransport, Work
+from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.cuda import Cuda, Event
 
 

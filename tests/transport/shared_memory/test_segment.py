@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.transport import futex, segment
-from hvdlite.transport.segment import Arena, Peer
+from hvdlite.transport.shared_memory import futex, segment
+from hvdlite.transport.shared_memory.segment import Arena, Peer
 from tests.forks import Signal, run_forked
 from tests.harness.mpirun import environment
 
@@ -246,7 +246,7 @@ class TestMemory:
         code = """
 import os
 import numpy as np
-from hvdlite.transport.segment import Arena
+from hvdlite.transport.shared_memory.segment import Arena
 file = os.open("/dev/shm/full", os.O_WRONLY | os.O_CREAT)
 try:
     while os.write(file, bytes(4096)):
@@ -337,7 +337,7 @@ class TestPeer:
     def test_it_shows_what_the_other_writes_and_takes_what_is_written(self):
         child, line = child_process(
             "import numpy as np\n"
-            "from hvdlite.transport.segment import Arena\n"
+            "from hvdlite.transport.shared_memory.segment import Arena\n"
             "arena = Arena()\n"
             "memory = arena.empty(8192, np.dtype(np.uint8))\nmemory[5:8] = [*b'abc']\n"
             "print(*arena.key)\n"

@@ -10,10 +10,10 @@ import numpy as np
 
 from hvdlite import timeline
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport import slices
-from hvdlite.transport.chunks import Chunk, split
+from hvdlite.transport import adasum
 from hvdlite.transport.reduce import Call, Reducer, perform, reduce_apart, reducer
-from hvdlite.transport.table import SUMS, Step, Table
+from hvdlite.transport.shared_memory.barrier import SUMS, Barrier, Step
+from hvdlite.transport.shared_memory.chunks import Chunk, split
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class ChunkedAllreduce:
     chunk drives it out of the caches.
 
     Args:
-        table: where the ranks meet.
+        barrier: where the ranks meet.
         rank: this one's position there.
         chunks: of the arrays, at least one.
         sends: flat arrays of one dtype; what this rank has.
@@ -53,7 +53,7 @@ class ChunkedAllreduce:
 
     def __init__(
         self,
-        table: Table,
+        barrier: Barrier,
         rank: int,
         chunks: Sequence[Chunk],
         sends: Sequence[Any],
@@ -62,7 +62,7 @@ class ChunkedAllreduce:
         scaling: Scaling,
         lane: str,
     ) -> None:
-        self._table = table
+        self._barrier = barrier
         self._rank = rank
         self._chunks = chunks
         self._sends = sends
@@ -76,18 +76,18 @@ class ChunkedAllreduce:
         """Reduce each chunk on every rank, for itself.
 
         Args:
-            turn: of the meeting to which the first chunk has been brought, see `Table.turn`.
+            turn: of the meeting to which the first chunk has been brought, see `Barrier.turn`.
         """
-        table, dtype = self._table, self._dtype
+        barrier, dtype = self._barrier, self._dtype
         reduce = reducer(dtype, self._op, self._scaling)
 
         def everybodys(turn: int, size: int) -> list[Any]:
-            return [place.chunk(turn, size, dtype) for place in table.places]
+            return [place.chunk(turn, size, dtype) for place in barrier.slots]
 
         parts_of = Prepared(everybodys)
         steps: list[Step] = []
         for here, chunk in enumerate(self._chunks, turn):
-            parts = parts_of[table.turn(here), chunk.size]
+            parts = parts_of[barrier.turn(here), chunk.size]
             own = chunk.parts(self._sends)
             if steps:
                 steps[-1].before.append(_pack(own, parts[self._rank], self._lane))
@@ -111,17 +111,17 @@ class ChunkedAllreduce:
             reduce: a slice.
             turn: as in `apart`.
         """
-        table = self._table
+        barrier = self._barrier
 
         def shared(turn: int, number: int, size: int) -> _Shared:
             own = slice_of(self._rank, size, owners)
-            return _Shared.of(table, turn, number, size, self._dtype, own)
+            return _Shared.of(barrier, turn, number, size, self._dtype, own)
 
         shared_of = Prepared(shared)
         steps: list[Step] = []
         unpack: list[Call] = []
         for number, chunk in enumerate(self._chunks):
-            there = shared_of[table.turn(turn + number), number % SUMS, chunk.size]
+            there = shared_of[barrier.turn(turn + number), number % SUMS, chunk.size]
             own, parts = chunk.parts(self._sends), there.parts
             if steps:
                 packed = _pack(own, there.whole, self._lane)
@@ -170,25 +170,25 @@ class _Shared(NamedTuple):
 
     @staticmethod
     def of(
-        table: Table, turn: int, number: int, size: int, dtype: np.dtype[Any], own: slice
+        barrier: Barrier, turn: int, number: int, size: int, dtype: np.dtype[Any], own: slice
     ) -> _Shared:
         """Of chunks of ``size`` elements."""
-        parts = [place.chunk(turn, size, dtype)[own] for place in table.places]
-        whole = table.own.chunk(turn, size, dtype)
+        parts = [place.chunk(turn, size, dtype)[own] for place in barrier.slots]
+        whole = barrier.own.chunk(turn, size, dtype)
         read = [(some, whole[some]) for some in _without(own, size)]
-        return _Shared(own, parts, whole, read, table.reduced(number, size, dtype))
+        return _Shared(own, parts, whole, read, barrier.reduced(number, size, dtype))
 
 
 def bring(
-    table: Table, chunk: Chunk, sends: Sequence[Any], lane: str, unread: slice | None = None
+    barrier: Barrier, chunk: Chunk, sends: Sequence[Any], lane: str, unread: slice | None = None
 ) -> None:
     """Write a chunk where the next meeting finds it.
 
     Args:
-        table, chunk, sends, lane: as of `ChunkedAllreduce`.
+        barrier, chunk, sends, lane: as of `ChunkedAllreduce`.
         unread: what no other rank reads of a chunk that is not fused.
     """
-    target = table.own.chunk(table.next, chunk.size, sends[0].dtype)
+    target = barrier.own.chunk(barrier.next, chunk.size, sends[0].dtype)
     parts = chunk.parts(sends)
     if unread is not None:
         for some in _without(unread, chunk.size):
@@ -206,7 +206,7 @@ def _without(part: slice, size: int) -> list[slice]:
 @lru_cache  # asked for with every chunk, and chunks are alike
 def slice_of(rank: int, size: int, owners: int) -> slice:
     """A rank's slice of an array of ``size`` elements, of which the first ``owners`` have one."""
-    bounds = slices.slice_bounds(size, owners)
+    bounds = adasum.slice_bounds(size, owners)
     return slice(*bounds[rank : rank + 2]) if rank < owners else slice(size, size)
 
 

@@ -15,7 +15,7 @@ _GONE = -1
 _ANSWER_SECONDS = 0.5
 
 
-class RollCall:
+class Liveness:
     """A side channel on which ranks that wait in a meeting tell each other so.
 
     A collective cannot tell who has not come to it. So a rank that has waited for long

@@ -15,10 +15,10 @@ import numpy as np
 
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.base import Transport
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
-from hvdlite.transport.nccl import NCCLTransport
-from hvdlite.transport.staged import HostStaged
+from hvdlite.transport.gpu.nccl import NCCLTransport
+from hvdlite.transport.gpu.staged import HostStaged
 
 _log = logging.getLogger("hvdlite")
 _ID_BYTES = 128

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hvdlite.transport.slices import slice_bounds
+from hvdlite.transport.adasum import slice_bounds
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])

@@ -1,4 +1,4 @@
-"""Where the ranks of a node meet: a place for each in shared memory."""
+"""Where the ranks of a node meet: a slot for each in shared memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from hvdlite.errors import RankGoneError
 from hvdlite.transport.base import WORD_SIZE, Patience
-from hvdlite.transport.cores import Cores
-from hvdlite.transport.futex import Futex, give_way, pause
 from hvdlite.transport.reduce import Call, perform
-from hvdlite.transport.segment import Arena, Key, Peer
+from hvdlite.transport.shared_memory.affinity import CoreBalancer
+from hvdlite.transport.shared_memory.futex import Futex, give_way, pause
+from hvdlite.transport.shared_memory.segment import Arena, Key, Peer
 
 #: Words that a rank can bring to a meeting.
 MOST_WORDS = 1024
@@ -38,7 +38,7 @@ _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MOST_WORDS * WORD_SIZE
 # bug 30994).
 _CHUNKS = 32 * 4096 + 2048
 _REDUCED = _CHUNKS + _COPIES * LARGEST_CHUNK
-_PLACE_BYTES = _REDUCED + SUMS * LARGEST_CHUNK
+_SLOT_BYTES = _REDUCED + SUMS * LARGEST_CHUNK
 
 # A rank looks for the others for so long before it sleeps: to wake a core that sleeps takes 0.1 ms,
 # and costs the one that wakes it nearly as much. With fewer cores than ranks it gives way between
@@ -75,12 +75,12 @@ class _Copies(dict[np.dtype[Any], list[Any]]):
         return self[dtype]
 
 
-class Place:
+class Slot:
     """What one rank shows to the others of its node.
 
     Args:
         memory: bytes that its arena begins with.
-        rank: whose place it is, among all ranks.
+        rank: whose slot it is, among all ranks.
         peer: its process.
     """
 
@@ -123,8 +123,8 @@ class Place:
         return self._reduced[dtype][number % SUMS][:size]
 
 
-class Table:
-    """The places of a node's ranks, and the meetings that they hold there.
+class Barrier:
+    """The slots of a node's ranks, and the meetings that they hold there.
 
     Meetings are numbered, alike on all ranks. A rank writes what it brings to the next one,
     arrives, waits for the others, and reads what they have brought, before it does the same
@@ -159,18 +159,18 @@ class Table:
         cores: Collection[int] = (),
     ) -> None:
         self.arena = arena
-        self.places = []
+        self.slots = []
         kind = np.dtype(np.uint8)
-        own = arena.empty(_PLACE_BYTES, kind)
+        own = arena.empty(_SLOT_BYTES, kind)
         for position, (pid, key) in enumerate(processes):
             peer = Peer(pid, key)
-            memory = own if position == index else peer.view(0, _PLACE_BYTES, kind)
-            self.places.append(Place(memory, ranks[position], peer))
-        self.own = self.places[index]
-        self.others = [place for place in self.places if place is not self.own]
-        self._sleeps = [place.sleeps for place in self.others]
-        words = [place.core for place in self.places]
-        self._cores = Cores(words, index, cores) if cores else None
+            memory = own if position == index else peer.view(0, _SLOT_BYTES, kind)
+            self.slots.append(Slot(memory, ranks[position], peer))
+        self.own = self.slots[index]
+        self.others = [slot for slot in self.slots if slot is not self.own]
+        self._sleeps = [slot.sleeps for slot in self.others]
+        words = [slot.core for slot in self.slots]
+        self._cores = CoreBalancer(words, index, cores) if cores else None
         self.last = 0
         self._met = 0  # at which it has waited for the others
         self._patience: Patience | None = None
@@ -199,7 +199,7 @@ class Table:
         They number it as they like, the same for each meeting, and read it until they arrive at the
         second meeting after that, or wait for the next.
         """
-        return self.places[0].reduced(number, size, dtype)
+        return self.slots[0].reduced(number, size, dtype)
 
     def arrive(self) -> int:
         """Arrive at the next meeting, and return its number."""
@@ -229,15 +229,15 @@ class Table:
         """
         self._patience = patience or self._patience
         start = 0.0
-        for place in self.others:
+        for slot in self.others:
             # What `_reached` does, which would cost more to call.
-            if (place.arrived.value - meeting) & 0x80000000:
+            if (slot.arrived.value - meeting) & 0x80000000:
                 start = start or time.monotonic()
-                self._wait_for(place, meeting, start)
-        for place in self.others:
-            gone = place.gone.value
+                self._wait_for(slot, meeting, start)
+        for slot in self.others:
+            gone = slot.gone.value
             if gone and _reached(meeting, gone):  # it gave up after it had arrived
-                raise RankGoneError(_has_ended(place))
+                raise RankGoneError(_has_ended(slot))
         self._met = meeting
 
     def meet(self) -> int:
@@ -276,55 +276,55 @@ class Table:
         Raises:
             RankGoneError: it has.
         """
-        for place in self.others:
-            failure = self._failure(place, _LOOK_SECONDS)
+        for slot in self.others:
+            failure = self._failure(slot, _LOOK_SECONDS)
             if failure is not None:
                 raise RankGoneError(failure)
 
     def absent(self) -> list[int]:
         """The ranks that have not arrived where this one waits."""
-        return [place.rank for place in self.others if not _reached(place.arrived.value, self.last)]
+        return [slot.rank for slot in self.others if not _reached(slot.arrived.value, self.last)]
 
-    def _wait_for(self, place: Place, meeting: int, start: float) -> None:
+    def _wait_for(self, slot: Slot, meeting: int, start: float) -> None:
         look = pause
         if self._cores is not None:
             look = give_way
             self._cores.spread(start)
         while time.monotonic() < start + _SPIN_SECONDS:
             look()
-            if _reached(place.arrived.value, meeting):
+            if _reached(slot.arrived.value, meeting):
                 return
-        while not _reached(seen := place.arrived.value, meeting):
+        while not _reached(seen := slot.arrived.value, meeting):
             elapsed = time.monotonic() - start
             self._look_at_others(meeting, elapsed)
             if self._patience is not None and elapsed > _LOOK_SECONDS:
                 self._patience.check(elapsed)
             self.own.sleeps.value = meeting
-            place.arrived.wait(seen, _LOOK_SECONDS)
+            slot.arrived.wait(seen, _LOOK_SECONDS)
 
     def _look_at_others(self, meeting: int, elapsed: float) -> None:
         """Raise if any rank, not only the one that is waited for first, will not come."""
-        for place in self.others:
-            if not _reached(place.arrived.value, meeting):
-                failure = self._failure(place, elapsed)
+        for slot in self.others:
+            if not _reached(slot.arrived.value, meeting):
+                failure = self._failure(slot, elapsed)
                 # It may have arrived before it ended.
-                if failure is not None and not _reached(place.arrived.value, meeting):
+                if failure is not None and not _reached(slot.arrived.value, meeting):
                     raise RankGoneError(failure)
 
-    def _failure(self, place: Place, elapsed: float) -> str | None:
+    def _failure(self, slot: Slot, elapsed: float) -> str | None:
         """Why a rank will not come; None: as far as is known, it will."""
-        if place.gone.value:
-            return _has_ended(place)
-        if elapsed >= _LOOK_SECONDS and not place.peer.is_running():
+        if slot.gone.value:
+            return _has_ended(slot)
+        if elapsed >= _LOOK_SECONDS and not slot.peer.is_running():
             return (
-                f"rank {place.rank} (process {place.peer.pid}) has died while this rank waits for "
+                f"rank {slot.rank} (process {slot.peer.pid}) has died while this rank waits for "
                 "it; see its output and the system's log for what killed it"
             )
         return None
 
 
-def _has_ended(place: Place) -> str:
-    return f"rank {place.rank} has ended while this rank waits for it; see what ended it"
+def _has_ended(slot: Slot) -> str:
+    return f"rank {slot.rank} has ended while this rank waits for it; see what ended it"
 
 
 def _reached(seen: int, meeting: int) -> bool:

@@ -12,7 +12,7 @@ from hvdlite.engine import Lane
 from hvdlite.engine.device import DeviceArray
 from hvdlite.settings import Settings
 from hvdlite.transport.simulated import Simulation
-from tests.transport.fake_cuda import FakeCuda, FakeNode
+from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 
 
 class FakeMemory:

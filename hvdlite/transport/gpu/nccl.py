@@ -13,10 +13,10 @@ from hvdlite.arrays import as_bytes
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
-from hvdlite.transport.device import DeviceTransport, Work
+from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.cuda import Cuda
+from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.reduce import is_integer_mean
-from hvdlite.transport.staged import HostStaged
 
 # NCCL's numbers, of which cupy names only some.
 _BYTE = 1

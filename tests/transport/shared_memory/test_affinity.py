@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hvdlite.transport import cores, futex
-from hvdlite.transport.cores import Cores
+from hvdlite.transport.shared_memory import affinity, futex
+from hvdlite.transport.shared_memory.affinity import CoreBalancer
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
@@ -38,11 +38,11 @@ def at(monkeypatch):
 
     def put(core, others, allowed):
         machine = Machine(core, allowed)
-        monkeypatch.setattr(cores, "_current_core", lambda: machine.core)
+        monkeypatch.setattr(affinity, "_current_core", lambda: machine.core)
         for name in ("sched_getaffinity", "sched_setaffinity"):
             monkeypatch.setattr(os, name, getattr(machine, name))
         words = [ctypes.c_uint32(0 if other is None else other + 1) for other in (None, *others)]
-        return Cores(words, 0, sorted(allowed)), machine, words
+        return CoreBalancer(words, 0, sorted(allowed)), machine, words
 
     return put
 
@@ -89,10 +89,10 @@ def test_ranks_that_look_one_after_the_other_stop_when_they_are_even(monkeypatch
     where = [0] * 7
     for rank in range(7):
         machine = Machine(where[rank], range(3))
-        monkeypatch.setattr(cores, "_current_core", lambda machine=machine: machine.core)
+        monkeypatch.setattr(affinity, "_current_core", lambda machine=machine: machine.core)
         for name in ("sched_getaffinity", "sched_setaffinity"):
             monkeypatch.setattr(os, name, getattr(machine, name))
-        Cores(words, rank, range(3)).spread(1.0)
+        CoreBalancer(words, rank, range(3)).spread(1.0)
         where[rank] = machine.core
     assert sorted(where.count(core) for core in range(3)) == [2, 2, 3]
 
@@ -146,8 +146,8 @@ def test_where_it_is_not_allowed_nothing_happens_and_nothing_is_tried_again(at, 
 
 def test_without_the_system_call(at, monkeypatch):
     spread, _, words = at(0, [0, 0, 1], range(2))
-    monkeypatch.setattr(cores, "_current_core", None)
-    spread = Cores(words, 0, range(2))
+    monkeypatch.setattr(affinity, "_current_core", None)
+    spread = CoreBalancer(words, 0, range(2))
     spread.tell()
     spread.spread(math.inf)
     assert words[0].value == 0
@@ -159,7 +159,7 @@ def test_a_real_thread():
     moved = 0
     for _ in range(10):
         words = [ctypes.c_uint32() for _ in range(4)]
-        spread = Cores(words, 0, allowed)
+        spread = CoreBalancer(words, 0, allowed)
         here = spread.tell()
         for word in words[1:]:
             word.value = here + 1

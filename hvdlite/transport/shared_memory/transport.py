@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
-from hvdlite.transport import slices
+from hvdlite.transport import adasum
 from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
-from hvdlite.transport.chunked import ChunkedAllreduce, Prepared, bring, slice_of
-from hvdlite.transport.chunks import Chunk, cut
 from hvdlite.transport.reduce import (
     Call,
     Reducer,
@@ -22,7 +20,14 @@ from hvdlite.transport.reduce import (
     reduce_into,
     reducer,
 )
-from hvdlite.transport.table import LARGEST_CHUNK, MOST_WORDS, Step, Table
+from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, MOST_WORDS, Barrier, Step
+from hvdlite.transport.shared_memory.chunked_allreduce import (
+    ChunkedAllreduce,
+    Prepared,
+    bring,
+    slice_of,
+)
+from hvdlite.transport.shared_memory.chunks import Chunk, cut
 
 #: Bytes of a user's array that a rank brings to one meeting, and of those of two ranks. Less, and
 #: the interpreter is slower than memory; more, and chunks do not stay in the cache until the other
@@ -48,7 +53,7 @@ class SharedMemoryTransport(Transport):
     bits.
 
     Args:
-        table: where the ranks meet.
+        barrier: where the ranks meet.
         index: this rank's position there.
         cross: what reduces a slice further, over the nodes that this one is one of.
         owners: how many of this node's ranks have a slice; fewer than all where another node
@@ -61,43 +66,43 @@ class SharedMemoryTransport(Transport):
     most_words = MOST_WORDS
 
     def __init__(
-        self, table: Table, index: int, cross: Transport | None = None, owners: int = 0
+        self, barrier: Barrier, index: int, cross: Transport | None = None, owners: int = 0
     ) -> None:
         self.rank = index
-        self.size = len(table.places)
+        self.size = len(barrier.slots)
         self.chunk: int = DEFAULT_CHUNK if self.size > 2 else CHUNK_OF_TWO
-        self._table = table
-        self._arena = table.arena
+        self._barrier = barrier
+        self._arena = barrier.arena
         self._brought = 0
         self._cross = cross
         self._owners = owners or self.size
 
     def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
         """Compare everybody's notes; the first chunk of the cargo lies beside them."""
-        table = self._table
+        barrier = self._barrier
         mine = b"".join(words[:MOST_WORDS])
-        if not table.waits:
+        if not barrier.waits:
             self._brought = self._load(cargo) if cargo else 0
-            table.own.write(table.next, (), mine)
-            table.arrive()
-        meeting = table.last
-        table.wait(meeting, patience)
-        brought = [place.words(meeting) for place in table.others]
+            barrier.own.write(barrier.next, (), mine)
+            barrier.arrive()
+        meeting = barrier.last
+        barrier.wait(meeting, patience)
+        brought = [place.words(meeting) for place in barrier.others]
         if all(theirs == mine for theirs in brought):
             return len(mine) // WORD_SIZE
         return common_prefix([_split(mine), *map(_split, brought)])
 
     def absent(self) -> list[int]:
         """Look whose place is empty."""
-        return self._table.absent()
+        return self._barrier.absent()
 
     def check_alive(self) -> None:
         """Look at the other ranks' places and processes."""
-        self._table.check_alive()
+        self._barrier.check_alive()
 
     def leave(self) -> None:
         """Mark this rank's place."""
-        self._table.leave()
+        self._barrier.leave()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return an array in a segment."""
@@ -114,10 +119,10 @@ class SharedMemoryTransport(Transport):
     def gather(self, message: bytes) -> list[bytes]:
         """Exchange the lengths, and then the messages."""
         self._brought = 0
-        table = self._table
-        table.own.write(table.next, [len(message)])
-        meeting = table.meet()
-        result = [np.empty(place.numbers(meeting)[0], np.uint8) for place in table.places]
+        barrier = self._barrier
+        barrier.own.write(barrier.next, [len(message)])
+        meeting = barrier.meet()
+        result = [np.empty(place.numbers(meeting)[0], np.uint8) for place in barrier.slots]
         self.allgather(np.frombuffer(message, np.uint8), result)
         return [part.tobytes() for part in result]
 
@@ -157,7 +162,7 @@ class SharedMemoryTransport(Transport):
     ) -> Callable[[], None]:
         send, result = sends[0], results[0]
         if op is ReduceOp.ADASUM:
-            return partial(slices.allreduce, self, send, result, op, scaling)
+            return partial(adasum.allreduce, self, send, result, op, scaling)
         if len(sends) == 1:
             places = self._find(send, result)
             if places is not None:
@@ -176,7 +181,7 @@ class SharedMemoryTransport(Transport):
         chunk: int,  # which is what `_cut` goes by
     ) -> list[Step]:
         exchange = ChunkedAllreduce(
-            self._table, self.rank, self._cut(sends), sends, results, op, scaling, self.lane
+            self._barrier, self.rank, self._cut(sends), sends, results, op, scaling, self.lane
         )
         if self._in_slices(sends):
             reduce = self._reducer(sends[0].dtype, op, scaling)
@@ -188,11 +193,11 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         brought, self._brought = self._brought, 0
         if not is_empty:
-            table = self._table
+            barrier = self._barrier
             if not brought:
                 self._load(sends)
-                brought = table.arrive()
-            table.walk(brought, steps[table.turn(brought), self.chunk])
+                brought = barrier.arrive()
+            barrier.walk(brought, steps[barrier.turn(brought), self.chunk])
 
     def _in_slices(self, sends: Sequence[Any]) -> bool:
         """Whether each rank reduces a slice of every chunk, for all."""
@@ -223,8 +228,8 @@ class SharedMemoryTransport(Transport):
             unread = None
             if len(cargo) == 1 and self._in_slices(cargo):
                 unread = slice_of(self.rank, chunk.size, self._owners)
-            bring(self._table, chunk, cargo, self.lane, unread)
-        return self._table.next
+            bring(self._barrier, chunk, cargo, self.lane, unread)
+        return self._barrier.next
 
     def _reduce_in_segments(
         self,
@@ -237,10 +242,10 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         """Reduce this rank's slice of everybody's array into everybody's result."""
         self._brought = 0
-        table = self._table
-        table.own.write(table.next, where)
-        meeting = table.meet()
-        everywhere = [place.numbers(meeting) for place in table.places]
+        barrier = self._barrier
+        barrier.own.write(barrier.next, where)
+        meeting = barrier.meet()
+        everywhere = [place.numbers(meeting) for place in barrier.slots]
         sends = self._views(send, [numbers[0] for numbers in everywhere])
         results = self._views(result, [numbers[1] for numbers in everywhere])
         reduce = self._reducer(send.dtype, op, scaling)
@@ -262,7 +267,7 @@ class SharedMemoryTransport(Transport):
                 if target is not result or in_place:
                     calls.append((np.copyto, (target[piece], reduced)))
         perform(calls)
-        table.meet()  # before anybody may write to what others read, or read what they write
+        barrier.meet()  # before anybody may write to what others read, or read what they write
 
     def _find(self, send: Any, result: Any) -> tuple[int, int] | None:
         """Return where two arrays begin in the segments, or None if either lies elsewhere."""
@@ -274,7 +279,7 @@ class SharedMemoryTransport(Transport):
         """The arrays of all ranks that correspond to one's own, from where they begin."""
         return [
             own if rank == self.rank else place.peer.view(offset, own.size, own.dtype)
-            for rank, (place, offset) in enumerate(zip(self._table.places, where, strict=True))
+            for rank, (place, offset) in enumerate(zip(self._barrier.slots, where, strict=True))
         ]
 
     def _reduce_across(
@@ -303,17 +308,17 @@ class SharedMemoryTransport(Transport):
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Exchange in rounds, in each a part of everybody's chunk for each rank."""
-        table = self._table
+        barrier = self._barrier
         room = max(self.chunk // self.size, 1)
-        table.own.write(table.next, [max(piece.size for piece in pieces)])
-        meeting = table.meet()
-        longest = max(place.numbers(meeting)[0] for place in table.places)
+        barrier.own.write(barrier.next, [max(piece.size for piece in pieces)])
+        meeting = barrier.meet()
+        longest = max(place.numbers(meeting)[0] for place in barrier.slots)
         for start in range(0, longest, room):
-            chunk = table.own.chunk(table.next, self.chunk, np.dtype(np.uint8))
+            chunk = barrier.own.chunk(barrier.next, self.chunk, np.dtype(np.uint8))
             for rank, piece in enumerate(pieces):
                 part = piece[start : start + room]
                 chunk[rank * room : rank * room + part.size] = part
-            chunks = self._chunks(table.meet(), self.chunk, np.dtype(np.uint8))
+            chunks = self._chunks(barrier.meet(), self.chunk, np.dtype(np.uint8))
             for target, theirs in zip(result, chunks, strict=True):
                 part = target[start : start + room]
                 part[...] = theirs[self.rank * room : self.rank * room + part.size]
@@ -323,8 +328,8 @@ class SharedMemoryTransport(Transport):
         longest = max(part.size for part in result)
         for start in range(0, longest, self.chunk):
             meeting = self._bring(piece[start : start + self.chunk])
-            self._table.wait(meeting)
-            for target, place in zip(result, self._table.places, strict=True):
+            self._barrier.wait(meeting)
+            for target, place in zip(result, self._barrier.slots, strict=True):
                 part = target[start : start + self.chunk]
                 part[...] = place.chunk(meeting, part.size, part.dtype)
 
@@ -333,9 +338,9 @@ class SharedMemoryTransport(Transport):
         for piece in _pieces(slice(0, array.size), array.dtype, self.chunk):
             part = array[piece]
             meeting = self._bring(part if self.rank == root else part[:0])
-            self._table.wait(meeting)
+            self._barrier.wait(meeting)
             if self.rank != root:
-                part[...] = self._table.places[root].chunk(meeting, part.size, part.dtype)
+                part[...] = self._barrier.slots[root].chunk(meeting, part.size, part.dtype)
 
     def close(self) -> None:
         """Hold nothing but what arrays that are still in use lie in."""
@@ -345,11 +350,11 @@ class SharedMemoryTransport(Transport):
 
     def _bring(self, part: Any) -> int:
         """Arrive at the next meeting with a chunk; return its number."""
-        self._table.own.chunk(self._table.next, part.size, part.dtype)[...] = part
-        return self._table.arrive()
+        self._barrier.own.chunk(self._barrier.next, part.size, part.dtype)[...] = part
+        return self._barrier.arrive()
 
     def _chunks(self, meeting: int, size: int, dtype: np.dtype[Any]) -> list[Any]:
-        return [place.chunk(meeting, size, dtype) for place in self._table.places]
+        return [place.chunk(meeting, size, dtype) for place in self._barrier.slots]
 
 
 def _pieces(whole: slice, dtype: np.dtype[Any], nbytes: int) -> list[slice]:

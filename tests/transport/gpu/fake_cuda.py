@@ -22,7 +22,7 @@ import numpy as np
 from hvdlite.reduction import UFUNCS, accumulator
 from hvdlite.transport.reduce import is_integer_mean
 from tests.references import integer_mean
-from tests.transport.fake_nccl import FakeCommunicator, FakeNcclError, group_end, group_start
+from tests.transport.gpu.fake_nccl import FakeCommunicator, FakeNcclError, group_end, group_start
 
 SECONDS = 10.0
 
