@@ -14,8 +14,7 @@ from hvdlite.compression import Compression, Reduction
 from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
-from hvdlite.schedule.local import EACH_CHANGE
+from hvdlite.schedule import EACH_CHANGE, CompressionArgument, ExchangeSchedule, check_exchange
 from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.loss import loss_like, value_of_loss

@@ -1,15 +1,29 @@
-"""When ranks exchange what: in every step, or after steps of their own."""
+"""Schedules: when ranks exchange gradients, and when they exchange weights instead."""
 
 from __future__ import annotations
 
-from hvdlite.schedule.base import Accumulate, EveryStep, ExchangeSchedule
-from hvdlite.schedule.local import DiLoCo, LocalSGD, PartialSync
-from hvdlite.schedule.local_steps import LocalSteps, Weights
-from hvdlite.schedule.namespace import Schedule, check_schedule
-from hvdlite.schedule.presets import CompressionArgument, Preset, check_exchange, singa
-from hvdlite.schedule.saving import ExchangeState
+from hvdlite.schedule.arguments import (
+    CompressionArgument,
+    Preset,
+    check_exchange,
+    check_schedule,
+    singa,
+)
+from hvdlite.schedule.exchange_state import ExchangeState
+from hvdlite.schedule.local_steps import LocalSteps, Moment, Weights
+from hvdlite.schedule.schedules import (
+    EACH_CHANGE,
+    Accumulate,
+    DiLoCo,
+    EveryStep,
+    ExchangeSchedule,
+    LocalSGD,
+    PartialSync,
+    Schedule,
+)
 
 __all__ = [
+    "EACH_CHANGE",
     "Accumulate",
     "CompressionArgument",
     "DiLoCo",
@@ -18,6 +32,7 @@ __all__ = [
     "ExchangeState",
     "LocalSGD",
     "LocalSteps",
+    "Moment",
     "PartialSync",
     "Preset",
     "Schedule",

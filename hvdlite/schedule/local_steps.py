@@ -1,8 +1,10 @@
-"""Steps that ranks make by themselves, and the exchanges that bring their weights together."""
+"""Local steps: each rank steps on its own gradients, and ranks exchange weights when due."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -11,27 +13,28 @@ import numpy as np
 from hvdlite import gradients, runtime
 from hvdlite.arrays import describe
 from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
-from hvdlite.engine import Engine
+from hvdlite.engine import Engine, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import GradientError, HorovodInternalError
 from hvdlite.gradients import GradientBuckets
 from hvdlite.interrupts import leave, uninterrupted
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import check
-from hvdlite.schedule.base import ExchangeSchedule
-from hvdlite.schedule.outer_step import OuterSteps
-from hvdlite.schedule.turn import Turn
+from hvdlite.schedule.outer_optimizer import OuterOptimizer
+from hvdlite.schedule.schedules import ExchangeSchedule
+from hvdlite.transport import Transport
 
 _AVERAGE = Reduction()
+_STEP_COUNT = struct.Struct("<q")
 
 
 class Moment(NamedTuple):
-    """An array of an optimizer's state that belongs to a weight, and has its shape.
+    """An array of an optimizer's state that has the shape of its weight.
 
     Attributes:
-        name: what it is, unique for the weight.
-        array: as it is.
-        write: replaces it by another of its shape.
+        name: unique for the weight, such as ``exp_avg``.
+        array: the current values.
+        write: replaces the values.
     """
 
     name: str
@@ -40,20 +43,20 @@ class Moment(NamedTuple):
 
 
 class Weights(Protocol):
-    """The weights of a model, by the number of the parameter."""
+    """The weights of a model, by parameter index."""
 
     def read(self, number: int) -> Any:
-        """Return a weight as an array, which is not changed, and not kept."""
+        """Return a weight as an array, which the caller neither changes nor keeps."""
 
     def write(self, number: int, array: Any) -> None:
         """Replace a weight."""
 
     def moments(self, number: int) -> Sequence[Moment]:
-        """What the optimizer keeps for a weight; asked where the schedule averages that too."""
+        """Return the optimizer's state of a weight, for schedules that average it."""
 
 
 class _Entry(NamedTuple):
-    """Something that is averaged."""
+    """An array to average, and how to replace it."""
 
     parameter: Parameter
     array: Any
@@ -61,21 +64,21 @@ class _Entry(NamedTuple):
 
 
 class LocalSteps:
-    """Follows the steps of a rank, and exchanges weights with the others when that is due.
+    """Counts the steps of a rank, and exchanges weights with the other ranks when due.
 
-    Before a step its owner calls `begin`, after it `end`. Ranks make them in the same order, and
-    compare the schedule and the parameters at first and with every exchange. Exchanges are by
-    the gradient lane; nothing is exchanged by a rank alone, unless the outer step does more than
-    to take the change as it is.
+    The owner calls `begin` before a step and `end` after it. Ranks make steps in the same order;
+    they compare the schedule and the parameters before the first step and in every exchange.
+    Exchanges run in the gradient lane. A single rank exchanges nothing, unless the outer optimizer
+    changes the weights.
 
-    What a rank that joined lacks of its weights counts for nothing in an average. It may join after
-    the first step only, in which all take part.
+    A rank that has joined is left out of averages. It may join after the first step only, in
+    which all ranks take part.
 
     Args:
-        schedule: which steps are local, and what is exchanged when.
+        schedule: which steps are local, and when to exchange what.
         strategy: how weights, or their changes, travel.
         reduction: of changes; weights are averaged.
-        label: unique, and the same on all ranks; it begins the names of the exchanges.
+        label: prefix of the names of the exchanges; unique, and the same on all ranks.
         process_set: the ranks that take part.
 
     Attributes:
@@ -83,7 +86,7 @@ class LocalSteps:
         label: as given.
         process_set: as given.
         parameters: those that take part.
-        steps: how many have been made.
+        steps: number of steps made.
         in_step: whether a step has begun that has not ended.
     """
 
@@ -103,11 +106,11 @@ class LocalSteps:
         self.in_step = False
         self._strategy = strategy
         self._reduction = reduction
-        self._outer = OuterSteps(*schedule.outer)
+        self._outer = OuterOptimizer(*schedule.outer)
         self._state = StrategyState()
-        # By engine: a new world begins with none, and the old one's go with it.
+        # By engine: a new world starts with none, and those of the old one disappear with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[Any, GradientBuckets]] = WeakKeyDictionary()
-        self._described: Signature | None = None  # what ranks compare
+        self._signature: Signature | None = None
         self._agreed: Engine | None = None
 
     @property
@@ -116,60 +119,61 @@ class LocalSteps:
         return self.schedule.is_local(self.steps)
 
     def add(self, parameters: Sequence[Parameter]) -> None:
-        """Let further parameters take part; alike on all ranks, between the same steps.
+        """Add parameters: the same on all ranks, between the same steps.
 
         Raises:
-            ValueError: the strategy does not compute the reduction, or that has no meaning for a
-                parameter's dtype.
+            ValueError: the strategy does not compute the reduction, or the reduction is undefined
+                for a parameter's dtype.
         """
         check_op(self._strategy, self._reduction.op)
         for parameter in parameters:
             check(self._reduction.op, parameter.dtype)
         self.parameters += parameters
-        self._described = None
+        self._signature = None
         self._agreed = None
 
     def convert(self, parameters: Sequence[Parameter]) -> None:
-        """Go on with the same parameters, which have other dtypes now; alike on all ranks.
+        """Continue with the same parameters in other dtypes: the same on all ranks.
 
         Raises:
-            ValueError: what is remembered of one is of another shape.
+            ValueError: an array of the outer optimizer has another shape than its parameter.
         """
         self.parameters[:] = parameters
-        self._described = None
-        self._check_names()
+        self._signature = None
+        self._check_outer()
         for parameter in parameters:
             self._outer.convert(parameter.name, parameter.dtype)
 
     def begin(self, weights: Weights) -> None:
-        """Get ready for a step, by which the weights have not changed yet.
+        """Prepare for a step, before it changes the weights.
 
         Raises:
             HorovodInternalError: the ranks differ, or communication failed.
-            ValueError: a state was loaded that is another model's.
+            ValueError: the loaded state belongs to another model.
         """
         engine = runtime.engine(self.process_set)
         if engine is not self._agreed:
-            self._check_names()
-            # A rank that comes to its first step later would wait for the others there.
+            self._check_outer()
+            # A rank that had joined would wait here in its own first step, for ranks that no longer
+            # come here.
             self._agree("its parameters", ("the number of steps", self.steps), together=True)
             self._agreed = engine
         self.in_step = True
         if self.schedule.sends_changes and not self._is_idle(engine):
             for number, parameter in enumerate(self.parameters):
-                self._outer.begin(parameter.name, weights.read(number))
+                self._outer.set_anchor(parameter.name, weights.read(number))
 
     def end(self, weights: Weights) -> None:
-        """Count a step that has been made, and exchange what is due.
+        """Count the step, and exchange what is due.
 
         Raises:
-            HorovodInternalError: as `exchange`.
+            HorovodInternalError, GradientError: as `exchange`.
         """
         if self.count():
             self.exchange(weights)
 
     def count(self) -> bool:
-        """Count a step; return whether an exchange is due."""
+        """Count the step, and return whether an exchange is due."""
         self.in_step = False
         self.steps += 1
         idle = self._is_idle(runtime.engine(self.process_set))
@@ -179,37 +183,37 @@ class LocalSteps:
         """Exchange what is due.
 
         Raises:
-            HorovodInternalError: the ranks differ, or communication failed. The weights are as
-                they were, and what has changed is a part of the next exchange.
+            HorovodInternalError: the ranks differ, or communication failed. The weights are
+                unchanged, and the next exchange includes their changes.
             GradientError: on all ranks; a change is not finite, and there is an outer momentum.
         """
-        self.steps = self._agree("its turn")
+        self.steps = self._agree("the number of steps")
         numbers = self.schedule.due(self.steps, self.parameters)
         if self.schedule.sends_changes:
-            self._step_outside(numbers, weights)
+            self._outer_step(numbers, weights)
         else:
             self._average(numbers, weights, self._strategy, self.schedule.momentum)
 
     def average(self, weights: Weights) -> None:
-        """Average all weights now, exactly alike on all ranks, without another effect.
+        """Average all weights now, to the same bits on all ranks, outside of the schedule.
 
         Raises:
-            HorovodInternalError: the ranks differ, or communication failed; the weights are as
-                they were.
+            HorovodInternalError: the ranks differ, or communication failed; the weights are
+                unchanged.
         """
         if runtime.engine(self.process_set).size > 1:
-            self._agree("an average in between")
+            self._agree("average_weights()")
             self._average(range(len(self.parameters)), weights, DENSE, False)
 
     def restart(self) -> None:
-        """Forget a step that was given up, and how the weights have changed so far."""
+        """Discard an abandoned step, and the changes of the weights so far."""
         self.in_step = False
         self._agreed = None
-        self._outer.restart()
+        self._outer.remove_anchors()
         self._exchanges.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and copies of all arrays that are kept, by name."""
+        """Return the number of steps, and copies of all arrays, by name."""
         return {
             "steps": self.steps,
             "outer": self._outer.state_dict(),
@@ -217,7 +221,7 @@ class LocalSteps:
         }
 
     def consolidate_exchange_state(self) -> None:
-        """Let all ranks remember the average of what the compression has left; collective.
+        """Replace the compression's residuals by their average over the ranks; collective.
 
         Raises:
             HorovodInternalError: communication failed.
@@ -225,7 +229,7 @@ class LocalSteps:
         gradients.consolidate(self._state, f"{self.label}: its compression", self.process_set)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned, here or elsewhere; on all ranks alike."""
+        """Load a `state_dict`, on all ranks."""
         self.steps = int(state["steps"])
         self._outer.load_state_dict(state["outer"])
         op = self._reduction.op
@@ -233,7 +237,7 @@ class LocalSteps:
         self.in_step = False
         self._agreed = None
 
-    def _check_names(self) -> None:
+    def _check_outer(self) -> None:
         shapes = {parameter.name: parameter.shape for parameter in self.parameters}
         for kind, name, array in self._outer.arrays():
             if shapes.get(name) != array.shape:
@@ -248,29 +252,29 @@ class LocalSteps:
         return describe(own[0]) if own else "none of this optimizer's"
 
     def _is_idle(self, engine: Engine) -> bool:
-        """Whether all exchanges would leave the weights as they are."""
+        """Return whether all exchanges would leave the weights unchanged."""
         return engine.size == 1 and self.schedule.outer == (1.0, 0.0)
 
     def _agree(self, what: str, *also: tuple[str, Any], together: bool = False) -> int:
-        """Compare ranks' schedules and parameters; return the greatest number of steps.
+        """Compare the ranks' schedules and parameters; return the greatest number of steps.
 
         Args:
-            what: is agreed on.
-            *also: compared as well, in pairs.
-            together: refuse to go on without ranks that have joined.
+            what: the purpose, for the operation's name.
+            *also: further pairs of label and value to compare.
+            together: whether to fail if a rank has joined.
         """
-        if self._described is None:
+        if self._signature is None:
             entries = [
                 (f"parameter {number}", f"{parameter.name!r} {describe(parameter)}")
                 for number, parameter in enumerate(self.parameters)
             ]
             count = ("the number of parameters", len(entries))
-            self._described = Signature((("schedule", self.schedule), *entries, count))
-        schedule, *rest = self._described
-        signature = Signature((schedule, *also, *rest)) if also else self._described
-        stands_in = not together and not self.schedule.remembers
-        turn = Turn(f"{self.label}: {what}", signature, self.steps, stands_in)
-        return int(runtime.engine(self.process_set).gradients.run(turn))
+            self._signature = Signature((("schedule", self.schedule), *entries, count))
+        schedule, *rest = self._signature
+        signature = Signature((schedule, *also, *rest)) if also else self._signature
+        agreement = _StepAgreement(f"{self.label}: {what}", signature, self.steps)
+        agreement.stands_in = not together and not self.schedule.remembers
+        return int(runtime.engine(self.process_set).gradients.run(agreement))
 
     def _average(
         self, numbers: Sequence[int], weights: Weights, strategy: Strategy, momentum: bool
@@ -289,7 +293,7 @@ class LocalSteps:
         for number, entry in enumerate(entries):
             entry.write(exchange.result_slot(number))
 
-    def _step_outside(self, numbers: Sequence[int], weights: Weights) -> None:
+    def _outer_step(self, numbers: Sequence[int], weights: Weights) -> None:
         parameters = [self.parameters[number] for number in numbers]
         exchange = self._connect(parameters, self._strategy, self._reduction)
 
@@ -303,15 +307,15 @@ class LocalSteps:
             if self._outer.has_momentum:
                 self._check_finite(exchange, parameters)
         except BaseException:
-            # Of buckets that did arrive, too: all changes are a part of the next exchange.
+            # Undo the buckets that did arrive, too: the next exchange includes all changes.
             self._state.load_state_dict(before)
             raise
         for position, number in enumerate(numbers):
             result = exchange.result_slot(position)
-            weights.write(number, self._outer.end(parameters[position].name, result))
+            weights.write(number, self._outer.step(parameters[position].name, result))
 
     def _check_finite(self, exchange: GradientBuckets, parameters: Sequence[Parameter]) -> None:
-        """Refuse, on all ranks, what would stay in the momentum of the outer step."""
+        """Raise on all ranks for values that would stay in the outer momentum for ever."""
         for position, parameter in enumerate(parameters):
             if not np.isfinite(exchange.result_slot(position)).all():
                 raise GradientError(
@@ -323,7 +327,7 @@ class LocalSteps:
     def _connect(
         self, parameters: Sequence[Parameter], strategy: Strategy, reduction: Reduction
     ) -> GradientBuckets:
-        """The exchange of some parameters in the world as it is now."""
+        """Return the exchange of some parameters in the current world."""
         engine = runtime.engine(self.process_set)
         exchanges = self._exchanges.setdefault(engine, {})
         key = tuple(parameters), strategy
@@ -339,7 +343,7 @@ def _writer(weights: Weights, number: int) -> Callable[[Any], None]:
 
 
 def _run(exchange: GradientBuckets, value: Callable[[int], Any]) -> None:
-    """Exchange a value for each parameter; to the last bucket, whatever becomes of one."""
+    """Exchange a value for each parameter; finish all buckets even if one fails."""
     errors: list[Exception] = []
     try:
         started = _start(exchange, value, errors)
@@ -354,14 +358,38 @@ def _run(exchange: GradientBuckets, value: Callable[[int], Any]) -> None:
         raise errors[0]
 
 
-@uninterrupted  # all is sent, or nothing
+@uninterrupted  # so that a signal's handler finds all buckets started, or none
 def _start(exchange: GradientBuckets, value: Callable[[int], Any], errors: list[Exception]) -> int:
-    """Start the exchange of buckets until one cannot be; return how many are on their way."""
+    """Start buckets until one fails to start; return how many have been started."""
     for index, members in enumerate(exchange.plan):
         try:
-            # One sample each: ranks that have joined have none, and do not count.
+            # One sample per rank: ranks that have joined have none, and are left out.
             exchange.start_bucket(index, {number: value(number) for number in members}, samples=1)
         except Exception as error:
             errors.append(error)
             return index
     return len(exchange.plan)
+
+
+class _StepAgreement(Operation):
+    """The agreement before an exchange, by which ranks learn the greatest number of steps.
+
+    The numbers differ if a rank has joined and come back: it then follows the others.
+
+    Args:
+        name: of the operation.
+        signature: must be equal on all ranks.
+        steps: that this rank has made; None: it has joined.
+    """
+
+    def __init__(self, name: str, signature: Signature, steps: int | None = None) -> None:
+        payload = b"" if steps is None else _STEP_COUNT.pack(steps)
+        super().__init__(name, signature, payload=payload)
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """Return the maker of the operation of a rank that has joined."""
+        return partial(_StepAgreement, self.name, self.signature)
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> int:
+        """Return the greatest number of steps."""
+        return max(int(_STEP_COUNT.unpack(payload)[0]) for payload in payloads if payload)

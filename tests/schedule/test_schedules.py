@@ -6,7 +6,7 @@ import pytest
 from hvdlite.compression import ByParameter, Compression, ErrorFeedback, Parameter, Reduction
 from hvdlite.reduction import Adasum, Sum
 from hvdlite.schedule import Schedule, check_schedule
-from hvdlite.schedule.local import deal
+from hvdlite.schedule.schedules import partition
 
 NONE, AVERAGE = Compression.none, Reduction()
 
@@ -62,17 +62,17 @@ def test_what_is_out_of_range(make, words):
 @pytest.mark.parametrize("sizes", [(), (0, 0, 0), (7,), (9, 1, 1, 1, 1, 1, 1, 3), (4, 4, 0, 5)])
 @pytest.mark.parametrize("parts", [1, 2, 3, 50])
 def test_parts_are_about_equal_and_have_everything_once(sizes, parts):
-    dealt = deal(sizes, parts)
-    assert len(dealt) == min(parts, len(sizes))
-    assert sorted(member for part in dealt for member in part) == list(range(len(sizes)))
-    assert all(dealt)
-    totals = [sum(sizes[member] for member in part) for part in dealt]
+    parts_of = partition(sizes, parts)
+    assert len(parts_of) == min(parts, len(sizes))
+    assert sorted(member for part in parts_of for member in part) == list(range(len(sizes)))
+    assert all(parts_of)
+    totals = [sum(sizes[member] for member in part) for part in parts_of]
     assert max(totals, default=0) - min(totals, default=0) <= max(sizes, default=0)
 
 
-def test_the_largest_are_dealt_first():
-    assert deal((1, 1, 9, 1), 2) == ((2,), (0, 1, 3))
-    assert deal((3, 5, 4, 2), 2) == ((1, 3), (0, 2))  # 5, then 4 and 3, then 2
+def test_the_largest_are_placed_first():
+    assert partition((1, 1, 9, 1), 2) == ((2,), (0, 1, 3))
+    assert partition((3, 5, 4, 2), 2) == ((1, 3), (0, 2))  # 5, then 4 and 3, then 2
 
 
 def test_a_number_of_bytes_gives_the_number_of_parts():

@@ -1,4 +1,4 @@
-"""What a compression and a schedule remember, together."""
+"""The state of a compression and of a schedule, saved and loaded together."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hvdlite.schedule.local_steps import LocalSteps
 
 
 class ExchangeState:
-    """What is remembered from step to step by an exchange of gradients, or of weights.
+    """The state that an exchange of gradients or weights keeps from step to step.
 
     Args:
-        state: what the compression of gradients remembers.
+        state: of the compression of gradients.
 
     Attributes:
         state: as given.
-        steps: those of a schedule; None: there has been none.
+        steps: the schedule's; None: no step has been made yet.
     """
 
     def __init__(self, state: StrategyState) -> None:
         self.state = state
         self.steps: LocalSteps | None = None
-        self._loaded: Mapping[str, Any] | None = None  # of steps that there are not yet
+        self._loaded: Mapping[str, Any] | None = None  # for steps that do not exist yet
 
     def follow(self, steps: LocalSteps) -> None:
-        """Take note of a schedule's steps, which go on from those that were loaded before."""
+        """Set the schedule's steps, and load into them the state that was loaded before."""
         self.steps = steps
         if self._loaded is not None:
             loaded, self._loaded = self._loaded, None
             steps.load_state_dict(loaded)
 
     def state_dict(self, process_set: ProcessSet) -> dict[str, Any]:
-        """Return numbers and arrays, by ``"compression"`` and ``"schedule"``; {}: nothing."""
+        """Return numbers and arrays under ``"compression"`` and ``"schedule"``, if any."""
         saved = {"compression": gradients.save(self.state, process_set)}
         if self.steps is not None:
             saved["schedule"] = self.steps.state_dict()
@@ -47,9 +47,9 @@ class ExchangeState:
     def load_state_dict(
         self, saved: Mapping[str, Any], op: ReduceOp, process_set: ProcessSet
     ) -> None:
-        """Take over what `state_dict` has returned, as far as it is this rank's; of this ``op``.
+        """Load this rank's part of a `state_dict` for gradients that are reduced by ``op``.
 
-        A rank outside the process set has no use for it.
+        A rank outside the process set ignores it.
         """
         if is_outside(process_set):
             return
@@ -62,9 +62,9 @@ class ExchangeState:
             self.steps.load_state_dict(saved["schedule"])
 
     def consolidate(self, process_set: ProcessSet) -> None:
-        """Let all ranks remember the average of what the compression has left; collective.
+        """Replace the compression's residuals by their average over the ranks; collective.
 
-        A rank outside the process set has nothing left, and does nothing.
+        A rank outside the process set has none, and does nothing.
 
         Raises:
             HorovodInternalError: communication failed.

@@ -1,4 +1,4 @@
-"""The weights at the last outer step, and how the next one changes them."""
+"""The outer optimizer of DiLoCo: SGD with Nesterov momentum on the change of the weights."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from hvdlite.reduction import is_floating
 
 
-class OuterSteps:
-    """What is remembered of weights from one outer step to the next, by name.
+class OuterOptimizer:
+    """SGD with Nesterov momentum that applies outer gradients to weights, by name.
 
     Args:
         learning_rate: of the outer step.
-        momentum: of Nesterov's kind, as `torch.optim.SGD` has it; 0: none is kept.
+        momentum: Nesterov's, as in `torch.optim.SGD`; 0: no momentum is stored.
 
     Attributes:
-        anchors: what weights were when they began to change.
+        anchors: the weights at the last outer step, where they have changed since.
         buffers: the momentum, in float32 for 16-bit weights.
     """
 
@@ -27,15 +27,15 @@ class OuterSteps:
         self._momentum = momentum
         self.anchors: dict[str, Any] = {}
         self.buffers: dict[str, Any] = {}
-        self._spare: dict[str, Any] = {}  # arrays of anchors that are no longer needed
+        self._spare: dict[str, Any] = {}  # arrays of former anchors, to be reused
 
     @property
     def has_momentum(self) -> bool:
-        """Return whether something of each gradient is kept."""
+        """Whether outer gradients leave something behind."""
         return bool(self._momentum)
 
-    def begin(self, name: str, weight: Any) -> None:
-        """Remember a weight, if that is not done yet."""
+    def set_anchor(self, name: str, weight: Any) -> None:
+        """Store a weight as its anchor, unless there is one already."""
         if name in self.anchors:
             return
         anchor = self._spare.pop(name, None)
@@ -43,57 +43,57 @@ class OuterSteps:
         np.copyto(self.anchors[name], weight)
 
     def convert(self, name: str, dtype: np.dtype[Any]) -> None:
-        """Go on with a weight that has another dtype now."""
+        """Convert the arrays of a weight whose dtype has changed."""
         self._spare.pop(name, None)
         for arrays, kind in ((self.anchors, dtype), (self.buffers, _wide(dtype))):
             if name in arrays:
                 arrays[name] = arrays[name].astype(kind, copy=False)
 
     def gradient(self, name: str, weight: Any) -> Any:
-        """The outer gradient: what a weight was less what it is."""
+        """Return the outer gradient: the anchor minus the weight."""
         return np.asarray(self.anchors[name] - weight)
 
-    def end(self, name: str, gradient: Any) -> Any:
-        """Forget what a weight was, and return what it is to be.
+    def step(self, name: str, gradient: Any) -> Any:
+        """Remove the anchor of a weight, and return the new weight.
 
         Args:
             name: of the weight.
-            gradient: the ranks' outer gradient; its memory is used for the result.
+            gradient: the outer gradient of all ranks; overwritten.
         """
         anchor = self._spare[name] = self.anchors.pop(name)
         dtype = _wide(anchor.dtype)
-        step = gradient.astype(dtype, copy=False)
+        change = gradient.astype(dtype, copy=False)
         if self._momentum:
             if name not in self.buffers:
                 self.buffers[name] = np.zeros(anchor.shape, dtype)
             buffer = self.buffers[name]
             buffer *= self._momentum
-            buffer += step
-            step += np.multiply(buffer, self._momentum)
-        step *= self._learning_rate
-        np.subtract(anchor, step, out=step)
-        return step.astype(anchor.dtype, copy=False)
+            buffer += change
+            change += np.multiply(buffer, self._momentum)
+        change *= self._learning_rate
+        np.subtract(anchor, change, out=change)
+        return change.astype(anchor.dtype, copy=False)
 
-    def restart(self) -> None:
-        """Forget what weights were; the next steps begin with what they are then."""
+    def remove_anchors(self) -> None:
+        """Remove all anchors: the next ones are the weights of that time."""
         self._spare.update(self.anchors)
         self.anchors.clear()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return copies of all arrays, by the weight's name and what they are."""
+        """Return copies of all arrays, by the weight's name and their kind."""
         state: dict[str, dict[str, Any]] = {}
         for kind, name, array in self.arrays():
             state.setdefault(name, {})[kind] = np.array(array)
         return state
 
     def arrays(self) -> Iterator[tuple[str, str, Any]]:
-        """All arrays, after what they are and the weight's name."""
+        """Yield kind, weight's name and array, for all arrays."""
         for kind, arrays in (("anchor", self.anchors), ("momentum", self.buffers)):
             for name, array in arrays.items():
                 yield kind, name, array
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over what `state_dict` has returned, here or elsewhere."""
+        """Load a `state_dict`."""
         self._spare.clear()
         for kind, arrays in (("anchor", self.anchors), ("momentum", self.buffers)):
             arrays.clear()
@@ -101,5 +101,5 @@ class OuterSteps:
 
 
 def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What is computed in."""
+    """Return the dtype to compute in."""
     return np.dtype(np.float32) if is_floating(dtype) and dtype.itemsize == 2 else dtype

@@ -1,0 +1,243 @@
+"""The values that ``schedule=`` takes.
+
+Ranks exchange gradients before a step or, if the step is *local*, weights after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from hvdlite.arguments import check_count, check_momentum, check_positive
+from hvdlite.compression import Parameter
+
+
+class ExchangeSchedule:
+    """Base class of schedules: values whose settings are compared across ranks."""
+
+    #: Whether ranks exchange the change of the weights since the last exchange, not the weights.
+    sends_changes: bool = False
+    #: Learning rate and momentum of the outer optimizer, which applies such changes.
+    outer: tuple[float, float] = (1.0, 0.0)
+    #: Whether an exchange needs every rank, because each keeps state from the exchange before.
+    remembers: bool = False
+    #: Whether the optimizer's state is averaged with the weights.
+    momentum: bool = False
+
+    def is_local(self, steps: int) -> bool:
+        """Return whether each rank makes the step after ``steps`` steps on its own gradients."""
+        return False
+
+    def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
+        """Return the indices of the parameters to exchange after ``steps`` steps."""
+        return ()
+
+    def __repr__(self) -> str:
+        return f"Schedule.{type(self).__name__}()"
+
+
+@dataclass(frozen=True, repr=False)
+class EveryStep(ExchangeSchedule):
+    """Exchange gradients before every step, as without a schedule."""
+
+
+@dataclass(frozen=True)
+class Accumulate(ExchangeSchedule):
+    """Add up the gradients of several backward passes before an exchange and a step.
+
+    Args:
+        passes: number of passes; as ``backward_passes_per_step``.
+
+    Raises:
+        ValueError: it is not a whole number above 0.
+    """
+
+    passes: int
+
+    def __post_init__(self) -> None:
+        check_count("passes", self.passes)
+
+    def __repr__(self) -> str:
+        return f"Schedule.Accumulate({self.passes})"
+
+
+@dataclass(frozen=True, repr=False)
+class PartialSync(ExchangeSchedule):
+    """Make every step local, and average one part of the weights after each, in rotation.
+
+    This is SINGA's partial synchronisation. Whole parameters are assigned to parts of about equal
+    size in bytes, the same on all ranks; after as many steps as there are parts, each part has
+    been averaged once.
+
+    Args:
+        parts: number of parts, at most one for each parameter.
+        bytes: approximate number of bytes to average after a step, instead of ``parts``.
+        momentum: also average the optimizer's state arrays that have the shape of a parameter.
+
+    Raises:
+        ValueError: both or none of ``parts`` and ``bytes`` are given, or the value is not a whole
+            number above 0.
+    """
+
+    parts: int | None = None
+    bytes: int | None = None
+    momentum: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.parts is None) == (self.bytes is None):
+            raise ValueError("PartialSync takes either parts=... or bytes=...; give one of them")
+        if self.parts is not None:
+            check_count("parts", self.parts)
+        else:
+            check_count("bytes", self.bytes)
+
+    def is_local(self, steps: int) -> bool:
+        """Return True."""
+        return True
+
+    def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
+        """Return the parameters of the next part."""
+        parts = self._partition(tuple(parameter.nbytes for parameter in parameters))
+        return parts[(steps - 1) % len(parts)] if parts else ()
+
+    def _partition(self, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        if self.bytes is None:
+            return partition(sizes, self.parts or 1)
+        return partition(sizes, ceil(sum(sizes) / self.bytes))
+
+    def __repr__(self) -> str:
+        size = f"parts={self.parts}" if self.bytes is None else f"bytes={self.bytes}"
+        return f"Schedule.PartialSync({size}{', momentum=True' if self.momentum else ''})"
+
+
+@lru_cache(64)
+def partition(sizes: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Partition items into parts of about equal size: largest first, each to the smallest part.
+
+    The largest part exceeds the smallest by the largest item at most (Graham 1969).
+
+    Args:
+        sizes: of the items.
+        parts: number of parts; reduced to the number of items if that is smaller.
+
+    Returns:
+        For each part the positions of its items in ``sizes``, ascending; no part is empty.
+    """
+    parts = min(max(parts, 1), len(sizes))
+    members: list[list[int]] = [[] for _ in range(parts)]
+    filled = [0] * parts
+    for position in sorted(range(len(sizes)), key=lambda each: (-sizes[each], each)):
+        # Among parts of equal size take the one with the fewest items: otherwise empty items pile
+        # up in one part.
+        part = min(range(parts), key=lambda each: (filled[each], len(members[each]), each))
+        members[part].append(position)
+        filled[part] += sizes[position]
+    return tuple(tuple(sorted(part)) for part in members)
+
+
+@dataclass(frozen=True, repr=False)
+class LocalSGD(ExchangeSchedule):
+    """Make every step local, and average the weights after every ``every`` steps.
+
+    With ``start`` it is post-local SGD (Lin et al. 2018, arXiv:1808.07217): the first steps
+    exchange gradients as usual.
+
+    Args:
+        every: steps from one average to the next.
+        start: steps before the first local one.
+
+    Raises:
+        ValueError: ``every`` is not a whole number above 0, or ``start`` is negative.
+    """
+
+    every: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+        check_count("start", self.start, 0)
+
+    def is_local(self, steps: int) -> bool:
+        """Return True from ``start`` on."""
+        return steps >= self.start
+
+    def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
+        """Return all parameters or none."""
+        local = steps - self.start
+        return range(len(parameters)) if local > 0 and local % self.every == 0 else ()
+
+    def __repr__(self) -> str:
+        start = f", start={self.start}" if self.start else ""
+        return f"Schedule.LocalSGD(every={self.every}{start})"
+
+
+@dataclass(frozen=True, repr=False)
+class DiLoCo(ExchangeSchedule):
+    """Make every step local, and take an outer step after every ``every`` steps.
+
+    This is Distributed Low-Communication training (Douillard et al. 2023, arXiv:2311.08105). The
+    outer gradient is the weights at the last outer step minus a rank's weights now, averaged over
+    the ranks. SGD with Nesterov momentum applies it to the weights of the last outer step, and all
+    ranks continue from the result. Any ``compression`` can carry the outer gradient. The host
+    holds a copy of the weights and the outer momentum.
+
+    Args:
+        every: steps from one outer step to the next.
+        outer_lr: learning rate of the outer step.
+        outer_momentum: momentum of the outer step, 0 <= outer_momentum < 1.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    every: int
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    sends_changes = True
+
+    def __post_init__(self) -> None:
+        check_count("every", self.every)
+        check_positive("outer_lr", self.outer_lr)
+        check_momentum("outer_momentum", self.outer_momentum)
+
+    @property
+    def outer(self) -> tuple[float, float]:  # type: ignore[override]
+        """Learning rate and momentum of the outer step."""
+        return self.outer_lr, self.outer_momentum
+
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """Whether ranks keep the earlier weights or a momentum, which must stay the same."""
+        return self.every > 1 or self.outer_momentum > 0
+
+    def is_local(self, steps: int) -> bool:
+        """Return True."""
+        return True
+
+    def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
+        """Return all parameters or none."""
+        return range(len(parameters)) if steps % self.every == 0 else ()
+
+    def __repr__(self) -> str:
+        outer = f"outer_lr={self.outer_lr}, outer_momentum={self.outer_momentum}"
+        return f"Schedule.DiLoCo(every={self.every}, {outer})"
+
+
+#: The schedule of a step by Adasum: reduce the change that the step makes, and apply it as it is.
+EACH_CHANGE = DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
+
+
+class Schedule:
+    """The schedules that ``schedule=`` takes, the same for every framework.
+
+    An example: ``hvd.DistributedOptimizer(optimizer, schedule=hvd.Schedule.LocalSGD(every=8))``.
+    """
+
+    EveryStep = EveryStep
+    Accumulate = Accumulate
+    PartialSync = PartialSync
+    LocalSGD = LocalSGD
+    DiLoCo = DiLoCo
