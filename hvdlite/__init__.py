@@ -6,8 +6,6 @@ The functions here work on numpy arrays and Python objects; ``hvdlite.torch`` an
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hvdlite import common, elastic
 from hvdlite.collectives import (
     allgather,
@@ -44,11 +42,6 @@ from hvdlite.scattering import (
 )
 
 __version__ = "0.1.0"
-
-# In a checkout the adapters lie beside the core; an installation maps them into it.
-_adapters = Path(__file__).parent.parent / "adapters"
-if _adapters.is_dir():
-    __path__.append(str(_adapters))  # noqa: F405 - every package has it
 
 __all__ = [
     *common.__all__,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame as _frames
@@ -22,10 +22,10 @@ def untraced(function: _Function) -> _Function:
     Where torch is too old for marks (before 2.7), the function is wrapped.
     """
     if not hasattr(_frames, "set_code_exec_strategy"):
-        wrapped: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined]
-        return wrapped
+        disable = torch._disable_dynamo  # type: ignore[attr-defined]
+        return cast(_Function, disable(function))
     skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "hvdlite communicates here"  # type: ignore[attr-defined]
     return function

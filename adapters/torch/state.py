@@ -63,7 +63,7 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
         raise ValueError("params is one tensor; use hvd.broadcast_(tensor, root_rank)")
     if isinstance(params, Mapping):
         return sorted(params.items())
-    entries = list(params)
+    entries: list[Any] = list(params)
     if all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries):
         return entries
     if all(isinstance(entry, torch.Tensor) for entry in entries):

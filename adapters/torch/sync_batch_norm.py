@@ -124,7 +124,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def _track(self, moments: Moments) -> None:
         momentum = self._next_momentum()
-        if not self.track_running_stats or self.running_mean is None or moments.count == 0:
+        if not self.track_running_stats or moments.count == 0:
+            return
+        if self.running_mean is None or self.running_var is None:
             return
         unbiased = moments.variance * (moments.count / (moments.count - 1))
         with torch.no_grad():
@@ -185,7 +187,7 @@ class Moments(NamedTuple):
         name: of the exchange; that of the backward pass begins with it.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple's method is called that, too
     mean: torch.Tensor
     variance: torch.Tensor
     name: str
@@ -269,10 +271,10 @@ class _Normalise(torch.autograd.Function):
             of_input *= _per_channel(_factor(scale, weight), input)
             of_input = of_input.to(input.dtype)
         if torch.is_grad_enabled():  # with create_graph=True
-            of_input, of_weight, of_bias = (
-                None if found is None else _Once.apply(found, gradients[0], input, weight)
-                for found in (of_input, of_weight, of_bias)
-            )
+            sources = (gradients[0], input, weight)
+            of_input = _Once.apply(of_input, *sources)
+            of_weight = None if of_weight is None else _Once.apply(of_weight, *sources)
+            of_bias = None if of_bias is None else _Once.apply(of_bias, *sources)
         return of_input, of_weight, of_bias, None, None, None
 
 
