@@ -175,7 +175,6 @@ class ProcessSets:
                 self._mpi,
                 self._whole.subset(ranks),
                 self._global.settings,
-                self._global.tuning,
                 suffix=f" of process set {number}",
             )
         self._enter(process_set, number, ranks, engine)

@@ -87,9 +87,6 @@ class Settings:
     )
     #: Bytes after which the first bucket is closed; small, so that exchange starts early.
     first_bucket_size: int = field(default=2**20, metadata=_count("a number of bytes, 0 or more"))
-    #: Measure at the start which sizes of buckets and chunks suit this machine, once for each.
-    #: Horovod's is off by default: it tries its values during training, and goes on for long.
-    autotune: bool = field(default=True, metadata=_FLAG)
     #: Whether buckets are exchanged while the backward pass goes on: "1", "0", or "auto", where a
     #: rank has a core to spare for it or waits for a network.
     overlap: str = field(default="auto", metadata={"parse": _overlap, "allowed": "0, 1 or auto"})
@@ -151,12 +148,6 @@ class Settings:
     log_level: str = field(
         default="warning", metadata=_one_of("trace", "debug", "info", "warning", "error", "fatal")
     )
-    #: The names of those above that the environment has set; not a setting itself.
-    given: frozenset[str] = frozenset()
-
-    def is_given(self, name: str) -> bool:
-        """Whether somebody has chosen a setting, even if to be what it is by default."""
-        return name in self.given or getattr(self, name) != getattr(Settings, name)
 
 
 # What would have ranks that differ in it run different collectives, or wait in vain for what the
@@ -165,7 +156,6 @@ _SAME_EVERYWHERE = (
     "shared_memory",
     "force_local_size",
     "fusion_threshold",
-    "autotune",
     "check_ranks",
     "check_ranks_every",
 )
@@ -200,8 +190,6 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
     """
     values = {}
     for entry in fields(Settings):
-        if not entry.metadata:
-            continue
         for prefix in ("HVDLITE_", "HOROVOD_"):
             variable = prefix + entry.name.upper()
             text = environment.get(variable, "").strip()
@@ -213,20 +201,21 @@ def read(environment: Mapping[str, str] = os.environ) -> Settings:
                 allowed = entry.metadata["allowed"]
                 raise SettingsError(f"{variable}={text!r} is not {allowed}") from None
             break
-    return Settings(**values, given=frozenset(values))
+    return Settings(**values)
 
 
-_OWN_TUNING = "hvdlite measures bucket sizes once at the start (HVDLITE_AUTOTUNE)"
+_FIXED_SIZES = "hvdlite's sizes are fixed; HVDLITE_FUSION_THRESHOLD sets that of the buckets"
 _BY_TOPOLOGY = "hvdlite goes by the nodes that the ranks run on"
 
-# Horovod's run-time variables that do nothing here, and why.
+# Run-time variables of Horovod's, and of hvdlite's before, that do nothing, and why.
 _WITHOUT_EFFECT = {
     "ADASUM_MPI_CHUNK_SIZE": "hvdlite chooses the size of messages itself",
-    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _OWN_TUNING,
-    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _OWN_TUNING,
-    "AUTOTUNE_LOG": f"{_OWN_TUNING}; HVDLITE_LOG_LEVEL=info tells the result",
-    "AUTOTUNE_STEPS_PER_SAMPLE": _OWN_TUNING,
-    "AUTOTUNE_WARMUP_SAMPLES": _OWN_TUNING,
+    "AUTOTUNE": _FIXED_SIZES,
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _FIXED_SIZES,
+    "AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _FIXED_SIZES,
+    "AUTOTUNE_LOG": _FIXED_SIZES,
+    "AUTOTUNE_STEPS_PER_SAMPLE": _FIXED_SIZES,
+    "AUTOTUNE_WARMUP_SAMPLES": _FIXED_SIZES,
     "BATCH_D2D_MEMCOPIES": "hvdlite packs gradients on a device itself",
     "CCL_BGT_AFFINITY": "hvdlite does not use oneCCL",
     "CCL_CACHE": "hvdlite does not use oneCCL",
@@ -259,17 +248,19 @@ _SILENT = re.compile(
 
 def ignored(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Say for each variable that is set and has no effect why that is, in one line each."""
-    known = {entry.name.upper() for entry in fields(Settings) if entry.metadata}
+    known = {entry.name.upper() for entry in fields(Settings)}
     lines = []
     for variable in sorted(environment):
         prefix, _, name = variable.partition("_")
-        if prefix not in ("HVDLITE", "HOROVOD") or not environment[variable].strip():
+        text = environment[variable].strip()
+        if prefix not in ("HVDLITE", "HOROVOD") or not text:
             continue
         if name in known or _SILENT.fullmatch(name):
             continue
         similar = difflib.get_close_matches(name, known, 1, 0.85)
-        if prefix == "HOROVOD" and name in _WITHOUT_EFFECT:
-            lines.append(f"{variable} has no effect: {_WITHOUT_EFFECT[name]}")
+        if name in _WITHOUT_EFFECT:
+            if text.lower() not in _FALSE:  # else it is off, as it always is here
+                lines.append(f"{variable} has no effect: {_WITHOUT_EFFECT[name]}")
         elif similar:
             lines.append(f"{variable} has no effect; {prefix}_{similar[0]} is a setting")
         elif prefix == "HOROVOD":  # HVDLITE_ has others, which the launcher reads

@@ -12,7 +12,6 @@ from hvdlite.settings import Settings
 GOOD = {
     "fusion_threshold": [("0", 0), ("1048576", 1048576), (" 5 ", 5)],
     "first_bucket_size": [("0", 0), ("1024", 1024)],
-    "autotune": [("1", True), ("0", False)],
     "check_ranks": [("error", "error"), ("Warn", "warn"), ("off", "off")],
     "check_ranks_every": [("0", 0), ("100", 100)],
     "stall_check_disable": [("1", True), ("0", False), ("true", True), ("No", False)],
@@ -34,7 +33,6 @@ GOOD = {
 BAD = {
     "fusion_threshold": ["-1", "64MB", "1.5"],
     "first_bucket_size": ["-1", "x"],
-    "autotune": ["2", "maybe"],
     "check_ranks": ["1", "sometimes"],
     "check_ranks_every": ["-1", "1.5", "often"],
     "stall_check_disable": ["2", "maybe"],
@@ -53,9 +51,7 @@ BAD = {
     "timeline_mark_cycles": ["2", "maybe"],
     "log_level": ["loud"],
 }
-ALLOWED = {
-    entry.name: entry.metadata["allowed"] for entry in fields(Settings) if entry.name != "given"
-}
+ALLOWED = {entry.name: entry.metadata["allowed"] for entry in fields(Settings)}
 
 
 def test_every_setting_is_tested_here():
@@ -113,6 +109,8 @@ def test_what_has_no_effect_gets_a_line_each():
             "HOROVOD_FUSION_TRESHOLD": "1",
             "HVDLITE_CYCLE_TIMES": "1",
             "HOROVOD_COLOUR": "1",
+            "HOROVOD_AUTOTUNE": "0",
+            "HVDLITE_AUTOTUNE": "1",
         }
     )
     assert found == [
@@ -120,6 +118,8 @@ def test_what_has_no_effect_gets_a_line_each():
         "HOROVOD_FUSION_TRESHOLD has no effect; HOROVOD_FUSION_THRESHOLD is a setting",
         "HOROVOD_THREAD_AFFINITY has no effect: hvdlite binds no threads; "
         "mpirun --bind-to binds ranks",
+        "HVDLITE_AUTOTUNE has no effect: hvdlite's sizes are fixed; HVDLITE_FUSION_THRESHOLD sets "
+        "that of the buckets",
         "HVDLITE_CYCLE_TIMES has no effect; HVDLITE_CYCLE_TIME is a setting",
     ]
 
@@ -141,20 +141,3 @@ def test_each_setting_is_looked_up_by_itself():
 def test_the_process_environment_is_read(monkeypatch):
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "7")
     assert settings.read().stall_check_time_seconds == 7.0
-
-
-def test_what_is_set_to_its_default_is_given_all_the_same():
-    default = str(Settings().fusion_threshold)
-    for prefix in ("HVDLITE_", "HOROVOD_"):
-        found = settings.read({prefix + "FUSION_THRESHOLD": default})
-        assert found.is_given("fusion_threshold")
-        assert not found.is_given("first_bucket_size")
-        assert found.fusion_threshold == Settings().fusion_threshold
-    assert not settings.read({}).is_given("fusion_threshold")
-    # The field that remembers is no setting.
-    assert settings.read({"HVDLITE_GIVEN": "fusion_threshold"}) == Settings()
-
-
-def test_what_a_program_sets_is_given():
-    assert Settings(fusion_threshold=5).is_given("fusion_threshold")
-    assert not Settings(fusion_threshold=5).is_given("autotune")

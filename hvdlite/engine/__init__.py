@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import os
 import threading
@@ -21,7 +20,6 @@ from hvdlite.engine.persistent import Persistent
 from hvdlite.interrupts import uninterrupted
 from hvdlite.settings import Settings
 from hvdlite.transport import connect
-from hvdlite.tuning import Tuning, tune
 from hvdlite.world import World
 
 __all__ = ["Engine", "Handle", "Lane", "Operation", "naming"]
@@ -52,8 +50,7 @@ class Engine:
     Attributes:
         gradients: the lane of gradient buckets.
         named: the lane of everything that users submit by name.
-        tuning: the sizes that the start has settled.
-        settings: as given, with what has been tuned.
+        settings: as given, with ``overlap`` decided.
         persistent: what an adapter keeps of named calls.
         world: as given.
         joins: the handles of a join that has been begun.
@@ -62,7 +59,6 @@ class Engine:
         MPI: the module ``mpi4py.MPI``.
         world: the ranks; each lane gets a transport of its own.
         settings: read at ``init()``.
-        tuning: sizes that are settled already; None: they are measured.
         suffix: for the names of the lanes.
     """
 
@@ -71,22 +67,11 @@ class Engine:
         MPI: Any,  # noqa: N803
         world: World,
         settings: Settings,
-        tuning: Tuning | None = None,
         suffix: str = "",
     ) -> None:
         self.world = world
-        new = functools.partial(connect, MPI, world, settings.shared_memory)
-        transports = [new(), new()]
-        self.tuning = tuning or tune(transports[0], new, settings)
-        for transport in transports:
-            # The ranks of a process set may meet in another way than all ranks do.
-            if transport.chunk is not None and self.tuning.chunk is not None:
-                transport.chunk = self.tuning.chunk
-        self.settings = dataclasses.replace(
-            settings,
-            fusion_threshold=self.tuning.bucket_cap,
-            overlap=_overlap(settings.overlap, world),
-        )
+        self.settings = dataclasses.replace(settings, overlap=_overlap(settings.overlap, world))
+        transports = [connect(MPI, world, settings.shared_memory) for _ in range(2)]
         self.gradients, self.named = (
             Lane(name + suffix, transport, self.settings)
             for name, transport in zip(("gradients", "named"), transports, strict=True)

@@ -92,7 +92,7 @@ def _as_setting(name: str) -> Callable[[str], str]:
     return parse
 
 
-_AUTOTUNE = "hvdlite measures a few sizes at the start, once for each machine (HVDLITE_AUTOTUNE)"
+_AUTOTUNE = "hvdlite's sizes are fixed; see --fusion-threshold-mb"
 _ELASTIC = "the number of ranks stays the same while a job runs; give it by -np and -H"
 _HIERARCHICAL = "hvdlite always reduces within a node first, and then across nodes"
 _TIMES = "hvdlite logs through Python's logging, whose format has the time if you want it"
@@ -135,12 +135,6 @@ GROUPS: dict[str, Sequence[Option]] = {
             "number of named operations kept ready",
             "N",
             setting="CACHE_CAPACITY",
-        ),
-        Option(
-            "--autotune",
-            "measure which sizes suit this machine (the default)",
-            has_opposite=True,
-            setting="AUTOTUNE",
         ),
         Option(
             "--tcp",
@@ -210,11 +204,8 @@ GROUPS: dict[str, Sequence[Option]] = {
         Option("--hierarchical-allreduce", has_opposite=True, instead=_HIERARCHICAL),
         Option("--hierarchical-allgather", has_opposite=True, instead=_HIERARCHICAL),
         Option("--torus-allreduce", has_opposite=True, instead=_HIERARCHICAL),
-        Option(
-            "--autotune-log-file",
-            values="F",
-            instead="hvdlite logs what it has measured, see --log-level debug",
-        ),
+        Option("--autotune", has_opposite=True, instead=_AUTOTUNE),
+        Option("--autotune-log-file", values="F", instead=_AUTOTUNE),
         Option("--autotune-warmup-samples", values="N", instead=_AUTOTUNE),
         Option("--autotune-steps-per-sample", values="N", instead=_AUTOTUNE),
         Option("--autotune-bayes-opt-max-samples", values="N", instead=_AUTOTUNE),

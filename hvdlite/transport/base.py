@@ -41,8 +41,6 @@ class Transport(ABC):
         rank: this process's rank in the communicator.
         size: the number of ranks.
         most_words: how many words ranks can bring to a meeting.
-        chunk: bytes of an array of the user's own that travel at a time, which may be set to
-            suit the machine, alike on all ranks; None: there is nothing to choose.
         lane: whose transport it is, for the timeline.
         members: by what numbers messages call the ranks; others than 0, 1, ... in a process set.
     """
@@ -51,7 +49,6 @@ class Transport(ABC):
     size: int
     members: Sequence[int] = range(2**31)
     most_words: int = 1
-    chunk: int | None = None
     lane: str = ""
 
     @abstractmethod

@@ -23,8 +23,6 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
     "PYTHONUNBUFFERED": "1",
-    # Buckets as in every other run, and nothing in the user's cache folder.
-    "HVDLITE_AUTOTUNE": "0",
 }
 
 

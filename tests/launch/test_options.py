@@ -35,8 +35,6 @@ VARIABLES = {
     "--fusion-threshold-mb": {"HVDLITE_FUSION_THRESHOLD": "3145728"},
     "--cycle-time-ms": {"HVDLITE_CYCLE_TIME": "2.5"},
     "--cache-capacity": {"HVDLITE_CACHE_CAPACITY": "9"},
-    "--autotune": {"HVDLITE_AUTOTUNE": "1"},
-    "--no-autotune": {"HVDLITE_AUTOTUNE": "0"},
     "--elastic-timeout": {"HVDLITE_ELASTIC_TIMEOUT": "7"},
     "--timeline-mark-cycles": {"HVDLITE_TIMELINE_MARK_CYCLES": "1"},
     "--no-timeline-mark-cycles": {"HVDLITE_TIMELINE_MARK_CYCLES": "0"},
@@ -195,7 +193,6 @@ def test_config_file(tmp_path, capsys):
     assert variables(options) == {
         "HVDLITE_FUSION_THRESHOLD": "3145728",
         "HVDLITE_CYCLE_TIME": "4",  # The command line counts more.
-        "HVDLITE_AUTOTUNE": "1",
         "HVDLITE_TIMELINE_MARK_CYCLES": "0",
         "HVDLITE_STALL_CHECK_DISABLE": "1",
         "HVDLITE_STALL_CHECK_TIME_SECONDS": "4",
@@ -204,6 +201,7 @@ def test_config_file(tmp_path, capsys):
     assert options.timeline_filename == f"{tmp_path}/trace.json"
     assert [line.split()[0] for line in without_effect(options)] == [
         "--hierarchical-allreduce",
+        "--autotune",
         "--autotune-log-file",
         "--thread-affinity",
         "--log-hide-timestamp",

@@ -57,15 +57,6 @@ class CountingTransport(Transport):
         return self._inner.most_words
 
     @property
-    def chunk(self) -> int | None:
-        """The inner one's."""
-        return self._inner.chunk
-
-    @chunk.setter
-    def chunk(self, value: int | None) -> None:
-        self._inner.chunk = value
-
-    @property
     def lane(self) -> str:
         """The inner one's."""
         return self._inner.lane

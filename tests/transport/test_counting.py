@@ -147,12 +147,12 @@ def test_what_a_meeting_brings_is_counted_once():
 def test_it_is_asked_what_the_inner_one_is_asked():
     simulation = Simulation(3)
     inner = simulation.transports[2]
-    inner.members, inner.chunk = [4, 5, 6], 1000
+    inner.members = [4, 5, 6]
     transport = CountingTransport(inner)
     assert (transport.rank, transport.size, transport.most_words) == (2, 3, inner.most_words)
-    assert (transport.members, transport.chunk, transport.lane) == ([4, 5, 6], 1000, "")
-    transport.chunk, transport.lane = 2000, "gradients"
-    assert (inner.chunk, inner.lane) == (2000, "gradients")
+    assert (transport.members, transport.lane) == ([4, 5, 6], "")
+    transport.lane = "gradients"
+    assert inner.lane == "gradients"
     assert transport.absent() == inner.absent() == []
     transport.leave()
     with pytest.raises(Exception, match="rank 2 has ended"):

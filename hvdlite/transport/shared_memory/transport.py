@@ -29,10 +29,10 @@ from hvdlite.transport.shared_memory.chunked_allreduce import (
 )
 from hvdlite.transport.shared_memory.chunks import Chunk, cut
 
-#: Bytes of a user's array that a rank brings to one meeting, and of those of two ranks. Less, and
+#: Bytes of an array that a rank brings to one meeting. Less, and
 #: the interpreter is slower than memory; more, and chunks do not stay in the cache until the other
 #: ranks have read them. More ranks read less of them each, and give way to each other more often.
-DEFAULT_CHUNK, CHUNK_OF_TWO = 2**20, 2**19
+DEFAULT_CHUNK = 2**20
 # Pieces in which a rank works on what lies in segments: what it reads and writes fits its cache.
 _PIECE = 2**18
 # With more ranks than this, and for 16-bit floats, each rank reduces a slice of a chunk for all,
@@ -70,7 +70,7 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.rank = index
         self.size = len(barrier.slots)
-        self.chunk: int = DEFAULT_CHUNK if self.size > 2 else CHUNK_OF_TWO
+        self.chunk = DEFAULT_CHUNK
         self._barrier = barrier
         self._arena = barrier.arena
         self._brought = 0
