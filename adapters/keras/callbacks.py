@@ -1,10 +1,9 @@
-"""Callbacks for ``fit``; all ranks have the same ones, in the same order."""
+"""Callbacks for ``fit`` of Keras 3; all ranks use the same ones in the same order."""
 
 from __future__ import annotations
 
-import keras
-
-from hvdlite._keras import callbacks as _callbacks
+from hvdlite.keras import _callbacks
+from hvdlite.keras._keras3 import keras
 
 
 class BroadcastGlobalVariablesCallback(

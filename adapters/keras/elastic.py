@@ -1,15 +1,15 @@
-"""Training with Keras 3 that goes on after a failure: ``hvd.elastic``."""
+"""Training with Keras 3 that continues after a failure: ``hvd.elastic``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from hvdlite import elastic
-from hvdlite._keras.elastic import ModelState, make_callbacks
 from hvdlite.elastic import HostUpdate, ObjectState, State
+from hvdlite.keras import _elastic
+from hvdlite.keras._elastic import KerasState
+from hvdlite.keras._keras3 import keras
 
 __all__ = [
     "CommitStateCallback",
@@ -23,27 +23,20 @@ __all__ = [
 ]
 
 
-class KerasState(ModelState):
-    """The state of a Keras 3 model, its optimizer, and other attributes, on any backend.
-
-    Args:
-        model: a built one; the attribute ``model``.
-        optimizer: None: the model's own; the attribute ``optimizer``. It is built, if it is not.
-        **kwargs: the other attributes, and their values at the start: ``batch=0, epoch=0``.
-
-    Raises:
-        ValueError: the model has not been built, or the class has an attribute or a method of
-            such a name.
-    """
+class CommitStateCallback(_elastic.CommitState, keras.callbacks.Callback):
+    __doc__ = _elastic.CommitState.__doc__
 
 
-CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = make_callbacks(
-    keras.callbacks.Callback, __name__
-)
+class UpdateBatchStateCallback(_elastic.UpdateBatchState, keras.callbacks.Callback):
+    __doc__ = _elastic.UpdateBatchState.__doc__
+
+
+class UpdateEpochStateCallback(_elastic.UpdateEpochState, keras.callbacks.Callback):
+    __doc__ = _elastic.UpdateEpochState.__doc__
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a training function go on after failures: `hvdlite.elastic.run` for this backend."""
+    """Make a training function continue after failures, as `hvdlite.elastic.run` does."""
     if keras.backend.backend() == "tensorflow":
         from hvdlite.tensorflow import elastic as tensorflow_elastic
 

@@ -9,9 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite import elastic
-from hvdlite._keras.elastic import ModelState
 from hvdlite.elastic import HostUpdate, ObjectState, State
 from hvdlite.elastic.variables import VariableState
+from hvdlite.keras._elastic import KerasState
 from hvdlite.tensorflow.errors import named_by
 
 __all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
@@ -68,7 +68,7 @@ class TensorFlowState(VariableState):
         return list(tf.nest.flatten(self.variables))
 
 
-class TensorFlowKerasState(ModelState):
+class TensorFlowKerasState(KerasState):
     """A Keras model's state; Horovod's arguments.
 
     Args:

@@ -7,14 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite._keras.distributed import Distributed, make_distributed
-from hvdlite._keras.options import Options, check_options
-from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite.compression import Compression
+from hvdlite.keras._optimizer import Distributed, KerasAdapter, make_distributed
+from hvdlite.keras._synchronizer import Options, Synchronizer
+from hvdlite.keras._tensorflow import Backend
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule
-from hvdlite.tensorflow.backend import TensorFlowBackend
 from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
 
 
@@ -70,28 +69,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         TypeError: it is none of these optimizers, ``compression`` is no strategy, or
             ``schedule`` is none.
     """
-    options = check_options(
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        CONVERSION,
-        schedule,
+    return ADAPTER.DistributedOptimizer(
+        optimizer,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        schedule=schedule,
     )
-    return distribute(optimizer, options)
 
 
-def distribute(optimizer: Any, options: Options) -> Any:
-    """Do what `DistributedOptimizer` does, with arguments that have been checked.
+def _distribute(optimizer: Any, options: Options) -> Any:
+    """Make an optimizer of TensorFlow 1 or of any Keras distributed.
 
     Raises:
-        ValueError, TypeError: as there.
+        ValueError, TypeError: as for `DistributedOptimizer`.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _distribute_v1(optimizer, options)
@@ -99,15 +97,23 @@ def distribute(optimizer: Any, options: Options) -> Any:
         optimizer = tf.keras.optimizers.get(optimizer)
     # Neither Keras is imported for the other's sake.
     if "tf_keras" in sys.modules:
-        from hvdlite.tensorflow.keras import legacy
+        from hvdlite.keras import _legacy
 
-        if legacy.is_legacy(optimizer):
-            return legacy.distribute(optimizer, options)
+        if _legacy.is_legacy(optimizer):
+            return _legacy.distribute(optimizer, options)
     if "keras" in sys.modules:
-        from hvdlite.keras import optimizer as keras_optimizer
+        from hvdlite.keras import _keras3
 
-        return keras_optimizer.distribute(optimizer, options)
+        return _keras3.distribute(optimizer, options)
     raise TypeError(f"expected an optimizer of TensorFlow or Keras, found {type(optimizer)}")
+
+
+def _load_model(*args: Any, **kwargs: Any) -> Any:
+    return tf.keras.models.load_model(*args, **kwargs)
+
+
+ADAPTER = KerasAdapter(CONVERSION, _distribute, _load_model)
+"""The functions of `hvdlite.tensorflow.keras`."""
 
 
 class _DistributedV1(Distributed):
@@ -138,5 +144,5 @@ def _distribute_v1(optimizer: Any, options: Options) -> Any:
             f"{options.schedule!r} with {type(optimizer).__name__}: it needs a Keras optimizer; "
             "use the one of this name in tf.keras.optimizers, or hvd.DistributedGradientTape"
         )
-    synchronizer = Synchronizer(optimizer, options, TensorFlowBackend)
+    synchronizer = Synchronizer(optimizer, options, Backend)
     return make_distributed(optimizer, _DistributedV1, synchronizer)

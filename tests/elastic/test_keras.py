@@ -294,12 +294,11 @@ if which == "torch":
         CommitStateCallback, KerasState, UpdateBatchStateCallback, UpdateEpochStateCallback,
     )
 else:
+    os.environ["TF_USE_LEGACY_KERAS"] = "1"
     import tensorflow as tf
     import tf_keras as keras
-    from hvdlite._keras.elastic import make_callbacks
-    from hvdlite.tensorflow.elastic import TensorFlowKerasState as KerasState
-    CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = make_callbacks(
-        keras.callbacks.Callback, __name__
+    from hvdlite.tensorflow.keras.elastic import (
+        CommitStateCallback, KerasState, UpdateBatchStateCallback, UpdateEpochStateCallback,
     )
 hvd.init()
 inputs = np.arange(32, dtype=np.float32)[:, None]

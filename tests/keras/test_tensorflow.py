@@ -78,7 +78,9 @@ def test_the_adapter_of_tf_keras_has_all_that_the_one_of_keras_has():
 
 @pytest.mark.parametrize("backend", ["jax", "numpy"])
 def test_other_backends_are_refused(backend):
-    source = f"import keras; keras.backend.backend = lambda: {backend!r}\nimport hvdlite.keras"
+    source = (
+        f"import keras; keras.backend.backend = lambda: {backend!r}\nfrom hvdlite.keras import init"
+    )
     done = _python(source, KERAS_BACKEND="torch")
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: hvdlite.keras exchanges gradients where Keras runs on")

@@ -1,33 +1,27 @@
 """hvdlite for ``tf.keras``: ``import hvdlite.tensorflow.keras as hvd``.
 
-That is Keras 3, or legacy Keras where ``TF_USE_LEGACY_KERAS=1`` says so.
+``tf.keras`` is Keras 3, or legacy Keras if ``TF_USE_LEGACY_KERAS=1`` is set.
 """
 
 from __future__ import annotations
 
-import tensorflow as _tensorflow
-
-from hvdlite import (
-    allgather_object,
-    barrier,
-    broadcast_object,
-    common,
-)
-from hvdlite._keras.models import model_loader
-from hvdlite._keras.values import (
+from hvdlite import allgather_object, barrier, broadcast_object, common
+from hvdlite.common import *  # noqa: F403 - what all adapters offer
+from hvdlite.keras._values import (
     allgather,
     allreduce,
     broadcast,
     broadcast_global_variables,
     reducescatter,
 )
-from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.tensorflow.data import shard, sharded
 from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.keras import callbacks, elastic
-from hvdlite.tensorflow.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from hvdlite.tensorflow.optimizer import ADAPTER
 
-load_model = model_loader(_tensorflow.keras.models.load_model, DistributedOptimizer)
+DistributedOptimizer = ADAPTER.DistributedOptimizer
+PartialDistributedOptimizer = ADAPTER.PartialDistributedOptimizer
+load_model = ADAPTER.load_model
 
 __all__ = [
     *common.__all__,

@@ -1,10 +1,10 @@
-"""Callbacks for ``tf.keras``'s ``fit``, whichever Keras that is."""
+"""Callbacks for ``fit`` of ``tf.keras``; all ranks use the same ones in the same order."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-from hvdlite._keras import callbacks as _callbacks
+from hvdlite.keras import _callbacks
 
 
 class BroadcastGlobalVariablesCallback(

@@ -1,4 +1,4 @@
-"""What the callbacks do, whichever Keras their other base class comes from."""
+"""The public callbacks as mixins, to be combined with the ``Callback`` class of either Keras."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from typing import Any
 import numpy as np
 
 from hvdlite import collectives, files, objects, world
-from hvdlite._keras.state import broadcast_variables, to_array, variables_of
+from hvdlite.keras._values import broadcast_variables, to_array, variables_of
 from hvdlite.recipe import average_metrics
 
 
 class BroadcastGlobalVariables:
     """Give every rank the weights and the optimizer's variables of rank ``root_rank``.
 
-    What exists on all ranks when training begins is broadcast then, and what the first batch
-    has to build, after it. Metrics and the seeds of random layers stay each rank's own.
+    Variables that exist on all ranks when training begins are broadcast then; variables that the
+    first batch creates are broadcast after it. Metrics and the seeds of random layers stay each
+    rank's own.
 
     Args:
-        root_rank: the rank whose values count.
-        device: accepted for Horovod's sake, without effect.
-        local_variables: weights that stay each rank's own, as those of local layers do; what the
-            optimizer keeps of them is broadcast.
+        root_rank: The rank that has the values.
+        device: Accepted for compatibility with Horovod; no effect.
+        local_variables: Weights that stay each rank's own, like those of local layers. The
+            optimizer's variables for them are broadcast.
 
     Raises:
         TypeError: ``local_variables`` is a single variable.
@@ -44,7 +45,7 @@ class BroadcastGlobalVariables:
         self.broadcast_done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast what there is on all ranks."""
+        """Broadcast the variables that exist on all ranks."""
         if self.broadcast_done:
             return
         weights, state = self._built()
@@ -60,10 +61,10 @@ class BroadcastGlobalVariables:
             self.broadcast_done = True
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast once more after the first batch what was not there before."""
+        """Broadcast after the first batch if variables were missing before it."""
         if self.broadcast_done:
             return
-        # The weights, too: ranks whose optimizers differed have moved them differently.
+        # Weights too: ranks whose optimizers differed have updated them differently.
         weights, state = self._built()
         broadcast_variables(weights, self.root_rank)
         broadcast_variables(state, self.root_rank)
@@ -83,12 +84,12 @@ def _is_built(optimizer: Any) -> bool:
 class MetricAverage:
     """Average the logs of each epoch over the ranks.
 
-    They are changed in place: callbacks that come later in the list (checkpoints, early
-    stopping) and the history see the averages, and decide alike on all ranks. Every rank counts
-    the same, however many samples it has had.
+    The logs are changed in place, so later callbacks in the list (checkpoints, early stopping) and
+    the history see the averages and decide the same on all ranks. Every rank has the same weight,
+    independent of its number of samples.
 
     Args:
-        device: accepted for Horovod's sake, without effect.
+        device: Accepted for compatibility with Horovod; no effect.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -96,14 +97,14 @@ class MetricAverage:
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average what is in the logs.
+        """Average the logs.
 
         Raises:
-            HorovodInternalError: ranks have different metrics.
+            HorovodInternalError: Ranks have different metrics.
         """
         logs = {} if logs is None else logs
         arrays = {key: to_array(logs[key]) for key in sorted(logs)}
-        # Arrays take part as zeros, so that all names are compared.
+        # Zeros stand for arrays, so that all names are compared.
         scalars = {key: 0.0 if array.ndim else array for key, array in arrays.items()}
         averages: dict[str, Any] = dict(average_metrics(scalars))
         for key, array in arrays.items():
@@ -115,23 +116,26 @@ class MetricAverage:
 
 
 class LearningRateSchedule:
-    """Multiply the learning rate as the epochs go by: ``initial_lr * multiplier(epoch)``.
+    """Set the learning rate of each epoch or batch: ``initial_lr * multiplier(epoch)``.
 
-    With momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 2.1) the velocity,
-    which has the rate of past steps in it, is scaled by new rate over old whenever the rate
-    changes. That is the same as to scale the momentum for one batch, as Horovod does, and works
-    in compiled steps, where the momentum is a constant.
+    With momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 2.1) the velocity, which
+    contains the rate of past steps, is scaled by new rate over old whenever the rate changes. This
+    equals scaling the momentum for one batch, as Horovod does, and works in compiled steps, where
+    the momentum is a constant.
 
     Args:
-        initial_lr: what is multiplied.
-        multiplier: a number, or a function of the epoch (from 0; with fractions if not
-            ``staircase``).
-        start_epoch: the first epoch in which to set the rate.
-        end_epoch: the first in which not to any more; None: to the end.
-        staircase: set the rate at the beginning of each epoch, and not of each batch. A number
-            as multiplier implies it.
-        momentum_correction: see above; for optimizers that have momentum.
-        steps_per_epoch: batches per epoch; None: as Keras says.
+        initial_lr: The learning rate to multiply.
+        multiplier: A number, or a function of the epoch, which counts from 0 and has fractions
+            unless ``staircase``.
+        start_epoch: First epoch in which the rate is set.
+        end_epoch: First epoch in which it is no longer set; None: it is set to the end.
+        staircase: Set the rate at the beginning of each epoch, not of each batch. Implied by a
+            number as multiplier.
+        momentum_correction: Correct the velocity of optimizers with momentum.
+        steps_per_epoch: Batches per epoch; None: the number that Keras knows.
+
+    Raises:
+        ValueError: ``initial_lr`` is None.
     """
 
     model: Any
@@ -164,10 +168,10 @@ class LearningRateSchedule:
             self.multiplier = lambda epoch: factor
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Find out how many batches an epoch has.
+        """Look up the number of batches per epoch.
 
         Raises:
-            ValueError: it is needed, and Keras does not know it.
+            ValueError: It is needed, and Keras does not know it.
         """
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
@@ -178,7 +182,7 @@ class LearningRateSchedule:
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Take note of the epoch."""
+        """Remember the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -193,13 +197,13 @@ class LearningRateSchedule:
             self._set(self.initial_lr * self.multiplier(epoch))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, as ``lr``."""
+        """Log the rate as ``lr``."""
         if logs is not None:
-            logs["lr"] = learning_rate(self.model.optimizer)
+            logs["lr"] = _learning_rate(self.model.optimizer)
 
     def _set(self, rate: float) -> None:
         optimizer = self.model.optimizer
-        old = learning_rate(optimizer)
+        old = _learning_rate(optimizer)
         optimizer.learning_rate = rate
         if self.momentum_correction and old > 0 and rate != old:
             for velocity in _velocities(optimizer):
@@ -207,18 +211,17 @@ class LearningRateSchedule:
 
 
 class LearningRateWarmup(LearningRateSchedule):
-    """Let the learning rate grow from ``initial_lr / size`` to ``initial_lr``.
+    """Increase the learning rate from ``initial_lr / size`` to ``initial_lr``, batch by batch.
 
-    This is the gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2), batch by
-    batch. The rate is that of the end of each batch, so the last of the warm-up has
-    ``initial_lr``.
+    This is the gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2). Each batch has
+    the rate of its end, so the last batch of the warm-up has ``initial_lr``.
 
     Args:
-        initial_lr: the rate after the warm-up, scaled by the number of ranks already.
-        warmup_epochs: how long it takes.
-        momentum_correction: as for the schedule.
-        steps_per_epoch: batches per epoch; None: as Keras says.
-        verbose: 1: rank 0 says when it is over.
+        initial_lr: The rate after the warm-up, already scaled by the number of ranks.
+        warmup_epochs: Length of the warm-up in epochs.
+        momentum_correction: As for `LearningRateScheduleCallback`.
+        steps_per_epoch: Batches per epoch; None: the number that Keras knows.
+        verbose: 1: rank 0 prints when the warm-up is over.
     """
 
     def __init__(
@@ -245,20 +248,19 @@ class LearningRateWarmup(LearningRateSchedule):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, and say when the warm-up is over."""
+        """Log the rate, and print when the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch == epoch + 1 and self.verbose > 0 and world.rank() == 0:
-            rate = learning_rate(self.model.optimizer)
+            rate = _learning_rate(self.model.optimizer)
             print(f"\nEpoch {epoch + 1}: the learning rate's warm-up has ended at {rate:g}.")
 
 
-def learning_rate(optimizer: Any) -> float:
-    """The learning rate of an optimizer of any Keras."""
+def _learning_rate(optimizer: Any) -> float:
     return float(to_array(optimizer.learning_rate))
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """The variables in which an optimizer's momentum has the learning rate of past steps."""
+    """Return the momentum variables, which contain the learning rate of past steps."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not hasattr(optimizer, "momentum"):
         return []
@@ -266,26 +268,25 @@ def _velocities(optimizer: Any) -> list[Any]:
         variables = getattr(optimizer, name, None)
         if variables is not None:
             return [variable for variable in variables if variable is not None]
-    if "momentum" in getattr(optimizer, "get_slot_names", list)():  # legacy optimizers
+    if "momentum" in getattr(optimizer, "get_slot_names", list)():  # older legacy optimizers
         return [v for v in variables_of(optimizer) if "/momentum" in v.name]
     return []
 
 
 class RankZeroCheckpoint:
-    """Keep the best model: that of the epoch whose ``monitor`` is best, written by rank 0.
+    """Save the best model so far, by ``monitor``, on rank 0.
 
-    A file in one of Keras' own formats (``.keras``, ``.h5``) is replaced as a whole.
-
-    Put `MetricAverageCallback` before it, so that the best is that of all ranks.
+    A file in one of Keras' own formats (``.keras``, ``.h5``) is replaced atomically. Put
+    `MetricAverageCallback` before this callback, so that the best model is the best of all ranks.
 
     Args:
-        monitor: what tells how good a model is.
-        verbose: 1: say when it is written.
-        save_weights_only: write weights alone.
-        mode: whether ``monitor`` should be ``"min"`` or ``"max"``; ``"auto"``: by its name.
+        monitor: Name of the metric.
+        verbose: 1: print when a model is saved.
+        save_weights_only: Save weights alone.
+        mode: ``"min"`` or ``"max"``, whichever is better; ``"auto"``: by the metric's name.
         save_freq: ``"epoch"``, or a number of batches.
-        filepath: of the model (``.keras``), or of weights (``.weights.h5``); it may be set as an
-            attribute later.
+        filepath: Path of the model (``.keras``) or of the weights (``.weights.h5``); it may be set
+            later as an attribute.
     """
 
     filepath: Any
@@ -315,40 +316,40 @@ class RankZeroCheckpoint:
             self.filepath = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """See that there is a path.
+        """Check that there is a path.
 
         Raises:
-            ValueError: there is none.
+            ValueError: There is none.
         """
         if self.filepath is None:
             raise ValueError("BestModelCheckpoint has no path; pass filepath= or set .filepath")
         super().on_train_begin(logs)  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Keep the model if it is time to, and it is the best."""
+        """Save the model if it is due and the best so far."""
         if world.rank() == 0:
-            with self._whole_files():
+            with self._atomic_files():
                 super().on_train_batch_end(batch, logs)  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Keep the model if it is the best."""
+        """Save the model if it is the best so far."""
         if world.rank() == 0:
-            with self._whole_files():
+            with self._atomic_files():
                 super().on_epoch_end(epoch, logs)  # type: ignore[misc]
 
     @contextlib.contextmanager
-    def _whole_files(self) -> Iterator[None]:
-        """Have the model replace its files as a whole, even if the process is killed."""
+    def _atomic_files(self) -> Iterator[None]:
+        """Replace files atomically, so that a killed process leaves the old ones."""
         model = self.model
-        self.set_model(_WholeFiles(model))
+        self.set_model(_AtomicallySaved(model))
         try:
             yield
         finally:
             self.set_model(model)
 
 
-class _WholeFiles:
-    """A model that never leaves a part of a file where it saves itself."""
+class _AtomicallySaved:
+    """A model whose ``save`` and ``save_weights`` replace files atomically."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -357,17 +358,15 @@ class _WholeFiles:
         return getattr(self._model, name)
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Save the model as it would itself."""
-        _save_whole(self._model.save, filepath, *args, **kwargs)
+        _save(self._model.save, filepath, *args, **kwargs)
 
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Save its weights as it would itself."""
-        _save_whole(self._model.save_weights, filepath, *args, **kwargs)
+        _save(self._model.save_weights, filepath, *args, **kwargs)
 
 
-def _save_whole(save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+def _save(save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
     path = Path(filepath)
-    # What is not one local file (TensorFlow's formats, a bucket) Keras writes as it likes.
+    # Other targets (TensorFlow's formats, a bucket) are no single local file.
     if path.suffix not in (".keras", ".h5") or "://" in str(filepath) or path.is_dir():
         save(filepath, *args, **kwargs)
         return

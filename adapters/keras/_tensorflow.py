@@ -1,26 +1,30 @@
-"""What Keras optimizers, of any Keras, need of TensorFlow."""
+"""TensorFlow below Keras: gradients and local steps, eagerly and in ``tf.function``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdlite._keras.options import LABEL
-from hvdlite._keras.synchronizer import Synchronizer
+import tensorflow as tf
+
 from hvdlite.compression import Parameter
+from hvdlite.keras._synchronizer import LABEL, Synchronizer
 from hvdlite.schedule import LocalSteps
+from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.rank_ops import divided
 from hvdlite.tensorflow.reducer import Gradient, Reducer
 from hvdlite.tensorflow.replicas import Replicas
 from hvdlite.tensorflow.scheduled import VariableSteps, describe
-from hvdlite.tensorflow.tensors import as_it_is, value_of
+from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, value_of
+
+__all__ = ["CONVERSION", "Backend", "as_dense", "as_it_is", "is_traced", "pin_device"]
 
 
-class TensorFlowBackend:
-    """Gradients as TensorFlow has them, in eager mode and inside ``tf.function``.
+class Backend:
+    """The exchange of TensorFlow's gradients and variables.
 
     Args:
-        synchronizer: of the optimizer that they are for.
+        synchronizer: The optimizer's exchange.
     """
 
     def __init__(self, synchronizer: Synchronizer) -> None:
@@ -48,15 +52,25 @@ class TensorFlowBackend:
         return divided(gradient, self._process_set)
 
     def describe(self, variables: Sequence[Any]) -> list[Parameter]:
-        """Return what is known of variables."""
+        """Return names, shapes and dtypes of variables."""
         return describe(variables)
 
-    def follow(
+    def local_steps(
         self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
     ) -> VariableSteps:
-        """Return what follows the steps of variables, and of what is averaged with each."""
+        """Return the steps of these variables, and of the moments that are averaged with each."""
         return VariableSteps(
             steps,
             [value_of(variable) for variable in variables],
             [{name: value_of(each) for name, each in own.items()} for own in moments],
         )
+
+
+def is_traced() -> bool:
+    """Return whether the caller is being traced into a graph."""
+    return not tf.executing_eagerly()
+
+
+def as_dense(gradient: Any) -> tf.Tensor:
+    """Return a gradient as a tensor with the shape of its variable."""
+    return tf.convert_to_tensor(gradient)

@@ -1,17 +1,15 @@
-"""What Keras optimizers need of PyTorch."""
+"""PyTorch below Keras 3: gradients and local steps."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hvdlite import runtime
-from hvdlite._keras.options import LABEL
-from hvdlite._keras.synchronizer import Synchronizer
 from hvdlite.compression import Parameter
 from hvdlite.engine import Engine
 from hvdlite.gradients import (
@@ -23,18 +21,24 @@ from hvdlite.gradients import (
     describe_weights,
 )
 from hvdlite.interrupts import leave, uninterrupted
+from hvdlite.keras._synchronizer import LABEL, Synchronizer
 from hvdlite.schedule import LocalSteps
+from hvdlite.torch.device import pin_device
 from hvdlite.torch.scheduled import TensorWeights
-from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
+from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
+
+__all__ = ["CONVERSION", "Backend", "as_dense", "as_it_is", "is_traced", "pin_device"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _REMEDY = "model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])"
 
 
-class TorchBackend:
-    """Gradients as PyTorch has them.
+class Backend:
+    """The exchange of PyTorch's gradients and tensors.
 
     Args:
-        synchronizer: of the optimizer that they are for.
+        synchronizer: The optimizer's exchange.
     """
 
     def __init__(self, synchronizer: Synchronizer) -> None:
@@ -42,7 +46,7 @@ class TorchBackend:
         self._state = synchronizer.state.state
         self._describe_optimizer = synchronizer.describe_optimizer
         self._checks: dict[tuple[Parameter, ...], ReplicaCheck] = {}
-        # By engine: a new world begins with none, and the old one's go with it.
+        # A new world has a new engine; the old one's exchanges are freed with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[tuple[Parameter, ...], GradientBuckets]] = (
             WeakKeyDictionary()
         )
@@ -59,8 +63,8 @@ class TorchBackend:
         samples = checked_samples(batch_size)
         if samples is not None:
             check_weighted(self._options.reduction.op)
-        parameters = _describe(variables)
-        exchange = self._connect(parameters)
+        parameters = self.describe(variables)
+        exchange = self._exchange_of(parameters)
         check = self._check_of(parameters, variables) if self._options.replicates else None
         if not exchange.plan:
             exchange.compare(check)
@@ -68,7 +72,7 @@ class TorchBackend:
             _start(exchange, gradients, samples, check)
         finally:
             leave()
-        # All are on their way before the first is waited for.
+        # All buckets are under way before the first is waited for.
         reduced: list[torch.Tensor | None] = [None] * len(gradients)
         for index, members in enumerate(exchange.plan):
             anywhere = exchange.finish_bucket(index).any(axis=0)
@@ -77,6 +81,29 @@ class TorchBackend:
                     variable = variables[number].value
                     reduced[number] = to_tensor_like(exchange.result_slot(number), variable)
         return reduced
+
+    def divide_by_size(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a gradient, or None, divided by the number of ranks."""
+        if gradient is None:
+            return None
+        return gradient / runtime.engine(self._options.process_set).size
+
+    def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
+        """Return unique names, shapes and dtypes of variables."""
+        seen: Counter[str] = Counter()
+        parameters = []
+        for variable in variables:
+            name, tensor = variable.path, variable.value
+            unique = f"{name}#{seen[name]}" if seen[name] else name
+            seen[name] += 1
+            parameters.append(Parameter(unique, tuple(tensor.shape), dtype_of(tensor.dtype)))
+        return tuple(parameters)
+
+    def local_steps(
+        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
+    ) -> TensorSteps:
+        """Return the steps of these variables, and of the moments that are averaged with each."""
+        return TensorSteps(steps, variables, moments)
 
     def _check_of(
         self, parameters: tuple[Parameter, ...], variables: Sequence[Any]
@@ -92,24 +119,8 @@ class TorchBackend:
 
         return self._checks.setdefault(parameters, ReplicaCheck(describe, _REMEDY))
 
-    def divide_by_size(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a gradient, or None, divided by the number of ranks."""
-        return (
-            None if gradient is None else gradient / runtime.engine(self._options.process_set).size
-        )
-
-    def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
-        """Return what is known of variables."""
-        return _describe(variables)
-
-    def follow(
-        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
-    ) -> TensorSteps:
-        """Return what follows the steps of variables, and of what is averaged with each."""
-        return TensorSteps(steps, variables, moments)
-
-    def _connect(self, parameters: tuple[Parameter, ...]) -> GradientBuckets:
-        """The exchange of these parameters' gradients in the world as it is now."""
+    def _exchange_of(self, parameters: tuple[Parameter, ...]) -> GradientBuckets:
+        """Return the exchange of these parameters' gradients in the current world."""
         engine = runtime.engine(self._options.process_set)
         exchanges = self._exchanges.setdefault(engine, {})
         if parameters not in exchanges:
@@ -126,12 +137,12 @@ class TorchBackend:
 
 
 class TensorSteps:
-    """The steps by which some variables change.
+    """Local steps of Keras variables on PyTorch.
 
     Args:
-        steps: that are followed.
-        variables: one for each of their parameters.
-        moments: for each variable what is averaged with it, by name.
+        steps: The schedule's steps.
+        variables: One for each of their parameters.
+        moments: For each variable the moments that are averaged with it, by name.
     """
 
     def __init__(
@@ -143,18 +154,18 @@ class TensorSteps:
 
     @torch.compiler.disable
     def begin(self) -> None:
-        """Get ready for a step."""
+        """Prepare a step."""
         self._steps.begin(self._weights)
 
     def gradients(
         self, own: Sequence[Any], reduce: Callable[[], list[Any]], sparse_as_dense: bool
     ) -> list[Any]:
-        """Return the gradients that the step is made on: this rank's own, or reduced ones."""
+        """Return the gradients for this step: this rank's own, or reduced ones."""
         return list(own) if self._steps.is_local else reduce()
 
     @torch.compiler.disable
     def end(self) -> None:
-        """Count a step, which has changed the variables, and exchange what is due."""
+        """Count a step that has changed the variables; exchange weights if that is due."""
         self._steps.end(self._weights)
 
     @torch.compiler.disable
@@ -163,24 +174,7 @@ class TensorSteps:
         self._steps.average(self._weights)
 
 
-def _describe(variables: Sequence[Any]) -> tuple[Parameter, ...]:
-    seen: Counter[str] = Counter()
-    parameters = []
-    for variable in variables:
-        name = variable.path
-        unique = f"{name}#{seen[name]}" if seen[name] else name
-        seen[name] += 1
-        tensor = variable.value
-        parameters.append(Parameter(unique, tuple(tensor.shape), dtype_of(tensor.dtype)))
-    return tuple(parameters)
-
-
-def as_dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as a tensor of the variable's shape."""
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
-@uninterrupted  # a step is sent whole, or not at all
+@uninterrupted  # a step is sent as a whole, or not at all
 def _start(
     exchange: GradientBuckets,
     gradients: Sequence[torch.Tensor | None],
@@ -195,3 +189,18 @@ def _start(
             samples,
             check,
         )
+
+
+def as_it_is(function: _Function) -> _Function:
+    """Return a function unchanged; nothing rewrites functions here."""
+    return function
+
+
+def is_traced() -> bool:
+    """Return whether the caller is being traced into a graph: never."""
+    return False
+
+
+def as_dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as a tensor with the shape of its variable."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -1,30 +1,31 @@
-"""Elastic training with Keras, of any version and on any backend: state and callbacks."""
+"""Elastic training with any Keras on any framework: state, and callbacks as mixins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvdlite._keras.state import variables_of
 from hvdlite.elastic.state import State
 from hvdlite.elastic.variables import VariableState
+from hvdlite.keras._values import variables_of
 
 
-class ModelState(VariableState):
+class KerasState(VariableState):
     """The state of a Keras model, its optimizer, and other attributes.
 
-    Weights, the optimizer's variables (the learning rate among them) and random seeds are kept
-    in memory. The seeds stay each rank's own.
+    Weights, the optimizer's variables (including the learning rate) and random seeds are kept in
+    memory. The seeds stay each rank's own.
 
     Args:
-        model: a built one, of Keras 3 or legacy Keras; the attribute ``model``.
-        optimizer: None: the model's own; the attribute ``optimizer``. It is built, if it is not.
-        **kwargs: the other attributes, and their values at the start.
+        model: A built model of Keras 3 or legacy Keras; the attribute ``model``.
+        optimizer: Its optimizer, which is built if necessary; None: the model's own. The attribute
+            ``optimizer``.
+        **kwargs: Other attributes and their initial values: ``batch=0, epoch=0``.
 
     Raises:
-        ValueError: the model has not been built, or the class has an attribute or a method of
-            such a name.
+        ValueError: The model is not built, or the class has an attribute or a method of such a
+            name.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
@@ -35,85 +36,54 @@ class ModelState(VariableState):
             )
         self.model = model
         self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
-        # Variables that come later could not be set back to what they were before.
+        # Variables created later could not be restored to their initial values.
         if hasattr(self.optimizer, "build") and not getattr(self.optimizer, "built", False):
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)
-        self._compression = self._remembered()
+        self._exchange = self._exchange_state()
 
     def save(self) -> None:
-        """Keep copies of all values, and of what the compression remembers."""
+        """Keep copies of all values and of what the compression remembers."""
         super().save()
-        self._compression = self._remembered()
+        self._exchange = self._exchange_state()
 
     def restore(self) -> None:
-        """Assign what was saved last."""
+        """Assign the values that were saved last."""
         super().restore()
-        if self._compression is not None:
-            self.optimizer.load_exchange_state_dict(self._compression)
-
-    def _remembered(self) -> Any:
-        remembers = getattr(self.optimizer, "exchange_state_dict", None)
-        return None if remembers is None else remembers()
+        if self._exchange is not None:
+            self.optimizer.load_exchange_state_dict(self._exchange)
 
     def variables_kept(self) -> Sequence[Any]:
-        """Everything that training changes."""
-        return _unique([*self.model.variables, *_state_of(self.optimizer)])
+        """Return everything that training changes."""
+        return self._with_optimizer(self.model.variables)
 
     def variables_shared(self) -> Sequence[Any]:
-        """All but the random seeds."""
-        return _unique([*self.model.weights, *_state_of(self.optimizer)])
+        """Return everything that training changes, except random seeds."""
+        return self._with_optimizer(self.model.weights)
+
+    def _exchange_state(self) -> Any:
+        state_dict = getattr(self.optimizer, "exchange_state_dict", None)
+        return None if state_dict is None else state_dict()
+
+    def _with_optimizer(self, variables: Sequence[Any]) -> list[Any]:
+        found = [*variables, *variables_of(self.optimizer)]
+        rate = getattr(self.optimizer, "learning_rate", None)
+        if hasattr(rate, "assign"):
+            found.append(rate)
+        return list({id(variable): variable for variable in found}.values())
 
 
-def _state_of(optimizer: Any) -> list[Any]:
-    found = variables_of(optimizer)
-    rate = getattr(optimizer, "learning_rate", None)
-    return [*found, rate] if hasattr(rate, "assign") else found
-
-
-def _unique(variables: Sequence[Any]) -> list[Any]:
-    return list({id(variable): variable for variable in variables}.values())
-
-
-# Of each state, the callbacks that keep its ``batch`` and its ``epoch`` up to date.
-_trackers: WeakKeyDictionary[State, dict[str, Any]] = WeakKeyDictionary()
-
-
-class Callbacks(NamedTuple):
-    """The callback classes for one Keras."""
-
-    commit: type[Any]
-    update_batch: type[Any]
-    update_epoch: type[Any]
-
-
-def make_callbacks(base: type[Any], module: str) -> Callbacks:
-    """Make the callback classes of one Keras.
-
-    Args:
-        base: its ``callbacks.Callback``.
-        module: in which the classes will be found.
-    """
-    named = {
-        "CommitStateCallback": _CommitState,
-        "UpdateBatchStateCallback": _UpdateBatchState,
-        "UpdateEpochStateCallback": _UpdateEpochState,
-    }
-    return Callbacks(
-        *(
-            type(name, (kind, base), {"__module__": module, "__doc__": kind.__doc__})
-            for name, kind in named.items()
-        )
-    )
+# For each state, the callbacks that update its ``batch`` and its ``epoch``.
+_trackers: WeakKeyDictionary[State, dict[str, _Tracker]] = WeakKeyDictionary()
 
 
 class _StateCallback:
-    """A callback that has to do with a state.
+    """A callback for a state.
 
     Attributes:
-        state: as given.
-        model: whose ``fit`` runs; set by Keras.
-        params: of that ``fit``, one object for all of its callbacks; likewise.
+        state: As given.
+        model: The model that trains; set by Keras.
+        params: Parameters of its ``fit``, the same object for all callbacks; set by Keras.
     """
 
     model: Any
@@ -124,15 +94,15 @@ class _StateCallback:
         self.state: Any = state
 
 
-class _CommitState(_StateCallback):
-    """Commits a state every so many batches, and at the end of each epoch.
+class CommitState(_StateCallback):
+    """Commit a state every few batches and at the end of each epoch.
 
-    ``state.batch`` and ``state.epoch`` are up to date in what is committed, wherever their
+    ``state.batch`` and ``state.epoch`` are up to date when they are committed, wherever their
     callbacks stand in the list.
 
     Args:
-        state: of which `commit` is called.
-        batches_per_commit: batches of training between two commits.
+        state: The state to commit.
+        batches_per_commit: Training batches between two commits.
 
     Raises:
         ValueError: ``batches_per_commit`` is below 1.
@@ -146,11 +116,11 @@ class _CommitState(_StateCallback):
         self._batches = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Count from here."""
+        """Start to count batches."""
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Commit, if it is time."""
+        """Commit if it is due."""
         if any(tracker.skips(batch) for tracker in self._trackers()):
             return
         self._batches += 1
@@ -165,44 +135,44 @@ class _CommitState(_StateCallback):
             tracker.on_epoch_end(epoch)
         self.state.commit()
 
-    def _trackers(self) -> Iterator[Any]:
-        """Those that have to do with this ``fit``, and not with one that was left."""
+    def _trackers(self) -> Iterator[_Tracker]:
+        """Yield the trackers of this ``fit``; those of an interrupted one are out of date."""
         found = _trackers.get(self.state, {})
         return (tracker for tracker in found.values() if tracker.params is self.params)
 
 
 class _Tracker(_StateCallback):
-    """A callback that keeps an attribute of a state up to date; its hooks may come twice."""
+    """A callback that updates an attribute of a state; its hooks may be called twice."""
 
-    keeps: str
+    attribute: str
 
     def on_train_begin(self, logs: Any = None) -> None:
-        _trackers.setdefault(self.state, {})[self.keeps] = self
+        """Register with the state."""
+        _trackers.setdefault(self.state, {})[self.attribute] = self
 
     def skips(self, batch: int) -> bool:
-        """Whether a batch is not trained on."""
+        """Return whether training leaves out a batch."""
         return False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Take note of a batch that has been trained on."""
+        """Record the end of a training batch."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Take note of an epoch that has ended."""
+        """Record the end of an epoch."""
 
 
-class _UpdateBatchState(_Tracker):
-    """Keeps ``state.batch``: how many batches of the current epoch have been trained on.
+class UpdateBatchState(_Tracker):
+    """Keep ``state.batch`` up to date: the number of batches trained on in the current epoch.
 
-    Where ``fit`` begins with a ``state.batch`` above 0, so many batches of its first epoch are
-    taken from the data and left out, and the numbers of the others are what they would have
-    been: a data set in a fixed order goes on where it was. The logs of such an epoch are those of
-    its rest.
+    If ``state.batch`` is above 0 when ``fit`` begins, its first epoch takes so many batches from
+    the data and leaves them out; the others keep their numbers. A data set in a fixed order
+    continues where it was. The logs of such an epoch are those of its rest.
 
     Args:
-        state: with an attribute ``batch``.
+        state: A state with an attribute ``batch``.
     """
 
-    keeps = "batch"
+    attribute = "batch"
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
@@ -212,7 +182,7 @@ class _UpdateBatchState(_Tracker):
         super().on_train_begin(logs)
         self._left_out = int(self.state.batch)
         train = self.model.train_function
-        if isinstance(train, _LeaveOut):  # of a fit that was left
+        if isinstance(train, _LeaveOut):  # of an interrupted fit
             self.model.train_function = train.train
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -225,7 +195,7 @@ class _UpdateBatchState(_Tracker):
             self.model.train_function = train.train
 
     def skips(self, batch: int) -> bool:
-        """Whether a batch was trained on before this ``fit`` began."""
+        """Return whether a batch was trained on before this ``fit`` began."""
         return batch < self._left_out
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -237,11 +207,11 @@ class _UpdateBatchState(_Tracker):
 
 
 class _LeaveOut:
-    """Stands in the place of a model's training function, for batches to leave out.
+    """A replacement for a model's training function that leaves batches out.
 
     Attributes:
-        train: the function itself.
-        next: whether to leave the next call out.
+        train: The original function.
+        next: Leave out the next call.
     """
 
     def __init__(self, train: Callable[[Any], Any], batches: int) -> None:
@@ -253,7 +223,7 @@ class _LeaveOut:
         if not self.next:
             return self.train(data)
         self.next = False
-        if isinstance(data, Iterator):  # else the batches have been taken from it
+        if isinstance(data, Iterator):  # else Keras has taken the batches from it
             for _ in range(self._batches):
                 next(data)
         return {}
@@ -264,17 +234,17 @@ def _batches_per_call(model: Any) -> int:
     return int(count.numpy() if hasattr(count, "numpy") else count)
 
 
-class _UpdateEpochState(_Tracker):
-    """Keeps ``state.epoch``: how many epochs have ended, over all calls of ``fit``.
+class UpdateEpochState(_Tracker):
+    """Keep ``state.epoch`` up to date: the number of epochs completed, over all calls of ``fit``.
 
-    Both ways to call ``fit`` after a failure are fine: ``epochs=total - state.epoch``, and
+    After a failure ``fit`` may be called in both ways: with ``epochs=total - state.epoch``, or with
     ``epochs=total, initial_epoch=state.epoch``.
 
     Args:
-        state: with an attribute ``epoch``.
+        state: A state with an attribute ``epoch``.
     """
 
-    keeps = "epoch"
+    attribute = "epoch"
 
     def __init__(self, state: State) -> None:
         super().__init__(state)

@@ -1,0 +1,308 @@
+"""Keras 3: optimizers that average gradients in ``apply``, on TensorFlow and on PyTorch.
+
+Two methods of Keras are replaced when the first optimizer becomes distributed:
+``LossScaleOptimizer.apply`` and ``Model.make_train_function``. With other optimizers they do what
+they did before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+try:
+    import keras
+except ImportError as error:
+    raise ImportError(
+        f"hvdlite.keras needs Keras 3, which cannot be imported ({error}); install it with "
+        "`pip install hvdlite[keras]`"
+    ) from error
+
+from keras import ops
+
+from hvdlite import world
+from hvdlite.keras._optimizer import (
+    Distributed,
+    KerasAdapter,
+    distributed_part,
+    make_distributed,
+    moments_in,
+    with_recompilation,
+)
+from hvdlite.keras._synchronizer import Options, Synchronizer
+
+_log = logging.getLogger("hvdlite")
+
+_FRAMEWORKS = {"tensorflow": "hvdlite.keras._tensorflow", "torch": "hvdlite.keras._torch"}
+_NAME = keras.backend.backend()
+if _NAME not in _FRAMEWORKS:
+    raise ImportError(
+        f"hvdlite.keras exchanges gradients where Keras runs on TensorFlow or PyTorch, and here it "
+        f"runs on {_NAME!r}; set the environment variable KERAS_BACKEND to tensorflow or torch "
+        "before Keras is imported"
+    )
+framework: Any = importlib.import_module(_FRAMEWORKS[_NAME])
+
+
+def distribute(optimizer: Any, options: Options) -> Any:
+    """Make an optimizer of Keras 3, or the one of a name, distributed.
+
+    Raises:
+        ValueError: It is distributed already, or cannot accumulate gradients.
+        TypeError: It is no Keras optimizer.
+    """
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(f"expected a Keras optimizer, found {type(optimizer).__name__}")
+    if distributed_part(optimizer) is not None:
+        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    options.check_steps(_accumulates(optimizer), hasattr(optimizer, "inner_optimizer"))
+    if options.passes > 1:
+        _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
+    _install()
+    synchronizer = Synchronizer(optimizer, options, framework.Backend)
+    return make_distributed(optimizer, DistributedKeras3, synchronizer)
+
+
+ADAPTER = KerasAdapter(framework.CONVERSION, distribute, keras.saving.load_model)
+
+
+class DistributedKeras3(Distributed):
+    """A mixin that averages gradients in ``apply``."""
+
+    @framework.as_it_is
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], batch_size: Any = None
+    ) -> Any:
+        """Call `apply` with the gradients and variables of pairs.
+
+        Returns:
+            The number of steps so far, as Keras does.
+
+        Raises:
+            HorovodInternalError, ValueError: As for `apply`.
+        """
+        grads, trainable_variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, trainable_variables, batch_size)
+        return self.iterations  # type: ignore[attr-defined]
+
+    @framework.as_it_is
+    def apply(
+        self,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
+        batch_size: Any = None,
+    ) -> None:
+        """Average the gradients over all ranks and apply them as Keras does.
+
+        Args:
+            grads: Gradients of this rank.
+            trainable_variables: Their variables; None: all variables of the optimizer.
+            batch_size: Number of samples that this rank's gradients average, a number or a scalar
+                tensor. Gradients are weighted by it, so the result is the gradient of all samples.
+                Pass it on all ranks or on none.
+
+        Raises:
+            HorovodInternalError: The ranks disagree, or communication failed.
+            ValueError: The numbers of gradients and variables differ; or ``batch_size`` is no
+                number of samples, or is combined with another op than Average, a schedule,
+                accumulation, or local variables whose gradients are divided by the number of ranks.
+        """
+        synchronizer = self._hvdlite
+        variables = _variables_for(self, grads, trainable_variables)
+        accumulates = _accumulates(self)
+        synchronizer.options.check_batch_size(batch_size, accumulates)
+        gradients = list(grads)
+        passes = synchronizer.options.passes
+        if passes > 1 and not synchronizer.options.average_passes:
+            # Keras divides by the number of passes.
+            gradients = [None if g is None else ops.multiply(g, passes) for g in gradients]
+        apply = super().apply  # type: ignore[misc]
+        if synchronizer.options.schedule is not None:
+            _build(self, variables)
+            synchronizer.scheduled_step(
+                gradients, variables, self._moments_of, lambda chosen: apply(chosen, variables)
+            )
+            return
+        if not synchronizer.is_suspended:
+            if accumulates:
+                gradients = _reduce_accumulated(self, gradients, variables)
+            else:
+                gradients = synchronizer.reduce(gradients, variables, batch_size)
+        apply(gradients, variables)
+
+    def _moments_of(self, variable: Any) -> dict[str, Any]:
+        index = self._get_variable_index(variable)  # type: ignore[attr-defined]
+        return moments_in(
+            vars(self),
+            index,
+            len(self._trainable_variables),  # type: ignore[attr-defined]
+            lambda kept: isinstance(kept, keras.Variable) and kept.shape == variable.shape,
+        )
+
+
+def _variables_for(optimizer: Any, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
+    """Return the variables of gradients, by default all of the optimizer's.
+
+    Raises:
+        ValueError: The numbers differ; Keras would leave out the last ones.
+    """
+    variables = list(optimizer._trainable_variables if given is None else given)
+    if len(grads) != len(variables):
+        raise ValueError(
+            f"apply() found {len(grads)} gradients for {len(variables)} variables; pass one, or "
+            "None, for each of them, and the variables themselves if the optimizer is not built"
+        )
+    return variables
+
+
+def _accumulates(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
+
+
+def _build(optimizer: Any, variables: list[Any]) -> None:
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Make Keras accumulate the gradients of so many passes.
+
+    Raises:
+        ValueError: Keras accumulates another number already, or cannot.
+    """
+    if isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "optimizers"):
+        raise ValueError(
+            f"backward_passes_per_step={passes} with a {type(optimizer).__name__}: pass "
+            "gradient_accumulation_steps to the optimizers that it consists of"
+        )
+    own = optimizer.gradient_accumulation_steps
+    if own not in (None, passes):
+        raise ValueError(
+            f"backward_passes_per_step={passes}, and the optimizer has "
+            f"gradient_accumulation_steps={own}; leave one of them out"
+        )
+    optimizer.gradient_accumulation_steps = passes
+    if optimizer.built and not own:
+        optimizer._accumulated_gradients = [
+            optimizer.add_variable_from_reference(variable, name="gradient_accumulator")
+            for variable in optimizer._trainable_variables
+        ]
+
+
+def _reduce_accumulated(optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    """Let Keras accumulate gradients, and exchange the sums in the pass in which it will update.
+
+    In that pass its accumulators, with this pass's gradients, are exchanged and then reset.
+
+    Args:
+        optimizer: A distributed optimizer.
+        gradients: Gradients of this rank and pass.
+        variables: Their variables.
+
+    Returns:
+        The gradients to pass to Keras.
+    """
+    _build(optimizer, variables)
+    synchronizer, traced = optimizer._hvdlite, framework.is_traced()
+    pending: set[int] = set() if traced else synchronizer.pending
+    indices = [optimizer._get_variable_index(variable) for variable in variables]
+    pending.update(i for i, g in zip(indices, gradients, strict=True) if g is not None)
+    accumulators = [optimizer._accumulated_gradients[index] for index in indices]
+    # Keras divides by this before it accumulates a gradient.
+    scale = getattr(optimizer, "loss_scale_factor", None) or 1.0
+
+    def total(number: int) -> Any:
+        if indices[number] not in pending:
+            return None
+        earlier = ops.multiply(accumulators[number], scale)
+        gradient = gradients[number]
+        return earlier if gradient is None else ops.add(framework.as_dense(gradient), earlier)
+
+    def exchange() -> list[Any]:
+        sums = [total(number) for number in range(len(variables))]
+        reduced = synchronizer.reduce(sums, variables)
+        for accumulator in accumulators:
+            accumulator.assign(ops.zeros(accumulator.shape, accumulator.dtype))
+        return [None if g is None else framework.as_dense(g) for g in reduced]
+
+    def keep() -> list[Any]:
+        if all(gradient is None for gradient in gradients):  # Keras would refuse to count the pass
+            return [ops.zeros_like(variable) for variable in variables]
+        return [None if g is None else framework.as_dense(g) for g in gradients]
+
+    updates = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
+    if traced:
+        return list(ops.cond(updates, exchange, keep))
+    if not bool(updates):
+        return keep()
+    result = exchange()
+    synchronizer.pending.clear()
+    return result
+
+
+@functools.cache
+def _install() -> None:
+    """Replace two methods of Keras."""
+    model, scaling = keras.Model, keras.optimizers.LossScaleOptimizer
+    model.make_train_function = with_recompilation(model.make_train_function, _without_xla)
+    scaling.apply = _with_reduction(scaling.apply)
+
+
+@contextlib.contextmanager
+def _without_xla(model: Any) -> Iterator[None]:
+    """Compile training steps without XLA; evaluation and prediction may still use it."""
+    if _NAME != "tensorflow" or not model.jit_compile:
+        yield
+        return
+    _warn_that_xla_is_off()
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = True
+
+
+@functools.cache
+def _warn_that_xla_is_off() -> None:
+    if world.rank() == 0:
+        _log.warning(
+            "training steps are compiled without XLA, which cannot exchange gradients with other "
+            "ranks; model.compile(..., jit_compile=False) says that this is meant"
+        )
+
+
+def _with_reduction(original: Callable[..., None]) -> Callable[..., None]:
+    """Return an ``apply`` of `LossScaleOptimizer` that averages first.
+
+    Keras skips the step if a gradient is not finite, which has to be the same on all ranks.
+    """
+
+    @functools.wraps(original)
+    @framework.as_it_is
+    def apply(
+        self: Any,
+        grads: Sequence[Any],
+        trainable_variables: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed) or inner._hvdlite.is_suspended:
+            original(self, grads, trainable_variables, **kwargs)
+            return
+        synchronizer = inner._hvdlite
+        synchronizer.options.check_steps(accumulates=False, scales_loss=True)
+        batch_size = kwargs.pop("batch_size", None)
+        synchronizer.options.check_batch_size(batch_size, _accumulates(inner))
+        variables = _variables_for(self, grads, trainable_variables)
+        reduced = synchronizer.reduce(list(grads), variables, batch_size)
+        with synchronizer.suspended():
+            original(self, reduced, variables, **kwargs)
+
+    return apply

@@ -1,0 +1,315 @@
+"""Legacy Keras (``tf_keras``): optimizers that average gradients in ``apply_gradients``.
+
+It has two kinds of optimizers, and none of them accumulates gradients; `PassCounter` does.
+
+Methods of Keras are replaced when the first optimizer becomes distributed:
+``Model.make_train_function``, and ``apply_gradients``, ``_compute_gradients`` and ``get_gradients``
+of loss scaling optimizers. With other optimizers they do what they did before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+import tf_keras
+
+from hvdlite.keras._optimizer import (
+    Distributed,
+    make_distributed,
+    moments_in,
+    with_recompilation,
+)
+from hvdlite.keras._synchronizer import Options, Synchronizer
+from hvdlite.keras._tensorflow import Backend
+from hvdlite.tensorflow.graphs import refuse_session
+from hvdlite.tensorflow.tensors import as_it_is
+
+_Pairs = list[tuple[Any, Any]]
+
+# The class that users name, and the classes of its instances.
+_LOSS_SCALING: tuple[type[Any], ...] = (
+    tf_keras.mixed_precision.LossScaleOptimizer,
+    *tf_keras.mixed_precision.LossScaleOptimizer.__subclasses__(),
+)
+
+
+def is_legacy(optimizer: Any) -> bool:
+    """Return whether this is an optimizer of ``tf_keras``, of either kind."""
+    kinds = tf_keras.optimizers
+    return isinstance(optimizer, (kinds.Optimizer, kinds.legacy.Optimizer))
+
+
+def distribute(optimizer: Any, options: Options) -> Any:
+    """Make an optimizer of ``tf_keras`` distributed.
+
+    Raises:
+        ValueError: It is distributed already, or the schedule forbids it.
+    """
+    inner = _inner(optimizer)
+    if isinstance(optimizer, Distributed) or isinstance(inner, Distributed):
+        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
+    options.check_steps(accumulates=False, scales_loss=inner is not None)
+    _install()
+    # A loss scaling class is tied to its kind of inner optimizer, which it asks first.
+    stepping = inner or optimizer
+    make_distributed(stepping, DistributedLegacy, Synchronizer(stepping, options, Backend))
+    return optimizer
+
+
+class DistributedLegacy(Distributed):
+    """A mixin that averages gradients in ``apply_gradients``."""
+
+    iterations: tf.Variable
+
+    @as_it_is
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> _Pairs:
+        """Compute gradients as Keras does and average them over all ranks, as in Horovod.
+
+        `apply_gradients` does not average these gradients again.
+
+        Raises:
+            HorovodInternalError: The ranks disagree, or communication failed.
+        """
+        if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
+            pairs = super()._compute_gradients(loss, var_list, grad_loss, tape)
+        elif grad_loss is None:
+            pairs = self.compute_gradients(loss, var_list, tape)  # type: ignore[attr-defined]
+        else:
+            raise ValueError(f"{type(self).__name__} takes no grad_loss; leave it out")
+        return _paired(self._hvdlite.reduce_early, pairs)
+
+    @as_it_is
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """Return averaged gradients of tensors in a graph, as `_compute_gradients` does."""
+        params = tf.nest.flatten(params)
+        gradients = getattr(super(), "get_gradients", tf.gradients)(loss, params)
+        return self._hvdlite.reduce_early(gradients, params)
+
+    @as_it_is
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        *args: Any,
+        batch_size: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Average the gradients over all ranks and apply them as Keras does.
+
+        Args:
+            grads_and_vars: Pairs of this rank's gradients and of variables.
+            *args: Keras' other arguments.
+            batch_size: As for `hvdlite.keras.DistributedOptimizer`.
+            **kwargs: Keras' other keyword arguments.
+
+        Raises:
+            HorovodInternalError: The ranks disagree, or communication failed.
+            ValueError: ``batch_size`` is no number of samples, or is combined with another op than
+                Average, a schedule, accumulation, or local variables whose gradients are divided
+                by the number of ranks.
+        """
+        synchronizer, pairs = self._hvdlite, list(grads_and_vars)
+        options = synchronizer.options
+        options.check_batch_size(batch_size, accumulates=options.passes > 1)
+        exchanged = synchronizer.is_suspended or synchronizer.are_reduced(
+            [gradient for gradient, _ in pairs], batch_size
+        )
+        apply = super().apply_gradients  # type: ignore[misc]
+        variables = [variable for _, variable in pairs]
+
+        def step(pairs: _Pairs) -> Any:
+            if not exchanged:
+                pairs = _paired(synchronizer.reduce, pairs, batch_size)
+            return apply(pairs, *args, **kwargs)
+
+        if options.schedule is not None:
+            self._build_variables(variables)
+            return synchronizer.scheduled_step(
+                [gradient for gradient, _ in pairs],
+                variables,
+                self._moments_of,
+                lambda chosen: apply(list(zip(chosen, variables, strict=True)), *args, **kwargs),
+            )
+        if options.passes == 1:
+            return step(pairs)
+        if synchronizer.pass_counter is None:
+            synchronizer.pass_counter = PassCounter(options.passes, options.average_passes)
+        synchronizer.pass_counter.build(variables)
+        self._build_variables(variables)
+        # As in Keras 3, each pass counts as an iteration.
+        done = synchronizer.pass_counter.run(pairs, step, lambda: self.iterations.assign_add(1))
+        is_older = isinstance(self, tf_keras.optimizers.legacy.Optimizer)
+        return tf.group(done) if is_older else self.iterations
+
+    def _build_variables(self, variables: list[Any]) -> None:
+        """Create the optimizer's variables, which is impossible inside a branch of a graph."""
+        with tf.init_scope():
+            if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
+                self._create_all_weights(variables)
+            else:
+                self.build(variables)  # type: ignore[attr-defined]
+
+    def _moments_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
+        def fits(kept: Any) -> bool:
+            return isinstance(kept, tf.Variable) and kept.shape == variable.shape
+
+        if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
+            slots = {name: self.get_slot(variable, name) for name in self.get_slot_names()}
+            return {name: slot for name, slot in slots.items() if fits(slot)}
+        indices = self._index_dict  # type: ignore[attr-defined]
+        index = indices[self._var_key(variable)]  # type: ignore[attr-defined]
+        return moments_in(vars(self), index, len(indices), fits)
+
+
+class PassCounter:
+    """Accumulates gradients and makes a step in every n-th pass.
+
+    Args:
+        passes: Number of passes per step.
+        average: Average the gradients of a step's passes instead of summing them.
+    """
+
+    def __init__(self, passes: int, average: bool) -> None:
+        self._passes = passes
+        self._divisor = passes if average else 1
+        self._sums: list[tf.Variable] = []
+        self._pending: set[int] = set()
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the variables for the gradients of these variables, outside of any graph.
+
+        Raises:
+            NotImplementedError: The caller builds a graph for a ``tf.compat.v1.Session``.
+        """
+        refuse_session("backward_passes_per_step")
+        if self._sums:
+            return
+        with tf.init_scope():
+            self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._sums = [
+                tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+                for variable in variables
+            ]
+
+    def run(
+        self, pairs: _Pairs, step: Callable[[_Pairs], Any], skip: Callable[[], Any]
+    ) -> tf.Tensor:
+        """Accumulate gradients; then make a step on the result, or skip the step.
+
+        Args:
+            pairs: Gradients, which may be None, and variables, the same in every pass.
+            step: Makes a step on such pairs.
+            skip: Called instead of ``step``.
+
+        Returns:
+            Whether there was a step.
+        """
+        eager = tf.executing_eagerly()
+        if not eager:
+            self._pending.clear()
+        for number, (gradient, _) in enumerate(pairs):
+            if gradient is not None:
+                self._pending.add(number)
+                self._sums[number].assign_add(tf.convert_to_tensor(gradient))
+        complete = self._count.assign_add(1) % self._passes == 0
+
+        def act() -> tf.Tensor:
+            step([(self._take(number), variable) for number, (_, variable) in enumerate(pairs)])
+            return tf.constant(True)
+
+        def wait() -> tf.Tensor:
+            skip()
+            return tf.constant(False)
+
+        if not eager:
+            return tf.cond(complete, act, wait)
+        if not complete:
+            return wait()
+        stepped = act()
+        self._pending.clear()
+        return stepped
+
+    def _take(self, number: int) -> tf.Tensor | None:
+        if number not in self._pending:
+            return None
+        total = self._sums[number]
+        # Computed before the variable is reset.
+        result = tf.identity(total) / tf.cast(self._divisor, total.dtype)
+        total.assign(tf.zeros_like(total))
+        return result
+
+
+def _paired(reduce: Callable[..., list[Any]], pairs: _Pairs, *args: Any) -> _Pairs:
+    """Return pairs of gradients and variables with their gradients reduced."""
+    variables = [variable for _, variable in pairs]
+    reduced = reduce([gradient for gradient, _ in pairs], variables, *args)
+    return list(zip(reduced, variables, strict=True))
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.inner_optimizer if isinstance(optimizer, _LOSS_SCALING) else None
+
+
+@functools.cache
+def _install() -> None:
+    """Replace methods of Keras."""
+    model = tf_keras.Model
+    # An explicit jit_compile=True is refused where the step is traced.
+    model.make_train_function = with_recompilation(
+        model.make_train_function, contextlib.nullcontext
+    )
+    for kind in _LOSS_SCALING[1:]:
+        kind.apply_gradients = _with_reduction(kind.apply_gradients)
+        if issubclass(kind, tf_keras.optimizers.legacy.Optimizer):
+            kind._compute_gradients = _with_early_reduction(kind._compute_gradients)
+            kind.get_gradients = _with_early_reduction(kind.get_gradients)
+
+
+def _with_reduction(original: Any) -> Any:
+    """Return an ``apply_gradients`` that averages before Keras looks for overflows."""
+
+    @functools.wraps(original)
+    @as_it_is
+    def apply_gradients(
+        self: Any, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any
+    ) -> Any:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed) or inner._hvdlite.is_suspended:
+            return original(self, grads_and_vars, *args, **kwargs)
+        synchronizer = inner._hvdlite
+        options = synchronizer.options
+        options.check_steps(accumulates=False, scales_loss=True)
+        batch_size = kwargs.pop("batch_size", None)
+        options.check_batch_size(batch_size, accumulates=options.passes > 1)
+        pairs = list(grads_and_vars)
+        if not synchronizer.are_reduced([gradient for gradient, _ in pairs], batch_size):
+            pairs = _paired(synchronizer.reduce, pairs, batch_size)
+        with synchronizer.suspended():
+            return original(self, pairs, *args, **kwargs)
+
+    return apply_gradients
+
+
+def _with_early_reduction(original: Any) -> Any:
+    """Return a method that computes gradients and averages them after Keras has unscaled them."""
+
+    @functools.wraps(original)
+    @as_it_is
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner_optimizer
+        if not isinstance(inner, Distributed):
+            return original(self, *args, **kwargs)
+        synchronizer = inner._hvdlite
+        with synchronizer.suspended():
+            found = list(original(self, *args, **kwargs))
+        if found and isinstance(found[0], tuple):
+            return _paired(synchronizer.reduce_early, found)
+        params = kwargs["params"] if "params" in kwargs else args[1]
+        return synchronizer.reduce_early(found, tf.nest.flatten(params))
+
+    return compute

@@ -1,0 +1,347 @@
+"""Distributed optimizers of any Keras: arguments, class, models that train with them.
+
+This module imports no Keras and no framework. `_keras3` and `_legacy` hold what differs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from hvdlite import runtime
+from hvdlite.arguments import check_count
+from hvdlite.compression import Compression, Conversion, Reduction, check_groups
+from hvdlite.keras._synchronizer import Options, Synchronizer
+from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
+from hvdlite.reduction import Average, ReduceOp
+from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
+
+
+@dataclass(frozen=True)
+class KerasAdapter:
+    """The public functions that make optimizers distributed, for one Keras.
+
+    Attributes:
+        conversion: Conversion between the framework's tensors and arrays.
+        distribute: Makes an optimizer distributed, given options that have been checked.
+        load: Loads a saved model; Keras' own ``load_model``.
+    """
+
+    conversion: Conversion
+    distribute: Callable[[Any, Options], Any]
+    load: Callable[..., Any]
+
+    def DistributedOptimizer(  # noqa: N802 - Horovod's name
+        self,
+        optimizer: Any,
+        name: str | None = None,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: CompressionArgument = Compression.none,
+        sparse_as_dense: bool = False,
+        gradient_predivide_factor: float = 1.0,
+        op: ReduceOp | int = Average,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+        num_groups: int = 0,
+        groups: int | list[Any] | None = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        schedule: ExchangeSchedule | None = None,
+    ) -> Any:
+        """Make a Keras optimizer average its gradients over all ranks before it applies them.
+
+        Gradients are averaged at the beginning of ``apply`` (Keras 3) or ``apply_gradients``
+        (legacy Keras), which ``fit``, ``train_on_batch`` and custom loops all call. What Keras does
+        next (clipping, weight decay, moving averages) works on the averages. If Keras accumulates
+        gradients (``gradient_accumulation_steps``), they are exchanged once per update. If Keras
+        scales the loss (``LossScaleOptimizer``, around this optimizer or inside it), gradients are
+        averaged before Keras looks for overflows, so all ranks apply a step or none does; every
+        pass is exchanged then.
+
+        The optimizer itself is changed and returned. Its class becomes a subclass with the same
+        name; variables, schedules and settings stay. A model saved with it loads without hvdlite;
+        `load_model` makes its optimizer distributed again.
+
+        Ranks whose batches differ in size pass the size in every step: ``apply(gradients,
+        variables, batch_size=n)`` or ``apply_gradients(pairs, batch_size=n)``, in a custom loop or
+        in a model's own ``train_step``. In a plain ``fit`` all ranks have the same weight: give
+        them batches of one size, and drop a smaller last batch.
+
+        XLA cannot compile the exchange. With Keras 3, ``fit`` compiles its steps without XLA and
+        logs that; legacy Keras refuses ``jit_compile=True`` when the step is traced.
+
+        Args:
+            optimizer: A Keras optimizer, or the name of one.
+            name: Accepted for compatibility with Horovod; no effect.
+            device_dense: Accepted for compatibility with Horovod; no effect.
+            device_sparse: Accepted for compatibility with Horovod; no effect.
+            compression: Compression of dense gradients.
+            sparse_as_dense: Exchange ``tf.IndexedSlices`` as dense gradients.
+            gradient_predivide_factor: The part of an average's division that happens before the
+                sum.
+            op: Average or Sum.
+            backward_passes_per_step: Calls of ``apply`` whose gradients add up before an exchange
+                and an update. Sets ``gradient_accumulation_steps`` in Keras 3; legacy Keras has
+                none, and they add up in variables outside the optimizer.
+            average_aggregated_gradients: Average these gradients instead of summing them.
+            num_groups: Accepted for compatibility with Horovod; buckets serve the purpose.
+            groups: As ``num_groups``.
+            process_set: The ranks that take part. On any other rank the optimizer works by itself,
+                as in Horovod.
+            scale_local_gradients: Divide the gradients of local variables by the number of ranks,
+                which gives them the weight of an average. In a local step they stay whole.
+            schedule: When to exchange what, one of ``hvd.Schedule``; None: gradients, for every
+                update. With local steps, weights are exchanged at the end of ``apply``.
+
+        Returns:
+            The optimizer, with ``register_local_var(variable)``, and with ``average_weights()`` if
+            the schedule has local steps.
+
+        Raises:
+            ValueError: The optimizer is distributed already, an argument is out of range, or the
+                schedule conflicts with another argument, or with Keras' accumulation or loss
+                scaling.
+            TypeError: ``optimizer`` is no optimizer, ``compression`` no strategy, or ``schedule``
+                no schedule.
+        """
+        check_groups(num_groups, groups)
+        if process_set is not global_process_set and not is_outside(process_set):
+            runtime.engine(process_set)
+        check_count("backward_passes_per_step", backward_passes_per_step)
+        reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
+        strategy, local, passes = check_exchange(
+            compression,
+            schedule,
+            self.conversion,
+            reduction,
+            int(backward_passes_per_step),
+            sparse_as_dense,
+        )
+        if local is not None and passes > 1:
+            raise ValueError(
+                f"backward_passes_per_step={passes}, and with {local!r} a step is what Keras "
+                "applies; leave one of them out"
+            )
+        options = Options(
+            strategy,
+            reduction,
+            sparse_as_dense,
+            passes,
+            average_aggregated_gradients,
+            scale_local_gradients,
+            process_set,
+            local,
+        )
+        return self.distribute(optimizer, options)
+
+    def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+        self, optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
+    ) -> Any:
+        """Make an optimizer distributed, but keep the gradients of some layers on their rank.
+
+        Args:
+            optimizer: As for `DistributedOptimizer`.
+            *args: As for `DistributedOptimizer`.
+            local_layers: A layer or a list of layers; they need not be built yet.
+            **kwargs: As for `DistributedOptimizer`.
+
+        Returns:
+            The optimizer.
+
+        Raises:
+            ValueError, TypeError: As for `DistributedOptimizer`.
+        """
+        distributed = self.DistributedOptimizer(optimizer, *args, **kwargs)
+        distributed_part(distributed)._hvdlite.keep_local(layers=local_layers)
+        return distributed
+
+    def load_model(
+        self,
+        filepath: str | os.PathLike[str],
+        custom_optimizers: Iterable[type[Any]] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        compression: CompressionArgument = Compression.none,
+    ) -> Any:
+        """Load a model and make its optimizer, with the state it has, distributed.
+
+        Every rank reads the file. If only rank 0 can, load it there, create the same model on the
+        other ranks, and broadcast.
+
+        Args:
+            filepath: A file that ``model.save`` has written, with hvdlite or without.
+            custom_optimizers: Classes of optimizers that Keras does not know.
+            custom_objects: Other classes and functions of the model, by name.
+            compression: Compression of gradients.
+
+        Returns:
+            The model; without an optimizer if it was saved without one.
+        """
+        named = {kind.__name__: kind for kind in custom_optimizers or ()}
+        model = self.load(filepath, custom_objects={**named, **(custom_objects or {})})
+        if getattr(model, "optimizer", None) is not None:
+            self.DistributedOptimizer(model.optimizer, compression=compression)
+        return model
+
+
+class Distributed:
+    """A mixin for the class of every distributed optimizer."""
+
+    _hvdlite: Synchronizer
+    _original: type[Any]  # the class without hvdlite
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradients of a variable on this rank instead of exchanging them."""
+        self._hvdlite.keep_local([var])
+
+    def exchange_state_dict(self) -> dict[str, Any]:
+        """Return what compression and schedule remember on this rank: numbers and arrays, or {}.
+
+        A saved model does not contain it, so that it loads without hvdlite. Save it beside.
+        """
+        return self._hvdlite.state.state_dict(self._hvdlite.options.process_set)
+
+    def load_exchange_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load this rank's part of a result of `exchange_state_dict`."""
+        options = self._hvdlite.options
+        self._hvdlite.state.load_state_dict(state_dict, options.reduction.op, options.process_set)
+
+    def consolidate_exchange_state(self) -> None:
+        """Make what compression remembers the same on all ranks; collective.
+
+        Call this before one rank saves `exchange_state_dict` for all. Nothing is lost: every rank
+        gets the average of what all ranks have left to send.
+
+        Raises:
+            HorovodInternalError: Communication failed.
+        """
+        self._hvdlite.state.consolidate(self._hvdlite.options.process_set)
+
+    def average_weights(self) -> None:
+        """Average the weights over all ranks now, before an evaluation or at the end.
+
+        This is for optimizers with a schedule of local steps. All ranks call it between the same
+        steps, and have the same weights, bit by bit, afterwards. Ranks outside the process set keep
+        their own.
+
+        Raises:
+            ValueError: There is no such schedule, or there has been no step.
+            HorovodInternalError: The ranks disagree, or communication failed.
+        """
+        self._hvdlite.average_weights()
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """Create an optimizer that is not distributed; wrap it."""
+        return cls._original.from_config(*args, **kwargs)
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        """The class without hvdlite: Keras saves its name and finds it again by that."""
+        return self._original
+
+    def __copy__(self) -> NoReturn:
+        self._refuse_copy()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse_copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: a copy would not exchange its "
+            "gradients; make a new optimizer from get_config(), and wrap that"
+        )
+
+
+def make_distributed(optimizer: Any, mixin: type[Distributed], synchronizer: Synchronizer) -> Any:
+    """Change the class of an optimizer to a distributed subclass with the same name.
+
+    Args:
+        optimizer: The optimizer, which keeps its variables and attributes.
+        mixin: Base class to add.
+        synchronizer: The exchange of its gradients.
+
+    Returns:
+        The same object.
+    """
+    original = type(optimizer)
+    subclass = type(
+        original.__name__,
+        (mixin, original),
+        {"__module__": original.__module__, "__doc__": original.__doc__, "_original": original},
+    )
+    # Plain setattr would make Keras track the value as a part of the optimizer's state.
+    object.__setattr__(optimizer, "_hvdlite", synchronizer)
+    object.__setattr__(optimizer, "__class__", subclass)
+    return optimizer
+
+
+def distributed_part(optimizer: Any) -> Any:
+    """Return the optimizer, or the part of it, that is distributed; None if no part is."""
+    if isinstance(optimizer, Distributed):
+        return optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        return distributed_part(inner)
+    parts = getattr(optimizer, "optimizers", None) or ()
+    return next((part for part in map(distributed_part, parts) if part is not None), None)
+
+
+def with_recompilation(
+    make: Callable[..., Any],
+    context: Callable[[Any], AbstractContextManager[None]],
+) -> Callable[..., Any]:
+    """Return a model's ``make_train_function`` that respects distributed optimizers.
+
+    A training step that was compiled before the optimizer became distributed would exchange
+    nothing, so it is compiled again.
+
+    Args:
+        make: The original method.
+        context: Returns the context in which to make a model's training step.
+    """
+
+    @functools.wraps(make)
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        part = distributed_part(self.optimizer)
+        if part is None:
+            return make(self, force=force)
+        made = part._hvdlite.train_functions
+        known = self.train_function is not None and self.train_function in made
+        with context(self):
+            result = make(self, force=force or not known)
+        made.add(self.train_function)
+        return result
+
+    return make_train_function
+
+
+def moments_in(
+    attributes: Mapping[str, Any], index: int, size: int, fits: Callable[[Any], bool]
+) -> dict[str, Any]:
+    """Return what an optimizer keeps for one of its variables, by the attribute's name.
+
+    Keras keeps moments in lists that are parallel to the list of variables.
+
+    Args:
+        attributes: Attributes of the optimizer.
+        index: Index of the variable.
+        size: Number of variables.
+        fits: Tells if an object can be a moment of the variable.
+    """
+    other_lists = {"_variables", "_trainable_variables"}
+    return {
+        name: kept[index]
+        for name, kept in attributes.items()
+        if name not in other_lists
+        and isinstance(kept, list)
+        and len(kept) == size
+        and fits(kept[index])
+    }

@@ -1,0 +1,387 @@
+"""The exchange of a Keras optimizer's gradients; imports no Keras and no framework."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
+from hvdlite.gradients import check_not_local, describe_optimizer
+from hvdlite.process_sets import ProcessSet, is_outside
+from hvdlite.reduction import ReduceOp
+from hvdlite.schedule import ExchangeSchedule, ExchangeState, LocalSteps
+
+LABEL = "DistributedOptimizer of Keras"
+"""The same for all optimizers, so that ranks with different variables meet and report it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How an optimizer exchanges gradients.
+
+    Attributes:
+        strategy: Compression of gradients.
+        reduction: Sum or average.
+        sparse_as_dense: Convert sparse gradients to dense ones.
+        passes: Backward passes whose gradients add up before an exchange.
+        average_passes: Average these gradients instead of summing them.
+        scale_local: Divide gradients that are not exchanged by the number of ranks.
+        process_set: The ranks that take part.
+        schedule: Schedule of local steps; None: gradients are exchanged in every step.
+    """
+
+    strategy: Strategy
+    reduction: Reduction
+    sparse_as_dense: bool
+    passes: int
+    average_passes: bool
+    scale_local: bool
+    process_set: ProcessSet
+    schedule: ExchangeSchedule | None = None
+
+    @property
+    def replicates(self) -> bool:
+        """Return whether weights must be the same on all ranks."""
+        return self.schedule is None and self.reduction.op is not ReduceOp.ADASUM
+
+    def check_steps(self, accumulates: bool, scales_loss: bool) -> None:
+        """Refuse optimizers whose calls are not all steps if ranks make local steps.
+
+        Args:
+            accumulates: Keras accumulates the gradients of several calls.
+            scales_loss: Keras scales the loss and skips steps that overflow.
+
+        Raises:
+            ValueError: There is a schedule of local steps, and one of the two is true.
+        """
+        if self.schedule is None:
+            return
+        if accumulates:
+            raise ValueError(
+                f"{self.schedule!r} with gradient_accumulation_steps: in local steps gradients "
+                "cost no exchange; leave gradient_accumulation_steps out, and take larger batches"
+            )
+        if scales_loss:
+            raise ValueError(
+                "a LossScaleOptimizer leaves out the step of a rank whose gradients overflow, and "
+                f"with {self.schedule!r} the others would wait for it; use mixed_bfloat16, which "
+                "needs no loss scaling, or leave out the schedule"
+            )
+
+    def check_batch_size(self, batch_size: Any, accumulates: bool) -> None:
+        """Refuse a batch size if a call is not a step on the gradients of all ranks.
+
+        Args:
+            batch_size: As the caller gave it; None is accepted always.
+            accumulates: Gradients of several calls add up before an exchange.
+
+        Raises:
+            ValueError: There is a schedule of local steps, or gradients add up.
+        """
+        if batch_size is None:
+            return
+        if self.schedule is not None:
+            raise ValueError(
+                "batch_size weights the gradients of all ranks, and with a schedule each rank "
+                "steps on its own; leave it out"
+            )
+        if accumulates:
+            raise ValueError(
+                "batch_size weights the gradients of one call, and here those of several add up "
+                "before they are exchanged; leave out backward_passes_per_step and "
+                "gradient_accumulation_steps, or batch_size"
+            )
+
+
+class Backend(Protocol):
+    """What the exchange needs of the framework that Keras runs on."""
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
+    ) -> list[Any]:
+        """Return the gradients reduced over all ranks; None where no rank has one."""
+
+    def divide_by_size(self, gradient: Any) -> Any:
+        """Return a gradient, or None, divided by the number of ranks."""
+
+    def describe(self, variables: Sequence[Any]) -> Sequence[Parameter]:
+        """Return names, shapes and dtypes of variables."""
+
+    def local_steps(
+        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
+    ) -> Steps:
+        """Return the steps of these variables, and of the moments that are averaged with each."""
+
+
+class Steps(Protocol):
+    """Local steps of a framework's variables."""
+
+    def begin(self) -> None:
+        """Prepare a step."""
+
+    def gradients(
+        self, own: Sequence[Any], reduce: Callable[[], list[Any]], sparse_as_dense: bool
+    ) -> list[Any]:
+        """Return the gradients for this step: this rank's own, or reduced ones."""
+
+    def end(self) -> None:
+        """Count a step that has changed the variables; exchange weights if that is due."""
+
+    def average(self) -> None:
+        """Average all variables now."""
+
+
+class Synchronizer:
+    """The exchange of one optimizer's gradients.
+
+    Args:
+        optimizer: The optimizer; only a weak reference is kept.
+        options: How gradients are exchanged.
+        backend: Makes the framework's part.
+
+    Attributes:
+        options: As given.
+        state: What compression and schedule remember of the variables.
+        describe_optimizer: Returns what ranks compare of the optimizer.
+        is_suspended: A caller around the optimizer exchanges the gradients.
+        pending: Indices of variables with a gradient since the last exchange (Keras 3).
+        pass_counter: Accumulates the gradients of several passes (legacy Keras).
+        train_functions: Models' compiled training functions that exchange gradients.
+    """
+
+    def __init__(
+        self, optimizer: Any, options: Options, backend: Callable[[Synchronizer], Backend]
+    ) -> None:
+        self.options = options
+        self.state = ExchangeState(StrategyState())
+        # Comparisons live as long as the variables. They keep this, and must not keep the rest.
+        self.describe_optimizer = partial(_describe, weakref.ref(optimizer))
+        self.is_suspended = False
+        self.pending: set[int] = set()
+        self.pass_counter: Any = None
+        self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
+        self._early: list[Any] = []
+        self._steps: Steps | None = None
+        self._backend = backend(self)
+        self._local_variables: list[Any] = []
+        self._local_layers: list[Any] = []
+
+    def keep_local(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
+        """Stop exchanging the gradients of variables and of layers.
+
+        Args:
+            variables: Variables of Keras or of the framework.
+            layers: A layer, several, or None; they need not be built yet.
+        """
+        self._local_variables += variables
+        if layers is not None:
+            several = isinstance(layers, (list, tuple, set))
+            self._local_layers += layers if several else [layers]
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Leave the exchange to the caller for the duration of the context."""
+        before, self.is_suspended = self.is_suspended, True
+        try:
+            yield
+        finally:
+            self.is_suspended = before
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
+    ) -> list[Any]:
+        """Reduce gradients over all ranks, except those of local variables.
+
+        Args:
+            gradients: Gradients of this rank; None counts as zeros if another rank has one.
+            variables: Their variables, the same on all ranks.
+            batch_size: Number of samples that this rank's gradients average, as their weight;
+                None on all ranks: all ranks have the same weight.
+
+        Returns:
+            The reduced gradient of each variable; None where no rank has one. A rank outside the
+            process set gets its own gradients.
+
+        Raises:
+            HorovodInternalError: The ranks disagree, or communication failed.
+            ValueError: ``batch_size`` is no number of samples, or cannot be used here.
+        """
+        result = list(gradients)
+        if is_outside(self.options.process_set):
+            return result
+        local = self._local_identities()
+        shared = []
+        for number, variable in enumerate(variables):
+            if local.isdisjoint(_identities(variable)):
+                shared.append(number)
+            elif self.options.scale_local:
+                check_not_local(batch_size)
+                result[number] = self._backend.divide_by_size(result[number])
+        reduced = self._backend.reduce(
+            [result[number] for number in shared],
+            [variables[number] for number in shared],
+            batch_size,
+        )
+        for number, gradient in zip(shared, reduced, strict=True):
+            result[number] = gradient
+        return result
+
+    def reduce_early(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduce gradients before they are applied; `are_reduced` recognizes them later.
+
+        Gradients that can only be reduced when they are applied are returned as they are.
+        """
+        if self.is_suspended or self.options.passes > 1 or self.options.schedule is not None:
+            return list(gradients)
+        self._early = self.reduce(gradients, variables)
+        return list(self._early)
+
+    def are_reduced(self, gradients: Sequence[Any], batch_size: Any = None) -> bool:
+        """Return whether gradients to apply come from `reduce_early`.
+
+        They may be some of its gradients, with the rest applied later. All others are taken for
+        this rank's own: an average that is averaged again stays the same.
+
+        Raises:
+            ValueError: They are others while the reduced ones are sums; or ``batch_size`` is
+                given, after the reduction.
+        """
+        early = [gradient for gradient in self._early if gradient is not None]
+        self._early = []
+        if not early:
+            return False
+        applied = {id(gradient) for gradient in gradients if gradient is not None}
+        if applied.issubset(map(id, early)):
+            if batch_size is not None:
+                raise ValueError(
+                    "batch_size weights the gradients of all ranks, and _compute_gradients() has "
+                    "averaged them without; leave it out, or compute them with a tf.GradientTape"
+                )
+            self._early = [gradient for gradient in early if id(gradient) not in applied]
+            return True
+        if self.options.reduction.op is ReduceOp.SUM:
+            raise ValueError(
+                "the gradients of _compute_gradients() or get_gradients() are sums over the ranks, "
+                "and others are to be applied, which would be summed (again); apply what they have "
+                "returned, or compute gradients with a tf.GradientTape and change those"
+            )
+        return False
+
+    def scheduled_step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        moments: Callable[[Any], Mapping[str, Any]],
+        apply: Callable[[list[Any]], Any],
+    ) -> Any:
+        """Make a step by the schedule, on own or reduced gradients, and exchange weights if due.
+
+        Args:
+            gradients: Gradients of this rank.
+            variables: Their variables, the same on all ranks.
+            moments: Returns what the optimizer keeps for a variable, by name.
+            apply: Makes the step.
+
+        Returns:
+            The result of ``apply``.
+
+        Raises:
+            HorovodInternalError: The ranks disagree, or communication failed.
+        """
+        if is_outside(self.options.process_set):
+            return apply(list(gradients))
+        local = self._local_identities()
+        shared = [each for each in variables if local.isdisjoint(_identities(each))]
+        counted = self._local_steps(shared)
+        averaged = [moments(each) if counted.schedule.momentum else {} for each in shared]
+        steps = self._steps = self._backend.local_steps(counted, shared, averaged)
+        steps.begin()
+        chosen = steps.gradients(
+            gradients, lambda: self.reduce(gradients, variables), self.options.sparse_as_dense
+        )
+        result = apply(chosen)
+        steps.end()
+        return result
+
+    def average_weights(self) -> None:
+        """Average the weights over all ranks now, except on ranks outside the process set.
+
+        Raises:
+            ValueError: There has been no step by a schedule.
+            HorovodInternalError: The ranks disagree, or communication failed.
+        """
+        if is_outside(self.options.process_set):
+            return
+        if self._steps is None:
+            raise ValueError(
+                "average_weights() is for an optimizer with a schedule of local steps, after its "
+                "first step"
+            )
+        self._steps.average()
+
+    def _local_steps(self, variables: Sequence[Any]) -> LocalSteps:
+        """Return the steps of these variables; new variables take over the state of old ones."""
+        options, earlier = self.options, self.state.steps
+        parameters = list(self._backend.describe(variables))
+        if earlier is not None and earlier.parameters == parameters:
+            return earlier
+        assert options.schedule is not None
+        steps = LocalSteps(
+            options.schedule, options.strategy, options.reduction, LABEL, options.process_set
+        )
+        steps.add(parameters)
+        if earlier is not None:
+            names = {parameter.name for parameter in parameters}
+            state = earlier.state_dict()
+            state["outer"] = {n: entry for n, entry in state["outer"].items() if n in names}
+            steps.load_state_dict(state)
+        self.state.follow(steps)
+        return steps
+
+    def _local_identities(self) -> set[int]:
+        # Layers may have been built since the last call.
+        of_layers = [v for layer in self._local_layers for v in layer.trainable_variables]
+        return {
+            identity
+            for variable in (*self._local_variables, *of_layers)
+            for identity in _identities(variable)
+        }
+
+
+def _identities(variable: Any) -> set[int]:
+    """Return the ids of a variable: of Keras' object, and of the framework's inside it."""
+    inner = getattr(variable, "value", None)
+    # TensorFlow's own variables have a method of this name.
+    return {id(variable)} if inner is None or callable(inner) else {id(variable), id(inner)}
+
+
+def _describe(reference: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """Return the class and the options of an optimizer, including the configuration of schedules.
+
+    Args:
+        reference: Returns the optimizer; None if it has been freed.
+    """
+    optimizer = reference()
+    if optimizer is None:
+        return []
+    # For a distributed optimizer, `__class__` is the class without hvdlite.
+    return describe_optimizer(optimizer.__class__.__name__, _options_of(optimizer))
+
+
+def _options_of(optimizer: Any) -> dict[str, Any]:
+    if hasattr(optimizer, "get_config"):
+        try:
+            return dict(optimizer.get_config())
+        except Exception:  # user-defined classes may lack it
+            return {}
+    attributes = {name.lstrip("_"): value for name, value in vars(optimizer).items()}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, float) or (isinstance(value, bool) and name != "use_locking")
+    }

@@ -1,0 +1,202 @@
+"""Collectives on values, and broadcasts of variables, for any Keras on any framework.
+
+Arrays, numbers, tensors and variables go in, numpy arrays come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite import collectives, runtime, scattering
+from hvdlite.arrays import describe
+from hvdlite.compression import Compression, Strategy
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.reduction import ReduceOp
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | int | None = None,
+    compression: Strategy = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce a value over all ranks: ``postscale_factor * op(prescale_factor * value)``.
+
+    Args:
+        value: A number, array, tensor or variable, of the same shape on all ranks.
+        name: Pairs this call with those of the other ranks; None: by order.
+        average: Deprecated; True is Average, False is Sum.
+        prescale_factor: Multiplies the value before the reduction.
+        postscale_factor: Multiplies the result.
+        op: One of the six reductions; None: Average.
+        compression: Compression of floats.
+        process_set: The ranks that take part.
+
+    Returns:
+        A numpy array of the value's shape.
+
+    Raises:
+        ValueError: ``op`` and ``average`` contradict each other, or the reduction is not defined
+            for the dtype.
+        HorovodInternalError: The ranks disagree, or communication failed.
+    """
+    return collectives.allreduce(
+        to_array(value),
+        average=average,
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+        process_set=process_set,
+    )
+
+
+def allgather(
+    value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Concatenate the values of all ranks along axis 0, in the order of the ranks.
+
+    Args:
+        value: As for `allreduce`, but axis 0 may differ between ranks.
+        name: Pairs this call with those of the other ranks; None: by order.
+        process_set: The ranks that take part.
+
+    Returns:
+        A numpy array.
+
+    Raises:
+        HorovodInternalError: The ranks disagree, or communication failed.
+    """
+    return collectives.allgather(to_array(value), name, process_set=process_set)
+
+
+def broadcast(
+    value: Any,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the value of rank ``root_rank`` on all ranks.
+
+    Args:
+        value: As for `allreduce`.
+        root_rank: The rank that has the value.
+        name: Pairs this call with those of the other ranks; None: by order.
+        process_set: The ranks that take part.
+
+    Returns:
+        A numpy array of the value's shape.
+
+    Raises:
+        ValueError: There is no such rank.
+        HorovodInternalError: The ranks disagree, or communication failed.
+    """
+    return collectives.broadcast(to_array(value), root_rank, name, process_set=process_set)
+
+
+def reducescatter(
+    value: Any,
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.AVERAGE,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: Strategy = Compression.none,
+) -> Any:
+    """Reduce a value over all ranks and return this rank's rows of the result.
+
+    Args:
+        value: As for `allreduce`, with at least one axis. If the number of rows is no multiple of
+            the number of ranks, the first ranks get one row more.
+        name: Pairs this call with those of the other ranks; None: by order.
+        op: Average, Sum, Min, Max or Product.
+        process_set: The ranks that take part.
+        prescale_factor: Multiplies the value before the reduction.
+        postscale_factor: Multiplies the result.
+        compression: Compression of floats.
+
+    Returns:
+        A numpy array.
+
+    Raises:
+        ValueError: ``op`` is Adasum, or not defined for the dtype.
+        HorovodInternalError: The ranks disagree, or communication failed.
+    """
+    return scattering.reducescatter(
+        to_array(value),
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        compression=compression,
+        process_set=process_set,
+    )
+
+
+def broadcast_global_variables(root_rank: int, model: Any = None) -> None:
+    """Overwrite a model's weights and its optimizer's variables with those of rank ``root_rank``.
+
+    Args:
+        root_rank: The rank that has the values.
+        model: A built model. Horovod needs none in TensorFlow 1, where variables are global.
+
+    Raises:
+        ValueError: There is no model, or no such rank.
+        HorovodInternalError: The ranks disagree on names, shapes or dtypes.
+    """
+    if model is None:
+        raise ValueError(
+            "there are no global variables in TensorFlow 2 and Keras 3; pass "
+            "broadcast_global_variables(root_rank, model=model), or let fit have "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank)"
+        )
+    broadcast_variables([*model.weights, *variables_of(model.optimizer)], root_rank)
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
+    """Overwrite variables with those of rank ``root_rank``.
+
+    Raises:
+        ValueError: There is no such rank.
+        HorovodInternalError: The ranks disagree on names, shapes or dtypes.
+    """
+    engine = runtime.engine()
+    prefix = engine.unnamed("broadcast_variables")
+    # Checked first: everything below waits for the other ranks.
+    collectives.checked_root(engine, root_rank)
+    arrays = [to_array(variable) for variable in variables]
+    names = [getattr(variable, "path", None) or variable.name for variable in variables]
+    layout = [(name, describe(array)) for name, array in zip(names, arrays, strict=True)]
+    collectives.agree_on(f"{prefix}: its variables", layout)
+    handles = [
+        collectives.broadcast_async(array, root_rank, f"{prefix}: {number} {name}")
+        for number, (name, array) in enumerate(zip(names, arrays, strict=True))
+    ]
+    for variable, handle in zip(variables, handles, strict=True):
+        variable.assign(handle.wait())
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer of any Keras; none if there is no optimizer."""
+    variables = getattr(optimizer, "variables", ())
+    return list(variables() if callable(variables) else variables)
+
+
+def to_array(value: Any) -> Any:
+    """Return a number, an array, a tensor or a variable as a numpy array on the host."""
+    inner = getattr(value, "value", None)
+    if inner is not None and not callable(inner):  # a Keras variable
+        return to_array(inner)
+    if hasattr(value, "detach"):  # PyTorch's, which may be bfloat16, or on a device
+        from hvdlite.torch.tensors import to_array as torch_to_array
+
+        return torch_to_array(value.detach())
+    return np.asarray(value)
