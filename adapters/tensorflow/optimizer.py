@@ -10,7 +10,6 @@ import tensorflow as tf
 from hvdlite.compression import Compression
 from hvdlite.keras._optimizer import Distributed, KerasAdapter, make_distributed
 from hvdlite.keras._synchronizer import Options, Synchronizer
-from hvdlite.keras._tensorflow import Backend
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule
@@ -132,6 +131,8 @@ class _DistributedV1(Distributed):
 
 
 def _distribute_v1(optimizer: Any, options: Options) -> Any:
+    from hvdlite.keras._tensorflow import Backend  # which imports this package
+
     if isinstance(optimizer, Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     if options.passes > 1:
