@@ -5,7 +5,16 @@ It works on TensorFlow and on PyTorch, whichever Keras runs on (``KERAS_BACKEND`
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+_legacy = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+if find_spec("keras") is None and not _legacy:
+    raise ImportError(
+        "hvdlite.keras needs Keras 3, which cannot be found; install it with "
+        "`pip install hvdlite[keras]`"
+    )
 
 if TYPE_CHECKING:
     from hvdlite.keras._public import *  # noqa: F403

@@ -14,14 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-try:
-    import keras
-except ImportError as error:
-    raise ImportError(
-        f"hvdlite.keras needs Keras 3, which cannot be imported ({error}); install it with "
-        "`pip install hvdlite[keras]`"
-    ) from error
-
+import keras
 from keras import ops
 
 from hvdlite import world
