@@ -9,8 +9,8 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-_legacy = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
-if find_spec("keras") is None and not _legacy:
+_uses_legacy_keras = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+if find_spec("keras") is None and not _uses_legacy_keras:
     raise ImportError(
         "hvdlite.keras needs Keras 3, which cannot be found; install it with "
         "`pip install hvdlite[keras]`"

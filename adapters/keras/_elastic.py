@@ -34,11 +34,13 @@ class KerasState(VariableState):
                 "the model has no weights yet that could be kept; call model.build(input_shape), "
                 "or the model on a batch, before"
             )
-        self.model = model
-        self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if optimizer is None:
+            optimizer = getattr(model, "optimizer", None)
         # Variables created later could not be restored to their initial values.
-        if hasattr(self.optimizer, "build") and not getattr(self.optimizer, "built", False):
-            self.optimizer.build(model.trainable_variables)
+        if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
+            optimizer.build(model.trainable_variables)
+        self.model = model
+        self.optimizer = optimizer
         super().__init__(**kwargs)
         self._exchange = self._exchange_state()
 
@@ -230,7 +232,8 @@ class _LeaveOut:
 
 
 def _batches_per_call(model: Any) -> int:
-    count = getattr(model, "_steps_per_execution", None) or getattr(model, "steps_per_execution", 1)
+    count: Any = getattr(model, "_steps_per_execution", None)
+    count = count or getattr(model, "steps_per_execution", 1)
     return int(count.numpy() if hasattr(count, "numpy") else count)
 
 

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import keras
+import keras as keras
 from keras import ops
 
 from hvdlite import world

@@ -77,7 +77,8 @@ class DistributedLegacy(Distributed):
             HorovodInternalError: The ranks disagree, or communication failed.
         """
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
-            pairs = super()._compute_gradients(loss, var_list, grad_loss, tape)
+            compute = super()._compute_gradients  # type: ignore[misc]
+            pairs = compute(loss, var_list, grad_loss, tape)
         elif grad_loss is None:
             pairs = self.compute_gradients(loss, var_list, tape)  # type: ignore[attr-defined]
         else:

@@ -239,8 +239,8 @@ class Distributed:
         """Create an optimizer that is not distributed; wrap it."""
         return cls._original.from_config(*args, **kwargs)
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """The class without hvdlite: Keras saves its name and finds it again by that."""
         return self._original
 
