@@ -10,35 +10,32 @@ from hvdlite import common, elastic
 from hvdlite.collectives import (
     allgather,
     allgather_async,
+    allgather_object,
     allreduce,
     allreduce_async,
+    alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_async,
-    join,
-    poll,
-    synchronize,
-)
-from hvdlite.common import *  # noqa: F403 - what all adapters offer
-from hvdlite.grouped import (
+    broadcast_object,
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_async,
     grouped_reducescatter,
     grouped_reducescatter_async,
+    join,
+    poll,
+    reducescatter,
+    reducescatter_async,
+    synchronize,
 )
-from hvdlite.objects import allgather_object, broadcast_object
+from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.recipe import (
     Checkpoint,
     checkpoint,
     shard,
-)
-from hvdlite.scattering import (
-    alltoall,
-    alltoall_async,
-    reducescatter,
-    reducescatter_async,
 )
 
 __version__ = "0.1.0"

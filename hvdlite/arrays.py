@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,11 @@ def check_out(out: Any, array: Any) -> None:
 def flat(array: Any) -> Any:
     """Return the elements as one contiguous 1-d array; a view where they lie so already."""
     return np.ascontiguousarray(array).reshape(-1)
+
+
+def cut(array: Any, bounds: Sequence[int]) -> list[Any]:
+    """Return the pieces of a flat array between successive bounds."""
+    return [array[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
 def as_bytes(array: Any) -> Any:

@@ -10,9 +10,9 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
+from hvdlite.collectives.allreduce import DeviceAllreduce
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import lane as lanes
-from hvdlite.engine.device_operations import DeviceAllreduce
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients import GradientExchange, ReplicaCheck, describe_weights
 from hvdlite.gradients.device_step import DeviceStep

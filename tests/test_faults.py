@@ -15,8 +15,8 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
+from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
-from hvdlite.engine.operations import Allreduce
 from hvdlite.gradients import GradientExchange
 from hvdlite.transport.shared_memory import futex
 from tests.harness import mpirun, ranks, run_script

@@ -14,6 +14,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import interrupts, runtime, world
+from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.engine import Handle, handle
 from tests.forks import run_forked
 from tests.harness import ranks, run_script
@@ -170,11 +171,13 @@ def test_an_exception_may_come_at_any_moment():
         active = True
         if "arrays" not in state:
             array = np.arange(2000.0 if number % 3 else 3.0) + number + hvd.rank()
-            state["arrays"] = Handle(f"{number}"), array, np.zeros_like(array)
-        handle, array, out = state["arrays"]
-        if handle.driver is None and not handle.done():
-            hvd.allreduce_async(array, name=handle.name, op=hvd.Sum, out=out, handle=handle)
-        handle.wait()
+            out = np.zeros_like(array)
+            operation = Allreduce(f"{number}", array, hvd.Sum, out=out)
+            state["arrays"] = operation, array, out
+        operation, array, out = state["arrays"]
+        if not hasattr(operation, "handle"):
+            runtime.engine().named.submit(operation)
+        operation.handle.wait()
         active = False
         assert np.array_equal(out, 2 * np.arange(float(len(out))) + 2 * number + 1)
 

@@ -9,8 +9,9 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
+from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
-from hvdlite.engine.operations import Allreduce, Barrier
+from hvdlite.engine.control import Barrier
 from hvdlite.gradients import GradientExchange
 from tests.harness import ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, files, objects, world
+from hvdlite import collectives, files, world
 from hvdlite.keras._values import broadcast_variables, to_array, variables_of
 from hvdlite.recipe import average_metrics
 
@@ -49,7 +49,7 @@ class BroadcastGlobalVariables:
         if self.broadcast_done:
             return
         weights, state = self._built()
-        counts = objects.allgather_object(
+        counts = collectives.allgather_object(
             (len(weights), len(state)), "BroadcastGlobalVariablesCallback"
         )
         if not all(count for count, _ in counts):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, runtime, scattering
+from hvdlite import collectives, runtime
 from hvdlite.arrays import describe
 from hvdlite.compression import Compression, Strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
@@ -130,7 +130,7 @@ def reducescatter(
         ValueError: ``op`` is Adasum, or not defined for the dtype.
         HorovodInternalError: The ranks disagree, or communication failed.
     """
-    return scattering.reducescatter(
+    return collectives.reducescatter(
         to_array(value),
         name,
         op,

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite import collectives, reduction
+from hvdlite.collectives import describe_allgather
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
@@ -175,8 +176,11 @@ def allgather(
     """
 
     def gather(array: Any) -> list[Any]:
-        handle = collectives.allgather_rows_async(array, name, process_set=process_set)
-        whole, rows = handle.wait()
+        whole, rows = engine(process_set).run(
+            "allgather",
+            name,
+            lambda name: describe_allgather(array, name, with_rows=True),
+        )
         rank = engine(process_set).rank
         start = sum(rows[:rank])
         return [whole, np.int64(start), np.int64(start + rows[rank])]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import grouped, reduction
+from hvdlite import collectives, reduction
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
@@ -73,7 +73,7 @@ def _allreduce(
     process_set: ProcessSet,
 ) -> list[tf.Tensor]:
     def reduce(*arrays: Any) -> list[Any]:
-        return grouped.grouped_allreduce(
+        return collectives.grouped_allreduce(
             arrays, None, name, op, *factors, compression=compression, process_set=process_set
         )
 
@@ -99,8 +99,8 @@ def grouped_allgather(
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
 
     def gather(*arrays: Any) -> list[Any]:
-        handle = grouped.grouped_allgather_async(
-            arrays, name, with_rows=True, process_set=process_set, begin=False
+        handle = collectives.grouped_allgather_async(
+            arrays, name, with_rows=True, process_set=process_set
         )
         rank = engine(process_set).rank
         results = handle.wait()
@@ -156,7 +156,7 @@ def _reducescatter(
     name: str | None,
 ) -> list[tf.Tensor]:
     def reduce(*arrays: Any) -> list[Any]:
-        return grouped.grouped_reducescatter(
+        return collectives.grouped_reducescatter(
             arrays, name, op, *factors, compression=compression, process_set=process_set
         )
 

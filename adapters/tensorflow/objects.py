@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import objects
+from hvdlite import collectives
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.tensors import engine
@@ -37,7 +37,7 @@ def broadcast_object(
         RuntimeError: inside ``tf.function``, which would do it when it is traced only.
     """
     _check(process_set)
-    return translated(objects.broadcast_object)(obj, root_rank, name, process_set)
+    return translated(collectives.broadcast_object)(obj, root_rank, name, process_set)
 
 
 def broadcast_object_fn(
@@ -70,7 +70,7 @@ def allgather_object(
         RuntimeError: inside ``tf.function``, which would do it when it is traced only.
     """
     _check(process_set)
-    return translated(objects.allgather_object)(obj, name, process_set)
+    return translated(collectives.allgather_object)(obj, name, process_set)
 
 
 def _check(process_set: ProcessSet) -> None:

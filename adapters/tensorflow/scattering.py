@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import reduction, scattering
+from hvdlite import collectives, reduction
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
@@ -55,7 +55,7 @@ def _alltoall(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     def exchange(array: Any, *counts: Any) -> list[Any]:
         given = np.asarray(counts[0]) if counts else None
-        return list(scattering.alltoall(array, given, name, process_set=process_set))
+        return list(collectives.alltoall(array, given, name, process_set=process_set))
 
     counts = [] if splits is None else [tf.convert_to_tensor(splits)]
 
@@ -126,7 +126,7 @@ def _reducescatter(
     factors: tuple[float, float],
 ) -> tf.Tensor:
     def reduce(array: Any) -> list[Any]:
-        result = scattering.reducescatter(
+        result = collectives.reducescatter(
             array, name, op, *factors, compression=compression, process_set=process_set
         )
         return [result]

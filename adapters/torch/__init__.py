@@ -27,15 +27,19 @@ from hvdlite.torch.collectives import (
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
+    alltoall_async,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     join,
+    reducescatter,
+    reducescatter_async,
 )
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.dynamo import untrace_all as _untrace_all
-from hvdlite.torch.grouped import (
+from hvdlite.torch.groups import (
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
@@ -48,12 +52,6 @@ from hvdlite.torch.grouped import (
 from hvdlite.torch.handles import poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.sampler import ShardSampler
-from hvdlite.torch.scattering import (
-    alltoall,
-    alltoall_async,
-    reducescatter,
-    reducescatter_async,
-)
 from hvdlite.torch.sparse import sparse_allreduce_async
 from hvdlite.torch.state import (
     TensorCheckpoint,

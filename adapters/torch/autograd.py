@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from hvdlite import collectives, grouped, runtime, scattering
+from hvdlite import collectives, runtime
+from hvdlite.collectives import describe_allgather, describe_alltoall, describe_group
 from hvdlite.compression import Compression, Strategy
+from hvdlite.engine import Operation
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch.device_memory import lend, lender
@@ -68,7 +70,7 @@ class GroupedAllreduce(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = name, compression, op, prescale, postscale, process_set
         lends = lender(tensors, prescale, postscale, compression=compression)
-        results = grouped.grouped_allreduce(
+        results = collectives.grouped_allreduce(
             [to_array(tensor, lends) for tensor in tensors],
             name=name,
             op=op,
@@ -94,9 +96,12 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
         ctx.name, ctx.process_set, ctx.shape = name, process_set, tensor.shape
-        array = to_array(tensor, lend)
-        handle = collectives.allgather_rows_async(array, name, process_set=process_set)
-        whole, rows = taken(handle.wait())
+        result = runtime.engine(process_set).run(
+            "allgather",
+            name,
+            lambda name: describe_allgather(to_array(tensor, lend), name, with_rows=True),
+        )
+        whole, rows = taken(result)
         ctx.span = _own_rows(rows, process_set)
         return to_tensor_like(whole, tensor)
 
@@ -116,14 +121,16 @@ class GroupedAllgather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.name, ctx.process_set = name, process_set
         ctx.shapes = [tensor.shape for tensor in tensors]
-        handle = grouped.grouped_allgather_async(
-            [to_array(tensor, lend) for tensor in tensors],
+
+        def describe_member(tensor: torch.Tensor, member: str) -> Operation:
+            return describe_allgather(to_array(tensor, lend), member, with_rows=True)
+
+        results = runtime.engine(process_set).run(
+            "grouped_allgather",
             name,
-            with_rows=True,
-            process_set=process_set,
-            begin=False,
+            lambda name: describe_group("grouped allgather", name, tensors, describe_member),
         )
-        results = taken(handle.wait())
+        results = taken(results)
         ctx.spans = [_own_rows(rows, process_set) for _, rows in results]
         return tuple(
             to_tensor_like(whole, tensor)
@@ -172,10 +179,14 @@ class Alltoall(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, splits: Any, name: str, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.name, ctx.process_set = name, process_set
-        handle = scattering.alltoall_async(
-            to_array(tensor, lend), splits, name, process_set=process_set
+        engine = runtime.engine(process_set)
+        result, received = taken(
+            engine.run(
+                "alltoall",
+                name,
+                lambda name: describe_alltoall(to_array(tensor, lend), splits, name, engine.size),
+            )
         )
-        result, received = taken(handle.wait())
         ctx.received = received
         counts = torch.tensor(received, dtype=torch.int32, device="cpu")
         ctx.mark_non_differentiable(counts)
@@ -203,7 +214,7 @@ class Reducescatter(torch.autograd.Function):
         postscale: float,
         process_set: ProcessSet,
     ) -> torch.Tensor:
-        result = scattering.reducescatter(
+        result = collectives.reducescatter(
             to_array(tensor, lender([tensor], prescale, postscale, compression=compression)),
             name,
             op,
@@ -240,7 +251,7 @@ class GroupedReducescatter(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         lends = lender(tensors, prescale, postscale, compression=compression)
-        results = grouped.grouped_reducescatter(
+        results = collectives.grouped_reducescatter(
             [to_array(tensor, lends) for tensor in tensors],
             name,
             op,

@@ -1,18 +1,29 @@
-"""The collectives on torch tensors."""
+"""Collectives on torch tensors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hvdlite import collectives, reduction, runtime
+from hvdlite.collectives import (
+    describe_allgather,
+    describe_allreduce,
+    describe_alltoall,
+    describe_broadcast,
+    describe_reducescatter,
+)
 from hvdlite.compression import Compression, Strategy, check_strategy
+from hvdlite.engine import Operation
 from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import ReduceOp
+from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
 from hvdlite.torch.device_memory import lend, lender
-from hvdlite.torch.handles import TensorHandle, copied, synchronize, written
-from hvdlite.torch.in_place import allreduce_handle, memory_of
-from hvdlite.torch.tensors import CONVERSION, to_array, to_tensor_like
+from hvdlite.torch.handles import TensorHandle, copied, submit, synchronize, written
+from hvdlite.torch.persistent import allreduce_in_place, memory_of
+from hvdlite.torch.tensors import CONVERSION, taken, to_array, to_tensor_like
 
 
 def allreduce_async(
@@ -25,20 +36,13 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `allreduce` and return a handle; leave the tensor alone until it is done."""
-    name = numbered(name, "allreduce", process_set)
-    array = to_array(tensor, lender([tensor], prescale_factor, postscale_factor))
-    handle = TensorHandle(name, to_tensor_like, tensor)
-    collectives.allreduce_async(
-        array,
-        average,
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set=process_set,
-        handle=handle,
-    )
-    return handle
+    factors = prescale_factor, postscale_factor
+
+    def describe(name: str) -> Operation:
+        array = to_array(tensor, lender([tensor], *factors))
+        return describe_allreduce(array, name, reduction.choose(average, op), *factors)
+
+    return submit("allreduce", name, describe, to_tensor_like, tensor, process_set)
 
 
 def allreduce_async_(
@@ -51,7 +55,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `allreduce_` and return a handle; leave the tensor alone until it is done."""
-    return allreduce_handle(
+    return allreduce_in_place(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set
     )
 
@@ -91,11 +95,12 @@ def allreduce(
             process set.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = numbered(name, "allreduce", process_set)
+    name = name or runtime.engine(process_set).unnamed("allreduce")
+    strategy = check_strategy(compression, CONVERSION)
     chosen = reduction.choose(average, op)
     factors = prescale_factor, postscale_factor
     result: torch.Tensor = autograd.Allreduce.apply(
-        tensor, name, check_strategy(compression, CONVERSION), chosen, *factors, process_set
+        tensor, name, strategy, chosen, *factors, process_set
     )
     return result
 
@@ -110,10 +115,11 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce a tensor over all ranks in place; arguments and errors as in `allreduce`."""
-    handle = allreduce_handle(
+    handle = allreduce_in_place(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set, begin=False
     )
-    return handle.wait()
+    result: torch.Tensor = handle.wait()
+    return result
 
 
 def allgather_async(
@@ -122,10 +128,11 @@ def allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `allgather` and return a handle; leave the tensor alone until it is done."""
-    name = numbered(name, "allgather", process_set)
-    array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
-    collectives.allgather_async(array, name, process_set=process_set, handle=handle)
-    return handle
+
+    def describe(name: str) -> Operation:
+        return describe_allgather(to_array(tensor, lend), name)
+
+    return submit("allgather", name, describe, to_tensor_like, tensor, process_set)
 
 
 def allgather(
@@ -148,7 +155,7 @@ def allgather(
             process set.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = numbered(name, "allgather", process_set)
+    name = name or runtime.engine(process_set).unnamed("allgather")
     result: torch.Tensor = autograd.Allgather.apply(tensor, name, process_set)
     return result
 
@@ -160,10 +167,12 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `broadcast` and return a handle; leave the tensor alone until it is done."""
-    name = numbered(name, "broadcast", process_set)
-    array, handle = to_array(tensor, lend), TensorHandle(name, to_tensor_like, tensor)
-    collectives.broadcast_async(array, root_rank, name, process_set=process_set, handle=handle)
-    return handle
+    engine = runtime.engine(process_set)
+
+    def describe(name: str) -> Operation:
+        return describe_broadcast(engine, to_array(tensor, lend), name, root_rank)
+
+    return submit("broadcast", name, describe, to_tensor_like, tensor, process_set)
 
 
 def broadcast_async_(
@@ -173,14 +182,18 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
     """Start `broadcast_` and return a handle; leave the tensor alone until it is done."""
-    name = numbered(name, "broadcast", process_set)
-    array = to_array(tensor, lend)
-    out = memory_of(tensor, array)
-    handle = TensorHandle(name, copied if out is None else written, tensor)
-    collectives.broadcast_async(
-        array, root_rank, name, out=out, process_set=process_set, handle=handle
-    )
-    return handle
+    engine = runtime.engine(process_set)
+    convert = copied
+
+    def describe(name: str) -> Operation:
+        nonlocal convert
+        array = to_array(tensor, lend)
+        out = memory_of(tensor, array)
+        convert = copied if out is None else written
+        return describe_broadcast(engine, array, name, root_rank, out)
+
+    handle = engine.submit("broadcast", name, describe)
+    return TensorHandle(handle, convert, tensor)
 
 
 def broadcast(
@@ -205,7 +218,7 @@ def broadcast(
             this rank is not in the process set.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = numbered(name, "broadcast", process_set)
+    name = name or runtime.engine(process_set).unnamed("broadcast")
     result: torch.Tensor = autograd.Broadcast.apply(tensor, root_rank, name, process_set)
     return result
 
@@ -217,17 +230,121 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrite a tensor with rank ``root_rank``'s; arguments and errors as `broadcast`."""
-    return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    result: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> TensorHandle:
+    """Start `alltoall` and return a handle; leave the tensor alone until it is done."""
+    engine = runtime.engine(process_set)
+
+    def describe(name: str) -> Operation:
+        return describe_alltoall(to_array(tensor, lend), host_splits(splits), name, engine.size)
+
+    convert = _rows if splits is None else _rows_and_splits
+    return submit("alltoall", name, describe, convert, tensor, process_set)
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Send every rank some rows of a tensor, and receive some of theirs.
+
+    Gradients flow through it, back to where the rows came from.
+
+    Args:
+        tensor: at least one axis; all but the first alike on all ranks.
+        splits: for each rank that takes part how many rows it gets, in their order; they add up
+            to the number of rows. None: the same number for all.
+        name: pairs this call with those of the other ranks; None: by order.
+        process_set: the ranks that take part.
+
+    Returns:
+        The rows that came, in the order of the ranks they came from; with ``splits`` given, a
+        pair of these and an int32 tensor of how many came from each.
+
+    Raises:
+        ValueError: the splits do not fit, an operation of this name is still on its way, or this
+            rank is not in the process set.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    name = name or runtime.engine(process_set).unnamed("alltoall")
+    result, received = autograd.Alltoall.apply(tensor, host_splits(splits), name, process_set)
+    return result if splits is None else (result, received)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> TensorHandle:
+    """Start `reducescatter` and return a handle; leave the tensor alone until it is done."""
+    factors = prescale_factor, postscale_factor
+
+    def describe(name: str) -> Operation:
+        array = to_array(tensor, lender([tensor], *factors))
+        return describe_reducescatter(array, name, reduction.choose(None, op), *factors)
+
+    return submit("reducescatter", name, describe, to_tensor_like, tensor, process_set)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Strategy = Compression.none,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks, and return this rank's rows of the result.
+
+    Gradients flow through it, for Sum and Average: those of all rows are gathered, and, as in
+    Horovod, multiplied with the number of ranks for Sum (although it is Average that divides).
+
+    Args:
+        tensor: at least one axis; shape and dtype alike on all ranks. The first ranks get one
+            row more where there are not as many for all.
+        name: pairs this call with those of the other ranks; None: by order.
+        compression: how floats travel: ``Compression.none``, ``.fp16`` or ``.bf16``.
+        op: Average, Sum, Min, Max or Product.
+        process_set: the ranks that take part.
+        prescale_factor: multiplies the tensor before the reduction.
+        postscale_factor: multiplies the result.
+
+    Raises:
+        ValueError: ``op`` is Adasum or has no meaning for the dtype, an operation of this name is
+            still on its way, or this rank is not in the process set.
+        HorovodInternalError: the ranks disagree, or communication failed.
+    """
+    name = name or runtime.engine(process_set).unnamed("reducescatter")
+    chosen = reduction.choose(None, op)
+    factors = prescale_factor, postscale_factor
+    result: torch.Tensor = autograd.Reducescatter.apply(
+        tensor, name, compression, chosen, *factors, process_set
+    )
+    return result
 
 
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
-    """Tell that this rank has no more data, and wait until all ranks do so.
+    """Declare that this rank has no more data, and wait until all ranks do so.
 
     See `hvdlite.join`. Tensors on devices cannot be stood in for: their allreduces raise while a
     rank has joined.
 
     Args:
-        device: accepted for Horovod's sake, without effect.
+        device: accepted for compatibility with Horovod, without effect.
         process_set: the ranks that take part.
 
     Returns:
@@ -236,9 +353,15 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
     return collectives.join(process_set)
 
 
-def numbered(name: str | None, kind: str, process_set: ProcessSet) -> str:
-    """The name of an operation, or the next one for those that the user gave none.
+def host_splits(splits: Any) -> Any:
+    """Return splits on the host."""
+    return splits.cpu().numpy() if isinstance(splits, torch.Tensor) else splits
 
-    It is asked for before anything can be refused: a refusal must not shift later names.
-    """
-    return name or runtime.engine(process_set).unnamed(kind)
+
+def _rows(result: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return _rows_and_splits(result, tensor)[0]
+
+
+def _rows_and_splits(result: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole, received = taken(result)
+    return to_tensor_like(whole, tensor), torch.tensor(received, dtype=torch.int32, device="cpu")

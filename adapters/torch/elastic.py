@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hvdlite import objects
+from hvdlite import collectives
 from hvdlite.elastic import HostUpdate, ObjectState, State, run
 from hvdlite.torch.elastic_sampler import ElasticSampler
 from hvdlite.torch.state import broadcast_optimizer_state, broadcast_parameters, has_extra_state
@@ -66,7 +66,7 @@ class StatefulHandler(StateHandler):
 
     def sync(self) -> None:
         name = f"elastic.{type(self.value).__name__}"
-        self.value.load_state_dict(objects.broadcast_object(self.value.state_dict(), 0, name))
+        self.value.load_state_dict(collectives.broadcast_object(self.value.state_dict(), 0, name))
 
 
 class ModelStateHandler(StatefulHandler):
@@ -114,7 +114,7 @@ class SamplerStateHandler(StatefulHandler):
         self.merge()
 
     def merge(self) -> None:
-        states = objects.allgather_object(self.value.state_dict(), "elastic.ElasticSampler")
+        states = collectives.allgather_object(self.value.state_dict(), "elastic.ElasticSampler")
         epoch = states[0]["epoch"]
         processed = [state["processed_indices"] for state in states if state["epoch"] == epoch]
         self.value.load_state_dict({"epoch": epoch, "processed_indices": set().union(*processed)})

@@ -1,4 +1,4 @@
-"""Collectives on tensors that are on their way."""
+"""Handles of collectives on tensors."""
 
 from __future__ import annotations
 
@@ -7,48 +7,54 @@ from typing import Any
 
 import torch
 
-from hvdlite.engine import Handle
+from hvdlite import runtime
+from hvdlite.engine import Handle, Operation
 from hvdlite.errors import HorovodInternalError
+from hvdlite.process_sets import ProcessSet
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.tensors import taken, to_tensor_like
 
 
 @untraced_methods("wait")
-class TensorHandle(Handle):
-    """A collective on its way; `synchronize` turns it into its tensor, once.
+class TensorHandle:
+    """A collective in flight; `synchronize` turns it into its tensor, once.
 
     Args:
-        name: the operation's.
-        convert: makes what the collective returns of the result and ``tensor``.
-        tensor: what was passed to the collective: a tensor or a list of them.
+        handle: The operation's handle.
+        convert: Makes the collective's return value of the operation's result and ``tensor``.
+        tensor: The tensor that was passed to the collective, or a list of them.
     """
 
-    __slots__ = ("_convert", "_tensor")
+    __slots__ = ("_convert", "_handle", "_tensor")
 
-    def __init__(
-        self,
-        name: str,
-        convert: Callable[[Any, Any], Any],
-        tensor: Any,
-    ) -> None:
-        Handle.__init__(self, name)
+    def __init__(self, handle: Handle, convert: Callable[[Any, Any], Any], tensor: Any) -> None:
+        self._handle = handle
         self._convert: Callable[[Any, Any], Any] | None = convert
         self._tensor: Any = tensor
 
-    def wait(self) -> Any:
-        """Wait for the operation and return what it results in.
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        return self._handle.name
 
-        If an exception from a signal's handler ends the wait, the handle can be waited for again.
+    def done(self) -> bool:
+        """Return whether the operation has ended, with a result or an error."""
+        return self._handle.finished
+
+    def wait(self) -> Any:
+        """Wait for the operation and return the collective's return value.
+
+        If an exception from a signal handler ends the wait, the handle can be waited for again.
 
         Raises:
-            ValueError: the handle has been waited for before.
-            HorovodInternalError: the operation failed.
+            ValueError: The handle has been waited for before.
+            HorovodInternalError: The operation failed.
         """
         convert, tensor = self._convert, self._tensor
         if convert is None:
             raise ValueError(f"the handle of {self.name!r} has been synchronized before")
         try:
-            result = Handle.wait(self)
+            result = self._handle.wait()
         except HorovodInternalError:
             self._convert = self._tensor = None
             raise
@@ -56,8 +62,21 @@ class TensorHandle(Handle):
         return convert(result, tensor)
 
 
+def submit(
+    kind: str,
+    name: str | None,
+    describe: Callable[[str], Operation],
+    convert: Callable[[Any, Any], Any],
+    tensor: Any,
+    process_set: ProcessSet,
+) -> TensorHandle:
+    """Submit an operation on tensors and return its handle; see `Engine.submit`, `TensorHandle`."""
+    handle = runtime.engine(process_set).submit(kind, name, describe)
+    return TensorHandle(handle, convert, tensor)
+
+
 def poll(handle: TensorHandle) -> bool:
-    """Whether ``synchronize(handle)`` would return at once."""
+    """Return whether ``synchronize(handle)`` would return at once."""
     return _checked(handle).done()
 
 
@@ -65,8 +84,8 @@ def synchronize(handle: TensorHandle) -> Any:
     """Wait for an asynchronous operation, and return its result: a tensor, or as it says.
 
     Raises:
-        ValueError: it is not a handle, or has been synchronized before.
-        HorovodInternalError: the operation failed, on this rank or another.
+        ValueError: It is not a handle, or has been synchronized before.
+        HorovodInternalError: The operation failed, on this rank or another.
     """
     return _checked(handle).wait()
 
@@ -78,13 +97,13 @@ def _checked(handle: TensorHandle) -> TensorHandle:
 
 
 def copied(result: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, which takes over a result that lies elsewhere."""
+    """Copy a result that lies elsewhere to the tensor, and return the tensor."""
     with torch.no_grad():
         return tensor.copy_(to_tensor_like(result, tensor))
 
 
 def written(result: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory a result has been written to."""
+    """Return the tensor, to whose memory a result has been written."""
     if not tensor.is_cpu:
         taken(result)
     # torch did not see the write: views and saved tensors must know of it.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
-from hvdlite import collectives, reduction, runtime
+from hvdlite import reduction, runtime
+from hvdlite.collectives import describe_allgather
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.process_sets import ProcessSet, global_process_set
@@ -42,12 +44,17 @@ def sparse_allreduce_async(
         NotImplementedError: another op.
     """
     # Before anything can be refused: a refusal must not shift the names of later calls.
-    name = name or runtime.engine(process_set).unnamed("sparse_allreduce")
+    engine = runtime.engine(process_set)
+    name = name or engine.unnamed("sparse_allreduce")
     chosen = reduction.choose(None, op)
     _check(tensor, chosen)
     own = _coalesced(tensor.detach())
     handles = [
-        collectives.allgather_rows_async(array, f"{name}.{part}", process_set=process_set)
+        engine.submit(
+            "allgather",
+            f"{name}.{part}",
+            functools.partial(describe_allgather, array, with_rows=True),
+        )
         for part, array in (
             ("indices", to_array(_described(own, chosen))),
             ("values", to_array(own.values().reshape(-1), lend)),

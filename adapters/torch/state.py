@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite import collectives, objects, runtime, world
+from hvdlite import collectives, runtime, world
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
@@ -139,7 +139,7 @@ def broadcast_optimizer_state(
     collectives.agree_on(f"{name}: the optimizer", described, process_set)
     is_root = world.rank() == root_rank
     state = map_leaves(_to_host, optimizer.state_dict()) if is_root else None
-    received = objects.broadcast_object(state, root_rank, name, process_set)
+    received = collectives.broadcast_object(state, root_rank, name, process_set)
     if not is_root:
         optimizer.load_state_dict(received)
 

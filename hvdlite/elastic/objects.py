@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from hvdlite import objects
+from hvdlite import collectives
 from hvdlite.elastic.state import State
 
 
@@ -73,4 +73,4 @@ class ObjectState(State):
 
 
 def _broadcast(value: Any) -> Any:
-    return objects.broadcast_object(value, 0, "elastic.objects")
+    return collectives.broadcast_object(value, 0, "elastic.objects")

@@ -8,34 +8,34 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from hvdlite.engine.handle import Handle
+from hvdlite.engine.handle import Handle, poll, synchronize
 from hvdlite.engine.lane import Lane
-from hvdlite.engine.operation import Operation
-from hvdlite.engine.persistent import Persistent
-from hvdlite.interrupts import uninterrupted
+from hvdlite.engine.operation import Operation, Signature
+from hvdlite.engine.persistent import PersistentCache
+from hvdlite.interrupts import deferred, leave, uninterrupted
 from hvdlite.settings import Settings
 from hvdlite.transport import connect
 from hvdlite.world import World
 
-__all__ = ["Engine", "Handle", "Lane", "Operation", "naming"]
+__all__ = ["Engine", "Handle", "Lane", "Operation", "Signature", "naming", "poll", "synchronize"]
 
 _place: ContextVar[str | None] = ContextVar("place", default=None)
 
 
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Name an operation that has no name by its place in the program, as long as this lasts.
+    """Name unnamed operations by their place in the program while this context lasts.
 
     For operations that each rank submits in an order of its own, as a graph does. Numbers in the
     order of submission would pair different operations.
 
     Args:
-        place: unique among the operations in flight, and the same on all ranks.
+        place: Name that is unique among the operations in flight, and the same on all ranks.
     """
     token = _place.set(place)
     try:
@@ -45,21 +45,21 @@ def naming(place: str) -> Iterator[None]:
 
 
 class Engine:
-    """The lanes of a world; making and closing one are collective.
+    """The lanes of a world; construction and closing are collective.
 
     Attributes:
-        gradients: the lane of gradient buckets.
-        named: the lane of everything that users submit by name.
-        settings: as given, with ``overlap`` decided.
-        persistent: what an adapter keeps of named calls.
-        world: as given.
-        joins: the handles of a join that has been begun.
+        gradients: Lane of gradient buckets.
+        named: Lane of operations that users submit by name.
+        settings: The settings given, with ``overlap`` decided.
+        persistent: Cache of an adapter's persistent operations.
+        world: The world given.
+        joins: Handles of a join that has begun.
 
     Args:
-        MPI: the module ``mpi4py.MPI``.
-        world: the ranks; each lane gets a transport of its own.
-        settings: read at ``init()``.
-        suffix: for the names of the lanes.
+        MPI: The module ``mpi4py.MPI``.
+        world: The ranks; each lane gets a transport of its own.
+        settings: Settings read at ``init()``.
+        suffix: Suffix for the names of the lanes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
             Lane(name + suffix, transport, self.settings)
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
-        self.persistent: Persistent[Any] = Persistent(settings.cache_capacity)
+        self.persistent: PersistentCache[Any] = PersistentCache(settings.cache_capacity)
         self.joins: list[Handle] = []
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counting = threading.Lock()
@@ -91,9 +91,47 @@ class Engine:
         """The number of ranks."""
         return int(self.world.comm.size)
 
-    @uninterrupted  # until what follows, a submission
+    def run(self, kind: str, name: str | None, describe: Callable[[str], Operation]) -> Any:
+        """Name an operation, describe it, submit it and wait for its result.
+
+        The name is chosen before anything can be refused: an error on one rank must not shift the
+        names of its later calls. No signal handler runs between the naming and the submission.
+
+        Args:
+            kind: Kind of the operation, for the name of one that the user gave none.
+            name: The user's name for it, or None.
+            describe: Makes the operation of that name.
+
+        Raises:
+            ValueError: An operation of this name is still in flight, and as ``describe``.
+            HorovodInternalError: The operation failed, on this rank or another.
+        """
+        return self.submit(kind, name, describe, begin=False).wait()
+
+    def submit(
+        self, kind: str, name: str | None, describe: Callable[[str], Operation], begin: bool = True
+    ) -> Handle:
+        """Do what `run` does but wait: return a handle at once.
+
+        Args:
+            kind, name, describe: As in `run`.
+            begin: Whether the operation begins before somebody waits for it.
+        """
+        try:
+            return self._enqueue(kind, name, describe, begin)
+        finally:
+            if deferred:
+                leave()
+
+    @uninterrupted
+    def _enqueue(
+        self, kind: str, name: str | None, describe: Callable[[str], Operation], begin: bool
+    ) -> Handle:
+        return self.named.enqueue(describe(name or self.unnamed(kind)), begin)
+
+    @uninterrupted  # until the submission that follows
     def unnamed(self, kind: str) -> str:
-        """The next name for an operation that the user gave none.
+        """Return the next name for an operation that the user gave none.
 
         Ranks pair unnamed operations by the order of their submission, or as `naming` says.
         """
@@ -104,7 +142,7 @@ class Engine:
             return f"{kind}.noname.{next(self._counters[kind])}"
 
     def begin_close(self) -> None:
-        """Take nothing more; what others wait for in vain fails there."""
+        """Refuse new operations; those for which other ranks wait fail there."""
         for lane in (self.gradients, self.named):
             lane.begin_close()
 
@@ -112,7 +150,7 @@ class Engine:
         """Close all lanes.
 
         Args:
-            timeout: seconds; None: as the settings allow.
+            timeout: Seconds; None: as the settings allow.
 
         Returns:
             Whether all ranks have closed them.
@@ -127,7 +165,7 @@ class Engine:
 
 
 def _overlap(asked: str, world: World) -> str:
-    """Whether buckets should leave before the backward pass is over.
+    """Return whether buckets should leave before the backward pass is over.
 
     Where the ranks fill the cores, the exchange takes the core from the backward pass, and
     switching between the two comes on top. That is another matter where ranks wait for a

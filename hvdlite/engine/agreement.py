@@ -1,4 +1,4 @@
-"""What to do when the ranks' next operations differ: every rank decides it from the same data."""
+"""Agreement: decide from all ranks' data, with the same outcome on each, what happens next."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ class Description:
     waited: float = 0.0  # seconds since it was submitted
     key: str = ""  # of the operation; empty: its name
     stands_in: bool = False  # whether ranks that have joined can take part in it
-    patient: bool = False  # whether it may wait as long as it takes
-    about: str = ""  # what messages add to the name
+    patient: bool = False  # whether it may wait without limit
+    about: str = ""  # an addition to the name in messages
 
     @property
     def title(self) -> str:
-        """Return its name for messages."""
+        """Its name for messages."""
         return title(self.name, self.about)
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank brings to a round: its operations, oldest first."""
+class Pending:
+    """The pending operations of one rank, oldest first."""
 
     descriptions: tuple[Description, ...]
     closing: bool = False
-    joined: bool = False  # whether the rank has no data of its own any more
+    joined: bool = False  # whether the rank has no more data of its own
 
 
 @dataclass
 class Decision:
-    """What all ranks do next; operations go by their keys.
+    """The next steps of all ranks; operations are given by their keys.
 
     Attributes:
-        ready: those that every rank has submitted alike, in the order to run them; also
-            those in which the ranks that lack them stand in, because they have joined.
-        substituted: which of these are such.
-        differing: those that every rank has submitted, with different signatures.
-        clashing: for each name under which every rank waits for an operation, but not all
+        ready: Operations that every rank has submitted with one signature, in the order to run
+            them; also those in which the ranks that lack them stand in, because they have joined.
+        substituted: The latter ones.
+        differing: Operations that every rank has submitted, with different signatures.
+        clashing: For each name under which every rank waits for an operation, but not all
             for one kind: the operation of each member.
-        failed: for each one that cannot run, why.
-        missing: for each one that waits, by its name, the members that have not submitted it.
-        about: of these, what messages add to the name.
-        closing: the members that are shutting down.
+        failed: For each operation that cannot run, the reason.
+        missing: For each one that waits, by its name, the members that have not submitted it.
+        about: Additions to these names in messages.
+        closing: The members that are shutting down.
     """
 
     ready: list[str] = field(default_factory=list)
@@ -68,26 +68,26 @@ class Decision:
     closing: list[int] = field(default_factory=list)
 
 
-def decide(reports: Mapping[int, Report], give_up_after: float = math.inf) -> Decision:
+def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> Decision:
     """Sort the operations of all ranks into what can run, what cannot, and what waits.
 
     Args:
-        reports: by member, ascending; every rank passes the same.
-        give_up_after: seconds after which an operation that is still missing somewhere
+        pending: By member, ascending; every rank passes the same.
+        give_up_after: Seconds after which an operation that is still missing somewhere
             fails where it was submitted.
     """
     tables = {
-        rank: {entry.key or entry.name: entry for entry in report.descriptions}
-        for rank, report in reports.items()
+        rank: {entry.key or entry.name: entry for entry in each.descriptions}
+        for rank, each in pending.items()
     }
-    decision = Decision(closing=[rank for rank, report in reports.items() if report.closing])
-    joined = {rank for rank, report in reports.items() if report.joined}
+    decision = Decision(closing=[rank for rank, each in pending.items() if each.closing])
+    joined = {rank for rank, each in pending.items() if each.joined}
     waiting: dict[str, list[int]] = {}
     # dict.fromkeys: the union of the keys, in an order that is the same on all ranks.
     for key in dict.fromkeys(key for table in tables.values() for key in table):
         entries = {rank: table[key] for rank, table in tables.items() if key in table}
         missing = [rank for rank in tables if rank not in entries]
-        # A join itself waits for ranks that have not joined, and nothing else does for ranks
+        # A join itself waits for ranks that have not joined; no other operation waits for ranks
         # that have.
         substituted = bool(missing) and joined.issuperset(missing)
         why = _failure(entries, missing, decision.closing, give_up_after, substituted)
@@ -112,7 +112,7 @@ def _failure(
     give_up_after: float,
     substituted: bool,
 ) -> str | None:
-    """Why an operation cannot run, now or later; None: it can."""
+    """Return why an operation can run neither now nor later; None: it can."""
     name = next(iter(entries.values())).title
     failures = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
     if substituted:
@@ -144,7 +144,7 @@ def _sort_waiting(
     tables: Mapping[int, Mapping[str, Description]],
     waiting: Mapping[str, list[int]],
 ) -> None:
-    """Tell operations that wait for each other under one name from those that just wait.
+    """Separate operations that wait for each other under one name from those that just wait.
 
     Ranks that submit the kinds of a name in the same order never clash: the first of two
     kinds is on its way, or done, on all ranks before any rank can wait for the second alone.
@@ -167,11 +167,11 @@ def _sort_waiting(
 
 
 def explain(name: str, signatures: Mapping[int, Signature]) -> str:
-    """Say in what the ranks' submissions under one name differ first.
+    """Describe the first difference between the ranks' submissions under one name.
 
     Args:
-        name: what the operation is called.
-        signatures: by rank.
+        name: Name of the operation.
+        signatures: By rank.
     """
     what, found = find_difference(signatures)
     return (
@@ -184,7 +184,7 @@ def find_difference(signatures: Mapping[int, Signature]) -> tuple[str, str]:
     """Return the label of the first entry that differs, and which ranks have which value.
 
     Args:
-        signatures: by rank; they differ.
+        signatures: By rank; they differ.
     """
     reference_rank = min(signatures)
     for position in range(max(len(signature) for signature in signatures.values())):
@@ -205,14 +205,14 @@ def find_difference(signatures: Mapping[int, Signature]) -> tuple[str, str]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
+    """Return ``rank 1`` or ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def report_missing(
     missing: Mapping[str, Sequence[int]], limit: int = 8, about: Mapping[str, str] = _NOTHING
 ) -> str:
-    """Return one line on what waits for whom."""
+    """Return one line on which operations wait for which ranks."""
     entries = [
         f"{title(name, about.get(name, ''))} (missing on {ranks_text(ranks)})"
         for name, ranks in missing.items()

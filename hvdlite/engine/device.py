@@ -1,50 +1,64 @@
-"""Operations on device arrays: what they need of a framework's memory, and what they return."""
+"""Operations on device arrays, and the part of a lane that runs them."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from hvdlite.engine.operation import Operation, Signature
+from hvdlite.engine.stall import StallInspector
+from hvdlite.errors import HorovodInternalError
+from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport, Work
+from hvdlite.transport.gpu.connect import connect_device
 from hvdlite.transport.gpu.cuda import Cuda, Event
 
-if TYPE_CHECKING:
-    from hvdlite.engine.device_side import DeviceSide
+# A few steps of a large model; the host does not run further ahead.
+_MAX_UNDER_WAY = 256
+_POLL_SECONDS = 1e-3
+# How often to check that the ranks for which the device may be waiting are alive.
+_ALIVE_SECONDS = 0.1
+# Work that all ranks have enqueued ends in this time unless the settings say otherwise, or a rank
+# hangs.
+_TIMEOUT_SECONDS = 600.0
 
 
 class DeviceMemory(Protocol):
-    """The memory of one device, as a framework has it: in tensors, used by streams."""
+    """The memory of one device, as a framework manages it: in tensors, used by streams."""
 
     @property
     def cuda(self) -> Cuda:
-        """The devices of this process."""
+        """The CUDA runtime of this process."""
 
     @property
     def index(self) -> int:
-        """The number of this one."""
+        """The number of the device."""
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return a flat uninitialised tensor, made on the thread's current stream."""
+        """Return a flat uninitialised tensor, allocated on the thread's current stream."""
 
     def array(self, tensor: Any) -> Any:
         """View a contiguous tensor as a flat device array, bfloat16 as uint16."""
 
     def stream(self) -> int:
-        """The address of the stream that the calling thread's work goes to."""
+        """Return the address of the calling thread's current stream."""
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
-        """Send the calling thread's work to a stream while this lasts."""
+        """Make a stream the calling thread's current one while the context lasts."""
 
     def keep(self, tensor: Any) -> None:
-        """Once it is free, use a tensor's memory again only after the current stream."""
+        """Delay the reuse of a tensor's memory, once freed, until the current stream gets there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +66,10 @@ class DeviceArray:
     """A contiguous tensor in device memory.
 
     Attributes:
-        tensor: the framework's.
-        shape: of it.
-        dtype: of its elements, as numpy's (``ml_dtypes`` has bfloat16).
-        memory: where it lies.
+        tensor: The framework's tensor.
+        shape: Its shape.
+        dtype: Its dtype as numpy's (``ml_dtypes`` has bfloat16).
+        memory: The memory it lies in.
     """
 
     tensor: Any
@@ -65,29 +79,29 @@ class DeviceArray:
 
     @property
     def flat(self) -> Any:
-        """Its elements as a device array."""
+        """Its elements as a flat device array."""
         return self.memory.array(self.tensor)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def like(self, shape: tuple[int, ...]) -> DeviceArray:
-        """Return an uninitialised one of another shape beside it."""
+        """Return an uninitialised array of another shape in the same memory."""
         tensor = self.memory.empty(prod(shape), self.dtype).reshape(shape)
         return DeviceArray(tensor, shape, self.dtype, self.memory)
 
 
 class DeviceResult:
-    """What a device operation's handle delivers: the device may still have to do it.
+    """The result of a device operation's handle, which the device may still have to compute.
 
     Args:
-        transport: whose work it is.
-        work: on the device.
-        memory: where the tensors lie.
-        tensors: what the work uses; they live until it is done, or `take` is called.
-        value: what the operation results in.
+        transport: The transport of the work.
+        work: The work on the device.
+        memory: The memory of the tensors.
+        tensors: Tensors that the work uses; they live until it is done, or `take` is called.
+        value: The operation's result.
     """
 
     def __init__(
@@ -105,13 +119,13 @@ class DeviceResult:
         self._value = value
 
     def take(self) -> Any:
-        """Let the current stream's later work wait for the result, and return it.
+        """Make the current stream's later work wait for the result, and return it.
 
-        The host does not wait. A communication that fails later is reported by what comes
-        next, and leaves anything in the result.
+        The host does not wait. A communication that fails later is reported by the next
+        operation, and leaves the result undefined.
 
         Raises:
-            HorovodInternalError: the communication has failed.
+            HorovodInternalError: The communication has failed.
         """
         self._transport.check()
         self._work.wait_on(self._memory.stream())
@@ -121,10 +135,10 @@ class DeviceResult:
         return self._value
 
     def done(self) -> bool:
-        """Whether the device has finished it.
+        """Return whether the device has finished it.
 
         Raises:
-            HorovodInternalError: the communication has failed.
+            HorovodInternalError: The communication has failed.
         """
         return self._work.done()
 
@@ -133,18 +147,18 @@ class DeviceOperation(Operation):
     """A collective on device arrays.
 
     Args:
-        name, signature, payload: as in `Operation`.
-        memory: where the arrays lie.
+        name, signature, payload: As in `Operation`.
+        memory: The memory of the arrays.
 
     Attributes:
-        side: of the lane that it was submitted to.
-        ready: what the device has to do before.
-        tensors: what the collective uses.
-        value: the result, once `exchange` has been called.
+        executor: Executor of the lane that it was submitted to.
+        ready: Events for which the device has to wait before.
+        tensors: Tensors that the collective uses.
+        value: The result, once `exchange` has been called.
     """
 
     memory: DeviceMemory
-    side: DeviceSide
+    executor: DeviceExecutor
 
     def __init__(
         self, name: str, signature: Signature, memory: DeviceMemory, payload: bytes = b""
@@ -156,16 +170,109 @@ class DeviceOperation(Operation):
         self.value: Any = None
 
     def follow(self, stream: int) -> None:
-        """Wait, on the device, for what a stream has been given to do by now."""
+        """Wait, on the device, for the work that a stream has been given by now."""
         self.ready.append(self.memory.cuda.record(self.memory.index, stream))
 
     def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
-        """Do what is left to do once every rank's payload is known, on a rank."""
+        """Do what needs every rank's payload, on this rank; called before `exchange`."""
 
     @abstractmethod
     def exchange(self, transport: DeviceTransport) -> None:
-        """Send the collective to the device."""
+        """Enqueue the collective on the device."""
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> DeviceResult:
-        """Send it to the device by the lane's device transport."""
-        return self.side.run(self, payloads)
+        """Enqueue it on the device by the lane's device transport."""
+        return self.executor.run(self, payloads)
+
+
+class DeviceExecutor:
+    """Runs a lane's device operations; it connects its device transport with the first one.
+
+    Only the thread that drives the lane may call `run` and `check`.
+
+    Args:
+        control: The lane's host transport.
+        settings: Times of reports and time-outs.
+
+    Attributes:
+        under_way: The start times and results of operations that the device may not have finished.
+    """
+
+    def __init__(self, control: Transport, settings: Settings) -> None:
+        self._control = control
+        self._timeout = settings.stall_shutdown_time_seconds or _TIMEOUT_SECONDS
+        settings = dataclasses.replace(settings, stall_shutdown_time_seconds=self._timeout)
+        self._transport: DeviceTransport | None = None
+        self._index: int | None = None
+        self._stall = StallInspector(settings, self._describe)
+        self.under_way: deque[tuple[float, DeviceResult]] = deque()
+        self._seen_alive = 0.0
+
+    def admit(self, operation: Any) -> None:
+        """Accept an operation; it fails, on all ranks, if it is for another device."""
+        index = operation.memory.index
+        if self._index is None:
+            self._index = index
+        elif self._index != index:
+            operation.failure = (
+                f"{operation.name!r} lies on device {index}, and this rank's collectives are on "
+                f"device {self._index}; move it there: one rank exchanges on one device"
+            )
+        operation.executor = self
+
+    def run(self, operation: DeviceOperation, payloads: Sequence[bytes]) -> DeviceResult:
+        """Enqueue an operation that all ranks have agreed on; collective.
+
+        Raises:
+            HorovodInternalError: A rank cannot use its device, or communication failed.
+        """
+        transport = self._connected(operation.memory)
+        while len(self.under_way) >= _MAX_UNDER_WAY:
+            time.sleep(_POLL_SECONDS)
+            self.check()
+        operation.prepare(payloads, transport.rank)
+        work = transport.enqueue(lambda: operation.exchange(transport), operation.ready)
+        result = DeviceResult(transport, work, operation.memory, operation.tensors, operation.value)
+        self.under_way.append((time.monotonic(), result))
+        return result
+
+    def check(self) -> None:
+        """Remove the operations that the device has finished.
+
+        Raises:
+            HorovodInternalError: The communication has failed, a rank has ended, which NCCL does
+                not report, or the device has taken as long as a rank may be waited for.
+        """
+        if self._transport is None:
+            return
+        self._transport.check()
+        while self.under_way and self.under_way[0][1].done():
+            self.under_way.popleft()
+        if self.under_way:
+            now = time.monotonic()
+            self._stall.check(now - self.under_way[0][0])
+            if now - max(self.under_way[0][0], self._seen_alive) > _ALIVE_SECONDS:
+                self._control.check_alive()
+                self._seen_alive = now
+
+    def abort(self, reason: str) -> None:
+        """End all operations under way; any thread may call it."""
+        if self._transport is not None:
+            with contextlib.suppress(HorovodInternalError):  # it always raises
+                self._transport.abort(reason)
+
+    def close(self) -> None:
+        """Release the device transport; collective, and before the host transport is closed."""
+        if self._transport is not None:
+            self._transport.close()
+        self.under_way.clear()
+
+    def _connected(self, memory: DeviceMemory) -> DeviceTransport:
+        if self._transport is None:
+            self._transport = connect_device(
+                self._control, memory.index, timeout=self._timeout, cuda=memory.cuda
+            )
+        return self._transport
+
+    def _describe(self) -> str:
+        return f"work on device {self._index}"

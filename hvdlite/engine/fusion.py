@@ -1,4 +1,4 @@
-"""Which operations run together."""
+"""Fusion: operations that run together as one exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def fuse(operations: Iterable[Operation], limit: float) -> list[list[Operation]]
     """Group operations that may run together, up to ``limit`` bytes a group.
 
     Groups come in the order of their first members, so ranks that have the same operations
-    make the same groups. What has failed, or may not run with others, is alone in its group.
+    make the same groups. An operation that has failed, or has no fusion key, is a group by itself.
     """
     groups: list[list[Operation]] = []
     growing: dict[Hashable, tuple[list[Operation], int]] = {}

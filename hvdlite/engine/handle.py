@@ -1,4 +1,4 @@
-"""What a caller holds while an operation is on its way."""
+"""Handle: the future result of an operation in flight."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, Protocol
 
 from hvdlite.interrupts import deferred, run_deferred, uninterrupted
 
-# How often one that sleeps looks whether a signal's handler wants to run.
-_LOOK_SECONDS = 0.05
+# How often a sleeping waiter checks for deferred signal handlers.
+_CHECK_SECONDS = 0.05
 _waiting = threading.Lock()
 
 
 class Driver(Protocol):
-    """What can run operations in the thread that calls it."""
+    """A lane, which can run operations in the thread that calls it."""
 
     def drive(self, handle: Handle) -> None:
-        """Run what is pending until the handle's operation has ended, unless somebody does.
+        """Run pending operations until the handle's one has ended, unless another thread does.
 
-        It may end before, where a signal's handler is to run.
+        It may return before, where a signal handler is to run.
         """
 
 
@@ -26,56 +26,57 @@ class Handle:
     """The future result of one operation.
 
     Args:
-        name: the operation's.
+        name: Name of the operation.
 
     Attributes:
-        driver: what may bring the end about in the thread of whoever waits for it.
+        driver: The lane that can run the operation in the thread of whoever waits for it.
+        finished: Whether the operation has ended.
     """
 
-    __slots__ = ("_ended", "_error", "_finished", "_result", "driver", "name")
+    __slots__ = ("_ended", "_error", "_result", "driver", "finished", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.driver: Driver | None = None
-        self._finished = False
+        self.finished = False
         self._result: Any = None
         self._error: BaseException | None = None
-        # Made by the first that has to sleep: there may be hundreds of handles.
+        # Made by the first waiter that has to sleep: there may be hundreds of handles.
         self._ended: threading.Lock | None = None
 
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Deliver the result, or the error that took its place; only the first counts."""
-        if not self._finished:
+        """Deliver the result, or the error that took its place; only the first call counts."""
+        if not self.finished:
             self._result, self._error = result, error
-            self._finished = True
+            self.finished = True
             self.driver = None
             if self._ended is not None:
                 self._ended.release()
 
     def done(self) -> bool:
-        """Whether the operation has ended, with a result or an error."""
-        return self._finished
+        """Return whether the operation has ended, with a result or an error."""
+        return self.finished
 
     def wait(self) -> Any:
         """Block until the operation has ended, and return its result.
 
-        The wait ends: the lane that runs the operation reports a stall, and ends it
-        where it has been told to.
+        The wait is bounded: the lane that runs the operation reports a stall, and ends the
+        operation where it has been told to.
 
-        An exception from a signal's handler ends the wait, too. The operation stays submitted, and
+        An exception from a signal handler ends the wait, too. The operation stays submitted, and
         may be waited for again.
 
         Raises:
-            HorovodInternalError: the operation failed, on this rank or another.
+            HorovodInternalError: The operation failed, on this rank or another.
         """
         driver = self.driver
         if driver is not None:
             driver.drive(self)
-        while deferred or not self._finished:
+        while deferred or not self.finished:
             if run_deferred():
                 if (driver := self.driver) is not None:
                     driver.drive(self)
-            elif self._finished:  # the handlers wait for another thread
+            elif self.finished:  # the handlers wait for another thread
                 break
             else:
                 self._sleep()
@@ -89,11 +90,11 @@ class Handle:
         By a plain lock, which no exception can leave half taken, as it could a `threading.Event`.
         """
         ended = self._lock()
-        # Either `finish` has seen the lock, or it has ended before this:
-        if not self._finished and ended.acquire(timeout=_LOOK_SECONDS):
-            ended.release()  # for the next that waits
+        # Either `finish` has seen the lock, or the operation has ended before this:
+        if not self.finished and ended.acquire(timeout=_CHECK_SECONDS):
+            ended.release()  # for the next waiter
 
-    @uninterrupted  # until `wait` goes on; a handler may come here, too
+    @uninterrupted  # until `wait` continues; a handler may come here, too
     def _lock(self) -> threading.Lock:
         with _waiting:
             self._ended = self._ended or _taken_lock()
@@ -104,3 +105,13 @@ def _taken_lock() -> threading.Lock:
     lock = threading.Lock()
     lock.acquire()
     return lock
+
+
+def poll(handle: Handle) -> bool:
+    """Return whether the operation behind a handle has ended."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for the operation behind a handle, and return its result."""
+    return handle.wait()

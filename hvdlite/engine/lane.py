@@ -1,8 +1,9 @@
-"""A lane: a queue of operations, one thread, one communicator.
+"""Lane: a queue of operations, one thread, one communicator.
 
 Collectives of one communicator must be issued in the same order on all ranks, while ranks
 submit them in any order, from any thread. So a lane works in rounds (`rounds.py`), in which
-the ranks agree on what is next. Rounds are driven by the lane's thread, or by whoever waits.
+the ranks agree on the next operations. The thread that drives the rounds is the lane's own, or
+that of whoever waits for an operation.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from hvdlite import world
-from hvdlite.engine.device_side import DeviceSide
+from hvdlite.engine.device import DeviceExecutor
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
-from hvdlite.engine.patience import WaitingPolicy
 from hvdlite.engine.queue import Queue
 from hvdlite.engine.rounds import Rounds
+from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
 from hvdlite.interrupts import Interrupted, deferred, is_due, leave, uninterrupted, workers
 from hvdlite.settings import Settings
@@ -29,23 +29,23 @@ from hvdlite.transport import Transport
 
 # While operations are submitted at shorter intervals the lane's thread stays out of the way, for so
 # many cycles at most: two threads that take turns with the GIL take twice as long.
-_BURST_SECONDS, _MOST_CYCLES = 1e-4, 10
-# How often an idle lane looks after what its device has not finished.
+_BURST_SECONDS, _MAX_BURST_CYCLES = 1e-4, 10
+# How often an idle lane checks the work that its device has not finished.
 _WATCH_SECONDS = 0.1
-# How often one that waits for the lane to close looks whether a signal's handler wants to run.
-_LOOK_SECONDS = 0.05
+# How often a thread that waits for the lane to close checks for deferred signal handlers.
+_CHECK_SECONDS = 0.05
 
 
 class Lane:
     """An ordered queue of operations over one transport.
 
     Args:
-        name: of the thread, and in messages.
-        transport: the lane's own; nothing else may use it.
-        settings: times of reports and time-outs.
+        name: Name of the lane in messages, in the timeline and of its thread.
+        transport: The lane's own transport; nothing else may use it.
+        settings: Times of reports and time-outs.
 
     Attributes:
-        members: by what numbers users know its ranks.
+        members: The global ranks of the lane's ranks.
     """
 
     def __init__(self, name: str, transport: Transport, settings: Settings) -> None:
@@ -54,18 +54,18 @@ class Lane:
         self._transport = transport
         transport.lane = name
         self._settings = settings
-        self._devices = DeviceSide(transport, settings)
+        self._devices = DeviceExecutor(transport, settings)
         self._watching = False
         self._queue = Queue(transport.members[transport.rank])
         self._lock, self._changed = self._queue.lock, self._queue.changed
-        self._patience = WaitingPolicy(
+        self._stall = StallInspector(
             settings,
             self._queue.describe,
             transport.absent,
             self._queue.is_patient,
-            lambda: self._rounds.meets,
+            lambda: self._rounds.waiting,
         )
-        self._rounds = Rounds(name, self._queue, transport, self._devices, self._patience, settings)
+        self._rounds = Rounds(name, self._queue, transport, self._devices, self._stall, settings)
         self._driver: int | None = None  # the thread that runs rounds
         self._sleeping = False
         self._broken = False
@@ -75,87 +75,83 @@ class Lane:
         workers.add(self)
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised flat array that lies where the lane exchanges it best.
+        """Return an uninitialised flat array in memory that the lane exchanges fastest.
 
-        Its memory is used again when the last view of it has gone.
+        Its memory is reused when the last view of it has gone.
         """
         return self._transport.empty(size, dtype)
 
     def release(self, array: Any) -> None:
-        """Say that no operation uses such an array any more, see `Transport.release`."""
+        """Declare that no operation uses such an array any more, see `Transport.release`."""
         self._transport.release(array)
 
     def unread(self, size: int) -> slice:
-        """What other ranks read nothing of in such an array, see `Transport.unread`."""
+        """Return the part of such an array that other ranks do not read, see `Transport.unread`."""
         return self._transport.unread(size)
 
-    def submit(
-        self, operation: Operation, begin: bool = True, handle: Handle | None = None
-    ) -> Handle:
-        """Queue an operation and return at once.
+    def submit(self, operation: Operation, begin: bool = True) -> Handle:
+        """Queue an operation and return its handle at once.
 
         Args:
-            operation: what to run; one that has ended may be submitted again.
-            begin: let the lane's thread turn to it; else it may stay until somebody waits.
-            handle: what to tell of its end, and to return; None: a new one.
+            operation: Operation to run; one that has ended may be submitted again.
+            begin: Whether the lane's thread turns to it; else it may stay until somebody waits.
 
         Raises:
-            ValueError: an operation of this name is still on its way.
-            HorovodInternalError: the lane has been closed or has failed.
+            ValueError: An operation of this name is still in flight.
+            HorovodInternalError: The lane has been closed or has failed.
         """
-        if world.forked:
-            raise world.fork_error()
-        if handle is None:
-            handle = Handle(operation.name)
         try:
-            self._submit(operation, begin, handle)
+            return self.enqueue(operation, begin)
         finally:
             if deferred:
                 leave()
-        return handle
 
     @uninterrupted
-    def _submit(self, operation: Operation, begin: bool, handle: Handle) -> None:
+    def enqueue(self, operation: Operation, begin: bool = True) -> Handle:
+        """Do what `submit` does, for callers that run deferred signal handlers themselves."""
+        if world.forked:
+            raise world.fork_error()
+        handle = Handle(operation.name)
         with self._lock:
             self._queue.add(operation)
-            operation.handle = handle  # now that it is known not to be on its way with another
+            operation.handle = handle  # now that it is known not to be in flight with another
             if operation.memory is not None:
                 self._devices.admit(operation)
             operation.lane = self._name
             handle.driver = self
             if begin or self._driver is not None:
                 self._announce()
+        return handle
 
     def run(self, operation: Operation) -> Any:
         """Queue an operation, wait for it, and return its result.
 
         Raises:
-            ValueError, HorovodInternalError: as `submit`, and as the operation.
+            ValueError, HorovodInternalError: As `submit`, and as the operation.
         """
         return self.submit(operation, begin=False).wait()
 
     @uninterrupted
     def drive(self, handle: Handle) -> None:
-        """Run rounds in the thread of whoever waits, if nobody else does, until it has ended.
+        """Run rounds in the waiter's thread until a handle is finished, unless another thread does.
 
-        Two switches between threads cost more than a small collective. A signal's handler that is
-        to run ends it before: the lane's thread goes on with the round.
+        Two switches between threads cost more than a small collective. A signal handler that is
+        to run ends it before: the lane's thread continues with the round.
 
         Raises:
-            HorovodInternalError: this process was forked from the rank that submitted it, or the
+            HorovodInternalError: This process was forked from the rank that submitted it, or the
                 caller is called by an operation of the lane, which would have to end first.
         """
         if world.forked:
             raise world.fork_error()
         thread = threading.get_ident()
         with self._lock:
-            if handle.done():
+            if handle.finished:
                 return
-            drives = self._driver is None
-            if drives:
+            if drives := self._driver is None:
                 self._driver = thread
         if drives:
-            self._drive_until(handle.done)
+            self._drive_until(handle)
         elif self._driver == thread:
             raise HorovodInternalError(
                 f"{handle.name!r} was called from within another operation, which would have to "
@@ -165,7 +161,7 @@ class Lane:
 
     @uninterrupted
     def take_over(self) -> None:
-        """Let the lane's thread turn to what nobody may wait for any more."""
+        """Let the lane's thread turn to operations for which nobody may wait any more."""
         with self._lock:
             if self._queue:
                 self._announce()
@@ -184,15 +180,15 @@ class Lane:
         """Begin to close, if that is not done yet, and wait until all ranks do.
 
         Args:
-            timeout: seconds to wait for the other ranks.
+            timeout: Seconds to wait for the other ranks.
 
         Returns:
             Whether all ranks have closed the lane; only then its communicator is free. If a
-            signal's handler raises, it is to be called again.
+            signal handler raises, call it again.
         """
         self.begin_close()
         if not self._join(timeout):
-            self._patience.abandon()
+            self._stall.abandon()
             if not self._join(1.0):  # it waits for the device
                 self._devices.abort("hvdlite was shut down on this rank")
                 self._join(1.0)
@@ -202,14 +198,14 @@ class Lane:
     def _join(self, seconds: float) -> bool:
         """Wait for the lane's thread to end; return whether it has."""
         deadline = time.monotonic() + seconds
-        while not (ended := self._has_ended(min(_LOOK_SECONDS, deadline - time.monotonic()))):
+        while not (ended := self._has_ended(min(_CHECK_SECONDS, deadline - time.monotonic()))):
             if deferred:
                 leave()
             if time.monotonic() >= deadline:
                 break
         return ended
 
-    @uninterrupted  # an exception in `join` has Python take the thread for one that has ended
+    @uninterrupted  # an exception in `join` makes Python consider the thread ended
     def _has_ended(self, seconds: float) -> bool:
         self._thread.join(max(seconds, 0.0))
         return not self._thread.is_alive()
@@ -222,7 +218,7 @@ class Lane:
             self._transport.close()
 
     def _announce(self) -> None:
-        """Wake who waits for a change; nobody in vain, or threads would fight for the GIL."""
+        """Notify waiters, but only if a thread sleeps, to avoid contention for the GIL."""
         if self._rounds.pausing or (self._sleeping and self._driver is None):
             self._sleeping = False
             self._changed.notify_all()
@@ -238,19 +234,19 @@ class Lane:
                 if self._rounds.closed or self._broken:
                     return
                 if self._driver is not None:
-                    continue  # who drives looks after the device, too
+                    continue  # the driver watches the device, too
                 self._driver = threading.get_ident()
-            self._drive_until(self._has_nothing_to_do)
+            self._drive_until(None)
 
     def _let_more_come(self) -> None:
-        """Leave the GIL to whoever submits; nobody waits yet, who did would drive."""
-        for _ in range(_MOST_CYCLES):
+        """Leave the GIL to the submitting thread; nobody waits yet, a waiter would drive."""
+        for _ in range(_MAX_BURST_CYCLES):
             time.sleep(self._settings.cycle_time * 1e-3)
             if self._driver is not None or self._queue.quiet() > _BURST_SECONDS:
                 return
 
     def _sleep(self) -> None:
-        """Wait until there is something to do, or to look after."""
+        """Wait until there is something to do, or to watch."""
         self._watching = bool(self._devices.under_way)
         while not self._is_wanted():
             self._sleeping = True
@@ -258,31 +254,36 @@ class Lane:
                 break
 
     def _is_wanted(self) -> bool:
-        """Whether the lane's thread has to do something, or to begin to watch the device."""
+        """Return whether the lane's thread has to work, or to begin to watch the device."""
         if self._driver is not None:
             return False
         return self._has_work() or (not self._watching and bool(self._devices.under_way))
 
     def _has_work(self) -> bool:
-        return bool(self._queue) or self._queue.closing or self._broken
+        return bool(self._queue.operations) or self._queue.closing or self._broken
 
-    def _has_nothing_to_do(self) -> bool:
-        self._devices.look()
+    def _has_ended_or_rests(self, handle: Handle | None) -> bool:
+        if handle is not None:
+            return handle.finished
+        self._devices.check()
         return self._rounds.closed or not self._has_work()
 
-    def _drive_until(self, ended: Callable[[], bool]) -> None:
-        """Hold the driver's seat; a failure in it fails everything that is pending."""
+    def _drive_until(self, handle: Handle | None) -> None:
+        """Run rounds until a handle is finished, or (None) there is nothing to do.
+
+        A failure in them fails everything that is pending.
+        """
         try:
-            while not ended() and not (deferred and is_due()):
+            while not self._has_ended_or_rests(handle) and not (deferred and is_due()):
                 self._rounds.run()
         except Interrupted:
-            pass  # the next who drives goes on with that round
+            pass  # the next driver continues with that round
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):  # else the handles carry it
                 raise
         finally:
-            with self._changed:
+            with self._lock:
                 self._driver = None
                 if self._is_wanted():
                     self._changed.notify_all()

@@ -1,9 +1,9 @@
-"""Which memory the operations on their way read and write."""
+"""Detection of memory that two operations in flight use at the same time."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.arrays import address
@@ -13,10 +13,10 @@ class Extent(NamedTuple):
     """A range of host memory that an operation uses.
 
     Attributes:
-        start: address of the first byte.
-        stop: address after the last.
-        writer: None: it is only read. Else it is written, and equal writers do not clash: they
-            write the same there, as broadcasts of a weight do that a model has twice.
+        start: Address of the first byte.
+        stop: Address after the last.
+        writer: None if it is only read. Else it is written, and equal writers do not conflict:
+            they write the same, as the broadcasts of a weight that a model has twice.
     """
 
     start: int
@@ -30,8 +30,23 @@ def extent(array: Any, writer: Any = None) -> Extent:
     return Extent(start, start + array.nbytes, writer)
 
 
+def extents_of(writer: Hashable, array: Any, out: Any = None) -> list[Extent]:
+    """Return the memory of an array that is read, and of one that is written.
+
+    Args:
+        writer: Identity of the writer, see `Extent`.
+        array: The array that is read.
+        out: The array that is written, which may be the same; None: a new one.
+    """
+    if out is None:
+        return [extent(array)]
+    own = extent(out, writer)
+    other = extent(array)
+    return [own] if other[:2] == own[:2] else [other, own]
+
+
 class Overlaps:
-    """Finds memory that two operations use at the same time, and one of them writes."""
+    """The memory of the operations in flight, to find what two use and one of them writes."""
 
     def __init__(self) -> None:
         self.clear()
@@ -40,19 +55,19 @@ class Overlaps:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all entries."""
         # By ascending start.
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._entries: list[tuple[Extent, Any]] = []
         self._longest = 0
-        self._are_apart = True  # none overlaps another, so that a new one's neighbour tells all
+        self._disjoint = True  # no two overlap, so it is enough to look at a new one's neighbour
 
     def add(self, operation: Any, extents: Sequence[Extent]) -> Any:
-        """Take note of an operation's memory, unless it clashes with another's.
+        """Add an operation's memory, unless it conflicts with another's.
 
         Returns:
-            None, or the operation (it may be the same one) that the memory is used by.
+            None, or the operation (it may be the same one) that uses the memory.
         """
         starts, stops = self._starts, self._stops
         for number, each in enumerate(extents):
@@ -60,11 +75,11 @@ class Overlaps:
             if start == stop:
                 continue
             place = bisect_left(starts, stop)
-            if place and (stops[place - 1] > start or not self._are_apart):
-                clashing = self._find(each)
-                if clashing is not None:
+            if place and (stops[place - 1] > start or not self._disjoint):
+                conflict = self._find(each)
+                if conflict is not None:
                     self.remove(operation, extents[:number])
-                    return clashing
+                    return conflict
                 place = bisect_left(starts, start)
             starts.insert(place, start)
             stops.insert(place, stop)
@@ -74,7 +89,7 @@ class Overlaps:
         return None
 
     def remove(self, operation: Any, extents: Sequence[Extent]) -> None:
-        """Forget an operation's memory, if that has been added."""
+        """Remove an operation's memory, if it has been added."""
         for each in extents:
             place = bisect_left(self._starts, each.start)
             while place < len(self) and self._starts[place] == each.start:
@@ -85,14 +100,14 @@ class Overlaps:
                 place += 1
 
     def _find(self, new: Extent) -> Any:
-        """The operation whose use of memory does not go together with a new one."""
+        """Return an operation whose use of memory conflicts with a new one."""
         place = bisect_left(self._starts, new.stop)
-        # Who begins before the longest would reach as far as this one ends too early.
+        # An extent that begins further below than the longest one is long ends too early.
         while place and self._starts[place - 1] + self._longest > new.start:
             place -= 1
             if self._stops[place] > new.start:
                 each, user = self._entries[place]
                 if each.writer != new.writer:
                     return user
-                self._are_apart = False
+                self._disjoint = False
         return None

@@ -1,4 +1,4 @@
-"""Operations that a program submits again and again."""
+"""Cache of operations that a program submits again and again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hvdlite.interrupts import uninterrupted
 T = TypeVar("T")
 
 
-class Persistent(Generic[T]):
-    """What has been made of named calls, kept for the next time; the oldest makes room.
+class PersistentCache(Generic[T]):
+    """Entries by the name of a call; the oldest is evicted.
 
     To describe an operation takes longer than to submit it, so a program that submits the same
     ones step after step need not do that every time. MPI calls such operations persistent;
-    Horovod has its cache of responses for them.
+    Horovod has a response cache for them.
 
     Args:
-        capacity: how many are kept at most.
+        capacity: Number of entries at most.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -30,20 +30,20 @@ class Persistent(Generic[T]):
         return len(self._entries)
 
     def get(self, name: str) -> T | None:
-        """What is kept for a name."""
+        """Return the entry of a name, if there is one."""
         return self._entries.get(name)
 
-    @uninterrupted  # until what follows, a wait for the operation
-    def keep(self, name: str, entry: T) -> None:
-        """Keep something for a name, in the place of what was kept for it before."""
+    @uninterrupted  # until the wait for the operation, which follows
+    def put(self, name: str, entry: T) -> None:
+        """Add an entry, in the place of an earlier one of that name."""
         with self._lock:
             self._entries.pop(name, None)
             self._entries[name] = entry
             if len(self._entries) > self._capacity:
                 self._entries.pop(next(iter(self._entries), ""), None)
 
-    def forget(self, name: str, entry: T) -> None:
-        """Keep an entry no more; it may be called at any time, by the garbage collector, too."""
+    def remove(self, name: str, entry: T) -> None:
+        """Remove an entry; the garbage collector may call this at any time."""
         # Without the lock, which this thread may hold. At worst another entry goes.
         if self._entries.get(name) is entry:
             self._entries.pop(name, None)

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from hvdlite import compression, timeline
+from hvdlite.collectives.objects import BroadcastBytes
 from hvdlite.compression import Bucket
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.control import Barrier
 from hvdlite.engine.operation import Signature
-from hvdlite.engine.operations import Barrier, BroadcastBytes
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.replicas import ReplicaCheck

@@ -8,8 +8,8 @@ from functools import partial
 
 from hvdlite import runtime
 from hvdlite.engine import Operation
+from hvdlite.engine.control import Barrier
 from hvdlite.engine.operation import Signature
-from hvdlite.engine.operations import Barrier
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, objects, runtime
+from hvdlite import collectives, runtime
 from hvdlite.compression import StrategyState
 from hvdlite.errors import NotInitializedError
 from hvdlite.process_sets import ProcessSet
@@ -110,7 +110,9 @@ def consolidate(state: StrategyState, name: str, process_set: ProcessSet) -> Non
         for parameter, entry in own.items()
         for key, array in entry.items()
     ]
-    everywhere = objects.allgather_object(described, f"{name}: its keys", process_set=process_set)
+    everywhere = collectives.allgather_object(
+        described, f"{name}: its keys", process_set=process_set
+    )
     merged: dict[str, dict[str, Any]] = {}
     for parameter, key, shape, dtype in sorted({each for many in everywhere for each in many}):
         array = own.get(parameter, {}).get(key, np.zeros(shape, dtype))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import collectives, objects, world
+from hvdlite import collectives, world
 from hvdlite.errors import CheckpointError
 from hvdlite.recipe import _archive
 from hvdlite.recipe._tree import flatten, unflatten
@@ -134,7 +134,7 @@ def _on_rank_zero(action: Callable[[], _Result], name: str) -> _Result:
             result = action()
         except Exception as error:  # the others wait for the outcome, whatever it is
             failure = error
-    received, remote_failure = objects.broadcast_object((result, failure), name=name)
+    received, remote_failure = collectives.broadcast_object((result, failure), name=name)
     if failure or remote_failure:
         raise failure or remote_failure
     return received  # type: ignore[no-any-return]

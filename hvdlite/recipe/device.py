@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hvdlite import objects, world
+from hvdlite import collectives, world
 
 
 def threads_per_rank() -> int:
@@ -18,7 +18,7 @@ def threads_per_rank() -> int:
         At least 1.
     """
     own = (world.node_index(), frozenset(os.sched_getaffinity(0)))
-    return _fair_share(own, objects.allgather_object(own, name="threads_per_rank"))
+    return _fair_share(own, collectives.allgather_object(own, name="threads_per_rank"))
 
 
 def _fair_share(
@@ -47,7 +47,7 @@ def local_device_index(devices: Sequence[str]) -> int | None:
             any; raised on all ranks.
     """
     own = (world.node_index(), tuple(devices))
-    everyone = objects.allgather_object(own, name="local_device_index")
+    everyone = collectives.allgather_object(own, name="local_device_index")
     if not any(seen for _, seen in everyone):
         return None
     for rank, (node, seen) in enumerate(everyone):

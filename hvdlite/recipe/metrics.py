@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from hvdlite import objects, world
+from hvdlite import collectives, world
 from hvdlite.errors import HorovodInternalError
 
 
@@ -38,7 +38,7 @@ def average_metrics(metrics: Mapping[str, float], weight: float = 1.0) -> dict[s
             weights are 0.
         HorovodInternalError: The ranks have different names.
     """
-    reports = objects.allgather_object(_report(metrics, weight), name="average_metrics")
+    reports = collectives.allgather_object(_report(metrics, weight), name="average_metrics")
     _check(reports)
     total = sum(report.weight for report in reports)
     return {

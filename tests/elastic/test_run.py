@@ -10,8 +10,8 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import runtime
+from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.elastic import HostUpdate, ObjectState
-from hvdlite.engine.operations import Allreduce
 from hvdlite.errors import RankGoneError
 from tests.harness import ranks, run_script
 

@@ -7,7 +7,7 @@ import pytest
 from hvdlite.engine import agreement
 from hvdlite.engine.agreement import (
     Description,
-    Report,
+    Pending,
     explain,
     ranks_text,
     report_missing,
@@ -17,7 +17,7 @@ from hvdlite.engine.agreement import (
 def report(*names, closing=False, **differently):
     """A report of operations that are alike on all ranks, but for those given by keyword."""
     alike = [Description(name, b"same", b"") for name in names]
-    return Report((*alike, *differently.values()), closing)
+    return Pending((*alike, *differently.values()), closing)
 
 
 def decide(reports, members=None, **kwargs):
@@ -47,7 +47,7 @@ def test_what_is_missing_somewhere_waits():
 
 def test_payloads_may_differ():
     one, other = Description("a", b"same", b"\x01"), Description("a", b"same", b"\x02")
-    assert decide([Report((one,)), Report((other,))]).ready == ["a"]
+    assert decide([Pending((one,)), Pending((other,))]).ready == ["a"]
 
 
 def test_signatures_may_not():
@@ -73,7 +73,7 @@ def test_a_failure_waits_for_all_ranks():
 
 def test_several_failures_are_all_told():
     failures = [Description("a", b"same", b"", failure=why) for why in ("this", "that")]
-    decision = decide([Report((failure,)) for failure in failures])
+    decision = decide([Pending((failure,)) for failure in failures])
     assert decision.failed == {"a": "rank 0: this; rank 1: that"}
 
 
@@ -112,7 +112,7 @@ def test_patience_ends_with_the_longest_wait():
     early = Description("a", b"same", b"", waited=11.0)
     late = Description("a", b"same", b"", waited=1.0)
     for first, second in ((early, late), (late, early)):
-        reports = [Report((first,)), Report((second,)), report("b")]
+        reports = [Pending((first,)), Pending((second,)), report("b")]
         assert decide(reports, give_up_after=10.0).failed == {
             "a": "'a' has waited 11 s and is still missing on rank 2; run the same steps on all "
             "ranks, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
@@ -123,11 +123,11 @@ def test_patience_ends_with_the_longest_wait():
 
 def test_what_has_waited_long_still_runs_when_it_is_complete():
     old = Description("a", b"same", b"", waited=100.0)
-    assert decide([Report((old,)), report("a")], give_up_after=10.0).ready == ["a"]
+    assert decide([Pending((old,)), report("a")], give_up_after=10.0).ready == ["a"]
 
 
 def of_kinds(*kinds):
-    return Report(tuple(Description("x", b"same", b"", key=f"{kind}.x") for kind in kinds))
+    return Pending(tuple(Description("x", b"same", b"", key=f"{kind}.x") for kind in kinds))
 
 
 def test_kinds_of_one_name_do_not_meet():
@@ -207,43 +207,43 @@ class TestJoinedRanks:
 
     def joined(self, *descriptions):
         join = Description("join()", b"join", b"", waited=1e9, key="join.join()", patient=True)
-        return Report((*descriptions, join), joined=True)
+        return Pending((*descriptions, join), joined=True)
 
     def test_they_stand_in_where_they_can(self):
-        reports = [Report((self.one(True),)), self.joined(), Report((self.one(True),))]
+        reports = [Pending((self.one(True),)), self.joined(), Pending((self.one(True),))]
         decision = decide(reports)
         assert (decision.ready, decision.substituted) == (["a"], ["a"])
         assert (decision.failed, decision.missing) == ({}, {})
 
     def test_what_they_submitted_before_is_theirs(self):
-        decision = decide([Report((self.one(True),)), self.joined(self.one(True))])
+        decision = decide([Pending((self.one(True),)), self.joined(self.one(True))])
         assert (decision.ready, decision.substituted) == (["a"], [])
 
     def test_what_needs_their_data_fails_and_says_who_has_joined(self):
-        reports = [Report((self.one(False),)), self.joined()]
+        reports = [Pending((self.one(False),)), self.joined()]
         decision = decide(reports, members=[4, 7])
         assert decision.ready == []
         assert "'a' cannot go on without rank 7, which called join()" in decision.failed["a"]
 
     def test_who_has_not_joined_is_waited_for(self):
-        decision = decide([Report((self.one(True),)), self.joined(), Report(())])
+        decision = decide([Pending((self.one(True),)), self.joined(), Pending(())])
         assert (decision.ready, decision.missing) == ([], {"a": [1, 2]})
 
     def test_the_others_still_have_to_agree(self):
-        reports = [Report((self.one(True),)), self.joined(), Report((self.one(True, b"other"),))]
+        reports = [Pending((self.one(True),)), self.joined(), Pending((self.one(True, b"other"),))]
         decision = decide(reports)
         assert (decision.ready, decision.differing) == ([], ["a"])
 
     def test_a_failure_of_one_is_that_of_all(self):
-        reports = [Report((self.one(True, failure="broken"),)), self.joined()]
+        reports = [Pending((self.one(True, failure="broken"),)), self.joined()]
         assert decide(reports).failed == {"a": "rank 0: broken"}
 
     def test_a_join_is_neither_reported_nor_given_up(self):
-        decision = decide([Report(()), self.joined()], give_up_after=10.0)
+        decision = decide([Pending(()), self.joined()], give_up_after=10.0)
         assert (decision.failed, decision.missing, decision.clashing) == ({}, {}, [])
 
     def test_a_join_does_not_wait_for_who_has_shut_down(self):
-        decision = decide([Report((), closing=True), self.joined()])
+        decision = decide([Pending((), closing=True), self.joined()])
         assert "rank 0 shut down" in decision.failed["join.join()"]
 
     def test_all_have_joined(self):
@@ -251,7 +251,7 @@ class TestJoinedRanks:
 
 
 def test_messages_call_ranks_by_their_numbers_in_the_world():
-    waiting = Report((Description("a", b"same", b"", waited=9.0),))
+    waiting = Pending((Description("a", b"same", b"", waited=9.0),))
     failed = decide([waiting, report()], members=[3, 5], give_up_after=5.0).failed
     assert "still missing on rank 5" in failed["a"]
     assert decide([waiting, report()], members=[3, 5]).missing == {"a": [5]}

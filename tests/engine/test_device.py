@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from hvdlite.compression import Compression, Reduction
-from hvdlite.compression.device import CompressedDeviceAllreduce
+from hvdlite.collectives.allgather import DeviceAllgather
+from hvdlite.collectives.allreduce import Allreduce, DeviceAllreduce
+from hvdlite.collectives.broadcast import DeviceBroadcast
+from hvdlite.compression import Compression
 from hvdlite.engine import lane as lanes
 from hvdlite.engine.device import DeviceResult
-from hvdlite.engine.device_operations import DeviceAllgather, DeviceAllreduce, DeviceBroadcast
-from hvdlite.engine.operations import Allreduce
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Adasum, Average, Max, Sum
 from tests.references import check_reduction, dtype_of, samples
@@ -83,7 +83,7 @@ def test_compression_rounds_on_the_device_as_on_the_host(connect, name, dtype):
         arrays = samples(3, dtype, 9)
         array = rank.memory.lend(arrays[rank.rank])
         factor = 1.0 if dtype == "int32" else 2.0
-        operation = CompressedDeviceAllreduce("x", array, strategy, Reduction(Sum), 1.0, factor)
+        operation = DeviceAllreduce("x", array, Sum, 1.0, factor, strategy=strategy)
         return arrays, read(rank, rank.named.submit(operation))
 
     for arrays, found in on_all_ranks(reduce, connect(3).ranks):
@@ -191,7 +191,7 @@ class TestOrder:
         assert all(len(rank.named._devices.under_way) <= 1 for rank in ranks.ranks)
 
     def test_the_host_does_not_run_ahead_without_end(self, connect, monkeypatch):
-        monkeypatch.setattr("hvdlite.engine.device_side._MOST_UNDER_WAY", 3)
+        monkeypatch.setattr("hvdlite.engine.device._MAX_UNDER_WAY", 3)
         ranks = connect(2)
 
         def reduce(rank):
@@ -286,7 +286,7 @@ class TestFailures:
             ranks.ranks[0].named.run(total(ranks.ranks[0]))
 
     def test_a_device_s_wait_has_a_limit_where_none_is_set(self, connect, monkeypatch):
-        monkeypatch.setattr("hvdlite.engine.device_side._TIMEOUT_SECONDS", 0.3)
+        monkeypatch.setattr("hvdlite.engine.device._TIMEOUT_SECONDS", 0.3)
         ranks = connect(2)
         assert ranks.settings.stall_shutdown_time_seconds == 0
         ranks.block(1)

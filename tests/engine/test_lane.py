@@ -11,9 +11,12 @@ import weakref
 import numpy as np
 import pytest
 
+from hvdlite.collectives.allgather import Allgather
+from hvdlite.collectives.allreduce import Allreduce
+from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.engine import Handle, Lane, Operation
+from hvdlite.engine.control import Barrier
 from hvdlite.engine.operation import Signature
-from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Max, Sum
 from hvdlite.settings import Settings

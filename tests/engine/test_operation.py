@@ -5,8 +5,12 @@ import threading
 import numpy as np
 import pytest
 
+from hvdlite.collectives.allgather import Allgather
+from hvdlite.collectives.allreduce import Allreduce
+from hvdlite.collectives.broadcast import Broadcast
+from hvdlite.collectives.objects import BroadcastBytes
 from hvdlite.engine import Handle
-from hvdlite.engine.operations import Allgather, Allreduce, Barrier, Broadcast, BroadcastBytes
+from hvdlite.engine.control import Barrier
 from hvdlite.reduction import Average, Sum
 
 

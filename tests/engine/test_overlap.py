@@ -9,9 +9,9 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import world
+from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.engine import operation
 from hvdlite.engine.operation import Signature
-from hvdlite.engine.operations import Allreduce
 from hvdlite.engine.overlap import Extent, Overlaps
 from hvdlite.engine.queue import Queue
 from hvdlite.reduction import Sum

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from hvdlite.engine.persistent import Persistent
+from hvdlite.engine.persistent import PersistentCache
 
 
 def test_what_is_kept_is_found():
-    kept = Persistent(3)
+    kept = PersistentCache(3)
     assert kept.get("a") is None
     kept.keep("a", 1)
     kept.keep("b", 2)
@@ -16,7 +16,7 @@ def test_what_is_kept_is_found():
 
 
 def test_the_oldest_makes_room():
-    kept = Persistent(2)
+    kept = PersistentCache(2)
     for number, name in enumerate("abc"):
         kept.keep(name, number)
     assert [kept.get(name) for name in "abc"] == [None, 1, 2]
@@ -27,14 +27,14 @@ def test_the_oldest_makes_room():
 
 
 def test_where_there_is_no_room_nothing_is_kept():
-    kept = Persistent(0)
+    kept = PersistentCache(0)
     kept.keep("a", 1)
     assert kept.get("a") is None
     assert len(kept) == 0
 
 
 def test_only_what_is_kept_is_forgotten():
-    kept = Persistent(3)
+    kept = PersistentCache(3)
     first, second = [1], [1]
     kept.keep("a", first)
     kept.keep("b", first)
@@ -48,7 +48,7 @@ def test_only_what_is_kept_is_forgotten():
 
 @pytest.mark.parametrize("capacity", [1, 10])
 def test_many_threads(capacity):
-    kept = Persistent(capacity)
+    kept = PersistentCache(capacity)
 
     def keep(first):
         for number in range(first, first + 2000):

@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 
-from hvdlite import objects, runtime
+from hvdlite import collectives, runtime
 
 
 @contextlib.contextmanager
@@ -34,7 +34,7 @@ def flat(weights):
 def same_on_all_ranks(weights):
     """Whether the ranks' weights are alike to the bit."""
     content = b"".join(np.ascontiguousarray(weight).tobytes() for weight in weights)
-    return len(set(objects.allgather_object(content))) == 1
+    return len(set(collectives.allgather_object(content))) == 1
 
 
 def close(found, expected, tolerance=1e-5):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hvdlite import mpi, runtime
-from hvdlite.engine.persistent import Persistent
+from hvdlite.engine.persistent import PersistentCache
 from tests.harness import ranks
 
 pytest.importorskip("torch")
@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.torch.in_place import KeptAllreduce
+from hvdlite.torch.persistent import PersistentAllreduce
 
 DTYPES = [
     torch.uint8,
@@ -347,11 +347,11 @@ def test_nothing_kept_holds_a_tensor(size):
 
 
 def test_what_is_kept_needs_no_garbage_collector():
-    kept, tensor = Persistent(1), torch.ones(4)
+    kept, tensor = PersistentCache(1), torch.ones(4)
     operation = SimpleNamespace(name="again")
     gc.disable()
     try:
-        kept.keep("again", KeptAllreduce(operation, tensor, (), kept))
+        kept.keep("again", PersistentAllreduce(operation, tensor, (), kept))
         gone = [weakref.ref(kept), weakref.ref(kept.get("again"))]
         del kept
         assert [each() for each in gone] == [None, None]

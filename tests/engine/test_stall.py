@@ -4,13 +4,13 @@ import logging
 
 import pytest
 
-from hvdlite.engine.patience import WaitingPolicy
+from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
 from hvdlite.settings import Settings
 
 
 def policy(**settings):
-    return WaitingPolicy(Settings(**settings), lambda: "'loss'")
+    return StallInspector(Settings(**settings), lambda: "'loss'")
 
 
 def wait(waiting, seconds, step=0.01):
@@ -54,7 +54,7 @@ def test_reports_can_be_switched_off(caplog):
 
 def test_a_report_names_the_ranks_that_are_absent_where_they_are_known(caplog):
     settings = Settings(stall_check_time_seconds=1.0, stall_shutdown_time_seconds=1.5)
-    waiting = WaitingPolicy(settings, lambda: "'loss'", lambda: [1, 3])
+    waiting = StallInspector(settings, lambda: "'loss'", lambda: [1, 3])
     with caplog.at_level(logging.WARNING, "hvdlite"):
         wait(waiting, 1.2)
     assert caplog.messages[0].startswith("waited 1 s for ranks 1, 3 in 'loss'")

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: with a report, and with an end."""
+"""Bounds on waiting for other ranks: the stall report and the stall shutdown."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hvdlite.settings import Settings
 _log = logging.getLogger("hvdlite")
 
 
-class WaitingPolicy:
-    """When a lane that waits for other ranks reports, and when it gives up.
+class StallInspector:
+    """Decides when a lane that waits for other ranks reports a stall, and when it gives up.
 
     Args:
-        settings: the times of the stall report.
-        describe: what is waited for, in words; called when a report is due.
-        absent: which ranks have not come (None: not known); likewise.
-        patient: whether neither is due, because what waits may do so as long as it takes.
-        resumable: whether the wait may be left, and taken up again in another thread.
+        settings: Times of the stall report and shutdown.
+        describe: Returns a text for what is waited for; called when a report is due.
+        absent: Returns the ranks that have not come (None: not known).
+        exempt: Returns whether the wait may take any time, without a report.
+        resumable: Returns whether the wait may be left, and resumed in another thread.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class WaitingPolicy:
         settings: Settings,
         describe: Callable[[], str],
         absent: Callable[[], list[int] | None] = lambda: None,
-        patient: Callable[[], bool] = lambda: False,
+        exempt: Callable[[], bool] = lambda: False,
         resumable: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._describe = describe
         self._absent = absent
-        self._patient = patient
+        self._exempt = exempt
         self._resumable = resumable
         self._reported = 0.0
         self._abandoned = threading.Event()
@@ -46,14 +46,14 @@ class WaitingPolicy:
         self._abandoned.set()
 
     def check(self, elapsed: float) -> None:
-        """Report the wait, or end it, where it is time for that.
+        """Report the wait, or end it, if that is due.
 
         Args:
-            elapsed: seconds of this wait; less than before: it is another one.
+            elapsed: Seconds of this wait; less than before: it is another one.
 
         Raises:
-            HorovodInternalError: the wait has been abandoned or has lasted too long.
-            Interrupted: a signal's handler is to run, and the wait is resumable.
+            HorovodInternalError: The wait has been abandoned or has lasted too long.
+            Interrupted: A signal handler is to run, and the wait is resumable.
         """
         if deferred and is_due():
             if self._resumable():
@@ -67,23 +67,23 @@ class WaitingPolicy:
                 "same steps on all ranks before hvd.shutdown()"
             )
         limit = self._settings.stall_shutdown_time_seconds
-        if limit and elapsed > limit and not self._patient():
+        if limit and elapsed > limit and not self._exempt():
             raise HorovodInternalError(
-                f"waited {elapsed:.0f} s for {_whom(self._absent())} in {self._describe()}; a rank "
-                "has ended, hangs, or runs different steps"
+                f"waited {elapsed:.0f} s for {_ranks(self._absent())} in {self._describe()}; a "
+                "rank has ended, hangs, or runs different steps"
             )
         due = elapsed - self._reported >= self._settings.stall_check_time_seconds
-        if due and not self._settings.stall_check_disable and not self._patient():
+        if due and not self._settings.stall_check_disable and not self._exempt():
             self._reported = elapsed
             absent = self._absent()
             if absent != []:  # else they have come meanwhile
                 _log.warning(
                     "waited %.0f s for %s in %s; do all ranks run the same steps?",
                     elapsed,
-                    _whom(absent),
+                    _ranks(absent),
                     self._describe(),
                 )
 
 
-def _whom(absent: list[int] | None) -> str:
+def _ranks(absent: list[int] | None) -> str:
     return ranks_text(absent) if absent else "other ranks"

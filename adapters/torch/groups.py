@@ -1,21 +1,27 @@
-"""The collectives on lists of torch tensors, which run as one."""
+"""Grouped collectives on lists of torch tensors, which run as one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hvdlite import grouped, reduction
+from hvdlite import reduction, runtime
+from hvdlite.collectives import (
+    describe_allgather,
+    describe_allreduce,
+    describe_group,
+    describe_reducescatter,
+)
 from hvdlite.compression import Compression, Strategy, check_strategy
+from hvdlite.engine import Operation
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
-from hvdlite.torch.collectives import numbered
 from hvdlite.torch.device_memory import lend, lender
-from hvdlite.torch.handles import TensorHandle, copied, synchronize, written
-from hvdlite.torch.in_place import memory_of
+from hvdlite.torch.handles import TensorHandle, copied, submit, synchronize, written
+from hvdlite.torch.persistent import memory_of
 from hvdlite.torch.tensors import CONVERSION, taken, to_array, to_tensor_like
 
 
@@ -43,7 +49,7 @@ def grouped_allreduce(
         ValueError: as `allreduce`; there is no tensor.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
-    name = numbered(name, "grouped_allreduce", process_set)
+    name = name or runtime.engine(process_set).unnamed("grouped_allreduce")
     chosen = reduction.choose(average, op)
     factors = prescale_factor, postscale_factor
     strategy = check_strategy(compression, CONVERSION)
@@ -60,21 +66,22 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `grouped_allreduce` and return one handle; leave the tensors alone until then."""
-    name = numbered(name, "grouped_allreduce", process_set)
-    handle = TensorHandle(name, _like, _checked(tensors))
-    lends = lender(tensors, prescale_factor, postscale_factor)
-    grouped.grouped_allreduce_async(
-        [to_array(tensor, lends) for tensor in tensors],
-        average,
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set=process_set,
-        handle=handle,
-    )
-    return handle
+    """Start `grouped_allreduce` and return one handle; do not touch the tensors until then."""
+    factors = prescale_factor, postscale_factor
+
+    def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
+        on_device = lender(tensors, *factors)
+        chosen = reduction.choose(average, op)
+        return describe_group(
+            "grouped allreduce",
+            name,
+            tensors,
+            lambda tensor, member: describe_allreduce(
+                to_array(tensor, on_device), member, chosen, *factors
+            ),
+        )
+
+    return _submit("grouped_allreduce", name, tensors, describe, _like, process_set)
 
 
 def grouped_allreduce_(
@@ -89,7 +96,8 @@ def grouped_allreduce_(
     """Do `grouped_allreduce` in place, and return the tensors."""
     factors = prescale_factor, postscale_factor
     handle = grouped_allreduce_async_(tensors, average, name, op, *factors, process_set)
-    return synchronize(handle)
+    results: list[torch.Tensor] = synchronize(handle)
+    return results
 
 
 def grouped_allreduce_async_(
@@ -101,24 +109,29 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `grouped_allreduce_` and return one handle; leave the tensors alone until then."""
-    name = numbered(name, "grouped_allreduce", process_set)
-    lends = lender(tensors, prescale_factor, postscale_factor)
-    arrays = [to_array(tensor, lends) for tensor in _checked(tensors)]
-    outs = [memory_of(*pair) for pair in zip(tensors, arrays, strict=True)]
-    handle = TensorHandle(name, _In(outs), list(tensors))
-    grouped.grouped_allreduce_async(
-        arrays,
-        average,
-        name,
-        op,
-        prescale_factor,
-        postscale_factor,
-        outs=outs,
-        process_set=process_set,
-        handle=handle,
-    )
-    return handle
+    """Start `grouped_allreduce_` and return one handle; do not touch the tensors until then."""
+    factors = prescale_factor, postscale_factor
+    in_place: list[bool] = []
+
+    def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
+        on_device = lender(tensors, *factors)
+        chosen = reduction.choose(average, op)
+
+        def describe_member(tensor: torch.Tensor, member: str) -> Operation:
+            array = to_array(tensor, on_device)
+            out = memory_of(tensor, array)
+            in_place.append(out is not None)
+            return describe_allreduce(array, member, chosen, *factors, out=out)
+
+        return describe_group("grouped allreduce", name, tensors, describe_member)
+
+    def convert(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            written(result, tensor) if is_written else copied(result, tensor)
+            for result, tensor, is_written in zip(taken(results), tensors, in_place, strict=True)
+        ]
+
+    return _submit("grouped_allreduce", name, tensors, describe, convert, process_set)
 
 
 def grouped_allgather(
@@ -127,7 +140,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
-    name = numbered(name, "grouped_allgather", process_set)
+    name = name or runtime.engine(process_set).unnamed("grouped_allgather")
     return list(autograd.GroupedAllgather.apply(name, process_set, *_checked(tensors)))
 
 
@@ -136,12 +149,17 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `grouped_allgather` and return one handle; leave the tensors alone until then."""
-    name = numbered(name, "grouped_allgather", process_set)
-    handle = TensorHandle(name, _like, _checked(tensors))
-    arrays = [to_array(tensor, lend) for tensor in tensors]
-    grouped.grouped_allgather_async(arrays, name, process_set=process_set, handle=handle)
-    return handle
+    """Start `grouped_allgather` and return one handle; do not touch the tensors until then."""
+
+    def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
+        return describe_group(
+            "grouped allgather",
+            name,
+            tensors,
+            lambda tensor, member: describe_allgather(to_array(tensor, lend), member),
+        )
+
+    return _submit("grouped_allgather", name, tensors, describe, _like, process_set)
 
 
 def grouped_reducescatter(
@@ -154,7 +172,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Do `reducescatter` for several tensors as one unit; see `grouped_allreduce`."""
-    name = numbered(name, "grouped_reducescatter", process_set)
+    name = name or runtime.engine(process_set).unnamed("grouped_reducescatter")
     factors = prescale_factor, postscale_factor
     arguments = name, compression, reduction.choose(None, op), *factors, process_set
     return list(autograd.GroupedReducescatter.apply(*arguments, *_checked(tensors)))
@@ -168,16 +186,39 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> TensorHandle:
-    """Start `grouped_reducescatter` and return one handle; leave the tensors alone until then."""
-    name = numbered(name, "grouped_reducescatter", process_set)
-    handle = TensorHandle(name, _like, _checked(tensors))
+    """Start `grouped_reducescatter` and return one handle; do not touch the tensors until then."""
     factors = prescale_factor, postscale_factor
-    lends = lender(tensors, *factors)
-    arrays = [to_array(tensor, lends) for tensor in tensors]
-    grouped.grouped_reducescatter_async(
-        arrays, name, op, *factors, process_set=process_set, handle=handle
-    )
-    return handle
+
+    def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
+        on_device = lender(tensors, *factors)
+        chosen = reduction.choose(None, op)
+        return describe_group(
+            "grouped reducescatter",
+            name,
+            tensors,
+            lambda tensor, member: describe_reducescatter(
+                to_array(tensor, on_device), member, chosen, *factors
+            ),
+        )
+
+    return _submit("grouped_reducescatter", name, tensors, describe, _like, process_set)
+
+
+def _submit(
+    kind: str,
+    name: str | None,
+    tensors: Sequence[torch.Tensor],
+    describe: Callable[[str, list[torch.Tensor]], Operation],
+    convert: Callable[[Any, Any], Any],
+    process_set: ProcessSet,
+) -> TensorHandle:
+    listed: list[torch.Tensor] = []
+
+    def describe_listed(name: str) -> Operation:
+        listed.extend(_checked(tensors))
+        return describe(name, listed)
+
+    return submit(kind, name, describe_listed, convert, listed, process_set)
 
 
 def _checked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -191,20 +232,3 @@ def _checked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _like(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(map(to_tensor_like, taken(results), tensors))
-
-
-class _In:
-    """Delivers the results of a group to tensors.
-
-    Args:
-        outs: for each tensor its own memory, if a result has been written there.
-    """
-
-    def __init__(self, outs: Sequence[Any]) -> None:
-        self._outs = outs
-
-    def __call__(self, results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            copied(result, tensor) if out is None else written(result, tensor)
-            for result, tensor, out in zip(taken(results), tensors, self._outs, strict=True)
-        ]

@@ -1,0 +1,467 @@
+"""Allreduce: every rank gets the reduction of all ranks' arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from hvdlite import reduction, runtime, timeline
+from hvdlite.arrays import as_array, check_out
+from hvdlite.compression import (
+    Bucket,
+    Compression,
+    Parameter,
+    Reduction,
+    Strategy,
+    check_strategy,
+    exchange_bucket,
+)
+from hvdlite.engine import Handle, Operation, Signature
+from hvdlite.engine.device import DeviceArray, DeviceOperation
+from hvdlite.engine.overlap import Extent, extents_of
+from hvdlite.errors import GradientError
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
+from hvdlite.transport import Transport
+from hvdlite.transport.base import LARGEST_FUSED
+from hvdlite.transport.gpu.base import DeviceTransport
+
+
+def allreduce(
+    array: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
+    out: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce an array over all ranks and return the result, equal to the bit on all of them.
+
+    The result is ``postscale * op(prescale * array)``; 16-bit floats are accumulated in
+    float32. Sums and products of integers wrap, as numpy's do. Their average is exact and rounded
+    towards zero. With factors, integers are computed in float64, and the result is rounded towards
+    zero.
+
+    Args:
+        array: Array of any shape (the same on all ranks) and dtype: bool, integers, floats of 16
+            to 64 bits, ``ml_dtypes.bfloat16``; complex for Sum and Average.
+        average: Deprecated; True is Average, False is Sum.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        op: One of the six reductions; None is Average.
+        prescale_factor: Factor for the array before the reduction.
+        postscale_factor: Factor for the result.
+        compression: Strategy for floats; all but ``Compression.none`` need Sum or Average. It must
+            be stateless, or a class with ``compress(array)`` and ``decompress(array, ctx)``.
+        out: Contiguous array for the result, which may be ``array``; None allocates one.
+        process_set: The ranks that take part.
+
+    Returns:
+        An array of the input's shape and dtype.
+
+    Raises:
+        ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
+            dtype or the compression, a factor is not finite or beyond the integers' range,
+            ``out`` does not fit, this rank is not in the process set, or an allreduce of this
+            name is still in flight.
+        GradientError: On all ranks; factors take an integer out of its type's range.
+        HorovodInternalError: The ranks disagree, or communication failed.
+    """
+    return runtime.engine(process_set).run(
+        "allreduce",
+        name,
+        lambda name: describe_allreduce(
+            array,
+            name,
+            reduction.choose(average, op),
+            prescale_factor,
+            postscale_factor,
+            compression,
+            out,
+        ),
+    )
+
+
+def allreduce_async(
+    array: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
+    out: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `allreduce` and return a handle; do not touch the array until it is done."""
+    return runtime.engine(process_set).submit(
+        "allreduce",
+        name,
+        lambda name: describe_allreduce(
+            array,
+            name,
+            reduction.choose(average, op),
+            prescale_factor,
+            postscale_factor,
+            compression,
+            out,
+        ),
+    )
+
+
+def describe_allreduce(
+    array: Any,
+    name: str,
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    compression: Strategy = Compression.none,
+    out: Any = None,
+) -> Operation:
+    """Make the operation that `allreduce` submits, which describes the arguments.
+
+    Raises:
+        ValueError: As `allreduce`, for everything that this rank can tell alone.
+    """
+    on_device = isinstance(array, DeviceArray)
+    if not on_device:
+        array = as_array(array)
+        if out is not None:
+            check_out(out, array)
+    reduction.check(op, array.dtype)
+    if prescale != 1.0 or type(prescale) is not float:
+        prescale = reduction.check_factor("prescale_factor", prescale, array.dtype)
+    if postscale != 1.0 or type(postscale) is not float:
+        postscale = reduction.check_factor("postscale_factor", postscale, array.dtype)
+    strategy = _strategy(compression, array, name, op, prescale, postscale)
+    if on_device:
+        return DeviceAllreduce(name, array, op, prescale, postscale, out, strategy)
+    if strategy is not None:
+        return CompressedAllreduce(name, array, strategy, Reduction(op), prescale, postscale, out)
+    return Allreduce(name, array, op, prescale, postscale, out)
+
+
+def _strategy(
+    compression: Strategy, array: Any, name: str, op: ReduceOp, prescale: float, postscale: float
+) -> Strategy | None:
+    """Return the strategy for an array; None where its elements travel as they are."""
+    if compression is Compression.none:
+        return None
+    compression = check_strategy(compression)
+    if compression.stateful:
+        raise ValueError(
+            f"compression={compression!r} keeps state from step to step, which an "
+            "allreduce by itself cannot; use it in a DistributedOptimizer or a "
+            "DistributedGradientTape"
+        )
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ValueError(
+            f"compression needs op=hvd.Sum or hvd.Average, not {op.name.capitalize()}; "
+            "leave compression out for the others"
+        )
+    if compression.choose(Parameter(name, array.shape, array.dtype)) == Compression.none:
+        return None
+    if scales_integers(array.dtype, prescale, postscale):
+        raise ValueError(
+            f"prescale_factor={prescale:g} and postscale_factor={postscale:g} cannot be applied to "
+            f"{array.dtype.name} with compression={compression!r}; scale in compress() and "
+            "decompress()"
+        )
+    return compression
+
+
+@lru_cache(4096)
+def _signature(
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    compression: str,
+    device: str = "cpu",
+) -> Signature:
+    return Signature(
+        (
+            ("the operation", "allreduce"),
+            ("dtype", dtype.name),
+            ("shape", shape),
+            ("op", op.name.capitalize()),
+            ("prescale_factor", prescale),
+            ("postscale_factor", postscale),
+            ("compression", compression),
+            ("device", device),
+        )
+    )
+
+
+@lru_cache
+def _split_average(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp, Scaling]:
+    """Return the reduction that transports compute, and the scaling of its result."""
+    if op is ReduceOp.AVERAGE:
+        return ReduceOp.SUM, Scaling(postscale, size)
+    return op, Scaling(postscale)
+
+
+class Allreduce(Operation):
+    """An allreduce of a host array.
+
+    Args:
+        name: Name of the operation.
+        array: Array of any shape; it must not change until the operation has ended.
+        op: One of the six reductions.
+        prescale: Factor before the reduction.
+        postscale: Factor after it.
+        out: Contiguous array of the same shape and dtype for the result, which may be the array
+            itself; None allocates one.
+    """
+
+    stands_in = True
+    _extents: Sequence[Extent] = ()
+
+    def __init__(
+        self,
+        name: str,
+        array: Any,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: Any = None,
+    ) -> None:
+        signature = _signature(array.dtype, array.shape, op, prescale, postscale, "none")
+        super().__init__(name, signature)
+        self._op = op
+        self._factors = prescale, postscale
+        self._array = array
+        self._given = out
+        # Allocated before the ranks meet: a failure then concerns this rank alone.
+        self._out = np.empty(array.shape, array.dtype) if out is None else out
+        # Flat; that of an array which is not contiguous is a copy.
+        self._send = array if array.ndim == 1 else array.reshape(-1)
+        self._result = self._send if out is array else self._out.reshape(-1)
+        self.nbytes = array.nbytes
+        self._scales_integers = scales_integers(array.dtype, prescale, postscale)
+        self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """Return a function that makes an allreduce of zeros."""
+        return partial(
+            _allreduce_zeros,
+            self.name,
+            self._array.shape,
+            self._array.dtype,
+            self._op,
+            *self._factors,
+        )
+
+    def extents(self) -> Sequence[Extent]:
+        """Return the memory of the array, and of the result where the caller has given it."""
+        if not self._extents:
+            self._extents = extents_of(self, self._send, self._given)
+        return self._extents
+
+    @property
+    def fusion(self) -> Hashable | None:
+        """The dtype, reduction and factors of small arrays."""
+        if self.nbytes > LARGEST_FUSED or self._op is ReduceOp.ADASUM or self._scales_integers:
+            return None
+        return self._send.dtype, self._op, self._factors
+
+    @property
+    def inline_data(self) -> Any:
+        """The flat array, unless it has to be scaled first or needs a reduction of its own."""
+        if self._factors[0] != 1.0 or self._op is ReduceOp.ADASUM or self._scales_integers:
+            return None
+        return self._send
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
+        """Return the reduced array, of the input's shape and dtype.
+
+        Raises:
+            GradientError: On all ranks; factors take an integer out of its type's range.
+        """
+        if self._scales_integers:
+            return self._reduce_scaled_integers(transport)
+        if self._factors[0] != 1.0:
+            return self.execute_together((), transport)[0]
+        prepared_for, reduce = self._prepared
+        if prepared_for is not transport:
+            arrays = self._send, self._result
+            reduce = transport.allreduce_init(*arrays, *self._reduction(transport))
+            self._prepared = transport, reduce
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            reduce()
+        return self._out
+
+    def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:
+        """Reduce the arrays of a group, of which this is the first, in one exchange."""
+        group: list[Allreduce] = [self, *others]
+        if self._factors[0] == 1.0:
+            sends = [operation._send for operation in group]
+        else:
+            sends = [operation._scaled() for operation in group]
+        results = [operation._result for operation in group]
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            transport.allreduce_all(sends, results, *self._reduction(transport))
+        return [operation._out for operation in group]
+
+    def _reduce_scaled_integers(self, transport: Transport) -> Any:
+        """Reduce in float64, so that every rank sees whether a result fits the integer type."""
+        wide = self._send.astype(np.float64)
+        if self._factors[0] != 1.0:
+            wide = scale_integers(wide, self._factors[0])
+        op, scaling = self._reduction(transport)
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            transport.allreduce(wide, wide, op, Scaling())
+        scaled = scale_integers(wide, scaling.factor, scaling.divisor)
+        beyond = first_beyond(scaled, self._send.dtype)
+        if beyond >= 0:
+            message = out_of_range(self.name, scaled[beyond], self._send.dtype, self._factors)
+            raise GradientError(message)
+        self._result[...] = scaled
+        return self._out
+
+    def _reduction(self, transport: Transport) -> tuple[ReduceOp, Scaling]:
+        return _split_average(self._op, self._factors[1], transport.size)
+
+    def _scaled(self) -> Any:
+        """Return the array to reduce, multiplied by the factor that comes before."""
+        if self._result is not self._send:
+            self._result[...] = self._send  # free until the reduction
+        return Scaling(self._factors[0]).apply(self._result)
+
+
+def _allreduce_zeros(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+) -> Allreduce:
+    zeros = np.zeros(shape, dtype)
+    return Allreduce(name, zeros, op, prescale, postscale, out=zeros)
+
+
+def out_of_range(name: str, value: Any, dtype: np.dtype[Any], factors: tuple[float, float]) -> str:
+    """Describe a result that an integer type cannot hold."""
+    found = "" if value is None else f"a result is {value:g}, "
+    return (
+        f"{name!r} with prescale_factor={factors[0]:g} and postscale_factor={factors[1]:g}: {found}"
+        f"beyond the range of {dtype.name}; use smaller factors, or convert the values to a float"
+    )
+
+
+class CompressedAllreduce(Operation):
+    """An allreduce of a host array by a strategy; arguments as in `Allreduce`."""
+
+    stands_in = True
+
+    def __init__(
+        self,
+        name: str,
+        array: Any,
+        strategy: Strategy,
+        reduction: Reduction,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: Any = None,
+    ) -> None:
+        dtype, shape = array.dtype, array.shape
+        signature = _signature(dtype, shape, reduction.op, prescale, postscale, strategy.name)
+        super().__init__(name, signature)
+        self._array = array
+        parameter = Parameter(name, shape, dtype)
+        self._strategy = strategy.choose(parameter)
+        self._bucket = Bucket([parameter], reduction)
+        self._prescale = Scaling(prescale)
+        self._postscale = Scaling(postscale)
+        self._out = out
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """Return a function that makes a compressed allreduce of zeros."""
+        parameter, reduction = self._bucket.parameters[0], self._bucket.reduction
+        return partial(_compressed_zeros, parameter, self._strategy, reduction)
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
+        """Return the reduced array, of the input's shape and dtype."""
+        bucket = self._bucket
+        bucket.send_slot(0)[...] = self._array
+        bucket.send[...] = self._prescale.apply(bucket.send)
+        exchange_bucket(self._strategy, bucket, transport)
+        result = self._postscale.apply(bucket.result).reshape(self._array.shape)
+        if self._out is None:
+            return result
+        self._out[...] = result
+        return self._out
+
+    def extents(self) -> Sequence[Extent]:
+        """Return the memory of the array, and of the result where the caller has given it."""
+        return extents_of(self, self._array, self._out)
+
+
+def _compressed_zeros(parameter: Parameter, strategy: Strategy, reduction: Reduction) -> Operation:
+    zeros = np.zeros(parameter.shape, parameter.dtype)
+    return CompressedAllreduce(parameter.name, zeros, strategy, reduction)
+
+
+class DeviceAllreduce(DeviceOperation):
+    """An allreduce of a device array.
+
+    Args:
+        name: Name of the operation.
+        array: Array of this rank; it must not change until the result has been taken.
+        op: One of the six reductions.
+        prescale: Factor before the reduction.
+        postscale: Factor after it.
+        out: Array for the result, which may be the array itself; None allocates one.
+        strategy: Strategy that works on devices; None: elements travel as they are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        array: DeviceArray,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        out: DeviceArray | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
+        compression = "none" if strategy is None else strategy.name
+        signature = _signature(
+            array.dtype, array.shape, op, prescale, postscale, compression, "cuda"
+        )
+        super().__init__(name, signature, array.memory)
+        self._array = array
+        self._op = op
+        self._factors = prescale, postscale
+        self._strategy = strategy
+        self._out = array.like(array.shape) if out is None else out
+        self.nbytes = array.nbytes
+        self.tensors = (array.tensor, self._out.tensor)
+        self.value = self._out.tensor
+        # After the result has been allocated: others may be using its memory until now.
+        self.follow(array.memory.stream())
+
+    def exchange(self, transport: DeviceTransport) -> None:
+        """Scale, reduce and scale the array."""
+        prescale, postscale = self._factors
+        dtype, send, out = self._array.dtype, self._array.flat, self._out.flat
+        if prescale != 1.0:
+            transport.scale(send, out, Scaling(prescale), dtype)
+            send = out
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            if self._strategy is None:
+                op, scaling = _split_average(self._op, postscale, transport.size)
+                transport.allreduce(send, out, op, scaling, dtype)
+                return
+            self._strategy.exchange_on_device(send, out, dtype, Reduction(self._op), transport)
+            if postscale != 1.0:
+                transport.scale(out, out, Scaling(postscale), dtype)

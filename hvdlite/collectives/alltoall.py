@@ -1,0 +1,193 @@
+"""Alltoall: every rank sends each rank some rows of its array."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hvdlite import runtime, timeline
+from hvdlite.arrays import as_array, as_bytes, cut, flat
+from hvdlite.engine import Handle, Operation, Signature
+from hvdlite.engine.device import DeviceArray, DeviceOperation
+from hvdlite.engine.overlap import Extent, extents_of
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.transport import Transport
+from hvdlite.transport.gpu.base import DeviceTransport
+
+
+def alltoall(
+    array: Any,
+    splits: Any = None,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Any, Any]:
+    """Send every rank some rows of an array, and receive some of theirs.
+
+    Args:
+        array: Array of at least one axis; all but the first are the same on all ranks.
+        splits: Number of rows for each rank of the process set, in their order: integers that
+            add up to the number of rows. None: the same number for all.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows, in the order of the ranks they came from, and an int32 array of how
+        many came from each.
+
+    Raises:
+        ValueError: The splits do not fit, an alltoall of this name is still in flight, or this
+            rank is not in the process set.
+        HorovodInternalError: The ranks disagree, or communication failed.
+    """
+    engine = runtime.engine(process_set)
+    rows, received = engine.run(
+        "alltoall", name, lambda name: describe_alltoall(array, splits, name, engine.size)
+    )
+    return rows, np.array(received, np.int32)
+
+
+def alltoall_async(
+    array: Any,
+    splits: Any = None,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `alltoall` and return a handle, whose result is the rows and a list of numbers."""
+    engine = runtime.engine(process_set)
+    return engine.submit(
+        "alltoall", name, lambda name: describe_alltoall(array, splits, name, engine.size)
+    )
+
+
+def describe_alltoall(array: Any, splits: Any, name: str, size: int) -> Operation:
+    """Make the operation that `alltoall` submits on ``size`` ranks; arguments and errors as there.
+
+    Its result is the received rows and a list of how many came from each rank.
+    """
+    on_device = isinstance(array, DeviceArray)
+    if not on_device:
+        array = as_array(array)
+    if not array.shape:
+        raise ValueError("alltoall needs an array of rows, found a scalar")
+    counts = _checked_splits(splits, array.shape[0], size)
+    return DeviceAlltoall(name, array, counts) if on_device else Alltoall(name, array, counts)
+
+
+def _checked_splits(splits: Any, rows: int, size: int) -> list[int]:
+    if splits is None:
+        if rows % size:
+            raise ValueError(
+                f"{rows} rows cannot be dealt evenly to {size} ranks; pass splits, one for each"
+            )
+        return [rows // size] * size
+    try:
+        given = np.asarray(splits)
+    except ValueError:  # a list of lists that differ in length
+        given = np.empty(0, object)
+    if given.ndim != 1 or given.size != size or (given.dtype.kind not in "iu" and given.size):
+        raise ValueError(
+            f"splits must be {size} integers, one for each rank that takes part; found {splits!r}"
+        )
+    counts: list[int] = given.tolist()
+    if min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(
+            f"splits must not be negative and add up to the {rows} rows; found {counts}"
+        )
+    return counts
+
+
+def _signature(dtype: np.dtype[Any], shape: tuple[int, ...], device: str = "cpu") -> Signature:
+    return Signature(
+        (
+            ("the operation", "alltoall"),
+            ("dtype", dtype.name),
+            ("the shape after its first axis", tuple(shape[1:])),
+            ("device", device),
+        )
+    )
+
+
+def _packed(splits: Sequence[int]) -> bytes:
+    """Encode a rank's splits as the payload of its operation."""
+    return struct.pack(f"<{len(splits)}q", *splits)
+
+
+def _received_rows(payloads: Sequence[bytes], rank: int) -> list[int]:
+    """Return how many rows a rank gets from each, by the payloads of all."""
+    return [struct.unpack_from("<q", payload, 8 * rank)[0] for payload in payloads]
+
+
+def _bounds(rows: Sequence[int], row: int) -> list[int]:
+    """Return where each rank's part begins, and the last one ends, in rows of ``row`` bytes."""
+    return list(itertools.accumulate((count * row for count in rows), initial=0))
+
+
+class Alltoall(Operation):
+    """An alltoall of host arrays.
+
+    Args:
+        name: Name of the operation.
+        array: Array of at least one axis; all but the first are the same on all ranks.
+        splits: Number of rows for each rank, in their order.
+    """
+
+    def __init__(self, name: str, array: Any, splits: Sequence[int]) -> None:
+        super().__init__(name, _signature(array.dtype, array.shape), _packed(splits))
+        self._array = array
+        self._splits = splits
+        self.nbytes = array.nbytes
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> tuple[Any, list[int]]:
+        """Return the received rows, in the order of the ranks, and how many came from each."""
+        received = _received_rows(payloads, transport.rank)
+        shape = self._array.shape[1:]
+        result = np.empty((sum(received), *shape), self._array.dtype)
+        row = prod(shape) * self._array.itemsize
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            transport.alltoall(
+                cut(as_bytes(flat(self._array)), _bounds(self._splits, row)),
+                cut(as_bytes(flat(result)), _bounds(received, row)),
+            )
+        return result, received
+
+    def extents(self) -> Sequence[Extent]:
+        """Return the memory of the array."""
+        return extents_of(self, self._array)
+
+
+class DeviceAlltoall(DeviceOperation):
+    """An alltoall of device arrays; arguments as in `Alltoall`."""
+
+    def __init__(self, name: str, array: DeviceArray, splits: Sequence[int]) -> None:
+        signature = _signature(array.dtype, array.shape, "cuda")
+        super().__init__(name, signature, array.memory, _packed(splits))
+        self._array = array
+        self._splits = splits
+        self._stream = array.memory.stream()
+        self.nbytes = array.nbytes
+        self.follow(self._stream)
+
+    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
+        """Allocate the result, on the stream on which the operation was submitted."""
+        self._received = _received_rows(payloads, rank)
+        with self.memory.on(self._stream):
+            self._result = self._array.like((sum(self._received), *self._array.shape[1:]))
+        self.follow(self._stream)
+        self.tensors = (self._array.tensor, self._result.tensor)
+        self.value = self._result.tensor, self._received
+
+    def exchange(self, transport: DeviceTransport) -> None:
+        """Send and receive the rows."""
+        row = prod(self._array.shape[1:]) * self._array.dtype.itemsize
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            transport.alltoall(
+                cut(as_bytes(self._array.flat), _bounds(self._splits, row)),
+                cut(as_bytes(self._result.flat), _bounds(self._received, row)),
+            )

@@ -1,0 +1,332 @@
+"""Groups: several operations of one family that begin, run and fail as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from hvdlite import reduction, runtime
+from hvdlite.collectives.allgather import describe_allgather
+from hvdlite.collectives.allreduce import describe_allreduce
+from hvdlite.collectives.reducescatter import describe_reducescatter
+from hvdlite.compression import Compression, Strategy
+from hvdlite.engine import Handle, Operation, Signature
+from hvdlite.engine.device import DeviceMemory, DeviceOperation
+from hvdlite.engine.fusion import fuse
+from hvdlite.engine.overlap import Extent
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.reduction import ReduceOp
+from hvdlite.transport import Transport
+from hvdlite.transport.gpu.base import DeviceTransport
+
+
+def grouped_allreduce(
+    arrays: Iterable[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
+    outs: Sequence[Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Reduce several arrays over all ranks as one unit; see `hvdlite.allreduce`.
+
+    No array is reduced before every rank has submitted all, and if one is refused, all are.
+
+    Args:
+        arrays: Arrays of any shapes and dtypes, the same on all ranks.
+        outs: For each the place of its result, as in `hvdlite.allreduce`; None allocates them.
+
+    Raises:
+        ValueError, HorovodInternalError: As `hvdlite.allreduce`; there is no array.
+    """
+    results: list[Any] = runtime.engine(process_set).run(
+        "grouped_allreduce",
+        name,
+        lambda name: describe_group(
+            "grouped allreduce",
+            name,
+            _with_outs(arrays, outs),
+            lambda pair, member: describe_allreduce(
+                pair[0],
+                member,
+                reduction.choose(average, op),
+                prescale_factor,
+                postscale_factor,
+                compression,
+                pair[1],
+            ),
+        ),
+    )
+    return results
+
+
+def grouped_allreduce_async(
+    arrays: Iterable[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
+    outs: Sequence[Any] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `grouped_allreduce` and return one handle, whose result is a list."""
+    return runtime.engine(process_set).submit(
+        "grouped_allreduce",
+        name,
+        lambda name: describe_group(
+            "grouped allreduce",
+            name,
+            _with_outs(arrays, outs),
+            lambda pair, member: describe_allreduce(
+                pair[0],
+                member,
+                reduction.choose(average, op),
+                prescale_factor,
+                postscale_factor,
+                compression,
+                pair[1],
+            ),
+        ),
+    )
+
+
+def _with_outs(arrays: Iterable[Any], outs: Sequence[Any] | None) -> list[tuple[Any, Any]]:
+    arrays = list(arrays)
+    return list(zip(arrays, [None] * len(arrays) if outs is None else outs, strict=True))
+
+
+def grouped_allgather(
+    arrays: Iterable[Any],
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Gather several arrays as one unit; see `hvdlite.allgather` and `grouped_allreduce`."""
+    results: list[Any] = runtime.engine(process_set).run(
+        "grouped_allgather",
+        name,
+        lambda name: describe_group("grouped allgather", name, arrays, describe_allgather),
+    )
+    return results
+
+
+def grouped_allgather_async(
+    arrays: Iterable[Any],
+    name: str | None = None,
+    *,
+    with_rows: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `grouped_allgather` and return one handle, whose result is a list.
+
+    Args:
+        with_rows: Whether each result is a pair of the whole and each rank's number of rows.
+    """
+    describe = partial(describe_allgather, with_rows=with_rows)
+    return runtime.engine(process_set).submit(
+        "grouped_allgather",
+        name,
+        lambda name: describe_group("grouped allgather", name, arrays, describe),
+    )
+
+
+def grouped_reducescatter(
+    arrays: Iterable[Any],
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.AVERAGE,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Do `hvdlite.reducescatter` for several arrays as one unit; see `grouped_allreduce`."""
+    results: list[Any] = runtime.engine(process_set).run(
+        "grouped_reducescatter",
+        name,
+        lambda name: describe_group(
+            "grouped reducescatter",
+            name,
+            arrays,
+            lambda array, member: describe_reducescatter(
+                array,
+                member,
+                reduction.choose(None, op),
+                prescale_factor,
+                postscale_factor,
+                compression,
+            ),
+        ),
+    )
+    return results
+
+
+def grouped_reducescatter_async(
+    arrays: Iterable[Any],
+    name: str | None = None,
+    op: ReduceOp | int = ReduceOp.AVERAGE,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: Strategy = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start `grouped_reducescatter` and return one handle, whose result is a list."""
+    return runtime.engine(process_set).submit(
+        "grouped_reducescatter",
+        name,
+        lambda name: describe_group(
+            "grouped reducescatter",
+            name,
+            arrays,
+            lambda array, member: describe_reducescatter(
+                array,
+                member,
+                reduction.choose(None, op),
+                prescale_factor,
+                postscale_factor,
+                compression,
+            ),
+        ),
+    )
+
+
+def describe_group(
+    label: str, name: str, items: Iterable[Any], describe: Callable[[Any, str], Operation]
+) -> Operation:
+    """Make one operation of several.
+
+    Args:
+        label: What messages call the operation.
+        name: Name of the operation; its members are called ``name.0``, ``name.1`` and so on.
+        items: One for each member.
+        describe: Makes a member of an item and the member's name.
+
+    Raises:
+        ValueError: There is no item, the members are on several devices, or as ``describe``.
+    """
+    operations: list[Any] = [
+        describe(item, f"{name}.{number}") for number, item in enumerate(items)
+    ]
+    if not operations:
+        raise ValueError(f"a {label} needs one array at least; found none")
+    memories = {id(operation.memory): operation.memory for operation in operations}
+    if len(memories) > 1:
+        raise ValueError(
+            f"the arrays of a {label} must lie on one device; found several, or the host besides"
+        )
+    (memory,) = memories.values()
+    if memory is None:
+        return Group(name, label, operations)
+    return DeviceGroup(name, label, operations, memory)
+
+
+class Group(Operation):
+    """Operations of one family on host arrays, which begin and end together.
+
+    None of them begins before every rank has submitted all, and if one is refused, all are.
+
+    Args:
+        name: Name of the operation.
+        label: What messages call it.
+        operations: Operations that have not been submitted; the same number on all ranks.
+    """
+
+    uses_memory_twice = True
+
+    def __init__(self, name: str, label: str, operations: Sequence[Operation]) -> None:
+        super().__init__(name, _signature(label, operations), _payload(operations))
+        self._operations = list(operations)
+        self.nbytes = sum(operation.nbytes for operation in operations)
+        self.stands_in = all(operation.stands_in for operation in operations)
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[Any]:
+        """Run all, fused where that is possible, and return their results."""
+        results: dict[int, Any] = {}
+        known = _split(payloads, self._operations)
+        for group in fuse(self._operations, math.inf):
+            first, *others = group
+            for operation in group:
+                operation.lane = self.lane
+            if others:
+                found = first.execute_together(others, transport)
+            else:
+                found = [first.execute(transport, known[id(first)])]
+            results.update(zip(map(id, group), found, strict=True))
+        return [results[id(operation)] for operation in self._operations]
+
+    def extents(self) -> Sequence[Extent]:
+        """Return the memory of all."""
+        return [extent for operation in self._operations for extent in operation.extents()]
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """Return a function that makes a group of stand-ins."""
+        label = self.signature[0][1]
+        makers = [operation.stand_in() for operation in self._operations]
+        return partial(_group_of, self.name, label, makers)
+
+
+def _group_of(name: str, label: str, makers: Sequence[Callable[[], Operation]]) -> Group:
+    return Group(name, label, [make() for make in makers])
+
+
+class DeviceGroup(DeviceOperation):
+    """Operations of one family on arrays of one device; arguments as in `Group`."""
+
+    def __init__(
+        self, name: str, label: str, operations: Sequence[DeviceOperation], memory: DeviceMemory
+    ) -> None:
+        super().__init__(name, _signature(label, operations), memory, _payload(operations))
+        self._operations = list(operations)
+        self.nbytes = sum(operation.nbytes for operation in operations)
+
+    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
+        """Prepare all."""
+        known = _split(payloads, self._operations)
+        for operation in self._operations:
+            operation.lane = self.lane
+            operation.prepare(known[id(operation)], rank)
+        self.ready = [event for operation in self._operations for event in operation.ready]
+        self.tensors = tuple(
+            tensor for operation in self._operations for tensor in operation.tensors
+        )
+        self.value = [operation.value for operation in self._operations]
+
+    def exchange(self, transport: DeviceTransport) -> None:
+        """Enqueue all on the device, one after the other."""
+        for operation in self._operations:
+            operation.exchange(transport)
+
+
+def _signature(label: str, operations: Sequence[Operation]) -> Signature:
+    """Return the label and, array by array, what must be equal on all ranks."""
+    parts = [
+        (f"{what} of array {number}", value)
+        for number, operation in enumerate(operations)
+        for what, value in operation.signature[1:]
+    ]
+    return Signature((("the operation", label), ("the number of arrays", len(operations)), *parts))
+
+
+def _payload(operations: Sequence[Operation]) -> bytes:
+    return b"".join(operation.payload for operation in operations)
+
+
+def _split(payloads: Sequence[bytes], operations: Sequence[Operation]) -> dict[int, list[bytes]]:
+    """Return every rank's payload of each operation; those of one family have one length."""
+    parts: dict[int, list[bytes]] = {}
+    start = 0
+    for operation in operations:
+        stop = start + len(operation.payload)
+        parts[id(operation)] = [payload[start:stop] for payload in payloads]
+        start = stop
+    return parts

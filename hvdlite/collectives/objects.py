@@ -1,0 +1,121 @@
+"""Broadcast and allgather of Python objects."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite import runtime, world
+from hvdlite.collectives.allgather import Allgather
+from hvdlite.collectives.broadcast import checked_root
+from hvdlite.engine import Operation, Signature
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.transport import Transport
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return rank ``root_rank``'s object on all ranks.
+
+    Args:
+        obj: Object that pickle takes; ignored on the other ranks.
+        root_rank: The rank that sends, by its number among all ranks.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
+
+    Raises:
+        ValueError: There is no such rank, or this one is not in the process set.
+        HorovodInternalError: The object cannot be pickled (on all ranks), the ranks
+            disagree, or communication failed.
+    """
+    engine = runtime.engine(process_set)
+
+    def describe(name: str) -> Operation:
+        root = checked_root(engine, root_rank)
+        content, failure = _pickled(obj) if world.rank() == root else (b"", None)
+        return BroadcastBytes(name, content, root, failure)
+
+    received = engine.run("broadcast_object", name, describe)
+    return obj if world.rank() == root_rank else pickle.loads(received)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the objects of all ranks, by rank.
+
+    Args:
+        obj: Object that pickle takes.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
+
+    Raises:
+        HorovodInternalError: An object cannot be pickled (on all ranks), the ranks
+            disagree, or communication failed.
+    """
+
+    def describe(name: str) -> Operation:
+        content, failure = _pickled(obj)
+        array = np.frombuffer(content, np.uint8)
+        return Allgather(name, array, "allgather of objects", with_rows=True, failure=failure)
+
+    whole, lengths = runtime.engine(process_set).run("allgather_object", name, describe)
+    ends = np.cumsum(lengths)
+    return [
+        pickle.loads(whole[end - length : end].tobytes())
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+
+
+def _pickled(obj: Any) -> tuple[bytes, str | None]:
+    try:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL), None
+    except Exception as error:
+        return b"", f"the {type(obj).__name__} cannot be pickled: {error}"
+
+
+class BroadcastBytes(Operation):
+    """A broadcast of bytes, whose number only the root knows.
+
+    Args:
+        name: Name of the operation.
+        content: The root's bytes; ignored elsewhere.
+        root: Global rank of the sender.
+        failure: Why the root has none.
+        entries: Further entries of the signature, which must be equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        content: bytes,
+        root: int,
+        failure: str | None = None,
+        entries: Iterable[tuple[str, Any]] = (),
+    ) -> None:
+        super().__init__(
+            name,
+            Signature((("the operation", "broadcast of an object"), ("root_rank", root), *entries)),
+            payload=struct.pack("<q", len(content)),
+            failure=failure,
+        )
+        self._content = content
+        self._root = root
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> bytes:
+        """Return the root's bytes."""
+        root = transport.members.index(self._root)
+        (length,) = struct.unpack("<q", payloads[root]) if payloads[root] else (0,)
+        buffer = np.empty(length, np.uint8)
+        if transport.rank == root:
+            buffer[...] = np.frombuffer(self._content, np.uint8)
+        transport.broadcast(buffer, root)
+        return buffer.tobytes()
