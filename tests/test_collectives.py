@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import collectives
+from hvdlite import collectives, runtime
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
 from tests.simulation import on_all_ranks
@@ -289,7 +289,11 @@ class TestAllgather:
         hvd.init()
         array = np.arange(2 * hvd.rank() + 1)
         assert hvd.synchronize(hvd.allgather_async(array)).tolist() == [0, 0, 1, 2]
-        whole, rows = collectives.allgather_rows_async(array).wait()
+        whole, rows = runtime.engine().run(
+            "allgather",
+            None,
+            lambda name: collectives.describe_allgather(array, name, with_rows=True),
+        )
         assert rows == [1, 3]
         assert whole.tolist() == [0, 0, 1, 2]
 

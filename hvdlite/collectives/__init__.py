@@ -12,7 +12,12 @@ from hvdlite.collectives.allgather import allgather, allgather_async, describe_a
 from hvdlite.collectives.allreduce import allreduce, allreduce_async, describe_allreduce
 from hvdlite.collectives.alltoall import alltoall, alltoall_async, describe_alltoall
 from hvdlite.collectives.barrier import agree_on, barrier, join
-from hvdlite.collectives.broadcast import broadcast, broadcast_async, describe_broadcast
+from hvdlite.collectives.broadcast import (
+    broadcast,
+    broadcast_async,
+    checked_root,
+    describe_broadcast,
+)
 from hvdlite.collectives.groups import (
     describe_group,
     grouped_allgather,
@@ -43,6 +48,7 @@ __all__ = [
     "broadcast",
     "broadcast_async",
     "broadcast_object",
+    "checked_root",
     "describe_allgather",
     "describe_allreduce",
     "describe_alltoall",

@@ -462,7 +462,7 @@ class TestFailure:
             if len(lanes[0]._queue) == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(lanes[0]._patience, "check", interrupt)
+        monkeypatch.setattr(lanes[0]._stall, "check", interrupt)
         handles = []
 
         def submit():

@@ -19,8 +19,8 @@ def allreduce(name="a", shape=(2, 3), dtype="float32", op=Sum, prescale=1.0, pos
 
 
 def test_what_is_the_same_has_the_same_word():
-    assert allreduce().word() == allreduce().word()
-    assert len(allreduce().word()) == 16
+    assert allreduce().digest == allreduce().digest
+    assert len(allreduce().digest) == 16
 
 
 @pytest.mark.parametrize(
@@ -36,32 +36,32 @@ def test_what_is_the_same_has_the_same_word():
     ],
 )
 def test_what_is_not_the_same_has_another_word(different):
-    assert allreduce(**different).word() != allreduce().word()
+    assert allreduce(**different).digest != allreduce().digest
     if "name" not in different:
         assert allreduce(**different).signature.digest != allreduce().signature.digest
 
 
 def test_a_payload_changes_the_word_but_not_the_digest():
     short, long = (Allgather("a", np.zeros(rows)) for rows in (1, 2))
-    assert short.word() != long.word()
+    assert short.digest != long.digest
     assert short.signature.digest == long.signature.digest
 
 
 def test_a_failure_changes_the_word():
     failed = BroadcastBytes("a", b"", 0, failure="no pickle")
-    assert failed.word() != BroadcastBytes("a", b"", 0).word()
+    assert failed.digest != BroadcastBytes("a", b"", 0).digest
 
 
 def test_name_and_payload_do_not_run_into_each_other():
     one, other = Allgather("ab", np.zeros(1)), Allgather("a", np.zeros(1))
     other.payload = b"b" + one.payload
-    assert one.word() != other.word()
+    assert one.digest != other.digest
 
 
 def test_every_collective_has_a_word_of_its_own():
     array = np.zeros(3)
     words = {
-        operation.word()
+        operation.digest
         for operation in (
             Allreduce("a", array, Sum),
             Allgather("a", array),

@@ -351,7 +351,7 @@ def test_what_is_kept_needs_no_garbage_collector():
     operation = SimpleNamespace(name="again")
     gc.disable()
     try:
-        kept.keep("again", PersistentAllreduce(operation, tensor, (), kept))
+        kept.put("again", PersistentAllreduce(operation, tensor, (), kept))
         gone = [weakref.ref(kept), weakref.ref(kept.get("again"))]
         del kept
         assert [each() for each in gone] == [None, None]
