@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Any
 
 import numpy as np
 import torch
 
 from hvdlite import collectives, runtime, world
+from hvdlite.errors import CheckpointError
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import Checkpoint
-from hvdlite.recipe._tree import map_leaves
+from hvdlite.recipe._tree import flatten, map_leaves
+from hvdlite.recipe.checkpoints import TORCH_SUFFIXES
 from hvdlite.torch.collectives import broadcast_async_
 from hvdlite.torch.handles import synchronize
 from hvdlite.torch.tensors import to_array, to_tensor
@@ -148,11 +153,21 @@ def _to_host(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
+# In the file a tensor is a dict of this one key, so that it differs from an array.
+_TENSOR = "torch.Tensor"
+# All that torch.load reads by default (weights_only=True), and that this checkpoint can hold.
+_CONTAINERS = (dict, OrderedDict, list, tuple, torch.Size)
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
 class TensorCheckpoint(Checkpoint):
     """A checkpoint whose trees may hold tensors; they come back as tensors on the host.
 
-    Save for example ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``.
+    Save for example ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``. A path
+    that ends in ``.pt`` or ``.pth`` is written by ``torch.save``.
     """
+
+    _tensor_key = _TENSOR
 
     def _encode(self, state: Any) -> Any:
         return map_leaves(_mark, state)
@@ -160,14 +175,48 @@ class TensorCheckpoint(Checkpoint):
     def _decode(self, tree: Any) -> Any:
         return map_leaves(_unmark, tree, is_leaf=_is_marked)
 
+    def _writer(self, state: Any) -> Callable[[IO[bytes]], None]:
+        if self.path.suffix not in TORCH_SUFFIXES:
+            return super()._writer(state)
+        map_leaves(_check_for_torch, state, is_leaf=lambda node: type(node) not in _CONTAINERS)
+        return lambda file: torch.save(state, file)
+
+    def _read_torch(self, file: IO[bytes]) -> tuple[Any, list[Any]]:
+        # torch.load does not compare the checksums that torch.save writes.
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged} does not match its checksum")
+        file.seek(0)
+        try:
+            tree = torch.load(file, map_location="cpu", weights_only=True)
+            return flatten(self._encode(tree))
+        except (pickle.UnpicklingError, TypeError) as error:
+            found = f" ({error})" if isinstance(error, TypeError) else ""
+            raise CheckpointError(
+                f"{self.path} holds other types than tensors and plain values{found}; if you trust "
+                "the file, load it by torch.load(path, weights_only=False) on every rank"
+            ) from error
+
 
 def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
-    """Return the checkpoint at ``path``, to be saved and loaded by all ranks together."""
+    """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
+
+    Args:
+        path: The file, on the host of rank 0. It need not exist. ``.pt`` and ``.pth`` are written
+            by ``torch.save``, ``.safetensors`` as a safetensors file, other suffixes as npz. A file
+            is read by its content.
+    """
     return TensorCheckpoint(path)
 
 
-# In the file a tensor is a dict of this one key, so that it differs from an array.
-_TENSOR = "torch.Tensor"
+def _check_for_torch(leaf: Any) -> None:
+    if not isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+        raise TypeError(
+            f"found {kind}; a file for torch.load holds dict, list, tuple, None, bool, int, float, "
+            "str, bytes and tensors; use torch.from_numpy() or .item(), or name the file .npz"
+        )
 
 
 def _mark(leaf: Any) -> Any:

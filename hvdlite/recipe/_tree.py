@@ -1,4 +1,4 @@
-"""A tree of values and arrays, taken apart into JSON and a list of arrays, and put together.
+"""Trees of values and arrays, split into JSON and a list of arrays, and put together again.
 
 In the JSON, None, booleans, strings, integers of up to 64 bits, finite floats and lists stand
 for themselves. Everything else is an object of one entry, ``{kind: content}``.
@@ -23,9 +23,8 @@ _ALLOWED = (
 
 _ENDLESS = "the state contains itself, or is nested too deeply"
 
-# numpy knows these types but its file format does not: they are carried as the
-# unsigned integers of their width.
-_EXTENSION_DTYPES = {
+#: Types that numpy knows and its file format does not, by name.
+EXTENSION_DTYPES = {
     np.dtype(scalar).name: np.dtype(scalar)
     for scalar in vars(ml_dtypes).values()
     if isinstance(scalar, type) and issubclass(scalar, np.generic)
@@ -33,17 +32,16 @@ _EXTENSION_DTYPES = {
 
 
 def flatten(state: Any) -> tuple[Any, _Arrays]:
-    """Take a tree apart. The arrays are the tree's own, not copies.
+    """Split a tree into a structure for ``json`` and the arrays that it refers to by number.
+
+    The arrays are the tree's own, not copies.
 
     Args:
         state: A tree of dicts, lists and tuples (subclasses come back as these), of plain
             Python values, and of numpy scalars and arrays.
 
-    Returns:
-        What ``json`` can write, and the arrays that it refers to by number.
-
     Raises:
-        TypeError: Something else is in the tree.
+        TypeError: The tree holds another type.
         ValueError: The tree contains itself, or is nested too deeply.
     """
     arrays: _Arrays = []
@@ -54,7 +52,7 @@ def flatten(state: Any) -> tuple[Any, _Arrays]:
 
 
 def unflatten(node: Any, arrays: _Arrays) -> Any:
-    """Put together what `flatten` took apart; any exception means that it was something else."""
+    """Return the tree that `flatten` has split; raise any exception for another structure."""
     if isinstance(node, list):
         return [unflatten(item, arrays) for item in node]
     if isinstance(node, dict):
@@ -69,9 +67,9 @@ def map_leaves(
     """Return the tree with every leaf converted.
 
     Args:
-        convert: Takes a leaf and returns what comes in its place.
-        tree: Of mappings, lists and tuples, which come back as dicts, lists and tuples.
-        is_leaf: Which mappings, lists and tuples are leaves too.
+        convert: Returns the replacement of a leaf.
+        tree: Mappings, lists and tuples, which come back as dicts, lists and tuples.
+        is_leaf: Returns True for mappings, lists and tuples that are leaves too.
 
     Raises:
         TypeError: From ``convert``; the message says where in the tree.
@@ -137,14 +135,12 @@ def _encode_key(key: Any, path: str) -> Any:
 
 
 def _encode_array(array: npt.NDArray[Any], path: str, arrays: _Arrays) -> Any:
-    """File the array and return its number, with its dtype if numpy's format lacks it."""
-    if array.dtype in _EXTENSION_DTYPES.values():
-        arrays.append(array.view(f"u{array.itemsize}"))
-        return [len(arrays) - 1, array.dtype.name]
-    if array.dtype.hasobject or not _survives(array.dtype):
+    """Append the array and return its number, with its dtype if numpy's format lacks it."""
+    is_extension = array.dtype in EXTENSION_DTYPES.values()
+    if not is_extension and (array.dtype.hasobject or not _survives(array.dtype)):
         raise TypeError(f"{path} is an array of dtype {array.dtype}; a checkpoint holds {_ALLOWED}")
     arrays.append(array)
-    return [len(arrays) - 1, None]
+    return [len(arrays) - 1, array.dtype.name if is_extension else None]
 
 
 def _survives(dtype: np.dtype[Any]) -> bool:
@@ -155,7 +151,7 @@ def _survives(dtype: np.dtype[Any]) -> bool:
 def _decode_array(content: Any, arrays: _Arrays) -> npt.NDArray[Any]:
     number, dtype_name = content
     array: npt.NDArray[Any] = arrays[number]
-    return array if dtype_name is None else array.view(_EXTENSION_DTYPES[dtype_name])
+    return array if dtype_name is None else array.view(EXTENSION_DTYPES[dtype_name])
 
 
 def _type_name(value: Any) -> str:

@@ -5,25 +5,42 @@ from __future__ import annotations
 import os
 import pathlib
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite.recipe import checkpoint, shard
+from hvdlite import files
+from hvdlite.recipe import _npz, checkpoint, shard
 from tests.harness import ranks
-from tests.recipe.trees import assert_same, everything
+from tests.recipe.trees import assert_same, everything, for_safetensors
 
 
 @ranks(1, 2, 3)
-def test_every_rank_loads_the_state_of_rank_0(tmp_path):
+@pytest.mark.parametrize("name", ["state", "state.safetensors"])
+def test_every_rank_loads_the_state_of_rank_0(tmp_path, name):
     hvd.init()
-    saved = checkpoint(tmp_path / "folder" / "state")
+    state = everything() if name == "state" else for_safetensors()
+    saved = checkpoint(tmp_path / "folder" / name)
     assert not saved.exists()
     for step in range(2):
-        saved.save({**everything(), "step": step} if hvd.rank() == 0 else None)
+        saved.save({**state, "step": step} if hvd.rank() == 0 else None)
         assert saved.exists()
-        assert_same(saved.load(), {**everything(), "step": step})
-    assert os.listdir(tmp_path / "folder") == ["state"]
+        assert_same(saved.load(), {**state, "step": step})
+    assert os.listdir(tmp_path / "folder") == [name]
+
+
+@ranks(1, 2, 3)
+def test_every_rank_loads_what_another_program_wrote(tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy")
+    hvd.init()
+    arrays = {"w": np.arange(6.0, dtype=np.float32).astype(ml_dtypes.bfloat16), "n": np.array(3)}
+    if hvd.rank() == 0:
+        numpy.save_file(arrays, tmp_path / "state.safetensors")
+    loaded = checkpoint(tmp_path / "state.safetensors").load()
+    assert loaded.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert_same(loaded[name], array)
 
 
 @ranks(1, 2, 3)
@@ -104,9 +121,10 @@ def test_a_failed_write_is_an_error_on_all_ranks(tmp_path):
 
 
 @ranks(1, 3)
-def test_a_failed_read_is_an_error_on_all_ranks(tmp_path):
+@pytest.mark.parametrize("name", ["state", "state.safetensors"])
+def test_a_failed_read_is_an_error_on_all_ranks(tmp_path, name):
     hvd.init()
-    path = pathlib.Path(tmp_path / "state")
+    path = pathlib.Path(tmp_path / name)
     saved = checkpoint(path)
     saved.save({"w": np.arange(100.0)})
     if hvd.rank() == 0:
@@ -120,7 +138,7 @@ def test_a_failed_read_is_an_error_on_all_ranks(tmp_path):
             else:
                 path.write_bytes(
                     {
-                        "flip": content[:middle] + b"\xff" + content[middle + 1 :],
+                        "flip": content[:-300] + b"\xff" + content[-299:],
                         "cut": content[:middle],
                         "empty": b"",
                         "foreign": b"some text",
@@ -137,9 +155,8 @@ def test_a_tree_that_the_file_cannot_mean(tmp_path):
     hvd.init()
     saved = checkpoint(tmp_path / "state")
     if hvd.rank() == 0:
-        from hvdlite.recipe import _archive
-
-        _archive.write(saved.path, {"array": [5, None]}, [])
+        with files.replacing(saved.path) as file:
+            _npz.write(file, {"array": [5, None]}, [])
     with pytest.raises(hvd.CheckpointError, match="damaged"):
         saved.load()
 

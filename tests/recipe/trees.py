@@ -65,6 +65,19 @@ def everything() -> dict[Any, Any]:
     }
 
 
+def for_safetensors() -> dict[Any, Any]:
+    """A tree with one of everything that a safetensors file holds."""
+    tree = everything()
+    arrays, scalars = tree["arrays"], tree["scalars"]
+    for name in ("big-endian", "text", "bytes", "no width", "dates", "record"):
+        del arrays[name]
+    kinds = [np.bool_, *"bBhHiIqQefdF", ml_dtypes.bfloat16]
+    kinds += [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
+    tree["dtypes"] = [np.array([0, 1, 100]).astype(kind) for kind in kinds]
+    tree["scalars"] = [each for each in scalars if each.dtype.kind not in "MUS"]
+    return tree
+
+
 def weights(seed: int, megabytes: float) -> dict[str, Any]:
     """A tree that is mostly one large array."""
     generator = np.random.default_rng(seed)

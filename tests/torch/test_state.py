@@ -1,3 +1,7 @@
+import collections
+import os
+
+import numpy as np
 import pytest
 
 from tests.harness import ranks
@@ -202,6 +206,92 @@ def test_a_tensor_that_no_checkpoint_holds_is_an_error_on_all_ranks(tmp_path):
     state = saved.load()
     assert torch.equal(state["model"], torch.ones(2))
     assert state["also"] == {"torch.Tensor": 5}
+
+
+def trained():
+    """A model of several dtypes and its optimizer, after a step."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3).bfloat16(), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters())
+    model[1](model[0](torch.ones(2, 4).bfloat16()).float()).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": (3, 0.5)}
+
+
+def assert_same_state(found, expected):
+    torch.testing.assert_close(found["model"], dict(expected["model"]), rtol=0, atol=0)
+    for number, moments in expected["optimizer"]["state"].items():
+        torch.testing.assert_close(found["optimizer"]["state"][number], moments, rtol=0, atol=0)
+    assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert found["epoch"] == expected["epoch"]
+
+
+@ranks(1, 2, 3)
+def test_checkpoints_that_torch_load_reads_and_torch_save_writes(tmp_path):
+    hvd.init()
+    state = trained()
+    for name in ("model.pt", "model.pth"):
+        hvd.checkpoint(tmp_path / name).save(state if hvd.rank() == 0 else None)
+        assert_same_state(torch.load(tmp_path / name), state)
+        assert_same_state(hvd.checkpoint(tmp_path / name).load(), state)
+    assert sorted(os.listdir(tmp_path)) == ["model.pt", "model.pth"]
+    hvd.barrier()
+    # The script for one process, whatever it called its file.
+    for name in ("model.pt", "before.ckpt"):
+        if hvd.rank() == 0:
+            torch.save(state, tmp_path / name)
+        assert_same_state(hvd.checkpoint(tmp_path / name).load(), state)
+
+
+@ranks(1, 3)
+def test_checkpoints_that_safetensors_reads_and_writes(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    hvd.init()
+    state = trained()
+    saved = hvd.checkpoint(tmp_path / "model.safetensors")
+    saved.save(state if hvd.rank() == 0 else None)
+    assert_same_state(saved.load(), state)
+    found = safetensors.load_file(saved.path)
+    for name, tensor in state["model"].items():
+        torch.testing.assert_close(found[f"model.{name}"], tensor, rtol=0, atol=0)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        safetensors.save_file(dict(state["model"]), saved.path)
+    torch.testing.assert_close(saved.load(), dict(state["model"]), rtol=0, atol=0)
+
+
+@ranks(1, 2)
+def test_a_file_of_torch_that_is_damaged_is_an_error_on_all_ranks(tmp_path):
+    hvd.init()
+    saved = hvd.checkpoint(tmp_path / "model.pt")
+    saved.save({"w": torch.arange(1000.0)})
+    content = saved.path.read_bytes()
+    flipped = bytearray(content)
+    flipped[content.index(torch.arange(1000.0).numpy().tobytes()) + 500] ^= 1
+    hvd.barrier()
+    for damaged in (flipped, content[:-9], content[:2000], content[:3], b""):
+        if hvd.rank() == 0:
+            saved.path.write_bytes(damaged)
+        with pytest.raises(hvd.CheckpointError, match=r"model\.pt is (damaged|not a ch|empty)"):
+            saved.load()
+
+
+@ranks(1, 2)
+def test_what_files_of_torch_cannot_hold_is_an_error_on_all_ranks(tmp_path):
+    hvd.init()
+    saved = hvd.checkpoint(tmp_path / "model.pt")
+    saved.save("previous")
+    point = collections.namedtuple("point", "x")(1)
+    for bad in (np.ones(2), np.float32(1), {3}, point, collections.Counter("a"), object()):
+        with pytest.raises(TypeError, match=r"state\['a'\]\[0\]: found .* file for torch\.load"):
+            saved.save({"a": [bad]})
+    assert saved.load() == "previous"
+    # torch.load reads some of them, or all if the file is trusted; on every rank.
+    for other in ({3}, np.ones(2)):
+        if hvd.rank() == 0:
+            torch.save({"a": [other]}, saved.path)
+        with pytest.raises(hvd.CheckpointError, match=r"holds other types.*weights_only=False"):
+            saved.load()
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, and nothing but checkpoints is read."""
+"""Checkpoint files: written whole or not at all; damaged and foreign files are refused."""
 
 from __future__ import annotations
 
@@ -17,36 +17,48 @@ import time
 import tracemalloc
 import zipfile
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from hvdlite import files
 from hvdlite.errors import CheckpointError
-from hvdlite.recipe import _archive
-from hvdlite.recipe._tree import flatten, unflatten
-from tests.recipe.trees import assert_same, everything, weights
+from hvdlite.recipe import Checkpoint, _safetensors
+from hvdlite.recipe._tree import unflatten
+from tests.recipe.trees import assert_same, everything, for_safetensors, weights
 
 TEMPORARY = ".state.npz.*.tmp"
+FORMATS = pytest.mark.parametrize("suffix", ["npz", "safetensors"], indirect=True)
 
 
 def write(path, state):
-    _archive.write(path, *flatten(state))
+    Checkpoint(path)._write(state)
 
 
 def read(path):
-    return unflatten(*_archive.read(path))
+    arrays = []
+    structure, _ = Checkpoint(path)._read_into(arrays)
+    return unflatten(structure, arrays)
 
 
 @pytest.fixture
-def path(tmp_path):
-    return tmp_path / "state.npz"
+def suffix(request):
+    return getattr(request, "param", "npz")
 
 
-def test_round_trip(path):
-    write(path, everything())
-    assert_same(read(path), everything())
+@pytest.fixture
+def path(tmp_path, suffix):
+    return tmp_path / f"state.{suffix}"
 
 
+@FORMATS
+def test_round_trip(path, suffix):
+    state = everything() if suffix == "npz" else for_safetensors()
+    write(path, state)
+    assert_same(read(path), state)
+
+
+@FORMATS
 def test_a_change_in_place_after_reading_is_possible(path):
     write(path, {"a": np.arange(3), "b": np.asfortranarray(np.ones((2, 2)))})
     found = read(path)
@@ -62,10 +74,12 @@ def test_numpy_opens_it(path):
         assert json.loads(archive["structure.json"])["format"] == "hvdlite checkpoint"
 
 
+@FORMATS
 def test_equal_states_give_equal_files(path, tmp_path):
-    write(path, weights(3, 0.1))
-    write(tmp_path / "again", weights(3, 0.1))
-    assert path.read_bytes() == (tmp_path / "again").read_bytes()
+    again = tmp_path / f"again{path.suffix}"
+    for file in (path, again):
+        write(file, weights(3, 0.1))
+    assert path.read_bytes() == again.read_bytes()
 
 
 def test_parent_folders_are_made_and_nothing_else_is_left(tmp_path):
@@ -76,10 +90,14 @@ def test_parent_folders_are_made_and_nothing_else_is_left(tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["state"]
 
 
+@FORMATS
 def test_writing_takes_little_memory(path):
     megabytes = 64
     state = weights(0, megabytes)
-    state["transposed"] = state["weights"].reshape(2048, -1).T
+    if path.suffix == ".npz":
+        state["transposed"] = state["weights"].reshape(2048, -1).T
+    else:
+        state["again"] = state["weights"][::-1].copy()
     tracemalloc.start()
     write(path, state)
     _, peak = tracemalloc.get_traced_memory()
@@ -88,6 +106,7 @@ def test_writing_takes_little_memory(path):
     assert peak < megabytes * 2**20
 
 
+@FORMATS
 def test_every_flipped_byte_is_refused_or_harmless(path):
     state = {"step": 3, "w": np.arange(5.0), "b": np.float32(2)}
     write(path, state)
@@ -105,7 +124,7 @@ def test_every_flipped_byte_is_refused_or_harmless(path):
             else:
                 assert_same(found, state)
     assert all(str(path) in refusal for refusal in refusals)
-    assert len(refusals) > 3 * len(content) / 2
+    assert len(refusals) > (3 * len(content) / 2 if path.suffix == ".npz" else 2.9 * len(content))
 
 
 def test_a_large_array_that_claims_to_be_smaller_is_refused(path):
@@ -118,13 +137,115 @@ def test_a_large_array_that_claims_to_be_smaller_is_refused(path):
         read(path)
 
 
+@FORMATS
 def test_every_cut_is_refused(path):
     write(path, {"step": 3, "w": np.arange(5.0)})
     content = path.read_bytes()
     for length in range(len(content)):
         path.write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match=r"state\.npz is (empty|damaged|not a checkp)"):
+        with pytest.raises(CheckpointError, match=r"state\.\w+ is (empty|damaged|not a checkp)"):
             read(path)
+
+
+class TestSafetensors:
+    """Files for, and from, the package of that name."""
+
+    def test_its_arrays_have_the_paths_for_names(self, tmp_path):
+        numpy = pytest.importorskip("safetensors.numpy")
+        path = tmp_path / "state.safetensors"
+        state = {
+            "model": {
+                "w": np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3).T,
+                "b.c": np.ones(2),
+            },
+            "model.w": np.float32(4),
+            "steps": [np.arange(3), (np.bool_(True), b"raw")],
+            "epoch": 3,
+            "\ud800": np.zeros((0, 5), np.float16),
+        }
+        write(path, state)
+        found = numpy.load_file(path)
+        assert set(found) == {
+            "model.w",
+            "model.w_",
+            "model.b.c",
+            "steps.0",
+            "steps.1.0",
+            "steps.1.1",
+            "?",
+        }
+        assert_same(found["model.w"], np.ascontiguousarray(state["model"]["w"]))
+        assert_same(found["model.w_"], np.array(4, np.float32))
+        assert_same(found["steps.0"], np.arange(3))
+        assert found["steps.1.1"].tobytes() == b"raw"
+        assert found["?"].shape == (0, 5)
+        assert_same(read(path), state)
+
+    @pytest.mark.parametrize("dtype", sorted({a.dtype.name for a in for_safetensors()["dtypes"]}))
+    def test_each_dtype_in_both_directions(self, tmp_path, dtype):
+        numpy = pytest.importorskip("safetensors.numpy")
+        array = np.array([[0, 1, 100]]).astype(dtype)
+        ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+        write(ours, {"a": array})
+        numpy.save_file({"a": array}, theirs)
+        if not dtype.startswith("float8"):  # for which its numpy side has no types
+            assert_same(numpy.load_file(ours), {"a": array})
+        assert_same(read(theirs), {"a": array})
+
+    def test_an_array_alone(self, tmp_path):
+        path = tmp_path / "state.safetensors"
+        write(path, np.arange(3))
+        assert_same(read(path), np.arange(3))
+
+    @pytest.mark.parametrize("dtype", ["complex128", ">i4", "M8[D]", "U3", "int4"])
+    def test_a_dtype_that_the_format_lacks(self, tmp_path, dtype):
+        path = tmp_path / "state.safetensors"
+        array = np.zeros(2, ml_dtypes.int4 if dtype == "int4" else dtype)
+        with pytest.raises(TypeError, match=r"'a\.0' is an array of dtype .*name the file \.npz"):
+            write(path, {"a": [array]})
+        assert os.listdir(tmp_path) == []
+
+    @pytest.mark.parametrize(
+        ("header", "content"),
+        [
+            ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
+            ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"12345678"),
+            ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"12345"),
+            ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}, b""),
+            ({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}, b"1234"),
+            ({"a": {"dtype": "F31", "shape": [1], "data_offsets": [0, 4]}}, b"1234"),
+            ({"a": {"dtype": "F32", "shape": [1]}}, b"1234"),
+            ({"a": 5}, b""),
+            ({"__metadata__": {"hvdlite": "{}"}}, b""),
+            ({"__metadata__": {"hvdlite.crc32": "0"}}, b""),
+        ],
+    )
+    def test_a_header_that_does_not_fit(self, tmp_path, header, content):
+        path = tmp_path / "state.safetensors"
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content)
+        with pytest.raises(CheckpointError, match="damaged or cut off"):
+            read(path)
+
+    def test_a_later_version(self, tmp_path, monkeypatch):
+        path = tmp_path / "state.safetensors"
+        with monkeypatch.context() as patched:
+            patched.setattr(_safetensors, "_VERSION", 2)
+            write(path, {"a": 1})
+        with pytest.raises(
+            CheckpointError, match=f"{path} is .* version 2, this hvdlite reads version 1"
+        ):
+            read(path)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "pth"])
+def test_files_of_torch_need_its_adapter(tmp_path, suffix):
+    with pytest.raises(CheckpointError, match=r"use hvdlite\.torch\.checkpoint\(\), or name it"):
+        write(tmp_path / f"model.{suffix}", {"a": 1})
+    # Under such a name an earlier version wrote npz.
+    write(tmp_path / "model", {"a": 1})
+    (tmp_path / "model").rename(tmp_path / f"model.{suffix}")
+    assert read(tmp_path / f"model.{suffix}") == {"a": 1}
 
 
 def foreign_files():
@@ -148,8 +269,8 @@ def foreign_files():
         "pickle": (pickle.dumps({"a": 1}), "not a checkpoint of hvdlite"),
         "npz": (plain.getvalue(), r"without structure.json \(it has a.npy\)"),
         "torch": (
-            zipped(archive__data_pkl=b"", archive__version=b"3"),
-            "without structure.json",
+            zipped(**{"archive/data.pkl": b"", "archive/version": b"3"}),
+            r"written by torch.save: load it with hvdlite.torch.checkpoint\(\)",
         ),
         "empty zip": (zipped(), "not a checkpoint of hvdlite"),
         "not json": (zipped(**{"structure.json": b"{"}), "damaged"),
@@ -173,7 +294,7 @@ def test_foreign_files_are_refused_by_name_and_reason(path, kind):
 def test_a_file_of_torch_is_refused(path):
     torch = pytest.importorskip("torch")
     torch.save({"a": torch.zeros(3)}, path)
-    with pytest.raises(CheckpointError, match=r"without structure\.json"):
+    with pytest.raises(CheckpointError, match=r"written by torch\.save"):
         read(path)
 
 
@@ -212,7 +333,7 @@ def full_disk():
 @pytest.mark.usefixtures("full_disk")
 def test_a_write_that_fails_leaves_the_previous_file_and_no_other(path, tmp_path):
     write(path, weights(1, 0.5))
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(CheckpointError, match=r"cannot be written.*File too large"):
         write(path, weights(2, 2))
     assert_same(read(path), weights(1, 0.5))
     assert os.listdir(tmp_path) == [path.name]
@@ -269,14 +390,13 @@ def test_a_folder_that_this_user_may_write_to_and_not_look_into(path, monkeypatc
 
 
 CHILD = """
-import sys, pathlib
-from hvdlite.recipe import _archive
-from hvdlite.recipe._tree import flatten
+import sys
+from hvdlite.recipe import Checkpoint
 from tests.recipe.trees import weights
-first, second = (flatten(weights(seed, megabytes=48)) for seed in (1, 2))
+first, second = (weights(seed, megabytes=48) for seed in (1, 2))
 while True:
     for state in (first, second):
-        _archive.write(pathlib.Path(sys.argv[1]), *state)
+        Checkpoint(sys.argv[1])._write(state)
         print(flush=True)
 """
 

@@ -1,0 +1,191 @@
+"""Checkpoints as safetensors files, which ``safetensors.numpy.load_file`` and others read.
+
+The format is 8 bytes with the length of the header, the header as JSON, and the arrays' bytes
+(https://github.com/huggingface/safetensors). It is written here and not by the package, which
+takes two copies of all arrays to write into an open file, or writes a temporary file of its own
+that only its owner may read and that nobody removes after a crash.
+
+An array's name is its path in the tree, joined by dots. The metadata hold the tree, and checksums,
+which the format lacks; a file without them is read as a dict of arrays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from typing import IO, Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from hvdlite.errors import CheckpointError
+
+_Arrays = list[npt.NDArray[Any]]
+
+_METADATA = "__metadata__"
+_KEY = "hvdlite"
+_CHECKSUM = "hvdlite.crc32"
+_VERSION = 1
+_DTYPES: dict[str, np.dtype[Any]] = {
+    code: np.dtype(dtype)
+    for code, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "U16": np.dtype("<u2"),
+        "I16": np.dtype("<i2"),
+        "F16": np.dtype("<f2"),
+        "BF16": ml_dtypes.bfloat16,
+        "U32": np.dtype("<u4"),
+        "I32": np.dtype("<i4"),
+        "F32": np.dtype("<f4"),
+        "U64": np.dtype("<u8"),
+        "I64": np.dtype("<i8"),
+        "F64": np.dtype("<f8"),
+        "C64": np.dtype("<c8"),
+    }.items()
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def check(structure: Any, arrays: _Arrays, tensor_key: str) -> None:
+    """Raise TypeError for an array that the format cannot hold."""
+    for name, array in zip(_names(structure, len(arrays), tensor_key), arrays, strict=True):
+        if array.dtype not in _CODES:
+            known = ", ".join(dtype.name for dtype in _CODES)
+            raise TypeError(
+                f"{name!r} is an array of dtype {array.dtype}; a .safetensors file holds {known}; "
+                "convert it, or name the file .npz"
+            )
+
+
+def write(file: IO[bytes], structure: Any, arrays: _Arrays, tensor_key: str) -> None:
+    """Write what `flatten` has returned.
+
+    Args:
+        file: open for writing.
+        structure: the tree in JSON.
+        arrays: its arrays, as checked by `check`.
+        tensor_key: the only key of the dicts that mark an array as a tensor; empty: none do.
+    """
+    names = _names(structure, len(arrays), tensor_key)
+    layouts: list[Any] = [
+        [name, _CODES[array.dtype], list(array.shape), zlib.crc32(_bytes_of(array))]
+        for name, array in zip(names, arrays, strict=True)
+    ]
+    own = json.dumps({"version": _VERSION, "tree": structure, "arrays": layouts}, allow_nan=False)
+    checksum = str(zlib.crc32(own.encode()))
+    header: dict[str, Any] = {_METADATA: {_KEY: own, _CHECKSUM: checksum}}
+    # Wide types first, so that every array is aligned.
+    order = sorted(range(len(arrays)), key=lambda number: -arrays[number].itemsize)
+    end = 0
+    for number in order:
+        name, code, shape, _ = layouts[number]
+        begin, end = end, end + arrays[number].nbytes
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for number in order:
+        file.write(_bytes_of(arrays[number]))
+
+
+def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
+    """Return the structure and the arrays of a file, hvdlite's or another program's.
+
+    Args:
+        file: open for reading, at its beginning.
+        tensor_key: of the dicts that mark an array as a tensor, for files of other programs.
+
+    Raises:
+        CheckpointError: the file is of another version.
+        Exception: the file is damaged or cut off.
+    """
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if 8 + length > size:
+        raise ValueError(f"the header takes {length} bytes, the file {size}")
+    header = json.loads(file.read(length))
+    metadata = header.pop(_METADATA, {})
+    entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    end = 0
+    for name, entry in entries:
+        begin, stop = entry["data_offsets"]
+        nbytes = math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
+        if begin != end or stop - begin != nbytes or min(entry["shape"], default=0) < 0:
+            raise ValueError(f"{name!r} takes {nbytes} bytes, and has those from {begin} to {stop}")
+        end = stop
+    if 8 + length + end != size:
+        raise ValueError(f"the arrays take {end} bytes, the file has {size - 8 - length} for them")
+    arrays = {name: _read_array(file, entry) for name, entry in entries}
+    if not metadata.keys() & {_KEY, _CHECKSUM}:
+        return _foreign_structure(list(arrays), tensor_key), list(arrays.values())
+    if str(zlib.crc32(metadata[_KEY].encode())) != metadata[_CHECKSUM]:
+        raise ValueError("the tree does not match its checksum")
+    own = json.loads(metadata[_KEY])
+    if own["version"] != _VERSION:
+        raise CheckpointError(
+            f"{file.name} is a checkpoint of version {own['version']!r}, this hvdlite reads "
+            f"version {_VERSION}: load it with the hvdlite that wrote it"
+        )
+    for name, code, shape, checksum in own["arrays"]:
+        found = arrays[name]
+        if (_CODES[found.dtype], list(found.shape)) != (code, shape):
+            raise ValueError(f"{name!r} does not have the layout with which it was written")
+        if zlib.crc32(_bytes_of(found)) != checksum:
+            raise ValueError(f"{name!r} does not match its checksum")
+    return own["tree"], [arrays[name] for name, *_ in own["arrays"]]
+
+
+def _foreign_structure(names: list[str], tensor_key: str) -> Any:
+    """Return the structure of a dict of arrays or, with a key for tensors, of tensors."""
+    leaves: list[Any] = [{"array": [number, None]} for number in range(len(names))]
+    if tensor_key:
+        leaves = [{"dict": [[tensor_key, leaf]]} for leaf in leaves]
+    return {"dict": [list(item) for item in zip(names, leaves, strict=True)]}
+
+
+def _read_array(file: IO[bytes], entry: dict[str, Any]) -> npt.NDArray[Any]:
+    array = np.empty(entry["shape"], _DTYPES[entry["dtype"]])
+    content = array.reshape(-1).view(np.uint8)
+    if file.readinto(content) != array.nbytes:  # type: ignore[attr-defined]
+        raise ValueError("the file has become shorter")
+    return array
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _names(structure: Any, count: int, tensor_key: str) -> list[str]:
+    """Return a name for each array: its path, made unique."""
+    names = [""] * count
+    used = {_METADATA}
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node, list):
+            for index, item in enumerate(node):
+                visit(item, (*path, str(index)))
+        elif isinstance(node, dict):
+            ((kind, content),) = node.items()
+            if kind == "dict":
+                for key, item in content:
+                    part = () if [key] == [tensor_key] == [k for k, _ in content] else (str(key),)
+                    visit(item, path + part)
+            elif kind == "tuple":
+                visit(content, path)
+            elif kind in ("array", "scalar", "bytes"):
+                # JSON of other languages has no lone surrogates.
+                name = ".".join(path).encode(errors="replace").decode() or "state"
+                while name in used:
+                    name += "_"
+                used.add(name)
+                names[content[0]] = name
+
+    visit(structure, ())
+    return names
