@@ -1,6 +1,7 @@
-# make demo   train on two processes, PyTorch and then TensorFlow
-# make test   lint, types, and all tests, multi-rank ones included
-# Both install what they need into .venv first.
+# make demo       train on two processes, PyTorch and then TensorFlow
+# make test       lint, types, and a fast selection of the tests, multi-rank ones included
+# make test-all   lint, types, and all tests, on 1 to 4 ranks
+# All install what they need into .venv first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,14 +10,17 @@ STAMP := $(VENV)/.installed
 # Passed on: make demo ARGS="--data-dir DIR", make test ARGS="-k sharding"
 ARGS ?=
 
-.PHONY: demo test test-gpu lint format clean
+.PHONY: demo test test-all test-gpu lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# Tests mostly wait, for ranks and processes to start; so two processes run all of them.
+# Tests often wait, for ranks and processes to start; so several processes run them.
 test: lint
-	$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadgroup)
+	$(BIN)/python -m pytest --fast -n 3 --dist loadgroup $(ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(ARGS)
 
 # On a machine without the network: make test-gpu BIN=/usr/bin, with what that Python has.
 test-gpu: $(if $(filter command line,$(origin BIN)),,$(STAMP))

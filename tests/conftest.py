@@ -1,4 +1,9 @@
+import os
 import signal
+
+# Set before PyTorch is imported: tests that stand for ranks by threads would start an OpenMP
+# team for each thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.harness.plugin"]
 

@@ -51,6 +51,7 @@ def test_of_two_of_nearly_the_same_speed_the_gentler_one():
     assert advise(SHAPES, [dense, slightly]).compression == dense
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_it_keeps_to_its_time():
     """All gradients would take two seconds for each exchange."""

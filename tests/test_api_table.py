@@ -12,6 +12,7 @@ def table():
     return api_table.table()
 
 
+@pytest.mark.slow
 def test_it_is_up_to_date(table):
     assert api_table.TABLE.read_text() == table, "run `python -m tests.api_table`"
 
@@ -25,6 +26,7 @@ def test_no_cell_is_empty(table):
         assert all(cells), row
 
 
+@pytest.mark.slow
 def test_a_call_without_a_test_is_noticed():
     with pytest.raises(LookupError, match=r"no test uses hvdlite\.no_such_call"):
         api_table.covering_test("hvdlite", "no_such_call")

@@ -55,6 +55,7 @@ def test_allreduce(run):
     assert "400 x 16 KiB" in printed
 
 
+@pytest.mark.slow
 def test_training(run):
     (record,), printed = run("training", "--models", "layers", "--rounds", "2")
     others = {"horovod", "ddp, no buffers"}
@@ -64,6 +65,7 @@ def test_training(run):
     assert "200 small layers" in printed
 
 
+@pytest.mark.slow
 def test_training_with_tensorflow(run):
     pytest.importorskip("tensorflow")
     arguments = ("--framework", "tensorflow", "--models", "resnet", "--rounds", "1")
@@ -72,6 +74,7 @@ def test_training_with_tensorflow(run):
     assert set(record["overhead_seconds"]) - {"horovod"} == {"hvdlite"}
 
 
+@pytest.mark.slow
 def test_scaling(run):
     arguments = ("--ranks", "2", "--batch", "2", "--steps", "1", "--rounds", "1")
     records, _ = run("scaling", *arguments)
@@ -83,6 +86,7 @@ def test_scaling(run):
         )
 
 
+@pytest.mark.slow
 def test_compression(run, tmp_path):
     pytest.importorskip("sklearn")
     names = ["fp16", "PowerSGD, rank 4"]
@@ -103,6 +107,7 @@ def test_compression(run, tmp_path):
     assert "without MNIST" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 def test_slow_link(run):
     names = ("none", "PowerSGD, rank 4")
@@ -131,6 +136,7 @@ def test_a_job_that_fails(capfd):
     assert "no_such" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 @pytest.mark.parametrize(
     ("workload", "tensors", "elements"),
@@ -178,6 +184,7 @@ def test_sizes_for_people():
     assert [report.size_text(size) for size in (12, 4096, 3 * 2**20)] == ["12 B", "4 KiB", "3 MiB"]
 
 
+@pytest.mark.slow
 def test_replicas():
     pytest.importorskip("torch")
     from tests.benchmarks import replicas

@@ -30,6 +30,7 @@ def count(lines, *words):
     return sum(all(word in line for word in words) for line in lines)
 
 
+@pytest.mark.slow
 def test_a_hook_that_was_installed_later_calls_ours_with_another_stderr():
     """torch.distributed's collects what is printed, and prints it with the rank."""
     lines = job(
@@ -59,6 +60,7 @@ def test_a_hook_that_was_installed_later_calls_ours_with_another_stderr():
     assert count(lines, "rank 0 of 2 ends the job: hvdlite.errors.", "script.py:") <= 1
 
 
+@pytest.mark.slow
 def test_a_hook_that_was_installed_later_does_not_call_ours():
     """As rich's and IPython's; and a thread that waits must not keep the job from ending."""
     lines = job(
@@ -107,6 +109,7 @@ def test_an_error_on_all_ranks_has_one_traceback(np):
     assert told == np - 1
 
 
+@pytest.mark.slow
 def test_no_rank_loses_an_error_of_its_own():
     lines = job(
         4,
@@ -131,6 +134,7 @@ def test_no_rank_loses_an_error_of_its_own():
     assert count(lines, "Traceback") == 2 + 2 * count(lines, "ValueError: one")
 
 
+@pytest.mark.slow
 def test_closed_streams_do_not_keep_the_job_from_ending():
     done = run_script(
         BEGIN

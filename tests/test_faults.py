@@ -146,6 +146,7 @@ def action():
 @linux
 @pytest.mark.skipif(not outlives_a_rank(), reason="needs Open MPI 5, which can outlive a rank")
 class TestKilled:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("stream", "size", "victim", "meeting"),
         [
@@ -180,6 +181,7 @@ survive(action)
             assert seconds < 2, message
             assert f"rank {victim} " in message
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("busy", ["computing", "stopped"])
     def test_while_a_third_rank_keeps_the_others_waiting(self, busy):
         """It dies where rank 0 waits for rank 1 first, which comes late or not at all."""
@@ -202,6 +204,7 @@ survive(action)
 
 @linux
 class TestStopped:
+    @pytest.mark.slow
     @ranks(2, 3, timeout=60)
     @pytest.mark.parametrize("stream", ["allreduce", "buckets"])
     def test_a_rank_that_stops_for_five_seconds_only_delays(self, stream, size):
@@ -255,6 +258,7 @@ def _exchange_step(size):
 
 
 class TestFailed:
+    @pytest.mark.slow
     @ranks(3, 4, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
     @pytest.mark.parametrize("elements", [1, 10**6])
     def test_a_rank_that_raises_between_meeting_and_data(self, monkeypatch, elements, size):
@@ -278,6 +282,7 @@ class TestFailed:
                 hvd.allreduce(array, name="a")
             assert time.monotonic() - start < 2
 
+    @pytest.mark.slow
     @ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
     def test_it_is_heard_of_by_who_waits_for_a_third_rank(self, monkeypatch):
         hvd.init()
@@ -308,6 +313,7 @@ class TestFailed:
 
 
 class TestProcessorTime:
+    @pytest.mark.slow
     @ranks(2, timeout=40)
     def test_an_idle_job_uses_less_than_a_hundredth_of_a_core(self):
         hvd.init()
@@ -324,6 +330,7 @@ class TestProcessorTime:
         time.sleep(4)
         assert time.process_time() - before < 0.04
 
+    @pytest.mark.slow
     @ranks(2, 3, timeout=40)
     @pytest.mark.parametrize("how", ["run", "submit", "bucket"])
     def test_a_rank_that_waits_two_seconds_uses_less_than_a_twentieth_of_a_core(self, how, size):

@@ -523,6 +523,7 @@ class TestRefused:
         if samples is not None:  # all of what left without its weight has been taken back
             assert set(exchanges(state).values()) == {3}
 
+    @pytest.mark.slow
     @TWO
     def test_a_step_of_single_buckets_is_given_up(self):
         hvd.init()

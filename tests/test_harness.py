@@ -118,6 +118,34 @@ def test_plain(): pass
     assert "3 deselected" in output
 
 
+def test_fast_tests_run_on_one_number_of_ranks(run_tests):
+    output = run_tests(
+        """
+@ranks(1, 2, 4)
+def test_two(): pass
+
+@ranks(1, 3, fast=(3,))
+def test_odd(): pass
+
+@ranks(3, 4)
+def test_more(): pass
+
+@ranks(2)
+@pytest.mark.slow
+def test_slow_on_ranks(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+def test_plain(): pass
+""",
+        "--fast",
+        passed=4,
+    )
+    for name in ("test_two[2ranks]", "test_odd[3ranks]", "test_more[3ranks]", "test_plain"):
+        assert f"::{name}" in output
+
+
 def test_failure_shows_rank_values_and_output(run_tests):
     output = run_tests(
         """
@@ -158,6 +186,7 @@ def test_next():
     assert "in sleep_for_ever" in output
 
 
+@pytest.mark.slow
 def test_failure_does_not_wait_for_the_time_out_of_others(run_tests):
     output = run_tests(
         """
@@ -259,6 +288,7 @@ def test_job_that_does_not_start_shows_why(run_tests):
     assert "encodings" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_pytest(tmp_path, number):
     path = tmp_path / "test_inner.py"

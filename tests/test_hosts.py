@@ -38,6 +38,7 @@ def passes(network, counts, check, *arguments, **options):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 2), (2, 1), (1, 2)])
 def test_ranks_know_their_node(network, counts):
     passes(network, counts, "layout", *map(str, counts))
@@ -53,6 +54,7 @@ def test_with_mpich_too(network):
     passes(network, (2, 1), "layout", "2", "1", settings=settings, python=python)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 2), (2, 1)])
 @pytest.mark.parametrize("check", ["allreduce", "gather_and_broadcast", "torch_training"])
 def test_results(network, counts, check):
@@ -113,6 +115,7 @@ def test_ssh_runs_a_command_on_the_other_host_and_takes_no_environment_along(net
     assert network.run([ssh, "nowhere", "hostname"]).returncode == 255
 
 
+@pytest.mark.slow
 def test_networks_do_not_meet(network):
     with network_hosts(1) as other:
         hosts = network.hosts[0], other.hosts[0]

@@ -59,6 +59,7 @@ def test_mpi_may_be_left_to_us_to_initialise():
     assert (done.returncode, done.stdout.strip()) == (0, "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("users", [None, "0"])
 def test_a_rank_that_waits_yields_its_core_unless_the_user_says_otherwise(monkeypatch, users):
     variable = "OMPI_MCA_mpi_yield_when_idle"

@@ -48,6 +48,7 @@ def test_wheel_holds_the_adapters_inside_the_package(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["torch", "tensorflow", "keras"])
 def test_adapter_is_importable_from_the_repository_root(adapter):
     pytest.importorskip(adapter)
@@ -58,6 +59,7 @@ def test_adapter_is_importable_from_the_repository_root(adapter):
     assert Path(done.stdout.strip()).resolve().parent == ROOT / "adapters" / adapter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["torch", "tensorflow", "keras"])
 def test_adapter_without_its_framework_says_what_to_install(adapter):
     code = (

@@ -142,6 +142,7 @@ def run(count: int) -> None:
     assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 @ranks(4, timeout=240)
 def test_ten_thousand():

@@ -148,6 +148,7 @@ class TestShutdown:
 
 
 class TestExit:
+    @pytest.mark.slow
     def test_without_shutdown(self):
         script = """
             import time
@@ -329,6 +330,7 @@ class TestImport:
 
 
 class TestProcessorTime:
+    @pytest.mark.slow
     @ranks(2, timeout=40)
     def test_an_idle_engine_uses_none(self):
         hvd.init()
@@ -338,6 +340,7 @@ class TestProcessorTime:
         time.sleep(0.2)
         assert _seconds_of_processor(lambda: time.sleep(5)) < 0.05
 
+    @pytest.mark.slow
     @ranks(2, timeout=40)
     def test_a_rank_that_waits_for_a_late_one_uses_little(self):
         hvd.init()
@@ -348,6 +351,7 @@ class TestProcessorTime:
             time.sleep(3)
             total()
 
+    @pytest.mark.slow
     @ranks(2, timeout=40)
     def test_ranks_that_wait_for_different_operations_use_little(self):
         hvd.init()

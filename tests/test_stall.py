@@ -39,6 +39,7 @@ def test_a_late_rank_is_named_and_only_delays(monkeypatch):
         assert len(messages) <= 5
 
 
+@pytest.mark.slow
 @ranks(3, fresh=True, env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.5"})
 def test_ranks_that_wait_in_different_operations_are_named(monkeypatch):
     """Rank 0 submits a, the others b; the other one comes late."""
@@ -100,6 +101,7 @@ def test_a_wait_that_is_too_long_is_an_error_on_all_ranks():
         hvd.allreduce(1.0, name="loss")
 
 
+@pytest.mark.slow
 @ranks(3, fresh=True, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
 def test_a_rank_that_left_long_ago_is_noticed():
     hvd.init()
@@ -112,6 +114,7 @@ def test_a_rank_that_left_long_ago_is_noticed():
         hvd.allreduce(1.0, name="loss")
 
 
+@pytest.mark.slow
 @ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
 @pytest.mark.parametrize("late", [False, True], ids=["current", "next"])
 def test_a_rank_that_fails_in_an_operation_is_noticed(monkeypatch, late):
@@ -155,6 +158,7 @@ def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, op):
     assert operation._out.tolist() == [4.0 if op is hvd.Sum else 2.0] * 3
 
 
+@pytest.mark.slow
 @ranks(2, fresh=True, env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.2"})
 def test_waiting_in_a_join_is_not_reported(monkeypatch):
     hvd.init()
@@ -165,6 +169,7 @@ def test_waiting_in_a_join_is_not_reported(monkeypatch):
     assert messages == []
 
 
+@pytest.mark.slow
 @ranks(2, fresh=True, env={"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "0.3"})
 def test_waiting_in_a_join_is_not_given_up():
     hvd.init()

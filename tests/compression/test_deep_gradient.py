@@ -62,6 +62,7 @@ def state_of(ranks, rank):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

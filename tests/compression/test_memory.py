@@ -38,6 +38,7 @@ def test_what_is_not_finite_is_not_remembered(strategy, bad, everywhere):
             assert all(np.abs(each).max() < 1e3 for each in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_no_more_than_two_buckets(strategy):
     """On a single rank, which adds up all of it; others share that work."""

@@ -154,6 +154,7 @@ def fit(order=1, every=3, stop=None, **where):
 
 
 class TestCallbacks:
+    @pytest.mark.slow
     @ranks(1, timeout=PATIENCE)
     @pytest.mark.parametrize("order", [1, -1])
     def test_commits_know_how_far_training_has_come(self, order):
@@ -241,6 +242,7 @@ def test_fit_ends_with_the_weights_of_an_undisturbed_run(size):
     assert train(failing=False) == disturbed
 
 
+@pytest.mark.slow
 def test_variables_in_a_graph(tmp_path):
     """A custom loop in tf.function; what the graph raises is known by its text."""
     done = run_script(LOOP, np=2, timeout=PATIENCE, env={"TF_CPP_MIN_LOG_LEVEL": "3"})
@@ -274,6 +276,7 @@ print(weight.numpy().tolist(), "after", len(calls), "calls", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["torch", "legacy"])
 def test_other_backends_and_legacy_keras(which):
     pytest.importorskip("torch" if which == "torch" else "tf_keras")

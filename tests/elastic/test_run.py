@@ -169,6 +169,7 @@ class TestFailures:
 
         assert run(ObjectState()) == 2
 
+    @pytest.mark.slow
     @ranks(2, fresh=True, timeout=60, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
     def test_a_rank_that_computes_for_longer_than_shutdown_waits(self, size):
         hvd.init()
@@ -311,6 +312,7 @@ class TestGivingUp:
                 run(ObjectState())
         assert time.monotonic() - start < 20
 
+    @pytest.mark.slow
     @ranks(
         3,
         fresh=True,

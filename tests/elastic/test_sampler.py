@@ -166,6 +166,7 @@ if hvd.rank() == 0:
 """
 
 
+@pytest.mark.slow
 def test_jobs_of_different_sizes_share_an_epoch(tmp_path):
     """A resize as one sees it from outside: jobs that pass the state on."""
     seen = []

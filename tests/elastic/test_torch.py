@@ -118,6 +118,7 @@ class TestState:
             state.epoch = 8
             state.restore()
 
+    @pytest.mark.slow
     @ranks(2)
     def test_a_rank_in_another_epoch_adds_nothing(self):
         hvd.init()

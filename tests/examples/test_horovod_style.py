@@ -44,6 +44,7 @@ def test_with_hvdliterun():
     check(output(command, {**launcher.environment(), "OMP_NUM_THREADS": "1"}), epochs=4)
 
 
+@pytest.mark.slow
 def test_with_mpirun():
     options = ["--epochs", "4", "--fp16-allreduce"]
     command = mpirun.command(2, "-m", "hvdlite.horovod", SCRIPT, *options)

@@ -7,7 +7,7 @@ import pytest
 
 from hvdlite.reduction import Max, Min, Product, Scaling, Sum
 from tests.references import FLOATS, INTEGERS, dtype_of, samples
-from tests.test_kernels import _reduce
+from tests.transport.gpu.test_kernels import _reduce
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -12,13 +12,16 @@ on every rank. The argument ``size``, if the test has it, is the number of ranks
         ...
 
 What the ranks write is shown with a failure; ``capsys`` cannot see it, so a test that checks it
-uses ``contextlib.redirect_stdout``. Tests of whole scripts use `run_script`. ``pytest --ranks 2``
-runs only the tests on two ranks, and ``pytest -n 2 --dist loadgroup`` all tests in two processes.
+uses ``contextlib.redirect_stdout``. Tests of whole scripts use `run_script`.
+
+``pytest`` runs all tests, and ``pytest -n 2 --dist loadgroup`` runs them in two processes.
+``pytest --fast`` runs each test on one number of ranks and leaves out what is marked
+``@pytest.mark.slow``. ``pytest --ranks 2`` runs the tests on two ranks and no others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -34,6 +37,7 @@ def ranks(
     fresh: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
     env: Mapping[str, str] | None = None,
+    fast: Sequence[int] = (),
 ) -> pytest.MarkDecorator:
     """Run a test on every rank of a job, once for each number of ranks.
 
@@ -42,12 +46,18 @@ def ranks(
         fresh: Start a job for this test alone and let it end as a script does, through atexit.
         timeout: Seconds after which the ranks' stacks are reported and the job is ended.
         env: Environment variables of a fresh job.
+        fast: The numbers of ranks under ``pytest --fast``; by default 2, or else the smallest.
 
     Raises:
-        ValueError: No number of ranks is given, one is below 1, or env is given without fresh.
+        ValueError: No number of ranks is given, one is below 1, env is given without fresh, or
+            fast has a number that is not among the sizes.
     """
     if not sizes or min(sizes) < 1:
         raise ValueError(f"ranks{sizes}: give numbers of ranks of at least 1, as in @ranks(1, 2)")
     if env and not fresh:
         raise ValueError("ranks(env=...) needs fresh=True: a shared job is already running")
-    return pytest.mark.ranks(*sizes, fresh=fresh, timeout=timeout, env=dict(env or {}))
+    if not set(fast) <= set(sizes):
+        raise ValueError(f"ranks{sizes}: fast={fast} may have only these numbers of ranks")
+    return pytest.mark.ranks(
+        *sizes, fresh=fresh, timeout=timeout, env=dict(env or {}), fast=tuple(fast)
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -38,7 +39,12 @@ _JOBS = pytest.StashKey[Jobs]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option to choose numbers of ranks."""
+    """Add the options that choose tests."""
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help="run each test on one number of ranks (two if it can), and none that is marked slow",
+    )
     parser.addoption(
         "--ranks",
         type=int,
@@ -49,8 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known, and the place for the jobs."""
+    """Register the marks and create the place for the jobs."""
     config.addinivalue_line("markers", "ranks(*sizes): run on every rank (see tests.harness.ranks)")
+    config.addinivalue_line("markers", "slow: left out by --fast")
     config.stash[_JOBS] = Jobs()
 
 
@@ -72,20 +79,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the numbers of ranks that the command line asks for, and mark tests that share a job.
+    """Keep the tests that the command line asks for, and mark those that share a job.
 
-    pytest-xdist (``-n 2 --dist loadgroup``) runs those in one process, so each job starts once.
+    pytest-xdist (``--dist loadgroup``) runs these in one process, so each job starts once.
     """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             mark, size = item.get_closest_marker("ranks"), _size(item)
             if size and not mark.kwargs["fresh"]:
                 item.add_marker(pytest.mark.xdist_group(f"{size} ranks"))
-    chosen = config.getoption("ranks")
-    if chosen:
-        deselected = [item for item in items if _size(item) not in chosen]
+    deselected = [item for item in items if not _is_chosen(item)]
+    if deselected:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if _size(item) in chosen]
+        items[:] = [item for item in items if _is_chosen(item)]
 
 
 @pytest.hookimpl(trylast=True)
@@ -105,7 +111,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     request = _request(pyfuncitem)
     try:
-        reports = _run(pyfuncitem, request, **mark.kwargs)
+        reports = _run(pyfuncitem, request, mark.kwargs)
     except JobError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from None
     for report in reports:
@@ -114,6 +120,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         )
     _conclude(reports, mark.kwargs["timeout"])
     return True
+
+
+def _is_chosen(item: pytest.Item) -> bool:
+    size, sizes = _size(item), item.config.getoption("ranks")
+    if sizes and size not in sizes:
+        return False
+    if not item.config.getoption("fast"):
+        return True
+    if item.get_closest_marker("slow"):
+        return False
+    return size is None or size in _fast_sizes(item.get_closest_marker("ranks"))
+
+
+def _fast_sizes(mark: pytest.Mark) -> tuple[int, ...]:
+    """Return the numbers of ranks on which --fast runs a test."""
+    return mark.kwargs["fast"] or ((2,) if 2 in mark.args else (min(mark.args),))
 
 
 def _size(item: pytest.Item) -> int | None:
@@ -156,13 +178,11 @@ def _pickling_error(value: Any) -> Exception | None:
     return None
 
 
-def _run(
-    item: pytest.Function, request: Request, *, fresh: bool, timeout: float, env: dict[str, str]
-) -> list[Report]:
-    size = _size(item)
-    if not fresh:
+def _run(item: pytest.Function, request: Request, options: Mapping[str, Any]) -> list[Report]:
+    size, timeout = _size(item), options["timeout"]
+    if not options["fresh"]:
         return item.config.stash[_JOBS].get(size).run(request, timeout)
-    job = Job(size, env)
+    job = Job(size, options["env"])
     start = time.monotonic()
     reports = job.run(request, timeout)
     if job.alive:

@@ -95,6 +95,7 @@ time.sleep(60)
     assert result.stderr.count("err") == 20000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["MPI.COMM_WORLD.Abort(7)", "os._exit(7)"])
 def test_failure_of_a_rank_that_uses_mpi(python, end):
     fail = f"from mpi4py import MPI\nif rank == 1: {end}\nMPI.COMM_WORLD.Barrier()"
@@ -124,6 +125,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_proc", "failing", "how", "code", "named"),
     [
@@ -139,6 +141,7 @@ def test_a_rank_that_leaves_while_the_others_go_on(python, num_proc, failing, ho
     assert result.stderr.splitlines()[-1] == last
 
 
+@pytest.mark.slow
 def test_files_of_killed_ranks_are_removed(python):
     code = """
 import hvdlite as hvd
@@ -241,6 +244,7 @@ def stdin(request):
     os.close(terminal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code"),
     [("group INT", 130), ("group TERM", 143), ("INT", 130), ("TERM", 143), ("KILL", -9)],
@@ -290,6 +294,7 @@ def test_python_of_an_environment_that_is_not_activated():
     assert result.stdout.strip() == sys.executable
 
 
+@pytest.mark.slow
 def test_check_compression():
     result = hvdliterun("--check-compression", "-np", 2)
     assert (result.returncode, result.stderr) == (0, "")

@@ -86,6 +86,7 @@ print(horovod.__version__, door in sys.meta_path)
     assert done.stdout.splitlines() == ["horovod", "horovod", f"{VERSION} False"]
 
 
+@pytest.mark.slow
 def test_data_loaders():
     lines = under_horovod(
         "import horovod.torch as hvd, horovod.data\n"
@@ -120,6 +121,7 @@ def test_pytorch():
         assert "allreduce_async_, " in line
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_pytorch():
     """Programs look for Horovod's name in the class's, and import its module."""
     pytest.importorskip("torch")
@@ -138,6 +140,7 @@ def test_the_optimizer_of_pytorch():
     assert under_horovod(code.format("hvdlite")) == ["False SGD"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*REASONS, "horovod.spark.torch", "horovod.nosuch"])
 def test_a_module_without_an_answer(name):
     (line,) = under_horovod(raised(f"import {name}", "ImportError"))
@@ -240,6 +243,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_that_a_script_starts(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_STARTS_OTHERS)

@@ -138,6 +138,7 @@ def test_what_mpirun_prints(box, capsys):
     assert box.said == ["many"] * 20
 
 
+@pytest.mark.slow
 def test_strangers_that_say_nothing_are_dropped(served, monkeypatch):
     box, _ = served
     monkeypatch.setattr(post_module, "_MOST_STRANGERS", 8)

@@ -81,6 +81,7 @@ def test_a_disagreement_is_raised_here():
     assert isinstance(error.__cause__, RemoteTraceback)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 2])
 def test_the_first_of_several_exceptions(first):
     error = failure(functions.raise_one_after_the_other, (first,), kind=functions.PlainError)
@@ -98,16 +99,19 @@ def test_what_only_tells_of_another_ranks_end_counts_last():
     assert calls._first(troubles).rank == 1
 
 
+@pytest.mark.slow
 def test_an_exception_that_cannot_be_unpickled():
     error = failure(functions.raise_two_arguments, match="rank 1 on host .*TwoArgumentsError")
     assert "nothing because something" in str(error)
     assert "raise TwoArgumentsError" in str(error.__cause__)
 
 
+@pytest.mark.slow
 def test_an_exception_that_cannot_be_pickled():
     failure(functions.raise_local_class, match="rank [012] on host .*LocalError: with a lock")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -122,6 +126,7 @@ def test_a_rank_that_does_not_return(how, words):
     failure(functions.end_on, (1, how), match=words)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_pickled():
     failure(functions.unpicklable_result, match="rank 1 .*cannot send .*'_thread.lock'", num_proc=2)
     failure(
@@ -183,6 +188,7 @@ def test_ranks_that_do_not_start_in_time(tmp_path, monkeypatch):
     assert survivors([int((tmp_path / "pid").read_text())]) == []
 
 
+@pytest.mark.slow
 def test_output_comes_in_whole_lines(capsys):
     count = 1000
     hvdlite.run(functions.print_lines, (count,), num_proc=3)
@@ -245,6 +251,7 @@ def test_a_process_that_a_rank_leaves_behind(capsys):
         functions.os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_large_arguments_and_results():
     large = np.arange(12_500_000, dtype=np.float64)  # 100 MB
     results = hvdlite.run(functions.returned, (large,), num_proc=2)
@@ -303,6 +310,7 @@ except OwnError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "stdin", "code"])
 def test_a_script_is_not_run_again(how, tmp_path):
     path = tmp_path / "script.py"
@@ -342,6 +350,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [("INT", 5), ("TERM", -15), ("KILL", -9)])
 def test_nothing_is_left_behind(number, code, tmp_path):
     with subprocess.Popen(

@@ -430,6 +430,7 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(path, tmp_path, fraction):
     assert os.listdir(tmp_path) == [path.name]
 
 
+@pytest.mark.slow
 def test_several_writers_of_one_path(path, tmp_path):
     """A job that was started again, and the one before: each replaces the file as a whole."""
     children = [

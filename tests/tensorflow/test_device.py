@@ -13,6 +13,7 @@ import hvdlite.tensorflow as hvd
 from hvdlite.recipe.device import threads_per_rank
 
 
+@pytest.mark.slow
 @ranks(2, fresh=True)
 def test_threads_are_shared_on_a_cpu():
     hvd.init()

@@ -247,6 +247,7 @@ print("refused and alive")
 """
 
 
+@pytest.mark.slow
 def test_strategies_with_several_replicas_are_refused():
     done = run_script(STRATEGY, 1, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -241,6 +241,7 @@ with tf.Session(config=tf.ConfigProto(inter_op_parallelism_threads=1)) as sessio
 """
 
 
+@pytest.mark.slow
 def test_script_of_tensorflow_1():
     """Without eager mode, resource variables and new control flow; and names that scripts use."""
     done = run_script(SCRIPT, 2, timeout=120)

@@ -273,6 +273,7 @@ def test_saved_and_loaded(tmp_path):
     assert close(again.moving_mean, layer.moving_mean, 0.0)
 
 
+@pytest.mark.slow
 def test_another_backend_is_refused():
     pytest.importorskip("torch")
     source = "import hvdlite.tensorflow as hvd; hvd.SyncBatchNormalization()"

@@ -104,6 +104,7 @@ def test_training_is_the_same(set_to_none):
             assert sum(training.quick) == 15
 
 
+@pytest.mark.slow
 @ranks(2, fresh=True, env={"HVDLITE_FUSION_THRESHOLD": "300", "HVDLITE_FIRST_BUCKET_SIZE": "300"})
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_each_bucket_has_one_that_tells_of_the_others(monkeypatch, overlap):

@@ -46,6 +46,7 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.slow
 @ranks(2, 3)
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs_decides_alike_and_as_one_process_on_all_data(size, line_search):

@@ -359,6 +359,7 @@ def test_what_is_kept_needs_no_garbage_collector():
         gc.enable()
 
 
+@pytest.mark.slow
 @ranks(2, fresh=True, env={"HOROVOD_CACHE_CAPACITY": "0"})
 def test_nothing_is_kept_where_there_is_no_room(size):
     hvd.init()

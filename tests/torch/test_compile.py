@@ -75,6 +75,7 @@ def communicate(x):
     return y + sums + hvd.grouped_allreduce([x, x + 1])[1] + hvd.synchronize(handle) + named
 
 
+@pytest.mark.slow
 @ranks(2, timeout=240)
 def test_collectives_and_steps_in_compiled_functions(size):
     """Graphs break at them, and what they compute is the same."""
@@ -114,6 +115,7 @@ def test_collectives_and_steps_in_compiled_functions(size):
             assert_close(*pair)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 @ranks(2, timeout=400)
 def test_inductor(size):

@@ -167,6 +167,7 @@ def test_bad_arguments_are_told_to_the_caller_at_once():
     assert hvd.broadcast(torch.tensor([hvd.rank()]), size - 1).tolist() == [size - 1]
 
 
+@pytest.mark.slow
 @ranks(2, 3, fresh=True, timeout=60, env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.4"})
 def test_a_stall_is_reported_and_only_delays(monkeypatch):
     from tests.test_stall import collect_warnings
@@ -183,6 +184,7 @@ def test_a_stall_is_reported_and_only_delays(monkeypatch):
     still_works()
 
 
+@pytest.mark.slow
 @ranks(2, 3, fresh=True, timeout=60, env={"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "0.5"})
 def test_a_stall_that_lasts_too_long_is_an_error():
     hvd.init()

@@ -423,12 +423,14 @@ def test_what_is_lent_is_let_go_of_when_gradients_are_zeroed(monkeypatch):
         assert [storage() for storage in storages] == [None] * len(storages)
 
 
+@pytest.mark.slow
 @ranks(2, fresh=True, timeout=60, env={"HVDLITE_OVERLAP": "1"})
 @pytest.mark.parametrize("lends", [False, True])
 def test_training_with_overlap(monkeypatch, lends):
     check_training(monkeypatch, lends)
 
 
+@pytest.mark.slow
 @ranks(2, fresh=True, timeout=60, env={"HVDLITE_OVERLAP": "0"})
 def test_training_without_overlap(monkeypatch):
     check_training(monkeypatch, False)
@@ -446,6 +448,7 @@ def check_training(monkeypatch, lends):
     assert identical_on_all_ranks(model)
 
 
+@pytest.mark.slow
 @ranks(2, 3)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_forked_child_has_gradients_of_its_own(monkeypatch, set_to_none):
@@ -521,6 +524,7 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 @ranks(
     3,
     fresh=True,

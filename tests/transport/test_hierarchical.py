@@ -68,10 +68,12 @@ class Promises:
             first = checks.reductions(made, (0, 1, 7, 1023))
             assert checks.reductions(made, (0, 1, 7, 1023)) == first
 
+    @pytest.mark.slow
     def test_large_reductions_are_right_and_repeatable(self):
         with transport(self.local_size) as made:
             assert checks.large_reductions(made) == checks.large_reductions(made)
 
+    @pytest.mark.slow
     def test_the_bits_depend_neither_on_chunks_nor_on_places(self):
         """Of two nodes: the order of two terms does not matter."""
         with transport(self.local_size) as made:
@@ -123,6 +125,7 @@ class Promises:
                 assert array.tobytes() == reduced(made, arrays, op, (place, place)).tobytes()
 
 
+@pytest.mark.slow
 @ranks(3, timeout=60)
 class TestTwoAndOne(Promises):
     local_size = 2
@@ -133,6 +136,7 @@ class TestTwoAndTwo(Promises):
     local_size = 2
 
 
+@pytest.mark.slow
 @ranks(4, timeout=60)
 class TestThreeAndOne(Promises):
     local_size = 3

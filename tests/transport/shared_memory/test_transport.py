@@ -76,6 +76,7 @@ class TestPromises:
         with transport() as made:
             check(made)
 
+    @pytest.mark.slow
     @ranks(2, 3, 4, timeout=60)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_where_now_and_then_a_rank_is_slow_to_read(self, check, monkeypatch):
@@ -429,6 +430,7 @@ class TestCargo:
 
 class TestWaiting:
     @ranks(2, timeout=30)
+    @pytest.mark.slow
     def test_a_rank_that_waits_for_a_late_one_uses_no_processor(self):
         with transport() as made:
             checks.agree(made, b"")
