@@ -68,3 +68,17 @@ def check_choice(name: str, value: Any, *choices: str) -> None:
 def _number(value: Any) -> Any:
     """What can be compared with numbers, but is not between any two if it is none."""
     return value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+
+
+def check_groups(num_groups: int, groups: int | list[Any] | None) -> None:
+    """Check Horovod's two arguments to group gradients, which buckets make unnecessary.
+
+    Raises:
+        ValueError: a number is negative or not an integer, or ``groups`` is neither a number nor a
+            list.
+    """
+    check_count("num_groups", num_groups, 0)
+    if isinstance(groups, Real):
+        check_count("groups", groups, 0)
+    if groups is not None and not isinstance(groups, (Real, list)):
+        raise ValueError(f"groups={groups!r} is neither a number nor a list of lists of parameters")

@@ -10,8 +10,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.advice import Advice, Measurement, advise
-from hvdlite.advice.advisor import CANDIDATES
-from hvdlite.advice.model import parameters_of
+from hvdlite.advice.advisor import CANDIDATES, parameters_of
 from hvdlite.compression import DENSE, Strategy
 from tests.harness import ranks
 

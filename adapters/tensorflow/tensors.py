@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdlite import NotInitializedError, runtime
 from hvdlite.compression import Conversion
-from hvdlite.compression.compressors import cast
+from hvdlite.compression.custom import cast
 from hvdlite.engine import Engine
 from hvdlite.tensorflow.errors import ArgumentError, translated
 from hvdlite.tensorflow.graphs import call_python, call_python_in_session, for_session

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hvdlite.compression import Conversion
-from hvdlite.compression.compressors import cast
+from hvdlite.compression.custom import cast
 from hvdlite.engine.device import DeviceArray, DeviceResult
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -1,4 +1,4 @@
-"""Which compression pays on this machine's links, for a model's gradients."""
+"""Advice on which compression pays on this machine's links, for a model's gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``hvdliterun --check-compression`` runs on every rank."""
+"""The program that ``hvdliterun --check-compression`` runs on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SECONDS = 5.0
 
 
 def resnet50() -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters of a ResNet-50 (He et al. 2015, arXiv:1512.03385)."""
+    """Return the shapes of the parameters of a ResNet-50 (He et al. 2015, arXiv:1512.03385)."""
     shapes: dict[str, tuple[int, ...]] = {"stem": (64, 3, 7, 7)}
     channels = 64
     for stage, (blocks, width) in enumerate(((3, 64), (4, 128), (6, 256), (3, 512))):

@@ -1,24 +1,24 @@
-"""Measures how long a model's gradients take to be exchanged, by one strategy and another."""
+"""Measurement of how long strategies take to exchange a model's gradients."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from hvdlite import collectives, runtime
-from hvdlite.advice.model import parameters_of
 from hvdlite.compression import DENSE, Compression, ErrorFeedback, Parameter, Reduction, Strategy
 from hvdlite.engine import Engine
 from hvdlite.gradients import GradientBuckets
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Max
 
-#: From the gentlest on gradients to the harshest.
+#: The strategies that are compared, from the one that loses least to the one that loses most.
 CANDIDATES: tuple[Strategy, ...] = (
     DENSE,
     Compression.bf16,
@@ -28,21 +28,21 @@ CANDIDATES: tuple[Strategy, ...] = (
     ErrorFeedback(Compression.TopK(0.01)),
 )
 
-# A harsher strategy has to be so much faster than a gentler one.
+# A strategy that loses more must be faster by this factor.
 _GAIN = 1.15
 _MOST_ROUNDS = 7
 _LEAST_ROUNDS = 2
-# What the speed of the link is first estimated with.
+# For a first estimate of the link's speed.
 _PROBE = Parameter("probe", (2**18,), np.dtype(np.float32))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """How long one strategy takes.
+    """The time that one strategy takes.
 
     Attributes:
-        strategy: which.
-        seconds: for all gradients of a step, of the slowest rank; the median of several rounds.
+        strategy: the strategy.
+        seconds: for all gradients of a step, on the slowest rank; the median of several rounds.
     """
 
     strategy: Strategy
@@ -51,12 +51,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Advice:
-    """What has been measured, and what to do.
+    """Measurements, and the recommended strategy.
 
     Attributes:
         size: the number of ranks.
         nbytes: of all gradients.
-        measured: the part of them that was exchanged, to keep to the time given.
+        measured: the fraction of them that was exchanged, to keep to the given time.
         measurements: in the order of the candidates; none on one rank.
         compression: the strategy to use, for ``DistributedOptimizer(..., compression=...)``.
     """
@@ -69,12 +69,12 @@ class Advice:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that a rank sends in a dense exchange: 2 (n - 1) / n of all gradients."""
+        """Return bytes per second of a rank in a dense exchange: 2 (n - 1) / n of all gradients."""
         sent = 2 * (self.size - 1) / self.size * self.nbytes
         return sent / self.measurements[0].seconds if self.measurements else float("inf")
 
     def __str__(self) -> str:
-        """A table and a sentence."""
+        """Return a table and a recommendation."""
         if not self.measurements:
             return self._sentence()
         dense = self.measurements[0].seconds
@@ -92,7 +92,7 @@ class Advice:
     def _sentence(self) -> str:
         if self.size == 1:
             return "one rank exchanges nothing: use no compression"
-        if self.compression == DENSE:
+        if self.compression.is_identity:
             return "use no compression: on these links it costs more than it saves"
         return f"use compression={self.compression!r}, and see what accuracy you get"
 
@@ -105,24 +105,24 @@ def advise(
 ) -> Advice:
     """Measure which compression makes exchanges of a model's gradients fastest here; collective.
 
-    Gradients are random numbers. What is measured is an exchange alone: where the backward pass
-    hides a part of it, less is to be gained. It says nothing of accuracy: of two strategies of
-    nearly the same speed it takes the one that loses less, and the last word is yours.
+    Gradients are random numbers. The measurement is of exchanges alone: if the backward pass hides
+    a part of them, there is less to gain. It does not consider accuracy, except that of two
+    strategies of nearly the same speed it takes the one that loses less; the decision is yours.
 
     Args:
         model: of PyTorch, Keras or a ``tf.Module``; or a mapping of names to shapes or arrays.
-            Alike on all ranks.
-        candidates: what to choose from, from the gentlest to the harshest; the first is what
-            the others are compared with.
-        seconds: about how long it may take. Where the link is too slow for all gradients, only a
-            part of them is exchanged.
+            The same on all ranks.
+        candidates: the strategies to choose from, beginning with the one that loses least; the
+            others are compared with the first.
+        seconds: the approximate duration. If the link is too slow for all gradients, only a part
+            of them is exchanged.
         process_set: the ranks that take part.
 
     Returns:
-        The same on all ranks.
+        The advice, the same on all ranks.
 
     Raises:
-        TypeError: it is no such model.
+        TypeError: ``model`` is none of these.
         ValueError: the model has no parameters, or there are no candidates.
         HorovodInternalError: the ranks disagree, or communication failed.
     """
@@ -154,7 +154,7 @@ def _choose(measurements: Sequence[Measurement]) -> Strategy:
 
 
 def _sample(parameters: Sequence[Parameter], part: float) -> list[Parameter]:
-    """Some parameters, spread over the model, that have about this part of all bytes."""
+    """Return parameters, spread over the model, with about this fraction of all bytes."""
     wanted = part * sum(parameter.nbytes for parameter in parameters)
     chosen: list[int] = []
     found = 0
@@ -174,7 +174,7 @@ def _times(
     seconds: float,
     process_set: ProcessSet,
 ) -> list[float]:
-    """For each candidate the median time of an exchange on the slowest rank, in turns.
+    """Return the median time of an exchange on the slowest rank, for each candidate, in turns.
 
     There are as many rounds as ``seconds`` allow, within limits.
     """
@@ -205,3 +205,46 @@ def _seconds(exchange: GradientBuckets, gradients: Sequence[Any]) -> float:
     for index in range(len(exchange.plan)):
         exchange.finish_bucket(index)
     return time.perf_counter() - began
+
+
+def parameters_of(model: Any) -> list[Parameter]:
+    """Return a model's trainable parameters.
+
+    Args:
+        model: with ``named_parameters()``, as in PyTorch, or ``trainable_variables``, as in Keras
+            and ``tf.Module``; or a mapping of names to arrays, or to anything with shape and
+            dtype, or to shapes (of float32).
+
+    Raises:
+        TypeError: ``model`` is none of these.
+        ValueError: it has no parameters.
+    """
+    parameters = [_described(name, value) for name, value in _named(model)]
+    if not parameters:
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameters yet; build it first, by a call "
+            "on a batch"
+        )
+    return parameters
+
+
+def _named(model: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(model, Mapping):
+        return list(model.items())
+    if callable(getattr(model, "named_parameters", None)):
+        return [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    variables = getattr(model, "trainable_variables", None)
+    if variables is not None:
+        return [(f"{n}: {getattr(each, 'name', '')}", each) for n, each in enumerate(variables)]
+    raise TypeError(
+        f"expected a model with named_parameters() or trainable_variables, or a mapping of names "
+        f"to shapes; found {type(model).__name__}"
+    )
+
+
+def _described(name: str, value: Any) -> Parameter:
+    if isinstance(value, (tuple, list)):
+        return Parameter(name, tuple(value), np.dtype(np.float32))
+    # "float32", "torch.float32" and "<dtype: 'float32'>" are all in use.
+    kind = str(getattr(value.dtype, "name", value.dtype)).removeprefix("torch.")
+    return Parameter(name, tuple(value.shape), np.dtype(getattr(ml_dtypes, kind, kind)))

@@ -152,9 +152,9 @@ def _strategy(
     compression: Strategy, array: Any, name: str, op: ReduceOp, prescale: float, postscale: float
 ) -> Strategy | None:
     """Return the strategy for an array; None where its elements travel as they are."""
-    if compression is Compression.none:
-        return None
     compression = check_strategy(compression)
+    if compression.is_identity:
+        return None
     if compression.stateful:
         raise ValueError(
             f"compression={compression!r} keeps state from step to step, which an "
@@ -166,7 +166,7 @@ def _strategy(
             f"compression needs op=hvd.Sum or hvd.Average, not {op.name.capitalize()}; "
             "leave compression out for the others"
         )
-    if compression.choose(Parameter(name, array.shape, array.dtype)) == Compression.none:
+    if compression.choose(Parameter(name, array.shape, array.dtype)).is_identity:
         return None
     if scales_integers(array.dtype, prescale, postscale):
         raise ValueError(

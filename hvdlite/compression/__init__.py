@@ -1,31 +1,25 @@
-"""What happens to gradients on their way: strategies, by name."""
+"""Compression: how gradients travel between ranks, by interchangeable strategies."""
 
 from __future__ import annotations
 
-from hvdlite.compression.blockwise import Blockwise8
-from hvdlite.compression.bucket import Bucket
-from hvdlite.compression.by_parameter import ByParameter
+from hvdlite.arguments import check_groups
+from hvdlite.compression.base import DENSE, Dense, Strategy, check_op, exchange_bucket
+from hvdlite.compression.bucket import Bucket, Parameter, Reduction
 from hvdlite.compression.cast import Cast
-from hvdlite.compression.compression import Compression, check_groups, check_strategy
-from hvdlite.compression.compressors import FP16Compressor, NoneCompressor
-from hvdlite.compression.custom import Compressor, Conversion, Custom
-from hvdlite.compression.deep_gradient import DeepGradientCompression
-from hvdlite.compression.error_feedback import ErrorFeedback
-from hvdlite.compression.float8 import Float8
-from hvdlite.compression.majority_vote import MajorityVote
-from hvdlite.compression.natural import Natural
-from hvdlite.compression.parameter import Parameter, Reduction
-from hvdlite.compression.power_sgd import PowerSGD
-from hvdlite.compression.qsgd import QSGD
-from hvdlite.compression.random_k import RandomK
-from hvdlite.compression.sign import Sign
+from hvdlite.compression.custom import (
+    Compressor,
+    Conversion,
+    Custom,
+    FP16Compressor,
+    NoneCompressor,
+)
+from hvdlite.compression.low_rank import PowerSGD
+from hvdlite.compression.quantized import QSGD, Blockwise8, Float8, Natural
+from hvdlite.compression.registry import Compression, check_strategy, registered
+from hvdlite.compression.signs import MajorityVote, Sign, TernGrad, TwoBit
+from hvdlite.compression.sparse import DeepGradientCompression, RandomK, Threshold, TopK
 from hvdlite.compression.state import StrategyState
-from hvdlite.compression.strategy import DENSE, Dense, Strategy, check_op, exchange_bucket
-from hvdlite.compression.tern_grad import TernGrad
-from hvdlite.compression.threshold import Threshold
-from hvdlite.compression.top_k import TopK
-from hvdlite.compression.two_bit import TwoBit
-from hvdlite.compression.warm_up import WarmUp
+from hvdlite.compression.wrappers import ByParameter, ErrorFeedback, WarmUp
 
 __all__ = [
     "DENSE",
@@ -46,20 +40,21 @@ __all__ = [
     "Natural",
     "NoneCompressor",
     "Parameter",
-    "RandomK",
-    "QSGD",
     "PowerSGD",
+    "QSGD",
+    "RandomK",
     "Reduction",
     "Sign",
     "Strategy",
     "StrategyState",
+    "TernGrad",
     "Threshold",
     "TopK",
-    "TernGrad",
     "TwoBit",
     "WarmUp",
     "check_groups",
     "check_op",
     "check_strategy",
     "exchange_bucket",
+    "registered",
 ]

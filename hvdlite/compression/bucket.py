@@ -1,45 +1,116 @@
-"""A bucket: the gradients of several parameters as one flat array."""
+"""Buckets: the gradients of several parameters as one flat array."""
 
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from hvdlite.compression.parameter import Parameter, Reduction
+from hvdlite.arguments import check_positive
 from hvdlite.compression.state import BucketState, StrategyState
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport, adasum
 from hvdlite.transport.base import place
 
 
-class Bucket:
-    """The send and the result array of some parameters of one dtype.
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as it is known before it has a gradient.
 
-    An exchange reads ``send`` and writes ``result``: the gradients stay as they were until
-    the step is done.
+    Attributes:
+        name: unique within its model, and the same on all ranks.
+        shape: of its gradient.
+        dtype: of its gradient, as numpy's (``ml_dtypes`` has bfloat16).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes."""
+        return self.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of gradients: a sum, an average (with Horovod's predivision), or Adasum.
+
+    An average over n ranks with ``predivide`` f is a sum of gradients divided by f that is
+    multiplied by f/n: it moves a part of the division before the sum.
+    """
+
+    op: ReduceOp = ReduceOp.AVERAGE
+    predivide: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM):
+            raise ValueError(
+                "gradients are reduced by hvd.Average, hvd.Sum or hvd.Adasum, not "
+                f"{self.op.name.capitalize()}"
+            )
+        if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
+            raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+        check_positive("gradient_predivide_factor", self.predivide)
+
+    @property
+    def before(self) -> Scaling:
+        """Return the scaling before the sum."""
+        return Scaling(1.0 / self.predivide)
+
+    def after(self, size: int) -> Scaling:
+        """Return the scaling after the sum over ``size`` ranks."""
+        if self.op is not ReduceOp.AVERAGE:
+            return Scaling()
+        return Scaling(self.predivide, size)
+
+    def around(self, dtype: np.dtype[Any], size: int) -> tuple[Scaling, Scaling]:
+        """Return the scaling of a dtype's elements before and after the sum over ``size`` ranks."""
+        if dtype.kind in "iu":  # divided before, they would lose a remainder
+            return Scaling(), self.whole(size)
+        return self.before, self.after(size)
+
+    def whole(self, size: int) -> Scaling:
+        """Return both scalings as one, for strategies that scale once."""
+        return Scaling(1.0, size) if self.op is ReduceOp.AVERAGE else Scaling()
+
+
+class Bucket:
+    """The send and the result array of several parameters of one dtype.
+
+    An exchange reads ``send`` and writes ``result``: the gradients stay intact until the step is
+    complete.
 
     Args:
         parameters: in their order within the arrays.
-        reduction: what the exchange computes.
-        empty: makes a flat array of so many elements of a dtype.
+        reduction: to be computed by the exchange.
+        empty: makes a flat array of a given size and dtype.
         state: what strategies remember of the parameters; None: nothing yet.
 
     Attributes:
         parameters: as given.
         reduction: as given.
-        bounds: where each parameter begins in the arrays, and where the last one ends.
-        send: the gradients, flat. It may be ``result``: whoever writes that has read this before.
-        result: where the exchange writes, likewise.
-        state: as given, of these parameters.
-        count: how many exchanges have gone before, alike on all ranks.
+        bounds: the offset of each parameter in the arrays, and the end of the last one.
+        send: the gradients, flat. It may be ``result``: read it before writing there.
+        result: the reduced gradients, flat.
+        state: the state of these parameters.
+        count: the number of exchanges before this one, the same on all ranks.
         absent: positions of parameters of which no rank has a gradient in this step.
-        lent: parts of ``send`` that lie elsewhere until `complete`, by where each begins there:
-            flat arrays.
-        unsent: None, or an array like ``send`` in which the exchange is to leave what of ``send``
-            has no part in the result.
+        lent: flat arrays that stand for parts of ``send`` until `complete` copies them, by their
+            offset there.
+        unsent: None, or an array like ``send`` in which the exchange leaves the part of ``send``
+            that is missing from the result.
     """
 
     def __init__(
@@ -62,21 +133,21 @@ class Bucket:
         self.renew()
 
     def renew_send(self) -> None:
-        """Get another array for the gradients: the one before is its users'."""
+        """Allocate a new send array; its users may keep the old one."""
         self.send: Any = self._empty(self.bounds[-1], self.parameters[0].dtype)
 
     def renew(self) -> None:
-        """Get another array for the result: the one before is its users' as long as they like."""
-        self.result: Any = None  # its memory may be what comes back
+        """Allocate a new result array; its users may keep the old one."""
+        self.result: Any = None  # so that its memory can be reused
         self.result = self._empty(self.bounds[-1], self.parameters[0].dtype)
 
     def complete(self) -> None:
-        """Copy what is lent to where it belongs."""
+        """Copy all lent parts into ``send``."""
         place([*self.lent.items()], self.send)
         self.lent = {}
 
     def derive(self, send: Any, result: Any, unsent: Any = None) -> Bucket:
-        """Make a bucket of the same parameters with other arrays, alike in size."""
+        """Return a bucket of the same parameters with other arrays of the same size."""
         derived = copy.copy(self)
         derived.send, derived.result, derived.unsent = send, result, unsent
         derived.lent = {}
@@ -86,9 +157,9 @@ class Bucket:
         """Write ``scaling.apply(the reduction of all ranks' send)`` into ``result``.
 
         Args:
-            transport: of the ranks.
-            send: flat, of as many elements as the bucket, of any float type.
-            result: likewise, of the same type; it may be ``send``.
+            transport: connects the ranks.
+            send: flat, with as many elements as the bucket, of any float type.
+            result: of the same size and type; it may be ``send``.
             scaling: applied after the reduction.
         """
         if self.reduction.op is ReduceOp.ADASUM:
@@ -100,14 +171,37 @@ class Bucket:
             transport.allreduce(send, result, ReduceOp.SUM, scaling)
 
     def send_slot(self, position: int) -> Any:
-        """The part of ``send`` that belongs to a parameter, in the parameter's shape."""
+        """Return a parameter's part of ``send``, in the parameter's shape."""
         return self.slot(self.send, position)
 
     def result_slot(self, position: int) -> Any:
-        """The part of ``result`` that belongs to a parameter, in the parameter's shape."""
+        """Return a parameter's part of ``result``, in the parameter's shape."""
         return self.slot(self.result, position)
 
     def slot(self, array: Any, position: int) -> Any:
-        """The part of an array like ``send`` that belongs to a parameter, in its shape."""
+        """Return a parameter's part of an array like ``send``, in the parameter's shape."""
         start, stop = self.bounds[position : position + 2]
         return array[start:stop].reshape(self.parameters[position].shape)
+
+    def generator(self, seed: int, *more: int) -> np.random.Generator:
+        """Return a random generator that depends on the step and the bucket's parameters alone.
+
+        Args:
+            seed: of the strategy.
+            *more: further seeds, such as the rank.
+        """
+        names = "\n".join(parameter.name for parameter in self.parameters)
+        return generator(seed, self.count, names, *more)
+
+
+def generator(seed: int, count: int, name: str, *more: int) -> np.random.Generator:
+    """Return a random generator that depends on the arguments alone.
+
+    Args:
+        seed: of the strategy.
+        count: the number of exchanges before this one.
+        name: of the parameters that it is for.
+        *more: further seeds.
+    """
+    entropy = [seed, count, zlib.crc32(name.encode()), *more]
+    return np.random.Generator(np.random.SFC64(entropy))

@@ -1,4 +1,4 @@
-"""Gradients as 16-bit floats."""
+"""Rounding to 16-bit floats."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import numpy as np
 
 from hvdlite import float16
 from hvdlite.arguments import check_choice
-from hvdlite.compression.bucket import Bucket
+from hvdlite.compression.base import DENSE, Strategy
+from hvdlite.compression.bucket import Bucket, Parameter, Reduction
 from hvdlite.compression.codec import Codec, add_by_slices, greatest_magnitude
-from hvdlite.compression.compressors import cast
-from hvdlite.compression.parameter import Parameter, Reduction
-from hvdlite.compression.strategy import DENSE, Strategy
+from hvdlite.compression.custom import cast
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
 
 _log = logging.getLogger("hvdlite")
-# Scales beyond would not be numbers of float32, by which values are multiplied and divided.
+# Larger scales, and their reciprocals, are out of the range of float32.
 _MOST_BITS = 100
 _DTYPES: dict[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
@@ -31,18 +30,19 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, repr=False)
 class Cast(Strategy):
-    """Every gradient rounded to a 16-bit float, which halves the bytes of float32.
+    """Send 16-bit floats, optionally scaled into the type's range.
 
-    The average is divided before it is rounded, so that the sum stays in range, and the
-    sum is accumulated in float32. Types that are not wider floats are exchanged as they are.
+    An average is divided before rounding, so that the sum stays in range, and the sum is
+    accumulated in float32. Types that are not wider floats are exchanged unchanged.
 
     Args:
         kind: ``"fp16"`` or ``"bf16"``.
-        scale: what values are multiplied by before they are rounded, and divided by after the
-            sum. A number: what is out of range then is clipped, and a warning says so. ``"auto"``:
-            a power of two that brings the bucket's greatest magnitude on any rank just below the
-            largest number of the type; nothing overflows, and as little as possible underflows,
-            for one more small exchange. None: values go as they are, and overflow to infinities.
+        scale: the factor by which values are multiplied before rounding, and divided after the
+            sum. A number: values that are out of range then are clipped, with a warning.
+            ``"auto"``: a power of two that brings the bucket's greatest magnitude on any rank just
+            below the largest number of the type; nothing overflows, and as little as possible
+            underflows, at the cost of one more small exchange. None: values are not scaled, and
+            overflow to infinities.
 
     Raises:
         ValueError: an argument is none of these.
@@ -76,36 +76,36 @@ class Cast(Strategy):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The 16-bit type."""
+        """Return the 16-bit type."""
         return _DTYPES[self.kind]
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """This one, for wider floats."""
+        """Return this strategy for wider floats."""
         return self if self._narrows(parameter.dtype) else DENSE
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The 16-bit type, of wider floats."""
+        """Return the 16-bit type for wider floats."""
         return self.dtype if self._narrows(dtype) else dtype
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Return any framework's tensor in 16 bits, if it holds floats, and its dtype.
 
-        For compression by hand, as with Horovod's classes; ``scale`` is left out.
+        This is for compression by hand, as with Horovod's classes; it ignores ``scale``.
         """
         return cast(tensor, self.dtype.name), tensor.dtype
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Return a tensor in the dtype that `compress` has returned with it."""
+        """Return a tensor in the dtype that `compress` returned with it."""
         return cast(tensor, ctx)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Round, sum, widen."""
+        """Round, sum and widen."""
         if not self._narrows(bucket.send.dtype):
             DENSE.exchange(bucket, transport)
             return
         factor = self._factor(bucket, transport)
         if bucket.unsent is not None:
-            # Only who adds up knows what the sum loses.
+            # Only the rank that adds up knows the rounding error of the sum.
             add_by_slices(_Rounding(self, Scaling(factor), bucket), bucket, transport)
             return
         scaling = replace(bucket.reduction.whole(transport.size), factor=factor)
@@ -136,26 +136,26 @@ class Cast(Strategy):
         return is_floating(dtype) and dtype.itemsize > self.dtype.itemsize
 
     def _factor(self, bucket: Bucket, transport: Transport) -> float:
-        """What values are multiplied by: alike on all ranks."""
+        """Return the scale, the same on all ranks."""
         if self.scale != "auto":
             return 1.0 if self.scale is None else float(self.scale)
         greatest = np.array([greatest_magnitude(bucket.send)], np.float64)
         transport.allreduce(greatest, greatest, ReduceOp.MAX, Scaling())
-        # A sum of all ranks' values must fit, too.
+        # The sum of all ranks' values must be in range, too.
         terms = 1 if bucket.reduction.op is ReduceOp.AVERAGE else transport.size
         room = _largest(self.dtype) / (greatest[0] * terms or np.nan)
-        if not np.isfinite(room):  # nothing but zeros, or not all numbers
+        if not np.isfinite(room):  # zeros only, or a NaN or an infinity
             return 1.0
         return float(2.0 ** np.clip(np.floor(np.log2(room or 1.0)), -_MOST_BITS, _MOST_BITS))
 
 
 class _Rounding(Codec):
-    """Values scaled and rounded to a 16-bit float.
+    """Encoding of scaled values as 16-bit floats.
 
     Args:
-        strategy: the type, and whether values are clipped.
+        strategy: says which type, and whether values are clipped.
         scaling: of the values.
-        bucket: whose values they are, for messages.
+        bucket: of the values, for messages.
     """
 
     piece = float16.PIECE  # there are no temporary arrays
@@ -168,11 +168,11 @@ class _Rounding(Codec):
         self._clipped = 0
 
     def body(self, count: int) -> int:
-        """Two each."""
+        """Return two bytes per value."""
         return 2 * count
 
     def encode(self, values: Any, out: Any) -> None:
-        """Scale and round; warn if something was clipped."""
+        """Scale and round; warn if values were clipped."""
         super().encode(values, out)
         if self._clipped:
             names = ", ".join(repr(parameter.name) for parameter in self._bucket.parameters)
@@ -196,11 +196,11 @@ class _Rounding(Codec):
             self._scaling.write(values, scaled)
         if self._clips:
             self._clip(scaled)
-        with np.errstate(over="ignore"):  # inf is what an overflow has to become
+        with np.errstate(over="ignore"):  # an overflow must become inf
             float16.narrow(scaled, out.view(self._dtype))
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        """Widen, and undo the scaling."""
+        """Widen and undo the scaling."""
         float16.widen(body.view(self._dtype), out)
         Scaling(1.0 / self._scaling.factor).apply(out)
 

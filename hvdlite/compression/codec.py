@@ -1,4 +1,4 @@
-"""Values as fewer bytes, and two ways to add up over the ranks what is written so."""
+"""Codecs that encode values in fewer bytes, and two ways to sum encoded values over the ranks."""
 
 from __future__ import annotations
 
@@ -18,65 +18,65 @@ from hvdlite.transport.adasum import slice_bounds
 
 
 class Codec(ABC):
-    """How floats are written as bytes; how many these are follows from the number of floats.
+    """An encoding of floats as bytes, whose number follows from the number of floats.
 
-    A message has a head, of what concerns all values, and a body, which is written and read in
-    pieces that stay in the cache.
+    A message has a head, about all values, and a body, which is written and read in pieces that
+    stay in the cache.
     """
 
-    #: So many values are written together; only the last ones may be fewer.
+    #: Values that are encoded together; only the last block may have fewer.
     block: int = 1
     #: Bytes of the head.
     head: int = 0
-    #: About so many values are written at a time. Fewer, and the interpreter is noticed; more, and
-    #: temporary arrays become so large that the system clears new pages for each, which takes
-    #: longer than most arithmetic.
+    #: Values per piece, about. With fewer, the interpreter's overhead shows; with more, temporary
+    #: arrays become so large that the system clears new pages for each, which takes longer than
+    #: most arithmetic.
     piece: int = 2**15
 
     @abstractmethod
     def body(self, count: int) -> int:
-        """Return how many bytes ``count`` values take, without the head.
+        """Return the number of bytes for ``count`` values, without the head.
 
         Multiples of both the block and 8 values follow each other without a gap.
         """
 
     def measure(self, values: Any, head: Any) -> None:
-        """Write the head of the message of all ``values`` into ``head``, flat, uint8."""
+        """Write the head for all ``values`` into ``head``, flat, uint8."""
         head[...] = 0  # of no bytes
 
     @abstractmethod
     def write(self, values: Any, head: Any, out: Any) -> None:
-        """Write a piece of finite values, flat, float32 or float64, into ``out``, flat, uint8."""
+        """Encode a piece of finite values, flat, float32 or float64, into ``out``, flat, uint8."""
 
     @abstractmethod
     def read(self, body: Any, head: Any, out: Any) -> None:
-        """Do the reverse: the same bits of ``out`` from the same bytes on every rank."""
+        """Decode: the same bits of ``out`` from the same bytes on every rank."""
 
     def nbytes(self, count: int) -> int:
-        """Return how many bytes the message of ``count`` values has."""
+        """Return the number of bytes of the message for ``count`` values."""
         return self.head + self.body(count)
 
     def pieces(self, count: int) -> Iterator[slice]:
-        """Cut ``count`` values into pieces."""
+        """Yield the slices of ``count`` values, piece by piece."""
         unit = math.lcm(self.block, 8)
         length = max(self.piece // unit, 1) * unit
         for start in range(0, count, length):
             yield slice(start, min(start + length, count))
 
     def encode(self, values: Any, out: Any) -> None:
-        """Write the message of finite values, flat, float32 or float64, into ``out``."""
+        """Write the message for finite values, flat, float32 or float64, into ``out``."""
         head = out[: self.head]
         self.measure(values, head)
         for piece in self.pieces(values.size):
             self.write(values[piece], head, self._part(out, piece))
 
     def decode(self, message: Any, out: Any) -> None:
-        """Do the reverse."""
+        """Write the values of a message into ``out``."""
         for piece in self.pieces(out.size):
             self.decode_piece(message, piece, out[piece])
 
     def decode_piece(self, message: Any, piece: slice, out: Any) -> None:
-        """Do so for one of the `pieces` only."""
+        """Write the values of one of the `pieces` of a message into ``out``."""
         self.read(self._part(message, piece), message[: self.head], out)
 
     def _part(self, message: Any, piece: slice) -> Any:
@@ -84,16 +84,16 @@ class Codec(ABC):
 
 
 def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequence[int]) -> None:
-    """Send everything to everybody, who adds it up in the order of the ranks.
+    """Send everything to all ranks, each of which adds it up in the order of the ranks.
 
-    A rank sends its message to each other one: of n ranks n - 1 times its bytes. What is not sent
-    is what the codec loses, and nothing else.
+    A rank sends its message to each other one: of n ranks n - 1 times its bytes. Only the loss of
+    the codec is unsent.
 
     Args:
         codec: of the messages.
-        bucket: whose exchange this is, as `Strategy.exchange` has it.
-        transport: of the ranks.
-        parts: where that begins which the codec is to write by itself, and where the last ends.
+        bucket: to be exchanged, as in `Strategy.exchange`.
+        transport: connects the ranks.
+        parts: the offset of each part that has a message of its own, and the end of the last one.
     """
     pieces = [slice(*bounds) for bounds in itertools.pairwise(parts)]
     ends = np.cumsum([0, *(codec.nbytes(piece.stop - piece.start) for piece in pieces)]).tolist()
@@ -110,11 +110,11 @@ def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequ
 
 
 def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
-    """Let rank r add up slice r of what all ranks have, and send the sum to everybody.
+    """Let rank r add up slice r of all ranks' values, and send the sum to all ranks.
 
-    It moves as many bytes as an allreduce of the messages, whatever the number of ranks, and
-    writes sums in the codec's way once more. What that loses, the rank that added up keeps as
-    unsent, multiplied by what an average divides by.
+    It moves as many bytes as an allreduce of the messages, whatever the number of ranks, but
+    encodes the sums once more. The loss of that is unsent on the rank that added up, multiplied by
+    the divisor of an average.
 
     Args:
         codec, bucket, transport: as in `add_gathered`.
@@ -131,7 +131,7 @@ def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
     received = np.empty((size, lengths[rank]), np.uint8)
     transport.alltoall(sent, list(received))
     if bucket.unsent is not None:
-        # Nothing else is in the result before the end.
+        # The result's memory is free until the end.
         for piece, message in zip(slices, sent, strict=True):
             _subtract(codec, message, bucket.send[piece], bucket.result[piece])
     del sent, message
@@ -154,12 +154,12 @@ def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
 
 
 def greatest_magnitude(values: Any) -> Any:
-    """Return the greatest magnitude of values, of none: 0, without memory for all magnitudes."""
+    """Return the greatest magnitude, or 0 if there are no values, without a temporary array."""
     return abs(max(values.max(initial=0), -values.min(initial=0)))
 
 
 def _add_up(codec: Codec, messages: Sequence[Any], scaling: Scaling, out: Any) -> None:
-    """Write the scaled sum of what messages say into ``out``."""
+    """Write the scaled sum of decoded messages into ``out``."""
     for piece in codec.pieces(out.size):
         total = out[piece]
         codec.decode_piece(messages[0], piece, total)
@@ -171,7 +171,7 @@ def _add_up(codec: Codec, messages: Sequence[Any], scaling: Scaling, out: Any) -
 
 
 def _subtract(codec: Codec, message: Any, values: Any, out: Any) -> None:
-    """Write what a message says less than ``values`` into ``out``, which may be ``values``."""
+    """Write ``values`` minus a decoded message into ``out``, which may be ``values``."""
     for piece in codec.pieces(values.size):
         decoded = np.empty(piece.stop - piece.start, values.dtype)
         codec.decode_piece(message, piece, decoded)

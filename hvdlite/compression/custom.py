@@ -1,41 +1,83 @@
-"""Compression classes of the user's own, as Horovod takes them."""
+"""Compression classes with ``compress`` and ``decompress``: Horovod's, and the user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import singledispatch
 from typing import Any
 
 import numpy as np
 
 from hvdlite.arrays import as_array, flat
-from hvdlite.compression.bucket import Bucket
-from hvdlite.compression.parameter import Parameter
-from hvdlite.compression.strategy import Strategy
-from hvdlite.reduction import ReduceOp
+from hvdlite.compression.base import Strategy
+from hvdlite.compression.bucket import Bucket, Parameter
+from hvdlite.reduction import ReduceOp, is_floating
 from hvdlite.transport import Transport
 
 
 class Compressor:
-    """What a compression class of the user's own offers; to be derived from, or just resembled."""
+    """Base of compression classes of the user's own, which may also just resemble it."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return what is to be averaged in the place of a tensor, and what `decompress` needs.
+        """Return the tensor to be averaged instead, and the context that `decompress` needs.
 
-        The first is a tensor whose shape and dtype are alike on all ranks.
+        The first has the same shape and dtype on all ranks.
         """
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor, of its first shape, that an average stands for."""
+        """Return the tensor, of its original shape, that an averaged one stands for."""
         raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Send tensors unchanged."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return the tensor, and None."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return the tensor."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Send floats as 16-bit floats."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return the tensor in 16 bits, if it holds floats, and its dtype."""
+        return cast(tensor, "float16"), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return the tensor in its original dtype."""
+        return cast(tensor, ctx)
+
+
+@singledispatch
+def cast(tensor: Any, dtype: Any) -> Any:
+    """Return a tensor as another float type, or unchanged if it holds no floats.
+
+    This is for arrays; adapters register their framework's tensors.
+
+    Args:
+        tensor: of any dtype.
+        dtype: the framework's, or the name ``"float16"``.
+    """
+    array = np.asarray(tensor)
+    return array.astype(dtype) if is_floating(array.dtype) else array
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a framework's tensors become arrays and back; the default is for arrays themselves."""
+    """Conversion of a framework's tensors to arrays and back; by default for arrays themselves."""
 
     to_tensor: Callable[[Any], Any] = np.asarray
     to_array: Callable[[Any], Any] = np.asarray
@@ -43,9 +85,9 @@ class Conversion:
 
 @dataclass(frozen=True, repr=False)
 class Custom(Strategy):
-    """Every tensor as a compression class of the user's own makes it.
+    """Send the tensors that a compression class of the user's own returns.
 
-    Tensors are compressed one by one; their outcomes are summed or averaged, and decompressed.
+    Tensors are compressed one by one, summed or averaged, and decompressed.
 
     Args:
         compressor: with ``compress(tensor)`` and ``decompress(tensor, ctx)``.
@@ -57,16 +99,16 @@ class Custom(Strategy):
 
     @property
     def name(self) -> str:
-        """The class's name: what it does cannot be compared."""
+        """Return the class's name; its behaviour cannot be compared across ranks."""
         kind = self.compressor if isinstance(self.compressor, type) else type(self.compressor)
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """This one, whatever the dtype."""
+        """Return this strategy, for every dtype."""
         return self
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Compress, reduce, decompress, one tensor after the other."""
+        """Compress, reduce and decompress one tensor after the other."""
         scaling = bucket.reduction.whole(transport.size)
         for position, parameter in enumerate(bucket.parameters):
             given = self.conversion.to_tensor(bucket.send_slot(position).copy())

@@ -1,4 +1,4 @@
-"""Messages of any length to all ranks, and refusals that all ranks learn of."""
+"""Messages of any length to all ranks, and refusals that reach all ranks."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import GradientError
 from hvdlite.transport import Transport
 
-# The length of a message, and the position of the parameter that has none, or -1.
+# The length of a message, and the position of a parameter that cannot be sent, or -1.
 _HEADER = struct.Struct("<qq")
 
 
 def find_not_finite(bucket: Bucket, values: Any, infinite: bool = True) -> int:
-    """Return the position of the first parameter that is not a number somewhere; -1: none.
+    """Return the position of the first parameter with a NaN, or an infinity; -1: none.
 
     Args:
         bucket: says where parameters begin.
         values: flat, like ``bucket.send``.
         infinite: whether infinities count, too.
     """
-    # In one pass over memory, as nearly all buckets pass.
+    # One pass over memory suffices for nearly all buckets.
     if np.isfinite(np.add.reduce(values)):
         return -1
     is_bad = (lambda part: ~np.isfinite(part)) if infinite else np.isnan
     for position in range(len(bucket.parameters)):
         if is_bad(bucket.slot(values, position)).any():
             return position
-    return -1  # they only add up to more than the type holds
+    return -1  # all values are finite; only their sum is too large for the type
 
 
 def agree(bucket: Bucket, transport: Transport, bad: int, length: int = 0) -> list[int]:
-    """Let all ranks know the lengths of each other's messages, or that one has none.
+    """Exchange the lengths of all ranks' messages, or refuse the bucket on all ranks.
 
     Args:
-        bucket: whose parameters are talked of.
-        transport: of the ranks.
+        bucket: the parameters in question.
+        transport: connects the ranks.
         bad: the position of a parameter that this rank cannot send, or -1.
         length: of this rank's message, in bytes.
 
@@ -69,7 +69,7 @@ def gather_messages(transport: Transport, message: Any, lengths: Sequence[int]) 
     """Return every rank's message, by rank.
 
     Args:
-        transport: of the ranks.
+        transport: connects the ranks.
         message: this rank's; a flat array of bytes.
         lengths: of all messages, by rank.
     """

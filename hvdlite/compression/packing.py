@@ -1,4 +1,4 @@
-"""Codes of 1, 2, 4 or 8 bits in bytes, at the speed of vectorised arithmetic."""
+"""Packing of 1-, 2-, 4- and 8-bit codes into bytes, by vectorised arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GATHER = {
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the bytes that ``count`` codes of ``bits`` each take."""
+    """Return the number of bytes for ``count`` codes of ``bits`` bits each."""
     return -(-count * bits // 8)
 
 
@@ -24,9 +24,9 @@ def pack(codes: Any, bits: int, out: Any) -> None:
     """Write codes side by side, the first one in the lowest bits of a byte.
 
     Args:
-        codes: flat, uint8 (of 1 bit: bool, too), each of which is below ``2**bits``.
+        codes: flat, uint8 (1-bit codes: bool, too), each below ``2**bits``.
         bits: 1, 2, 4 or 8.
-        out: flat, uint8, of as many bytes as they take; bits that are left over become 0.
+        out: flat, uint8, of `packed_size` bytes; unused bits become 0.
     """
     if bits == 8:
         out[...] = codes
@@ -44,17 +44,17 @@ def pack(codes: Any, bits: int, out: Any) -> None:
 
 
 def unpack(values: Sequence[float], packed: Any, out: Any) -> None:
-    """Write the values that packed codes stand for.
+    """Write the value of each packed code.
 
     Args:
-        values: of all codes: 2, 4, 16 or 256, which says how many bits a code has.
-        packed: flat, uint8, what `pack` has written.
-        out: flat, of the values' number and any dtype.
+        values: of all codes: 2, 4, 16 or 256 of them, from which the bits of a code follow.
+        packed: flat, uint8, as `pack` writes it.
+        out: flat, of any dtype; its size is the number of codes.
     """
     table = _table(tuple(values), out.dtype)
     each = table.shape[1]
     whole = out.size // each
-    # "clip": else numpy looks for indices out of range first, which there are none of.
+    # Without "clip" numpy first searches for indices out of range; there are none.
     np.take(
         table, packed[:whole], axis=0, out=out[: whole * each].reshape(whole, each), mode="clip"
     )
@@ -64,7 +64,7 @@ def unpack(values: Sequence[float], packed: Any, out: Any) -> None:
 
 @lru_cache
 def _table(values: tuple[float, ...], dtype: np.dtype[Any]) -> Any:
-    """What each byte stands for, in rows."""
+    """Return a row of values for each byte."""
     bits = (len(values) - 1).bit_length()
     shifts = np.arange(0, 8, bits)
     codes = np.arange(256)[:, None] >> shifts & (len(values) - 1)

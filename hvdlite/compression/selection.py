@@ -1,8 +1,8 @@
-"""The entries of the greatest magnitude: exactly those that a stable sort finds, but faster.
+"""Search for the entries of the greatest magnitude: those of a stable sort, but faster.
 
 Without its sign bit, a float is an integer that grows with the magnitude. Magnitudes are compared
-as such: so subnormal numbers differ from 0 also where a framework has told the processor to take
-them for 0.
+as integers, so that subnormal numbers differ from 0 even if a framework has told the processor to
+flush them to 0.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import numpy as np
 
 from hvdlite import float16
 
-# Elements by which the least magnitude that counts is estimated. With few values, or where more
-# than a part of them is wanted, the estimate costs more than it saves.
+# Sampled elements, from which a lower limit is estimated. For few values, or if more than a
+# fraction of them is wanted, the estimate costs more than it saves.
 _SAMPLE = 2**14
 _FEW = 2**17
 _LARGEST_PART = 4
 
 
 def index_dtype(size: int) -> np.dtype[Any]:
-    """The type of indices into ``size`` elements: four bytes wherever these suffice."""
+    """Return the type of indices into ``size`` elements: four bytes wherever these suffice."""
     return np.dtype(np.uint32 if size <= 2**32 else np.uint64)
 
 
 def greatest(values: Any, count: int) -> Any:
     """Find the entries of the greatest magnitude; of equal ones, those that come first.
 
-    A magnitude below which hardly any of them lies is estimated from some of the values. One pass
-    collects what lies above, and among these the choice is made. Where the estimate was too high,
-    all values are looked at once more.
+    A sample of the values gives an estimate of a magnitude that few more than the wanted entries
+    exceed. One pass collects these, and the choice is made among them. If the estimate was too
+    high, all values are searched once more.
 
     Args:
         values: flat, float32 or float64, without NaN.
-        count: how many are wanted, at least 1; if there are fewer, all are found.
+        count: how many entries, at least 1; if there are fewer, all are found.
 
     Returns:
         Their indices, in increasing order.
@@ -47,7 +47,7 @@ def greatest(values: Any, count: int) -> Any:
     candidates = _above(values, limit)
     if candidates.size >= count:
         return candidates[_choose(values[candidates], count)]
-    # Of zeros, say, there are so many that it is among them that the choice ends.
+    # Of zeros, say, there may be so many that the choice ends among them.
     tied = _equal(values, limit, count - candidates.size)
     if candidates.size + tied.size == count:
         return _merge(candidates, tied)
@@ -55,16 +55,16 @@ def greatest(values: Any, count: int) -> Any:
 
 
 def at_least(values: Any, threshold: float) -> Any:
-    """Find the entries whose magnitude is a threshold or more.
+    """Find the entries whose magnitude reaches a threshold.
 
     Args:
         values: flat, float32 or float64, without NaN.
-        threshold: above 0; it is compared as it is, and not rounded to the type of the values.
+        threshold: above 0; it is not rounded to the type of the values.
 
     Returns:
         Their indices, in increasing order.
     """
-    with np.errstate(over="ignore"):  # beyond the type's range there are infinities only
+    with np.errstate(over="ignore"):  # only infinities lie beyond the type's range
         least = np.array([threshold]).astype(values.dtype)
     if float(least[0]) < threshold:
         least = np.nextafter(least, np.inf, dtype=least.dtype)
@@ -77,9 +77,9 @@ def _magnitudes(values: Any) -> Any:
 
 
 def _estimate(values: Any, count: int) -> Any:
-    """A magnitude above which there are rather more than ``count`` entries than fewer."""
+    """Return a magnitude that rather more than ``count`` entries exceed than fewer."""
     # At random and not at regular distances, which could hit one column of a matrix again and
-    # again. What is found does not depend on it.
+    # again. The entries found do not depend on it.
     places = np.random.Generator(np.random.SFC64(0)).integers(values.size, size=_SAMPLE)
     sample = _magnitudes(values[places])
     expected = count * _SAMPLE / values.size
@@ -87,13 +87,13 @@ def _estimate(values: Any, count: int) -> Any:
 
 
 def _nth(magnitudes: Any, count: int) -> Any:
-    """The least of the ``count`` greatest, which puts them in another order."""
+    """Return the least of the ``count`` greatest magnitudes, which it reorders."""
     magnitudes.partition(magnitudes.size - count)
     return magnitudes[magnitudes.size - count]
 
 
 def _choose(values: Any, count: int) -> Any:
-    """Do what `greatest` does, by a partition of all values."""
+    """Do the same as `greatest`, by a partition of all values."""
     limit = _nth(_magnitudes(values), count)
     chosen = _above(values, limit)
     return _merge(chosen, _equal(values, limit, count - chosen.size))
@@ -101,12 +101,12 @@ def _choose(values: Any, count: int) -> Any:
 
 def _merge(chosen: Any, tied: Any) -> Any:
     merged = np.concatenate([chosen, tied])
-    merged.sort(kind="stable")  # which merges what is in order already
+    merged.sort(kind="stable")  # which merges runs that are in order already
     return merged
 
 
 def _above(values: Any, limit: Any) -> Any:
-    """The indices of all magnitudes above a limit."""
+    """Return the indices of all magnitudes above a limit."""
     dtype = index_dtype(values.size)
     found = [np.empty(0, dtype)]
     for piece in float16.pieces(values.size):
@@ -116,7 +116,7 @@ def _above(values: Any, limit: Any) -> Any:
 
 
 def _equal(values: Any, limit: Any, most: int) -> Any:
-    """The indices of the first magnitudes, ``most`` of them, that are the limit."""
+    """Return the indices of the first ``most`` magnitudes that equal the limit."""
     dtype = index_dtype(values.size)
     found = [np.empty(0, dtype)]
     for piece in float16.pieces(values.size):

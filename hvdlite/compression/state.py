@@ -1,27 +1,28 @@
-"""What strategies remember of parameters from one exchange to the next."""
+"""State that strategies keep of parameters from one exchange to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlite.compression.parameter import Parameter
+if TYPE_CHECKING:
+    from hvdlite.compression.bucket import Parameter
 
 _COUNT = "exchanges"
 
 
 class StrategyState:
-    """What is remembered of each parameter, by its name.
+    """State of each parameter, by the parameter's name.
 
-    It belongs to one list of parameters, and not to their buckets: these may be packed anew.
-    Arrays are residuals and the like, this rank's own, or low-rank factors, which all ranks have
-    alike.
+    It belongs to a list of parameters, not to their buckets, which may be packed anew. Arrays
+    are residuals and other values of this rank's own, or low-rank factors, which are the same on
+    all ranks.
 
     Attributes:
-        is_common: whether all ranks have the same, see `hvdlite.gradients.consolidate`.
-        owner: the rank that exchanged last, and of how many; None: it has not exchanged.
+        is_common: whether all ranks have the same state, see `hvdlite.gradients.consolidate`.
+        owner: the rank of the last exchange and the number of ranks; None before the first one.
     """
 
     def __init__(self) -> None:
@@ -30,21 +31,21 @@ class StrategyState:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def of(self, parameters: Sequence[Parameter]) -> BucketState:
-        """The part that belongs to a bucket of these parameters, in their order."""
+        """Return the part that belongs to a bucket of these parameters, in their order."""
         return BucketState(parameters, self)
 
     def entry(self, name: str) -> dict[str, Any]:
-        """What is remembered of a parameter, to be changed."""
+        """Return the arrays of a parameter, which the caller may change."""
         return self._entries.setdefault(name, {})
 
     def state_dict(self, names: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
-        """Return copies of all arrays, by the parameter's name and what they are.
+        """Return copies of all arrays, by the parameter's name and the array's key.
 
         Args:
             names: of the parameters; None: all.
         """
         chosen = list(self._entries) if names is None else names
-        # A lane's thread may be at work on them: their dicts are copied at once.
+        # A lane's thread may be changing them: copy each dict at once.
         entries = {name: dict(self._entries.get(name, {})) for name in chosen}
         return {
             name: {key: np.array(array) for key, array in entry.items()}
@@ -55,11 +56,11 @@ class StrategyState:
     def load_state_dict(
         self, state: Mapping[str, Mapping[str, Any]], names: Iterable[str] | None = None
     ) -> None:
-        """Take over what `state_dict` has returned, here or elsewhere.
+        """Load the result of `state_dict`, called here or elsewhere.
 
         Args:
             state: as it was returned.
-            names: of the parameters that it is about; None: all, and others are forgotten.
+            names: the parameters to be loaded; None: all, and others are forgotten.
         """
         self.is_common = False
         if names is None:
@@ -73,11 +74,11 @@ class StrategyState:
 
 
 class BucketState:
-    """What is remembered of a bucket's parameters.
+    """State of a bucket's parameters, kept in the state of all parameters.
 
     Args:
         parameters: in their order within the bucket.
-        whole: of which this is a part; kept up to date.
+        whole: the state of all parameters.
     """
 
     def __init__(self, parameters: Sequence[Parameter], whole: StrategyState) -> None:
@@ -87,7 +88,7 @@ class BucketState:
 
     @property
     def count(self) -> int:
-        """How many exchanges there have been; agreed on by all ranks."""
+        """Return the number of exchanges so far, on which all ranks agree."""
         counts = [int(entry[_COUNT]) for entry in self._entries() if _COUNT in entry]
         return max(counts, default=0)
 
@@ -98,14 +99,14 @@ class BucketState:
         self._whole.is_common = False
 
     def belong(self, rank: int, size: int) -> None:
-        """Take note of the rank that exchanges, and of how many."""
+        """Record the rank that exchanges, and the number of ranks."""
         self._whole.owner = rank, size
 
     def flat(self, key: str, dtype: Any) -> Any:
-        """An array with an element for each of the bucket's, to be changed in place.
+        """Return an array with an element for each of the bucket's, to be changed in place.
 
         Args:
-            key: what it is called.
+            key: of the array.
             dtype: of its elements, which are 0 at first.
         """
         array, views = self._flat.get(key, (None, []))
@@ -116,7 +117,7 @@ class BucketState:
         return array
 
     def _join(self, key: str, dtype: np.dtype[Any]) -> tuple[Any, list[Any]]:
-        """Let the parameters' arrays be parts of one, with what they hold."""
+        """Move the parameters' arrays into one, of which they become views."""
         array = np.zeros(sum(parameter.size for parameter in self._parameters), dtype)
         views, start = [], 0
         for parameter, entry in zip(self._parameters, self._entries(), strict=True):
@@ -130,11 +131,11 @@ class BucketState:
         return array, views
 
     def get(self, position: int, key: str) -> Any:
-        """An array of the bucket's parameter at a position; None: there is none yet."""
+        """Return an array of the parameter at a position; None if there is none yet."""
         return self._whole.entry(self._parameters[position].name).get(key)
 
     def set(self, position: int, key: str, array: Any) -> None:
-        """Remember an array of any shape for the parameter at a position."""
+        """Keep an array of any shape for the parameter at a position."""
         self._whole.entry(self._parameters[position].name)[key] = array
 
     def _entries(self) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hvdlite import timeline
-from hvdlite.compression import Bucket, Dense, Parameter, Reduction, Strategy, exchange_bucket
+from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import HorovodInternalError
@@ -118,7 +118,7 @@ class BucketStep:
             among: such elements of the bucket, if a strategy needs no more than that.
         """
         reduction = self.bucket.reduction
-        is_plain = isinstance(self.strategy, Dense) and reduction.before.is_identity
+        is_plain = self.strategy.is_identity and reduction.before.is_identity
         if not is_plain or reduction.op is ReduceOp.ADASUM:
             return slice(0, 0)
         start, stop = self.bucket.bounds[position : position + 2]

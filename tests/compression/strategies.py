@@ -1,34 +1,41 @@
-"""What is checked of each strategy: a new one has to be added here."""
+"""The strategies that are held to the laws: every registered one, without being listed here."""
 
 from __future__ import annotations
 
-from hvdlite.compression import Compression, ErrorFeedback, WarmUp
+from hvdlite.compression import Compression, Strategy, registered
 
-#: Every strategy, most of them as they are meant to be used.
-STRATEGIES = [
-    Compression.none,
-    Compression.fp16,
-    Compression.bf16,
-    Compression.Cast("fp16", scale="auto"),
-    Compression.MajorityVote(),
-    Compression.QSGD(),
-    Compression.TernGrad(),
-    Compression.Natural(),
-    Compression.DeepGradientCompression(0.1, clip_norm=1.0),
-    WarmUp(ErrorFeedback(Compression.TopK(0.2)), 1),
-    *(
-        ErrorFeedback(inner)
-        for inner in (
-            Compression.fp16,
-            Compression.Float8(),
-            Compression.Blockwise8(),
-            Compression.Sign(),
-            Compression.TwoBit(0.5),
-            Compression.TopK(0.1),
-            Compression.TopK(0.1, per="tensor"),
-            Compression.Threshold(1.0),
-            Compression.RandomK(0.1),
-            Compression.PowerSGD(2),
-        )
-    ),
-]
+C = Compression
+
+#: Settings that are tried instead of the default ones.
+SETTINGS: dict[type[Strategy], list[Strategy]] = {
+    C.Cast: [C.fp16, C.bf16, C.Cast("fp16", scale="auto"), C.Cast("bf16", scale=8.0)],
+    C.Float8: [C.Float8(), C.Float8(16)],
+    C.Blockwise8: [C.Blockwise8(), C.Blockwise8(16)],
+    C.QSGD: [C.QSGD(), C.QSGD(1, 5), C.QSGD(127)],
+    C.TernGrad: [C.TernGrad(), C.TernGrad(None, "bucket")],
+    C.TwoBit: [C.TwoBit(0.3)],
+    C.Sign: [C.Sign(), C.Sign("bucket")],
+    C.TopK: [C.TopK(0.05), C.TopK(count=3, per="tensor")],
+    C.Threshold: [C.Threshold(1.0)],
+    C.RandomK: [C.RandomK(0.1)],
+    C.DeepGradientCompression: [C.DeepGradientCompression(0.1, clip_norm=1.0)],
+    C.PowerSGD: [C.PowerSGD(1), C.PowerSGD(2, min_compression=0.5, warm_start=False)],
+    C.ErrorFeedback: [],  # below, around every other one
+    C.WarmUp: [C.WarmUp(C.fp16, 2), C.WarmUp(C.ErrorFeedback(C.TopK(0.2)), 1)],
+    C.ByParameter: [
+        C.ByParameter(lambda parameter: C.fp16 if parameter.shape else C.none, [C.none, C.fp16])
+    ],
+}
+
+
+def _settings(kind: type[Strategy]) -> list[Strategy]:
+    return SETTINGS[kind] if kind in SETTINGS else [kind()]
+
+
+#: Every registered strategy.
+PLAIN = [C.none, *(each for kind in registered().values() for each in _settings(kind))]
+
+#: Those that `ErrorFeedback` takes.
+WITH_FEEDBACK = [C.ErrorFeedback(each) for each in PLAIN if each.tells_unsent]
+
+STRATEGIES = [*PLAIN, *WITH_FEEDBACK]

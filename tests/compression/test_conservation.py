@@ -1,62 +1,25 @@
-"""What is applied and what is left are what there was: for every strategy with error feedback."""
+"""Conservation: results and residuals add up to all gradients, for every strategy with feedback."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from hvdlite.compression import (
-    QSGD,
-    Blockwise8,
-    Compression,
-    ErrorFeedback,
-    Float8,
-    Natural,
-    Reduction,
-    Sign,
-    StrategyState,
-    TernGrad,
-    TwoBit,
-    WarmUp,
-)
+from hvdlite.compression import Reduction, StrategyState
 from hvdlite.reduction import Average, Sum
 from tests.compression.ranks import SIZES, Ranks, gradients_of
+from tests.compression.strategies import WITH_FEEDBACK
 
-#: Every strategy that tells what it has not sent. A new one has to be added here.
-STRATEGIES = [
-    Compression.fp16,
-    Compression.bf16,
-    Compression.Cast("fp16", scale="auto"),
-    Compression.Cast("bf16", scale=8.0),
-    WarmUp(Compression.fp16, 2),
-    Compression.TopK(0.05),
-    Compression.TopK(count=3, per="tensor"),
-    Compression.Threshold(1.0),
-    Compression.RandomK(0.1),
-    Float8(16),
-    Blockwise8(16),
-    Sign(),
-    Sign("bucket"),
-    TwoBit(0.3),
-    QSGD(),
-    QSGD(1, 5),
-    QSGD(127),
-    TernGrad(),
-    TernGrad(None, "bucket"),
-    Natural(),
-    Compression.PowerSGD(1),
-    Compression.PowerSGD(2, min_compression=0.5, warm_start=False),
-]
 SHAPES = {"a": (7, 9), "b": (), "c": (130,), "d": (0, 3), "e": (5, 5, 5)}
 STEPS = 6
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", WITH_FEEDBACK, ids=repr)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
 def test_nothing_is_lost(strategy, size, op):
     """Over steps, a checkpoint, and buckets that are packed in another way."""
-    ranks = Ranks(size, ErrorFeedback(strategy), Reduction(op))
+    ranks = Ranks(size, strategy, Reduction(op))
     divisor = size if op is Average else 1
     given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     applied = {name: np.zeros(shape) for name, shape in SHAPES.items()}
@@ -86,9 +49,9 @@ def _save_and_load(ranks):
         ranks.states[rank].load_state_dict(saved)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize("strategy", WITH_FEEDBACK, ids=repr)
 def test_what_no_rank_has_a_gradient_of_keeps_its_residual(strategy):
-    ranks = Ranks(2, ErrorFeedback(strategy))
+    ranks = Ranks(2, strategy)
     for step in range(3):
         ranks.step(gradients_of(2, SHAPES, step))
     before = {name: ranks.residual(name) for name in SHAPES}

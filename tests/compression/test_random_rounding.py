@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hvdlite.compression import QSGD, Bucket, Natural, Parameter, Reduction, TernGrad
-from hvdlite.compression.stochastic import codes_at_random
+from hvdlite.compression.quantized import round_stochastically
 from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import SIZES, Ranks
 
@@ -85,19 +85,19 @@ class Fixed:
         return np.full(count, self.number, dtype)
 
 
-class TestCodesAtRandom:
+class TestStochasticRounding:
     @pytest.mark.parametrize("levels", [1, 2, 3, 7, 64, 127])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_whole_numbers_stay_whatever_the_random_number(self, levels, dtype):
         for number in (0.0, 0.5, 1 - 2.0**-24):
             for level in (-levels, 0, levels):
-                codes = codes_at_random(np.full(3, level, dtype), levels, Fixed(number))
+                codes = round_stochastically(np.full(3, level, dtype), levels, Fixed(number))
                 assert codes.tolist() == [level + levels] * 3
                 assert codes.dtype == np.uint8
 
     def test_what_is_beyond_the_levels_becomes_the_last_one(self):
         values = np.array([-1e30, -7.5, 7.5, 1e30], np.float32)
-        assert codes_at_random(values, 7, Fixed(0.25)).tolist() == [0, 0, 14, 14]
+        assert round_stochastically(values, 7, Fixed(0.25)).tolist() == [0, 0, 14, 14]
 
 
 def check_gathered(strategy, reference, arrays, steps=2):

@@ -1,4 +1,4 @@
-"""What happens to a flat bucket of gradients on its way to the other ranks."""
+"""Strategies: how a flat bucket of gradients travels to the other ranks."""
 
 from __future__ import annotations
 
@@ -9,68 +9,70 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvdlite import float16
-from hvdlite.compression.bucket import Bucket
-from hvdlite.compression.parameter import Parameter, Reduction
+from hvdlite.compression.bucket import Bucket, Parameter, Reduction
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
 
 
 class Strategy(ABC):
-    """A way to exchange a bucket: gradients in, averages out, on every rank the same bits.
+    """A way to exchange a bucket: gradients in, averages out, the same bits on every rank.
 
-    A strategy is a value: it has settings, which are compared across ranks by its ``name``, and
-    whatever it remembers from step to step is in the bucket's ``state``. So one strategy may serve
-    several models at once. What it demands is declared here, and what does not go together is
-    refused when it is put together.
+    A strategy is a value: it has settings, which ranks compare by its ``name``, and everything that
+    it remembers from step to step is in the bucket's ``state``. So one strategy may serve several
+    models at once. Its capabilities are declared here; combinations that cannot work are refused
+    when they are built.
     """
 
-    #: Whether it works on device arrays, too; else these are exchanged by way of the host.
+    #: Whether gradients are exchanged unchanged: all of them, in their own dtype.
+    is_identity: ClassVar[bool] = False
+    #: Whether it works on device arrays, too; otherwise these are exchanged by way of the host.
     on_device: ClassVar[bool] = False
-    #: What it can compute; anything else is refused before it is tried.
+    #: The reductions that it computes; all others are refused in advance.
     ops: tuple[ReduceOp, ...] = (ReduceOp.AVERAGE, ReduceOp.SUM)
-    #: Whether it keeps something from step to step: arrays, or the number of the step.
+    #: Whether it keeps state from step to step: arrays, or the number of the step.
     stateful: bool = False
-    #: Whether it tells what of a gradient it has not sent (`Bucket.unsent`), as `ErrorFeedback`
-    #: needs it.
+    #: Whether it reports the part of a gradient that it has not sent (`Bucket.unsent`), which
+    #: `ErrorFeedback` needs.
     tells_unsent: bool = False
-    #: Whether all values arrive, but for their rounding, so that weights may travel by it, too.
+    #: Whether all values arrive, except for rounding, so that it may carry weights, too.
     takes_weights: bool = False
 
     @property
     def name(self) -> str:
-        """What it is called, settings included; compared across ranks."""
+        """Return the name, including settings; ranks compare it."""
         return repr(self).removeprefix("Compression.")
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """Return the strategy by which a parameter's gradient travels: this one, or another.
+        """Return the strategy for a parameter's gradient: this one, or another.
 
-        Only parameters of one strategy and dtype share a bucket. All but floats go as they are.
+        Only parameters of one strategy and dtype share a bucket. Dtypes other than floats are
+        exchanged unchanged.
         """
         return self if is_floating(parameter.dtype) else DENSE
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """What the elements of an array become that travels in another way than `exchange`.
+        """Return the dtype in which arrays travel in operations other than `exchange`.
 
         Raises:
-            ValueError: they travel by `exchange` only.
+            ValueError: the strategy supports `exchange` only.
         """
         raise ValueError(f"{self!r} is for allreduces and gradients; leave compression out")
 
     @abstractmethod
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Write the reduction of all ranks' ``bucket.send`` into ``bucket.result``.
+        """Write the reduction of all ranks' ``bucket.send`` into ``bucket.result``; collective.
 
-        It is collective, and leaves ``bucket.send`` as it is, unless that is ``bucket.result``.
-        Where ``bucket.unsent`` is an array and `tells_unsent`, it writes there
-        what of ``send`` has no part in the result: over all ranks, the sum (average) of ``send``
-        is that of ``unsent`` and the result. Nothing is written (but the result, which is of no
-        account then) where it raises.
+        It leaves ``bucket.send`` unchanged, unless that is ``bucket.result``. If ``bucket.unsent``
+        is an array and the strategy `tells_unsent`, it writes the part of ``send`` there that is
+        missing from the result: over all ranks, the sum (average) of ``send`` equals that of
+        ``unsent`` plus the result. If it raises, it has changed nothing except the result, which
+        is then meaningless.
 
-        Arrays are float32 or float64; `exchange_bucket` sees to that.
+        Arrays are float32 or float64; `exchange_bucket` converts 16-bit floats.
 
         Raises:
-            GradientError: on all ranks alike; a gradient cannot be exchanged in this way.
+            GradientError: on all ranks; a gradient cannot be exchanged by this strategy.
         """
 
     def exchange_on_device(
@@ -81,19 +83,19 @@ class Strategy(ABC):
         reduction: Reduction,
         transport: DeviceTransport,
     ) -> None:
-        """Do what `exchange` does on device arrays, if the strategy is ``on_device``.
+        """Do the work of `exchange` on device arrays, if the strategy is ``on_device``.
 
         Args:
-            send: flat, of all the elements; bfloat16 as uint16. It is left as it is.
-            result: where the reduction goes, likewise.
-            dtype: what the elements are.
-            reduction: sum or average; Adasum is for buckets on the host.
-            transport: runs the collectives; this is called inside its ``enqueue``.
+            send: all elements, flat; bfloat16 as uint16. It is left unchanged.
+            result: receives the reduction, in the same form.
+            dtype: of the elements.
+            reduction: sum or average; Adasum needs buckets on the host.
+            transport: runs the collectives; this method is called inside its ``enqueue``.
         """
         raise NotImplementedError(f"{self!r} does not work on device arrays")
 
     def __repr__(self) -> str:
-        """The constructor's call, without arguments that have their default values."""
+        """Return the constructor's call, without arguments that have their default values."""
         if not is_dataclass(self):
             return f"{type(self).__name__}()"
         arguments = []
@@ -108,31 +110,32 @@ class Strategy(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Dense(Strategy):
-    """Every gradient in its own type."""
+    """Send gradients unchanged, in their own dtype."""
 
+    is_identity = True
     on_device = True
     ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
     tells_unsent = True
     takes_weights = True
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """This one."""
+        """Return this strategy, for every dtype."""
         return self
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """What they are."""
+        """Return the same dtype."""
         return dtype
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Return a tensor as it is, and None, as Horovod's class does."""
+        """Return the tensor and None, as Horovod's class does."""
         return tensor, None
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Return a tensor as it is."""
+        """Return the tensor."""
         return tensor
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Reduce in place in ``result`` where gradients are divided before the sum."""
+        """Reduce, in place in ``result`` if gradients are divided before the sum."""
         send = bucket.send
         before, after = bucket.reduction.around(send.dtype, transport.size)
         if not before.is_identity:
@@ -163,7 +166,7 @@ class Dense(Strategy):
         return "Compression.none"
 
 
-#: What all strategies leave to it that they do not take.
+#: The strategy for everything that other strategies do not handle.
 DENSE = Dense()
 
 
@@ -171,7 +174,7 @@ def check_op(strategy: Strategy, op: ReduceOp) -> None:
     """Refuse a reduction that a strategy does not compute.
 
     Raises:
-        ValueError: naming those that it does.
+        ValueError: listing the ones that it does compute.
     """
     if op not in strategy.ops:
         raise ValueError(
@@ -183,29 +186,28 @@ def check_op(strategy: Strategy, op: ReduceOp) -> None:
 def exchange_bucket(
     strategy: Strategy, bucket: Bucket, transport: Transport, weight: float = 1.0
 ) -> None:
-    """Exchange a bucket of any dtype, with a weight of this rank's gradients.
+    """Exchange a bucket of any dtype, with a weight for this rank's gradients.
 
-    Strategies that lose something compute in float32 where gradients are 16-bit floats.
+    Lossy strategies compute in float32 if gradients are 16-bit floats.
 
     Args:
-        strategy: how.
-        bucket: what.
-        transport: of the ranks.
-        weight: multiplies ``bucket.send``; with 0 it counts as zeros, whatever is in it.
+        strategy: how the bucket travels.
+        bucket: to be exchanged.
+        transport: connects the ranks.
+        weight: multiplies ``bucket.send``; with 0 it counts as zeros, whatever its content.
 
     Raises:
         GradientError: as `Strategy.exchange`.
     """
-    # Not by identity: where a rank has joined, another one's pickle comes here.
-    if weight != 1.0 or strategy != DENSE:
+    if weight != 1.0 or not strategy.is_identity:
         bucket.complete()
     if weight != 1.0:
-        # The average of no samples is not a number.
+        # Not 0 times the gradients: the average of no samples is not a number.
         bucket.result[...] = bucket.send if weight else 0
         bucket.result[...] = Scaling(weight).apply(bucket.result)
         bucket = bucket.derive(bucket.result, bucket.result)
     dtype = bucket.send.dtype
-    if is_floating(dtype) and dtype.itemsize == 2 and strategy != DENSE:
+    if is_floating(dtype) and dtype.itemsize == 2 and not strategy.is_identity:
         narrow, size = bucket, bucket.send.size
         bucket = narrow.derive(float16.widen(narrow.send), np.empty(size, np.float32))
         strategy.exchange(bucket, transport)

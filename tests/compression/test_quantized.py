@@ -23,7 +23,6 @@ from hvdlite.compression import (
     TwoBit,
     check_op,
 )
-from hvdlite.compression.quantised import generator_of
 from hvdlite.errors import GradientError
 from hvdlite.reduction import Adasum, Average, Sum
 from hvdlite.transport.loopback import Loopback
@@ -218,7 +217,7 @@ def test_generators_of_steps_differ():
     draws = set()
     for bucket.count in range(3):
         for rank in range(3):
-            draws.add(float(generator_of(bucket, 0, rank).random()))
+            draws.add(float(bucket.generator(0, rank).random()))
     assert len(draws) == 9
 
 

@@ -18,7 +18,7 @@ from hvdlite.compression import (
     Reduction,
     WarmUp,
 )
-from hvdlite.compression.power_sgd import multiply, orthonormal
+from hvdlite.compression.low_rank import multiply, orthonormal
 from hvdlite.errors import GradientError
 from hvdlite.reduction import Adasum, Average, Sum
 from hvdlite.transport import Loopback
@@ -333,7 +333,7 @@ def test_factors_are_multiplied_in_one_order(shape, dtype):
 _DIGEST = """
 import hashlib
 import numpy as np
-from hvdlite.compression.power_sgd import multiply, orthonormal
+from hvdlite.compression.low_rank import multiply, orthonormal
 
 draw = np.random.default_rng(0)
 p, q = (draw.standard_normal((length, 5)).astype(np.float32) for length in (1003, 517))

@@ -1,4 +1,4 @@
-"""PowerSGD: every matrix as the product of two narrow ones."""
+"""Low-rank approximation of matrices: PowerSGD."""
 
 from __future__ import annotations
 
@@ -12,45 +12,43 @@ import numpy as np
 
 from hvdlite import float16
 from hvdlite.arguments import check_count, check_positive
-from hvdlite.compression.bucket import Bucket
+from hvdlite.compression.base import DENSE, Strategy
+from hvdlite.compression.bucket import Bucket, Parameter, generator
 from hvdlite.compression.messages import agree, find_not_finite
-from hvdlite.compression.parameter import Parameter
-from hvdlite.compression.quantised import generator
-from hvdlite.compression.strategy import DENSE, Strategy
 from hvdlite.errors import GradientError
 from hvdlite.reduction import ReduceOp, is_floating
 from hvdlite.transport import Transport
 
 _FACTOR = "q"
-# Of a vector of which less is left, the rest is rounding.
+# Of a vector, a remainder smaller than so many rounding errors is rounding.
 _ROUNDING_ERRORS = 10
 
 
 @dataclass(frozen=True, repr=False)
 class PowerSGD(Strategy):
-    """Gradients of matrices as products of two factors of low rank.
+    """Send each matrix as two factors of low rank.
 
     Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727: one step of power iteration, which
-    starts where the last one has ended, finds factors P, of shape (rows, rank), and Q, of shape
+    starts where the last one ended, finds factors P, of shape (rows, rank), and Q, of shape
     (columns, rank), whose product is near the best of that rank for the average of all ranks'
     gradients. P and Q are summed over the ranks, all of a bucket together.
 
-    It needs error feedback, and is best begun at a later step, after dense ones: the start
+    It needs error feedback, and is best started at a later step, after dense ones: the start
     iteration of other implementations is `WarmUp` here. ::
 
         compression = ErrorFeedback(WarmUp(PowerSGD(4), 1000))
 
-    A tensor of more than two axes is a matrix with as many rows as its first axis has, as PyTorch's
-    kernels of convolutions want it, or with as many columns as its last axis has, as TensorFlow's
-    do: whichever makes the factors smaller. All others travel as they are: biases, and matrices so
-    small or narrow that it does not pay.
+    A tensor of more than two axes is a matrix with as many rows as its first axis has, which suits
+    PyTorch's convolution kernels, or with as many columns as its last axis has, which suits
+    TensorFlow's: whichever makes the factors smaller. All others are sent unchanged: biases, and
+    matrices too small or narrow for it to pay.
 
     Args:
-        rank: columns of the factors; a matrix that has fewer rows or columns takes so many.
-        min_compression: a matrix has to have so many times as many numbers as its factors, or else
-            it travels as it is.
-        warm_start: begin each step with the last one's Q; else with random numbers.
-        seed: of random numbers, alike on all ranks.
+        rank: columns of the factors; at most the rows and columns of a matrix.
+        min_compression: a matrix must have so many times as many numbers as its factors, or it is
+            sent unchanged.
+        warm_start: start each step from the last one's Q; otherwise from random numbers.
+        seed: of random numbers, the same on all ranks.
 
     Raises:
         ValueError: an argument is out of range.
@@ -70,7 +68,7 @@ class PowerSGD(Strategy):
         check_count("seed", self.seed, 0)
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """This one, for matrices with which it pays."""
+        """Return this strategy for matrices with which it pays."""
         if len(parameter.shape) < 2 or not parameter.size or not is_floating(parameter.dtype):
             return DENSE
         rows, columns = _matrix_shape(parameter)
@@ -78,10 +76,10 @@ class PowerSGD(Strategy):
         return DENSE if factors * self.min_compression > rows * columns else self
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Sum P, make its columns orthonormal, sum Q, multiply."""
+        """Sum P, make its columns orthonormal, sum Q and multiply."""
         bad = find_not_finite(bucket, bucket.send)
         matrices = _matrices(bucket, bucket.send)
-        # What is too large or not finite is refused below, where all ranks see it.
+        # Values that are too large or not finite are refused below, where all ranks see them.
         with np.errstate(over="ignore", invalid="ignore"):
             starts = [self._start(bucket, position) for position in range(len(matrices))]
             products = [np.matmul(matrix, q) for matrix, q in zip(matrices, starts, strict=True)]
@@ -102,14 +100,14 @@ class PowerSGD(Strategy):
                 bucket.state.set(position, _FACTOR, rights[position].copy())
 
     def _start(self, bucket: Bucket, position: int) -> Any:
-        """The Q to begin with, of orthonormal columns, or random ones."""
+        """Return the initial Q, of orthonormal columns, or random ones."""
         parameter, dtype = bucket.parameters[position], bucket.send.dtype
         shape = _matrix_shape(parameter)[1], self._width(parameter)
         kept = bucket.state.get(position, _FACTOR) if self.warm_start else None
         if kept is None or kept.shape != shape:
             kept = np.zeros(shape, dtype)
         start = orthonormal(kept)
-        # A direction in which there was nothing would stay without anything for ever.
+        # A direction that is 0 would stay 0 for ever.
         lost = ~start.any(axis=0)
         if lost.any():
             draw = generator(self.seed, bucket.count, parameter.name)
@@ -127,8 +125,8 @@ class PowerSGD(Strategy):
         together = transport.empty(ends[-1], bucket.send.dtype)
         np.concatenate([factor.reshape(-1) for factor in factors], out=together)
         if bad >= 0:
-            # So that all ranks learn of it without another message. Products need not tell: a
-            # library may leave out what is multiplied by 0.
+            # So that all ranks learn of it without another message. Products may not: a library
+            # may skip values that are multiplied by 0.
             together[...] = np.nan
         scaling = bucket.reduction.whole(transport.size)
         transport.allreduce(together, together, ReduceOp.SUM, scaling)
@@ -152,10 +150,10 @@ class PowerSGD(Strategy):
 
 
 def orthonormal(vectors: Any) -> Any:
-    """Make columns orthonormal, from left to right; what is left of some is 0.
+    """Return columns made orthonormal, from left to right; columns that others span become 0.
 
     By Gram and Schmidt, done twice, which suffices (Giraud et al. 2005, Numerische Mathematik
-    101). Not by a library, whose bits depend on the processor: ranks must get the same ones.
+    101). Not by a library, whose bits depend on the processor: all ranks must get the same ones.
 
     Args:
         vectors: columns of finite floats.
@@ -180,10 +178,11 @@ def _norm(row: Any) -> float:
 
 
 def multiply(left: Any, right: Any, out: Any) -> None:
-    """Write the product of ``left`` and the transpose of ``right`` into a matrix, piece by piece.
+    """Write the product of ``left`` and the transpose of ``right`` into ``out``, piece by piece.
 
-    One operation at a time on each number, so that the bits are the same on every processor:
-    that a library uses how many cores, or multiplies and adds at once, would change them.
+    Each number is computed one operation at a time, so that the bits are the same on every
+    processor. In a library they would depend on the number of cores, and on whether it multiplies
+    and adds at once.
     """
     columns = np.ascontiguousarray(right.T)
     height = max(1, float16.PIECE // out.shape[1])
@@ -198,14 +197,14 @@ def multiply(left: Any, right: Any, out: Any) -> None:
 
 
 def _matrix_shape(parameter: Parameter) -> tuple[int, int]:
-    """Rows and columns of a tensor of two axes or more."""
+    """Return the rows and columns of a tensor of two axes or more."""
     shape = parameter.shape
     by_first, by_last = (shape[0], prod(shape[1:])), (prod(shape[:-1]), shape[-1])
     return min(by_first, by_last, key=sum)
 
 
 def _matrices(bucket: Bucket, array: Any) -> list[Any]:
-    """The parts of a flat array of the bucket, as matrices."""
+    """Return the parts of a flat array of the bucket, as matrices."""
     return [
         bucket.slot(array, position).reshape(_matrix_shape(parameter))
         for position, parameter in enumerate(bucket.parameters)

@@ -1,0 +1,418 @@
+"""Strategies that send every value in 2 to 8 bits; `signs` has those of one or two bits."""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from hvdlite.arguments import check_count
+from hvdlite.compression.base import Strategy
+from hvdlite.compression.bucket import Bucket
+from hvdlite.compression.codec import Codec, add_by_slices, add_gathered, greatest_magnitude
+from hvdlite.compression.messages import agree, find_not_finite
+from hvdlite.compression.packing import pack, packed_size, unpack
+from hvdlite.transport import Transport
+
+# Values in the largest block that can be asked for.
+_LARGEST_BLOCK = 2**16
+# The largest codes of QSGD, of 8-bit integers and of 8-bit floats.
+_MOST_LEVELS = 127
+_LARGEST_INTEGER = 127
+_LARGEST_FLOAT8 = 448.0
+_HALF_WORD = np.uint32(16)
+_LOWER_HALF = np.uint32(0xFFFF)
+# Codes of natural compression without the sign: 0, and this many powers of two.
+_POWERS = 127
+_SIGN = 0x80
+
+
+class Quantized(Strategy):
+    """Base of strategies that send values by a `Codec`, and add them up after decoding.
+
+    Infinities and NaN are refused: they would spread to all values that share their scale, and
+    stay in residuals for ever.
+    """
+
+    tells_unsent = True
+    #: Whether each rank adds up a slice and sends the sum, encoded again, to the others, instead
+    #: of all ranks sending everything to all: less traffic with more than two ranks, and a second
+    #: loss.
+    by_slices: ClassVar[bool] = False
+    #: Whether each ``"tensor"`` has a message of its own, or the whole ``"bucket"`` has one.
+    per: str = "bucket"
+
+    @abstractmethod
+    def codec(self, bucket: Bucket, rank: int) -> Codec:
+        """Return the codec of a bucket's values on a rank."""
+
+    def exchange(self, bucket: Bucket, transport: Transport) -> None:
+        """Encode, send, decode and add."""
+        agree(bucket, transport, find_not_finite(bucket, bucket.send))
+        codec = self.codec(bucket, transport.rank)
+        if self.by_slices:
+            add_by_slices(codec, bucket, transport)
+        else:
+            parts = bucket.bounds if self.per == "tensor" else [0, bucket.send.size]
+            add_gathered(codec, bucket, transport, parts)
+
+
+def round_stochastically(values: Any, levels: int, generator: np.random.Generator) -> Any:
+    """Round to integers: up with a probability of the fractional part, so that the mean is exact.
+
+    Random numbers have 24 bits, so that the mean is the value to 2**-24.
+
+    Args:
+        values: flat; they are overwritten.
+        levels: the greatest integer, 127 at most, and the negative of the least one. Values
+            beyond are clipped to these.
+        generator: of one random number for each value.
+
+    Returns:
+        The integers plus ``levels``, as uint8.
+    """
+    below = np.floor(values)
+    values -= below
+    below += generator.random(values.size, np.float32) < values
+    np.clip(below, -levels, levels, out=below)
+    below += levels
+    return below.astype(np.uint8)
+
+
+class BlockCodec(Codec):
+    """Encoding of values as codes relative to a scale of each block, in the values' own dtype.
+
+    A message is that of its pieces, each of which has all scales first and then all codes.
+
+    Args:
+        block: the number of values that share a scale.
+        bits: of a code.
+        dtype: of the values.
+    """
+
+    def __init__(self, block: int, bits: int, dtype: np.dtype[Any]) -> None:
+        self.block = block
+        self._bits = bits
+        self._dtype = dtype
+
+    def body(self, count: int) -> int:
+        """Return the number of bytes of scales and codes."""
+        return self._scales(count) + packed_size(count, self._bits)
+
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Divide by the greatest magnitude of a block, so that nothing overflows or underflows."""
+        starts = np.arange(0, values.size, self.block)
+        ratios = np.abs(values)
+        greatest = np.maximum.reduceat(ratios, starts)
+        ratios[...] = values
+        _by_block(np.divide, ratios, np.where(greatest == 0, 1, greatest), self.block)
+        end = self._scales(values.size)
+        scales = self.write_ratios(ratios, greatest, out[end:])
+        out[:end] = scales.view(np.uint8)
+
+    def read(self, body: Any, head: Any, out: Any) -> None:
+        """Multiply by the scales."""
+        end = self._scales(out.size)
+        scales = np.frombuffer(body[:end].tobytes(), self._dtype)
+        self.read_ratios(body[end:], out)
+        _by_block(np.multiply, out, scales, self.block)
+
+    @abstractmethod
+    def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
+        """Write codes, and return the blocks' scales.
+
+        Args:
+            ratios: of the values to the greatest magnitude in their block; they may be changed.
+            greatest: these magnitudes.
+            out: receives the codes; flat, uint8.
+        """
+
+    @abstractmethod
+    def read_ratios(self, codes: Any, out: Any) -> None:
+        """Write the values of codes, relative to the scales."""
+
+    def _scales(self, count: int) -> int:
+        return -(-count // self.block) * self._dtype.itemsize
+
+
+def _by_block(ufunc: np.ufunc, values: Any, scales: Any, block: int) -> None:
+    """Compute ``ufunc(values, scale of their block)`` in place.
+
+    Args:
+        ufunc: of two operands.
+        values: flat.
+        scales: one for each block; the last block may be shorter.
+        block: the number of values in a block.
+    """
+    whole = values.size // block
+    rows, rest = values[: whole * block].reshape(whole, block), values[whole * block :]
+    ufunc(rows, scales[:whole, None], out=rows)
+    ufunc(rest, scales[whole:], out=rest)
+
+
+@dataclass(frozen=True, repr=False)
+class _EightBits(Quantized):
+    """Base of strategies with 8-bit codes, which are added up by slices."""
+
+    block: int = 256
+
+    by_slices = True
+    block_codec: ClassVar[type[BlockCodec]]
+
+    def __post_init__(self) -> None:
+        check_count("block", self.block, 1, _LARGEST_BLOCK)
+
+    def codec(self, bucket: Bucket, rank: int) -> Codec:
+        """Return the same codec on all ranks."""
+        return self.block_codec(self.block, 8, bucket.send.dtype)
+
+
+class _Float8Codec(BlockCodec):
+    def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
+        """Look up codes by the upper half of a float32.
+
+        The lower half matters only if it decides a tie, because it is not 0; this is recorded in
+        the last bit of the upper half, which is below all bits that matter otherwise. It is ten
+        times as fast as the conversion of ``ml_dtypes``.
+        """
+        ratios *= _LARGEST_FLOAT8
+        words = ratios.astype(np.float32, copy=False).view(np.uint32)
+        lower = words & _LOWER_HALF
+        lower += _LOWER_HALF
+        words |= lower
+        words >>= _HALF_WORD
+        np.take(_float8_codes(), words.astype(np.uint16), out=out, mode="clip")
+        return greatest
+
+    def read_ratios(self, codes: Any, out: Any) -> None:
+        """Look up the ratios."""
+        unpack(_float8_ratios(), codes, out)
+
+
+@lru_cache
+def _float8_codes() -> Any:
+    """Return the codes of all floats whose lower half is 0."""
+    floats = np.arange(2**16, dtype=np.uint32) << _HALF_WORD
+    with np.errstate(all="ignore"):
+        return floats.view(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+
+
+@lru_cache
+def _float8_ratios() -> tuple[float, ...]:
+    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    return tuple((values / _LARGEST_FLOAT8).tolist())
+
+
+@dataclass(frozen=True, repr=False)
+class Float8(_EightBits):
+    """Send 8-bit floats (e4m3), with a scale for each block.
+
+    Sign, 4 bits of exponent, 3 of fraction: Micikevicius et al. 2022, arXiv:2209.05433. Each block
+    of values is scaled so that its greatest magnitude is the type's largest number, 448, and
+    rounded to nearest, ties to even; a block of zeros stays zero. Values below 2**-19 of the
+    greatest become 0.
+
+    Args:
+        block: the number of values that share a scale, which is as wide as they are (for 16-bit
+            gradients: 32 bits).
+
+    Raises:
+        ValueError: ``block`` is out of range.
+    """
+
+    block_codec = _Float8Codec
+
+
+class _IntegerCodec(BlockCodec):
+    def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
+        """Round to integers."""
+        ratios *= _LARGEST_INTEGER
+        np.rint(ratios, out=ratios)
+        np.copyto(out.view(np.int8), ratios, casting="unsafe")
+        return greatest
+
+    def read_ratios(self, codes: Any, out: Any) -> None:
+        """Divide: 127 is exactly 1."""
+        np.copyto(out, codes.view(np.int8))
+        out /= _LARGEST_INTEGER
+
+
+@dataclass(frozen=True, repr=False)
+class Blockwise8(_EightBits):
+    """Send 8-bit integers, with a scale for each block.
+
+    Dettmers et al. 2021, arXiv:2110.02861, with linear codes as in DeepSpeed: each value becomes
+    one of 255 equally spaced ones, round(127 x / max|x|), ties to even; the greatest magnitude of
+    a block is exact, and a block of zeros stays zero.
+
+    Args:
+        block: the number of values that share a scale, which is as wide as they are (for 16-bit
+            gradients: 32 bits).
+
+    Raises:
+        ValueError: ``block`` is out of range.
+    """
+
+    block_codec = _IntegerCodec
+
+
+@dataclass(frozen=True, repr=False)
+class QSGD(Quantized):
+    """Send signs and multiples of a fraction of the block's norm, rounded stochastically.
+
+    Alistarh et al. 2017, arXiv:1610.02132: |x| / norm is rounded up or down to one of the numbers
+    0, 1/levels, 2/levels, ..., 1, without bias: its mean is the value. Norms are Euclidean. Instead
+    of the paper's Elias code each value takes 2 bits (1 level), 4 (up to 7 levels) or 8 (up to
+    127). A norm that is out of the type's range leaves infinities or NaN in its block.
+
+    Args:
+        levels: above 0; 1, 7 and 127 make the most of the bits.
+        block: the number of values that share a norm; the error grows with its square root. A
+            norm is as wide as values are (for 16-bit gradients: 32 bits).
+        seed: of the random numbers, which differ by rank, step and bucket.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    levels: int = 7
+    block: int = 512
+    seed: int = 0
+
+    stateful = True
+
+    def __post_init__(self) -> None:
+        check_count("levels", self.levels, 1, _MOST_LEVELS)
+        check_count("block", self.block, 1, _LARGEST_BLOCK)
+        check_count("seed", self.seed, 0)
+
+    def codec(self, bucket: Bucket, rank: int) -> Codec:
+        """Return a codec with the rank's random numbers."""
+        generator = bucket.generator(self.seed, rank)
+        return _LevelCodec(self.levels, self.block, bucket.send.dtype, generator)
+
+
+class _LevelCodec(BlockCodec):
+    def __init__(
+        self, levels: int, block: int, dtype: np.dtype[Any], generator: np.random.Generator
+    ) -> None:
+        bits = 2 if levels == 1 else 4 if levels <= 7 else 8
+        super().__init__(block, bits, dtype)
+        self._levels = levels
+        self._values = tuple((code - levels) / levels for code in range(2**bits))
+        self._generator = generator
+
+    def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
+        """Divide by the norm, too, and round."""
+        starts = np.arange(0, ratios.size, self.block)
+        norms = np.sqrt(np.add.reduceat(ratios * ratios, starts))
+        _by_block(np.divide, ratios, np.where(norms == 0, 1, norms) / self._levels, self.block)
+        pack(round_stochastically(ratios, self._levels, self._generator), self._bits, out)
+        return greatest * norms
+
+    def read_ratios(self, codes: Any, out: Any) -> None:
+        """Look up the ratios."""
+        unpack(self._values, codes, out)
+
+
+@dataclass(frozen=True, repr=False)
+class Natural(Quantized):
+    """Send signs and powers of two, rounded stochastically, in 8 bits.
+
+    Natural compression, Horváth et al. 2019, arXiv:1905.10988: a value between two powers of two
+    becomes one of them, without bias: its mean is the value. Sums are compressed in the same way,
+    as the paper does on the way back from its master.
+
+    The paper sends the sign and the 8 bits of the exponent. Here a byte suffices, with 127 powers
+    of two, the largest being the least that no value exceeds. Values that would become a smaller
+    one become 0: less than 2**-126 of the greatest value, beside which they are invisible in a
+    float32 (2**-24) or a float64 (2**-53). Unless gradients exceed 1, all powers of two that are
+    normal numbers of float32 are available.
+
+    Args:
+        seed: of the random numbers, which differ by rank, step and bucket.
+
+    Raises:
+        ValueError: ``seed`` is negative.
+    """
+
+    seed: int = 0
+
+    stateful = True
+    by_slices = True
+
+    def __post_init__(self) -> None:
+        check_count("seed", self.seed, 0)
+
+    def codec(self, bucket: Bucket, rank: int) -> Codec:
+        """Return a codec with the rank's random numbers."""
+        return _PowerCodec(bucket.send.dtype, bucket.generator(self.seed, rank))
+
+
+class _PowerCodec(Codec):
+    """Encoding by exponents; the head is the biased exponent of the largest power of two."""
+
+    head = 2
+
+    def __init__(self, dtype: np.dtype[Any], generator: np.random.Generator) -> None:
+        self._dtype = dtype
+        self._word = np.dtype(f"i{dtype.itemsize}")
+        info = np.finfo(dtype)
+        self._fraction, self._exponent = info.nmant, info.nexp  # bits of each
+        self._generator = generator
+
+    def body(self, count: int) -> int:
+        """Return one byte per value."""
+        return count
+
+    def measure(self, values: Any, head: Any) -> None:
+        """Round the greatest magnitude up, unless that would be infinite."""
+        greatest = greatest_magnitude(values)
+        bits = int(np.array(greatest, self._dtype).view(self._word))
+        top = (bits + (1 << self._fraction) - 1) >> self._fraction
+        if np.isfinite(greatest):
+            top = min(top, (1 << self._exponent) - 2)
+        head[...] = np.array([top], np.uint16).view(np.uint8)
+
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Add a random number to the fraction, whose carry rounds the exponent up."""
+        added = self._generator.random(values.size, self._dtype)
+        added *= 2**self._fraction
+        bits = added.astype(self._word)
+        bits += values.view(self._word)
+        bits >>= self._fraction
+        bits &= (2 << self._exponent) - 1
+        np.take(_power_codes(_top(head), self._exponent), bits, out=out, mode="clip")
+
+    def read(self, body: Any, head: Any, out: Any) -> None:
+        """Look up the powers of two."""
+        unpack(_powers(_top(head), self._exponent), body, out)
+
+
+def _top(head: Any) -> int:
+    return int.from_bytes(head.tobytes(), sys.byteorder)
+
+
+@lru_cache
+def _power_codes(top: int, bits: int) -> Any:
+    """Return the codes of all signs and biased exponents of so many bits."""
+    exponents = np.arange(1 << bits)
+    codes = np.clip(exponents - (top - _POWERS), 0, _POWERS)
+    codes[0] = 0
+    return np.concatenate([codes, codes + _SIGN]).astype(np.uint8)
+
+
+@lru_cache
+def _powers(top: int, bits: int) -> tuple[float, ...]:
+    """Return the values of all codes."""
+    infinite, bias = (1 << bits) - 1, (1 << bits - 1) - 1
+    exponents = [code + top - _POWERS for code in range(_POWERS + 1)]
+    powers = [math.inf if each >= infinite else math.ldexp(1.0, each - bias) for each in exponents]
+    powers[0] = 0.0
+    return (*powers, *(-power for power in powers))

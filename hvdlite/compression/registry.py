@@ -1,0 +1,91 @@
+"""The strategies of ``compression=``, each of which is registered here, and only here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdlite.compression.base import DENSE, Strategy
+from hvdlite.compression.cast import Cast
+from hvdlite.compression.custom import Conversion, Custom, FP16Compressor, NoneCompressor
+from hvdlite.compression.low_rank import PowerSGD
+from hvdlite.compression.quantized import QSGD, Blockwise8, Float8, Natural
+from hvdlite.compression.signs import MajorityVote, Sign, TernGrad, TwoBit
+from hvdlite.compression.sparse import DeepGradientCompression, RandomK, Threshold, TopK
+from hvdlite.compression.wrappers import ByParameter, ErrorFeedback, WarmUp
+
+
+class Compression:
+    """The strategies that ``compression=`` takes, the same for every framework.
+
+    Those in lower case are ready to be used, as Horovod's are; the others are classes with
+    settings: ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
+
+    To add a strategy, derive a class from `Strategy` in a file of its own, and give it a name
+    here: the tests hold it to the laws of all strategies, and the documentation lists it.
+    """
+
+    none: Strategy = DENSE
+    fp16: Strategy = Cast("fp16")
+    bf16: Strategy = Cast("bf16")
+
+    Cast = Cast
+    Float8 = Float8
+    Blockwise8 = Blockwise8
+    Natural = Natural
+    QSGD = QSGD
+    TernGrad = TernGrad
+    TwoBit = TwoBit
+    Sign = Sign
+    MajorityVote = MajorityVote
+    TopK = TopK
+    Threshold = Threshold
+    RandomK = RandomK
+    DeepGradientCompression = DeepGradientCompression
+    PowerSGD = PowerSGD
+    ErrorFeedback = ErrorFeedback
+    WarmUp = WarmUp
+    ByParameter = ByParameter
+
+
+def registered() -> Mapping[str, type[Strategy]]:
+    """Return the classes of `Compression`, by their name there."""
+    return {name: each for name, each in vars(Compression).items() if isinstance(each, type)}
+
+
+# Horovod's classes, and the strategies that do the same; a class that derives from them is custom.
+_HOROVODS: Mapping[Any, Strategy] = {
+    NoneCompressor: Compression.none,
+    FP16Compressor: Compression.fp16,
+}
+
+
+def check_strategy(compression: Any, conversion: Conversion | None = None) -> Strategy:
+    """Return the strategy for an argument ``compression=``.
+
+    Args:
+        compression: a strategy, or a compression class of the user's own, as in `Compressor`.
+        conversion: of the tensors that such a class gets; None: it gets arrays.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(compression, Strategy):
+        return compression
+    if isinstance(compression, type):
+        if compression in _HOROVODS:
+            return _HOROVODS[compression]
+        if issubclass(compression, Strategy):
+            raise TypeError(
+                f"compression={compression.__name__} is a class, and has settings; call it, as in "
+                "hvd.Compression.TopK(0.01)"
+            )
+    if callable(getattr(compression, "compress", None)) and callable(
+        getattr(compression, "decompress", None)
+    ):
+        return Custom(compression, conversion or Conversion())
+    raise TypeError(
+        f"compression={compression!r} is no compression; use hvd.Compression.none, .fp16 or .bf16, "
+        "another one of hvd.Compression, or a class with compress(tensor) and "
+        "decompress(tensor, ctx)"
+    )

@@ -1,0 +1,273 @@
+"""Strategies that send signs: one or two bits for each value."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hvdlite.arguments import check_choice, check_count, check_positive
+from hvdlite.compression.bucket import Bucket
+from hvdlite.compression.codec import Codec, greatest_magnitude
+from hvdlite.compression.packing import pack, packed_size, unpack
+from hvdlite.compression.quantized import Quantized, round_stochastically
+from hvdlite.reduction import ReduceOp
+from hvdlite.transport import Transport
+
+# The values of two-bit codes; the fourth code is never written.
+_TERNARY = (-1.0, 0.0, 1.0, 0.0)
+
+
+@dataclass(frozen=True, repr=False)
+class Sign(Quantized):
+    """Send signs, in 1 bit, and the mean magnitude.
+
+    signSGD, Bernstein et al. 2018, arXiv:1802.04434, with the scale of Karimireddy et al. 2019,
+    arXiv:1901.09847, who show that it needs `ErrorFeedback` to converge. Of n values x, a rank
+    sends sign(x) and the sum of |x| / n; the result is the ranks' average of the products. Zeros
+    count as positive, since there is no third sign; a tensor of zeros stays zero.
+
+    Args:
+        per: whether each ``"tensor"`` has a scale of its own, or the whole ``"bucket"`` has one.
+
+    Raises:
+        ValueError: ``per`` is neither.
+    """
+
+    per: Literal["tensor", "bucket"] = "tensor"
+
+    def __post_init__(self) -> None:
+        check_choice("per", self.per, "tensor", "bucket")
+
+    def codec(self, bucket: Bucket, rank: int) -> Codec:
+        """Return the same codec on all ranks."""
+        return _SignCodec(bucket.send.dtype)
+
+
+class _SignCodec(Codec):
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self.head = dtype.itemsize
+
+    def body(self, count: int) -> int:
+        """Return one bit per value, in bytes."""
+        return packed_size(count, 1)
+
+    def measure(self, values: Any, head: Any) -> None:
+        """Write the mean magnitude."""
+        mean = self._mean(values, 1)
+        if not mean < np.inf:  # the sum, not the mean, is out of the type's range
+            greatest = greatest_magnitude(values)
+            mean = greatest * self._mean(values, greatest)
+        head[...] = np.array([mean], self._dtype).view(np.uint8)
+
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Compare, so that a negative zero is a zero."""
+        pack(values < 0, 1, out)
+
+    def read(self, body: Any, head: Any, out: Any) -> None:
+        """Multiply signs by the mean."""
+        unpack((1.0, -1.0), body, out)
+        out *= np.frombuffer(head.tobytes(), self._dtype)
+
+    def _mean(self, values: Any, unit: float) -> float:
+        total = 0.0
+        for piece in self.pieces(values.size):
+            magnitudes = np.abs(values[piece])
+            if unit != 1:
+                magnitudes /= unit
+            total += float(np.add.reduce(magnitudes))
+        return total / max(len(values), 1)
+
+
+class TernaryCodec(Codec):
+    """Encoding of each value as -1, 0 or 1 times one magnitude, in 2 bits."""
+
+    def body(self, count: int) -> int:
+        """Return two bits per value, in bytes."""
+        return packed_size(count, 2)
+
+    def write(self, values: Any, head: Any, out: Any) -> None:
+        """Pack the codes."""
+        pack(self.codes(values, head), 2, out)
+
+    def read(self, body: Any, head: Any, out: Any) -> None:
+        """Multiply by the magnitude."""
+        unpack(_TERNARY, body, out)
+        out *= self.magnitude(head)
+
+    @abstractmethod
+    def codes(self, values: Any, head: Any) -> Any:
+        """Return 0, 1 or 2 for values that become negative, zero or positive; uint8."""
+
+    @abstractmethod
+    def magnitude(self, head: Any) -> Any:
+        """Return the magnitude, from the message's head."""
+
+
+def _ternary(positive: Any, negative: Any) -> Any:
+    """Return the codes of values, given which of them become positive and which negative."""
+    codes = positive.view("u1") + 1
+    codes -= negative.view("u1")
+    return codes
+
+
+@dataclass(frozen=True, repr=False)
+class TwoBit(Quantized):
+    """Send -threshold, 0 or threshold, in 2 bits, as MXNet does.
+
+    Values of at least the threshold become the threshold, those of at most its negative become
+    that, and all others become 0. MXNet feeds back the rest: ``ErrorFeedback(TwoBit(0.5))``;
+    without that most values are never sent.
+
+    Args:
+        threshold: in the units of the gradients.
+
+    Raises:
+        ValueError: ``threshold`` is not a number above 0.
+    """
+
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_positive("threshold", self.threshold)
+
+    def codec(self, bucket: Bucket, rank: int) -> Codec:
+        """Return the same codec on all ranks."""
+        return _ThresholdCodec(self.threshold)
+
+
+class _ThresholdCodec(TernaryCodec):
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+
+    def codes(self, values: Any, head: Any) -> Any:
+        """Compare with the threshold."""
+        return _ternary(values >= self._threshold, values <= -self._threshold)
+
+    def magnitude(self, head: Any) -> Any:
+        """Return the threshold."""
+        return self._threshold
+
+
+@dataclass(frozen=True, repr=False)
+class MajorityVote(Quantized):
+    """Send signs; the result is the sign that most ranks have, times a constant.
+
+    signSGD with majority vote, Bernstein et al. 2018, arXiv:1802.04434 and arXiv:1810.05291. The
+    result is scale * sign(sum of the ranks' signs). A zero has no vote, and a tie gives 0: no
+    direction wins by default, parameters without a gradient do not move, and a rank without data
+    has no say. That takes 2 bits, for votes as for results, where a convention for zeros and ties
+    would take 1.
+
+    Every rank has one vote, whatever its ``batch_size`` (but none if that is 0). It is not linear,
+    so there is nothing to feed back. As all values have one magnitude, learning rates are those of
+    sign methods: much smaller than those of SGD.
+
+    Args:
+        scale: the magnitude of the result.
+
+    Raises:
+        ValueError: ``scale`` is not a number above 0.
+    """
+
+    scale: float = 1.0
+
+    ops = (ReduceOp.AVERAGE,)
+    tells_unsent = False
+    by_slices = True
+
+    def __post_init__(self) -> None:
+        check_positive("scale", self.scale)
+
+    def codec(self, bucket: Bucket, rank: int) -> Codec:
+        """Return the same codec on all ranks."""
+        return _VoteCodec()
+
+    def exchange(self, bucket: Bucket, transport: Transport) -> None:
+        """Add up votes, and send the sign of the sum."""
+        super().exchange(bucket, transport)
+        np.multiply(bucket.result, self.scale, out=bucket.result)
+
+
+class _VoteCodec(TernaryCodec):
+    def codes(self, values: Any, head: Any) -> Any:
+        """Return the signs."""
+        return _ternary(values > 0, values < 0)
+
+    def magnitude(self, head: Any) -> Any:
+        """Return one vote: integers add up to exactly 0 in a tie."""
+        return 1.0
+
+
+@dataclass(frozen=True, repr=False)
+class TernGrad(Quantized):
+    """Send -1, 0 or 1 times a scale, chosen stochastically, in 2 bits.
+
+    Wen et al. 2017, arXiv:1705.07878. The scale is the greatest magnitude, and a value x becomes 0
+    or the scale with its sign: with a probability of |x| divided by the scale, so that its mean is
+    the value. The scale is limited by gradient clipping: values beyond ``clip`` standard deviations
+    are clipped to these. Deviations are taken around 0, instead of around the gradients' mean as
+    in the paper, so that tensors of few or equal elements are not clipped to nothing.
+
+    Each rank has its own scale, which costs a few bytes, but no agreement in advance.
+
+    Args:
+        clip: in standard deviations; None: nothing is clipped, and nothing is biased.
+        per: whether each ``"tensor"`` has a scale of its own, or the whole ``"bucket"`` has one.
+        seed: of the random numbers, which differ by rank, step and bucket.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    clip: float | None = 2.5
+    per: Literal["tensor", "bucket"] = "tensor"
+    seed: int = 0
+
+    stateful = True
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            check_positive("clip", self.clip)
+        check_choice("per", self.per, "tensor", "bucket")
+        check_count("seed", self.seed, 0)
+
+    def codec(self, bucket: Bucket, rank: int) -> Codec:
+        """Return a codec with the rank's random numbers."""
+        generator = bucket.generator(self.seed, rank)
+        return _RandomSignCodec(self.clip, bucket.send.dtype, generator)
+
+
+class _RandomSignCodec(TernaryCodec):
+    def __init__(
+        self, clip: float | None, dtype: np.dtype[Any], generator: np.random.Generator
+    ) -> None:
+        self._clip = clip
+        self._dtype = dtype
+        self._generator = generator
+        self.head = dtype.itemsize
+
+    def measure(self, values: Any, head: Any) -> None:
+        """Write the greatest magnitude after clipping."""
+        greatest = greatest_magnitude(values)
+        if self._clip is not None and greatest > 0:
+            squares = 0.0
+            for piece in self.pieces(values.size):
+                ratios = values[piece] / greatest  # whose squares are in range
+                squares += float(np.dot(ratios, ratios))
+            limit = self._clip * (squares / values.size) ** 0.5
+            greatest *= min(limit, 1.0)
+        head[...] = np.array([greatest], self._dtype).view(np.uint8)
+
+    def codes(self, values: Any, head: Any) -> Any:
+        """Clip and round."""
+        greatest = self.magnitude(head)
+        ratios = values / np.where(greatest > 0, greatest, 1)
+        return round_stochastically(ratios, 1, self._generator)
+
+    def magnitude(self, head: Any) -> Any:
+        """Return the greatest magnitude."""
+        return np.frombuffer(head.tobytes(), self._dtype)
