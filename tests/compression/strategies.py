@@ -39,3 +39,13 @@ PLAIN = [C.none, *(each for kind in registered().values() for each in _settings(
 WITH_FEEDBACK = [C.ErrorFeedback(each) for each in PLAIN if each.tells_unsent]
 
 STRATEGIES = [*PLAIN, *WITH_FEEDBACK]
+
+#: One of each class, with feedback if it takes that: for tests that take longer.
+ONE_OF_EACH = [
+    *(C.none, C.fp16, C.bf16),
+    *(
+        C.ErrorFeedback(each) if each.tells_unsent else each
+        for kind in registered().values()
+        for each in _settings(kind)[:1]
+    ),
+]
