@@ -140,7 +140,9 @@ def describe_allreduce(
         prescale = reduction.check_factor("prescale_factor", prescale, array.dtype)
     if postscale != 1.0 or type(postscale) is not float:
         postscale = reduction.check_factor("postscale_factor", postscale, array.dtype)
-    strategy = _strategy(compression, array, name, op, prescale, postscale)
+    strategy = None
+    if compression is not Compression.none:
+        strategy = _strategy(compression, array, name, op, prescale, postscale)
     if on_device:
         return DeviceAllreduce(name, array, op, prescale, postscale, out, strategy)
     if strategy is not None:
@@ -295,8 +297,11 @@ class Allreduce(Operation):
             arrays = self._send, self._result
             reduce = transport.allreduce_init(*arrays, *self._reduction(transport))
             self._prepared = transport, reduce
-        with timeline.span(self.lane, timeline.EXCHANGE):
+        if timeline.current is None:
             reduce()
+        else:
+            with timeline.span(self.lane, timeline.EXCHANGE):
+                reduce()
         return self._out
 
     def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:

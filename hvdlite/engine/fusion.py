@@ -13,6 +13,9 @@ def fuse(operations: Iterable[Operation], limit: float) -> list[list[Operation]]
     Groups come in the order of their first members, so ranks that have the same operations
     make the same groups. An operation that has failed, or has no fusion key, is a group by itself.
     """
+    operations = list(operations)
+    if len(operations) == 1:
+        return [operations]
     groups: list[list[Operation]] = []
     growing: dict[Hashable, tuple[list[Operation], int]] = {}
     signature, kind = None, None

@@ -262,9 +262,7 @@ class Lane:
     def _has_work(self) -> bool:
         return bool(self._queue.operations) or self._queue.closing or self._broken
 
-    def _has_ended_or_rests(self, handle: Handle | None) -> bool:
-        if handle is not None:
-            return handle.finished
+    def _rests(self) -> bool:
         self._devices.check()
         return self._rounds.closed or not self._has_work()
 
@@ -274,7 +272,9 @@ class Lane:
         A failure in them fails everything that is pending.
         """
         try:
-            while not self._has_ended_or_rests(handle) and not (deferred and is_due()):
+            while not (handle.finished if handle is not None else self._rests()):
+                if deferred and is_due():
+                    break
                 self._rounds.run()
         except Interrupted:
             pass  # the next driver continues with that round

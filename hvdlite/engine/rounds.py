@@ -86,9 +86,12 @@ class Rounds:
             self._begin()
         operations = self._operations
         groups = fuse(operations, self._settings.fusion_threshold)
+        digests = [operation.digest for operation in operations] or [_CLOSING_DIGEST]
         trace = timeline.current
         began = trace.now() if trace is not None else 0
-        agreed = self._compare(operations, groups)
+        self.waiting = True
+        agreed = self._transport.meet(digests, self._stall, _inline_data(groups))
+        self.waiting, self._operations = False, []  # which hold arrays
         outcome = None if agreed else self._negotiate()
         if trace is not None and operations:
             event, tensor = timeline.NEGOTIATE + operations[0].activity, operations[0].name
@@ -110,17 +113,6 @@ class Rounds:
             trace.instant(self._name, timeline.CYCLE_START)
         if self._devices.under_way:
             self._devices.check()  # before the ranks meet, so that no other one goes on
-
-    def _compare(
-        self, operations: Sequence[Operation], groups: Sequence[Sequence[Operation]]
-    ) -> int:
-        """Wait for all ranks, and return how many of the first digests are the same on all."""
-        digests = [operation.digest for operation in operations] or [_CLOSING_DIGEST]
-        inline = _inline_data(groups[0]) if groups else ()
-        self.waiting = True
-        agreed = self._transport.meet(digests, self._stall, inline)
-        self.waiting, self._operations = False, []  # which hold arrays
-        return agreed
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
         messages = self._transport.gather(pickle.dumps(self._queue.report()))
@@ -266,9 +258,9 @@ def _payload(pending: Pending, key: str) -> bytes:
     return next(found, b"")  # the rank has joined
 
 
-def _inline_data(group: Sequence[Operation]) -> list[Any]:
-    """Return the arrays of a group that travel with the digests: those of all, or none."""
-    if group[0].failure is not None:
+def _inline_data(groups: Sequence[Sequence[Operation]]) -> list[Any]:
+    """Return the arrays that travel with the digests: those of the first group, or none."""
+    if not groups or groups[0][0].failure is not None:
         return []
-    arrays = [operation.inline_data for operation in group]
+    arrays = [operation.inline_data for operation in groups[0]]
     return [] if arrays[0] is None else arrays
