@@ -1,4 +1,4 @@
-"""What `hvdlite` and all adapters offer alike."""
+"""The names that `hvdlite` and all adapters export."""
 
 from __future__ import annotations
 

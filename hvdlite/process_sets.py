@@ -15,20 +15,20 @@ from hvdlite.world import World
 
 
 class ProcessSet:
-    """Some of the ranks, for collectives in which only these take part.
+    """A subset of the ranks, for collectives in which only these take part.
 
     It can be used once it has been registered, by ``init(process_sets=[...])`` or
-    `add_process_set`, which all ranks do alike, members or not.
+    `add_process_set`, which all ranks call with the same sets, members or not.
 
     Args:
-        ranks_or_comm: the ranks, in any order, or an mpi4py communicator of them.
+        ranks_or_comm: The ranks, in any order, or an mpi4py communicator of them.
 
     Attributes:
-        process_set_id: a number, the same on all ranks; None: it is not registered.
-        ranks: ascending; None for a communicator's that is not registered.
+        process_set_id: A number, the same on all ranks; None: it is not registered.
+        ranks: The ranks in ascending order; None for a communicator's set that is not registered.
 
     Raises:
-        ValueError: a rank is no integer.
+        ValueError: A rank is no integer.
     """
 
     process_set_id: int | None = None
@@ -42,11 +42,11 @@ class ProcessSet:
             self.ranks = _sorted(ranks_or_comm)
 
     def size(self) -> int | None:
-        """The number of ranks; None: it is not registered."""
+        """Return the number of ranks; None: the set is not registered."""
         return None if self.process_set_id is None else len(self.ranks or ())
 
     def rank(self) -> int | None:
-        """This process's rank within the set; None: it is not registered.
+        """Return this process's rank within the set; None: the set is not registered.
 
         Raises:
             ValueError: this process is no member.
@@ -58,14 +58,14 @@ class ProcessSet:
         return (self.ranks or []).index(world.rank())
 
     def included(self) -> bool | None:
-        """Whether this process is a member; None: the set is not registered."""
+        """Return whether this process is a member; None: the set is not registered."""
         return None if self.process_set_id is None else world.rank() in (self.ranks or ())
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     def resolve(self, whole: World) -> list[int]:
-        """The ranks in a world.
+        """Return the ranks in a world.
 
         Raises:
             ValueError: there are none, one is named twice or does not exist.
@@ -117,7 +117,7 @@ class ProcessSets:
         self._enter(global_process_set, 0, list(whole.ranks), engine)
 
     def engine(self, process_set: ProcessSet) -> Engine:
-        """The engine of a process set.
+        """Return the engine of a process set.
 
         Raises:
             ValueError: it is not registered, or this rank is not in it.
@@ -138,14 +138,14 @@ class ProcessSets:
 
     @property
     def added(self) -> list[ProcessSet]:
-        """Those that have been registered, beside that of all ranks, oldest first."""
+        """The registered process sets but that of all ranks, oldest first."""
         return [process_set for number, process_set in sorted(self._sets.items()) if number]
 
     def find(self, process_set_id: int) -> ProcessSet:
-        """The process set of a number.
+        """Return the process set of a number.
 
         Raises:
-            ValueError: there is none.
+            ValueError: There is none.
         """
         try:
             return self._sets[process_set_id]
@@ -159,7 +159,7 @@ class ProcessSets:
 
         Raises:
             ValueError: it is registered, one of the same ranks is, or its ranks are malformed.
-            HorovodInternalError: the ranks disagree on what it is.
+            HorovodInternalError: The ranks disagree on what it is.
         """
         ranks = process_set.resolve(self._whole)
         if process_set.process_set_id is not None:
@@ -180,13 +180,13 @@ class ProcessSets:
         self._enter(process_set, number, ranks, engine)
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Forget a process set; collective over all ranks.
+        """Unregister a process set; collective over all ranks.
 
         Returns:
             Whether it was registered; that of all ranks stays.
 
         Raises:
-            HorovodInternalError: the ranks disagree on which it is.
+            HorovodInternalError: The ranks disagree on which it is.
             ValueError: it is no process set.
         """
         if not isinstance(process_set, ProcessSet):
@@ -205,14 +205,14 @@ class ProcessSets:
         return True
 
     def begin_close(self) -> None:
-        """Let all engines take nothing more: others may wait for this rank in any."""
+        """Make all engines refuse new operations: others may wait for this rank in any."""
         for engine in self._engines.values():
             engine.begin_close()
 
     def close(self) -> bool:
-        """Close all engines, in the time that the settings allow, and forget the sets.
+        """Close all engines, in the time that the settings allow, and unregister the sets.
 
-        If a signal's handler raises, it is to be called again.
+        If a signal handler raises, call it again.
 
         Returns:
             Whether all ranks have closed them.

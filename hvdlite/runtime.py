@@ -1,4 +1,4 @@
-"""The start and the end of hvdlite in a process."""
+"""Start and end of hvdlite in a process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _lost: tuple[int, int] | None = None
 
 
 def engine(process_set: ProcessSet | None = None) -> Engine:
-    """The engine of this process.
+    """Return the engine of this process.
 
     Args:
-        process_set: which of its engines; None: that of all ranks.
+        process_set: The process set of the engine; None: that of all ranks.
 
     Raises:
         NotInitializedError: before ``init()`` and after ``shutdown()``.
@@ -48,7 +48,7 @@ def engine(process_set: ProcessSet | None = None) -> Engine:
 
 
 def process_sets() -> ProcessSets:
-    """The process sets of this process; raises as `engine`."""
+    """Return the process sets of this process; raises as `engine`."""
     if _sets is None or world.forked:
         raise _unavailable()
     return _sets
@@ -58,7 +58,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set; all ranks call it, members or not, with the same ranks.
 
     Args:
-        process_set: that or its ranks, in any order.
+        process_set: A process set or its ranks, in any order.
 
     Returns:
         The process set, which collectives take from now on.
@@ -66,7 +66,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises:
         ValueError: it is registered, another one has the same ranks, or it names a rank that
             does not exist, none, or what is no rank.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        HorovodInternalError: The ranks disagree, or communication failed.
     """
     added = _as_process_set(process_set)
     process_sets().add(added)
@@ -74,13 +74,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set, whose collectives have all ended; all ranks call it.
+    """Unregister a process set, whose collectives have all ended; all ranks call it.
 
     Returns:
         Whether it was registered. That of all ranks cannot be removed.
 
     Raises:
-        HorovodInternalError: the ranks disagree, or communication failed.
+        HorovodInternalError: The ranks disagree, or communication failed.
     """
     return process_sets().remove(process_set)
 
@@ -95,14 +95,14 @@ def init(
     traceback and the rank on standard error.
 
     Args:
-        comm: the ranks that take part: None (all), a list of ranks of ``COMM_WORLD``, or
+        comm: The ranks that take part: None (all), a list of ranks of ``COMM_WORLD``, or
             an mpi4py communicator, which is duplicated.
-        process_sets: to register at once, alike on all ranks; ``"dynamic"``, which Horovod needs
-            for `add_process_set`, is accepted without effect.
+        process_sets: Process sets to register at once, the same on all ranks; ``"dynamic"``,
+            which Horovod needs for `add_process_set`, is accepted without effect.
 
     Raises:
         ImportError: mpi4py or an MPI library is missing.
-        LauncherError: something else than MPI has started several processes; not where
+        LauncherError: A launcher other than MPI has started several processes; not where
             ``comm`` is given, or HVDLITE_CHECK_LAUNCHER is 0.
         SettingsError: an environment variable cannot be read.
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
@@ -158,8 +158,8 @@ def shutdown() -> None:
     """End hvdlite: collective, bounded in time, and run at exit if nobody calls it.
 
     Operations that other ranks still wait for raise there. ``init()`` works again
-    afterwards. It does nothing before ``init()``. If an exception from a signal's handler ends
-    it, another call (the one at exit, at last) goes on with it.
+    afterwards. It does nothing before ``init()``. If an exception from a signal handler ends
+    it, another call (at the latest that at exit) continues it.
     """
     global _engine, _sets, _ending
     # A forked child (a data loader's worker) has no lanes and must not end its parent's.
@@ -188,7 +188,7 @@ def shutdown() -> None:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Begin to record what the ranks do and when, for Perfetto or chrome://tracing.
+    """Start to record what the ranks do and when, for Perfetto or chrome://tracing.
 
     All ranks call it. Those that share a file system write one file together, and replace
     what it held; `hvdlite.timeline` explains the events. The same as the environment
@@ -211,7 +211,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Write what has been recorded and record no more; done by ``shutdown()``, too."""
+    """Write the recorded events and stop recording; ``shutdown()`` does it, too."""
     timeline.stop()
 
 
@@ -275,7 +275,7 @@ def _hook() -> None:
 
 
 def _place() -> failures.Place | None:
-    """Where an exception would end the job: nowhere in a forked child, or on a rank alone."""
+    """Return the rank whose exceptions end the job; None in a forked child, or on a rank alone."""
     if world.forked:
         return None
     rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)

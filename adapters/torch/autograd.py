@@ -280,7 +280,7 @@ def _averaged(gradient: torch.Tensor, name: str, process_set: ProcessSet) -> tor
 
 
 def _own_rows(rows: Sequence[int], process_set: ProcessSet) -> tuple[int, int]:
-    """Where this rank's rows begin in the whole, and how many there are."""
+    """Return where this rank's rows begin in the whole, and how many there are."""
     rank = runtime.engine(process_set).rank
     return sum(rows[:rank]), rows[rank]
 

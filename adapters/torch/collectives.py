@@ -35,7 +35,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `allreduce` and return a handle; leave the tensor alone until it is done."""
+    """Start `allreduce` and return a handle; do not touch the tensor until it is done."""
     factors = prescale_factor, postscale_factor
 
     def describe(name: str) -> Operation:
@@ -54,7 +54,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `allreduce_` and return a handle; leave the tensor alone until it is done."""
+    """Start `allreduce_` and return a handle; do not touch the tensor until it is done."""
     return allreduce_in_place(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -76,24 +76,24 @@ def allreduce(
     no gradient here and raise in the backward pass.
 
     Args:
-        tensor: any shape, alike on all ranks; bool, integers, floats of 16 to 64 bits;
-            complex for Sum and Average.
-        average: deprecated; True is Average, False is Sum.
-        name: pairs this call with those of the other ranks; None: by order.
-        compression: how floats travel.
-        op: one of the six reductions; None is Average.
-        prescale_factor: multiplies the tensor before the reduction.
-        postscale_factor: multiplies the result.
-        process_set: the ranks that take part.
+        tensor: Tensor of any shape, the same on all ranks; bool, integers, floats of 16 to 64
+            bits; complex for Sum and Average.
+        average: Deprecated; True is Average, False is Sum.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        compression: Strategy for floats.
+        op: One of the six reductions; None is Average.
+        prescale_factor: Factor for the tensor before the reduction.
+        postscale_factor: Factor for the result.
+        process_set: The ranks that take part.
 
     Returns:
-        A new tensor, alike to the bit on all ranks.
+        A new tensor, equal to the bit on all ranks.
 
     Raises:
         ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
-            dtype, an operation of this name is still on its way, or this rank is not in the
+            dtype, an operation of this name is still in flight, or this rank is not in the
             process set.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("allreduce")
     strategy = check_strategy(compression, CONVERSION)
@@ -127,7 +127,7 @@ def allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `allgather` and return a handle; leave the tensor alone until it is done."""
+    """Start `allgather` and return a handle; do not touch the tensor until it is done."""
 
     def describe(name: str) -> Operation:
         return describe_allgather(to_array(tensor, lend), name)
@@ -146,14 +146,15 @@ def allgather(
     (the average, as in Horovod, although the sum is the derivative of the ranks' total).
 
     Args:
-        tensor: all axes but the first alike on all ranks; a scalar counts as one row.
-        name: pairs this call with those of the other ranks; None: by order.
-        process_set: the ranks that take part.
+        tensor: Tensor whose axes but the first are the same on all ranks; a scalar counts as one
+            row.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
 
     Raises:
-        ValueError: an operation of this name is still on its way, or this rank is not in the
+        ValueError: An operation of this name is still in flight, or this rank is not in the
             process set.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("allgather")
     result: torch.Tensor = autograd.Allgather.apply(tensor, name, process_set)
@@ -166,7 +167,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `broadcast` and return a handle; leave the tensor alone until it is done."""
+    """Start `broadcast` and return a handle; do not touch the tensor until it is done."""
     engine = runtime.engine(process_set)
 
     def describe(name: str) -> Operation:
@@ -181,7 +182,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `broadcast_` and return a handle; leave the tensor alone until it is done."""
+    """Start `broadcast_` and return a handle; do not touch the tensor until it is done."""
     engine = runtime.engine(process_set)
     convert = copied
 
@@ -208,15 +209,15 @@ def broadcast(
     the others zeros.
 
     Args:
-        tensor: shape and dtype alike on all ranks.
-        root_rank: the rank whose values count, by its number among all ranks.
-        name: pairs this call with those of the other ranks; None: by order.
-        process_set: the ranks that take part.
+        tensor: Tensor whose shape and dtype are the same on all ranks.
+        root_rank: The rank that sends, by its number among all ranks.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
 
     Raises:
-        ValueError: there is no such rank, an operation of this name is still on its way, or
+        ValueError: There is no such rank, an operation of this name is still in flight, or
             this rank is not in the process set.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("broadcast")
     result: torch.Tensor = autograd.Broadcast.apply(tensor, root_rank, name, process_set)
@@ -240,7 +241,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> TensorHandle:
-    """Start `alltoall` and return a handle; leave the tensor alone until it is done."""
+    """Start `alltoall` and return a handle; do not touch the tensor until it is done."""
     engine = runtime.engine(process_set)
 
     def describe(name: str) -> Operation:
@@ -261,20 +262,20 @@ def alltoall(
     Gradients flow through it, back to where the rows came from.
 
     Args:
-        tensor: at least one axis; all but the first alike on all ranks.
-        splits: for each rank that takes part how many rows it gets, in their order; they add up
-            to the number of rows. None: the same number for all.
-        name: pairs this call with those of the other ranks; None: by order.
-        process_set: the ranks that take part.
+        tensor: Tensor of at least one axis; all but the first are the same on all ranks.
+        splits: Number of rows for each rank that takes part, in their order; they add up to the
+            number of rows. None: the same number for all.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
 
     Returns:
-        The rows that came, in the order of the ranks they came from; with ``splits`` given, a
+        The received rows, in the order of the ranks they came from; with ``splits`` given, a
         pair of these and an int32 tensor of how many came from each.
 
     Raises:
-        ValueError: the splits do not fit, an operation of this name is still on its way, or this
+        ValueError: The splits do not fit, an operation of this name is still in flight, or this
             rank is not in the process set.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("alltoall")
     result, received = autograd.Alltoall.apply(tensor, host_splits(splits), name, process_set)
@@ -289,7 +290,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> TensorHandle:
-    """Start `reducescatter` and return a handle; leave the tensor alone until it is done."""
+    """Start `reducescatter` and return a handle; do not touch the tensor until it is done."""
     factors = prescale_factor, postscale_factor
 
     def describe(name: str) -> Operation:
@@ -311,22 +312,22 @@ def reducescatter(
     """Reduce a tensor over all ranks, and return this rank's rows of the result.
 
     Gradients flow through it, for Sum and Average: those of all rows are gathered, and, as in
-    Horovod, multiplied with the number of ranks for Sum (although it is Average that divides).
+    Horovod, multiplied by the number of ranks for Sum (although it is Average that divides).
 
     Args:
-        tensor: at least one axis; shape and dtype alike on all ranks. The first ranks get one
-            row more where there are not as many for all.
-        name: pairs this call with those of the other ranks; None: by order.
-        compression: how floats travel: ``Compression.none``, ``.fp16`` or ``.bf16``.
+        tensor: Tensor of at least one axis, whose shape and dtype are the same on all ranks. The
+            first ranks get one row more where the rows cannot be divided evenly.
+        name: Name that pairs this call with those of the other ranks; None pairs by order.
+        compression: Strategy for floats: ``Compression.none``, ``.fp16`` or ``.bf16``.
         op: Average, Sum, Min, Max or Product.
-        process_set: the ranks that take part.
-        prescale_factor: multiplies the tensor before the reduction.
-        postscale_factor: multiplies the result.
+        process_set: The ranks that take part.
+        prescale_factor: Factor for the tensor before the reduction.
+        postscale_factor: Factor for the result.
 
     Raises:
         ValueError: ``op`` is Adasum or has no meaning for the dtype, an operation of this name is
             still on its way, or this rank is not in the process set.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("reducescatter")
     chosen = reduction.choose(None, op)
@@ -340,12 +341,12 @@ def reducescatter(
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
     """Declare that this rank has no more data, and wait until all ranks do so.
 
-    See `hvdlite.join`. Tensors on devices cannot be stood in for: their allreduces raise while a
-    rank has joined.
+    See `hvdlite.join`. Joined ranks cannot take part in allreduces of device tensors: these raise
+    while a rank has joined.
 
     Args:
-        device: accepted for compatibility with Horovod, without effect.
-        process_set: the ranks that take part.
+        device: Accepted for compatibility with Horovod, without effect.
+        process_set: The ranks that take part.
 
     Returns:
         The rank that joined last, the same on all.

@@ -37,17 +37,17 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Reduce several tensors over all ranks as one unit; see `allreduce`.
 
-    None is reduced before every rank has submitted all, and if one is refused, all are.
+    No tensor is reduced before every rank has submitted all, and if one is refused, all are.
 
     Args:
-        tensors: one at least, of any shapes and dtypes, alike on all ranks.
+        tensors: One tensor at least, of any shapes and dtypes, the same on all ranks.
 
     Returns:
         New tensors.
 
     Raises:
-        ValueError: as `allreduce`; there is no tensor.
-        HorovodInternalError: the ranks disagree, or communication failed.
+        ValueError: As `allreduce`; there is no tensor.
+        HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("grouped_allreduce")
     chosen = reduction.choose(average, op)

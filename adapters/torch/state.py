@@ -40,12 +40,12 @@ def broadcast_parameters(
             list or generator of names and tensors or of tensors alone, or a module (its
             state_dict). Entries that are None are left alone.
         root_rank: the rank whose values count.
-        process_set: the ranks that take part.
+        process_set: The ranks that take part.
 
     Raises:
-        ValueError: there is no such rank, or ``params`` holds something else, or what a module
+        ValueError: There is no such rank, or ``params`` holds something else, or what a module
             returns from ``get_extra_state``, which cannot be overwritten in place.
-        HorovodInternalError: the ranks disagree on names, shapes or dtypes.
+        HorovodInternalError: The ranks disagree on names, shapes or dtypes.
     """
     engine = runtime.engine(process_set)
     prefix = engine.unnamed("broadcast_parameters")
@@ -119,10 +119,10 @@ def broadcast_optimizer_state(
         optimizer: any torch optimizer, wrapped or not; on all ranks over the same parameters.
         root_rank: the rank whose state counts.
         model: not needed; accepted because Horovod takes it.
-        process_set: the ranks that take part.
+        process_set: The ranks that take part.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: There is no such rank.
         MismatchError: on all ranks; their optimizers are of different classes, or of different
             parameters.
         HorovodInternalError: the state cannot be pickled, or communication failed.

@@ -62,7 +62,7 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ValueError: it has another number of axes or channels, or there is only one value
                 per channel on all ranks together.
-            HorovodInternalError: the ranks disagree, or communication failed.
+            HorovodInternalError: The ranks disagree, or communication failed.
         """
         self._check_input_dim(input)
         if not self.training or runtime.engine(self.process_set).size == 1:

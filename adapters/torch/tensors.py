@@ -1,4 +1,4 @@
-"""torch tensors as numpy arrays and back, without a copy where both lie in host memory."""
+"""Views of torch tensors as numpy arrays and back, without a copy in host memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
-    """The numpy dtype of a torch dtype; bfloat16 is ``ml_dtypes``'."""
+    """Return the numpy dtype of a torch dtype; bfloat16 is that of ``ml_dtypes``."""
     if dtype == torch.bfloat16:
         return _BFLOAT16
     return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    """The torch dtype of a numpy dtype."""
+    """Return the torch dtype of a numpy dtype."""
     return to_tensor(np.empty(0, dtype)).dtype
 
 
@@ -34,7 +34,7 @@ def to_array(
 ) -> Any:
     """View a dense tensor as a numpy array of the same shape and strides.
 
-    A tensor on an accelerator is copied to the host first, unless it can be lent.
+    A tensor on an accelerator is copied to the host first, unless ``on_device`` takes it.
 
     Args:
         tensor: what to view.
@@ -86,7 +86,7 @@ def to_tensor(array: Any) -> torch.Tensor:
 
 
 def to_tensor_like(array: Any, like: torch.Tensor) -> torch.Tensor:
-    """As `to_tensor`, on the device of ``like``; results of devices stay where they are."""
+    """Do what `to_tensor` does, on the device of ``like``; device results stay where they are."""
     if like.is_cpu:
         return to_tensor(array)
     array = taken(array)
@@ -94,12 +94,12 @@ def to_tensor_like(array: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def leaf_to_tensor(leaf: Any) -> Any:
-    """A tensor in the place of an array, for torch to save; anything else as it is."""
+    """Return a tensor in the place of an array, for torch to save; anything else as it is."""
     return to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def leaf_to_array(leaf: Any) -> Any:
-    """The reverse."""
+    """Return an array in the place of a tensor; anything else as it is."""
     return to_array(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -119,7 +119,7 @@ def _cast(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
 
 
 def taken(result: Any) -> Any:
-    """What a collective results in, for the current stream to use if it is on a device."""
+    """Return a collective's result, ready for the current stream if it is on a device."""
     return result.take() if isinstance(result, DeviceResult) else result
 
 
@@ -127,5 +127,5 @@ _dtype_and_place = operator.attrgetter("dtype", "is_cuda")
 
 
 def properties_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Return what exchanges are made for, and ``model.double()`` changes, as fast as can be."""
+    """Return the properties that an exchange depends on and ``model.double()`` changes, fast."""
     return [*map(_dtype_and_place, tensors), *map(torch.Tensor.numel, tensors)]
