@@ -1,4 +1,4 @@
-"""Arrays as the engine wants them: flat, contiguous, of a known type."""
+"""Helpers for numpy arrays: flat, contiguous, of known dtypes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 
 def as_array(values: Any) -> Any:
-    """Return an array that can travel as bytes: the same one, if it is contiguous and native.
+    """Return a contiguous array in native byte order: the same one, if it is such an array.
 
     Args:
-        values: an array, or what numpy makes one of.
+        values: an array, or anything that numpy converts to one.
 
     Raises:
         ValueError: its elements are Python objects or records.
@@ -33,11 +33,11 @@ def as_array(values: Any) -> Any:
 
 
 def check_out(out: Any, array: Any) -> None:
-    """Refuse an array that cannot take a result in the place of a new one like ``array``.
+    """Raise if an array cannot take a result in the place of a new one like ``array``.
 
     Raises:
-        ValueError: another shape or dtype, not contiguous, read-only; or it overlaps the array, of
-            which the rest would be overwritten before it has left.
+        ValueError: it has another shape or dtype, is not contiguous or is read-only; or it overlaps
+            the array, the rest of which would be overwritten before it is sent.
     """
     fits = out is array or (
         isinstance(out, np.ndarray) and (out.dtype, out.shape) == (array.dtype, array.shape)
@@ -56,7 +56,7 @@ def check_out(out: Any, array: Any) -> None:
 
 
 def flat(array: Any) -> Any:
-    """Return the elements as one contiguous 1-d array; a view where they lie so already."""
+    """Return the elements as one contiguous 1-d array; a view if they lie so already."""
     return np.ascontiguousarray(array).reshape(-1)
 
 
@@ -71,7 +71,7 @@ def as_bytes(array: Any) -> Any:
 
 
 def address(array: Any) -> int:
-    """Return where in memory a contiguous array begins."""
+    """Return the address of a contiguous array."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array))  # four times as fast
     except (TypeError, ValueError):  # read-only, empty, or of a type that buffers do not know
@@ -80,5 +80,11 @@ def address(array: Any) -> int:
 
 
 def describe(array: Any) -> str:
-    """The dtype and shape in the form ``float32[10, 4]``."""
+    """Return the dtype and shape in the form ``float32[10, 4]``."""
     return f"{array.dtype.name}{list(array.shape)}"
+
+
+def slice_bounds(length: int, parts: int) -> list[int]:
+    """Return the bounds of ``parts`` slices of ``length`` elements; sizes differ by at most one."""
+    base, longer = divmod(length, parts)
+    return [part * base + min(part, longer) for part in range(parts + 1)]

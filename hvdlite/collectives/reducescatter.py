@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite import float16, reduction, runtime, timeline
-from hvdlite.arrays import as_array, cut, flat
+from hvdlite.arrays import as_array, cut, flat, slice_bounds
 from hvdlite.collectives.allreduce import out_of_range
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Handle, Operation, Signature
@@ -19,7 +19,6 @@ from hvdlite.errors import GradientError, UnsupportedError
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
 from hvdlite.transport import Transport
-from hvdlite.transport.adasum import slice_bounds
 from hvdlite.transport.gpu.base import DeviceTransport
 
 

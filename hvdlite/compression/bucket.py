@@ -14,8 +14,9 @@ import numpy as np
 from hvdlite.arguments import check_positive
 from hvdlite.compression.state import BucketState, StrategyState
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport import Transport, adasum
-from hvdlite.transport.base import place
+from hvdlite.transport import Transport
+from hvdlite.transport.adasum import adasum
+from hvdlite.transport.base import copy_parts
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Bucket:
 
     def complete(self) -> None:
         """Copy all lent parts into ``send``."""
-        place([*self.lent.items()], self.send)
+        copy_parts([*self.lent.items()], self.send)
         self.lent = {}
 
     def derive(self, send: Any, result: Any, unsent: Any = None) -> Bucket:
@@ -164,9 +165,11 @@ class Bucket:
         """
         if self.reduction.op is ReduceOp.ADASUM:
             self.complete()
-            adasum.adasum(transport, send, result, scaling, self.bounds)
+            adasum(transport, send, result, scaling, self.bounds)
         elif self.lent:
-            transport.allreduce_lent(send, sorted(self.lent.items()), result, ReduceOp.SUM, scaling)
+            transport.allreduce_zero_copy(
+                send, sorted(self.lent.items()), result, ReduceOp.SUM, scaling
+            )
         else:
             transport.allreduce(send, result, ReduceOp.SUM, scaling)
 

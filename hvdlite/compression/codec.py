@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.arrays import slice_bounds
 from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.messages import gather_messages
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
-from hvdlite.transport.adasum import slice_bounds
 
 
 class Codec(ABC):

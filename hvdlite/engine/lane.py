@@ -86,8 +86,8 @@ class Lane:
         self._transport.release(array)
 
     def unread(self, size: int) -> slice:
-        """Return the part of such an array that other ranks do not read, see `Transport.unread`."""
-        return self._transport.unread(size)
+        """Return the `Transport.zero_copy_range` of such an array."""
+        return self._transport.zero_copy_range(size)
 
     def submit(self, operation: Operation, begin: bool = True) -> Handle:
         """Queue an operation and return its handle at once.

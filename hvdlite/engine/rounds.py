@@ -90,7 +90,7 @@ class Rounds:
         trace = timeline.current
         began = trace.now() if trace is not None else 0
         self.waiting = True
-        agreed = self._transport.meet(digests, self._stall, _inline_data(groups))
+        agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
         self.waiting, self._operations = False, []  # which hold arrays
         outcome = None if agreed else self._negotiate()
         if trace is not None and operations:
@@ -107,7 +107,7 @@ class Rounds:
 
     def _begin(self) -> None:
         """Choose the operations of the round."""
-        self._operations = self._queue.oldest(self._transport.most_words)
+        self._operations = self._queue.oldest(self._transport.max_digests)
         trace = timeline.current
         if trace is not None and trace.mark_cycles:
             trace.instant(self._name, timeline.CYCLE_START)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hvdlite.transport.base import Patience, Transport
-from hvdlite.transport.connect import connect
+from hvdlite.transport.base import OnWait, Transport
+from hvdlite.transport.connect import connect, connect_device
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
 
-__all__ = ["Loopback", "MPITransport", "Patience", "Transport", "connect"]
+__all__ = ["Loopback", "MPITransport", "OnWait", "Transport", "connect", "connect_device"]

@@ -1,82 +1,77 @@
-"""What every transport can do."""
+"""The interface of a transport, and what all transports have in common."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from hvdlite import timeline
-from hvdlite.arrays import as_bytes
+from hvdlite.arrays import as_bytes, slice_bounds
 from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import reduce_into
 
 #: Bytes of the largest array that is reduced together with others, see `allreduce_all`.
 LARGEST_FUSED = 2**19
-#: Bytes in the word that ranks compare before they run a collective.
-WORD_SIZE = 16
+#: Bytes of the digests that ranks compare before they run a collective.
+DIGEST_SIZE = 16
 
-
-class Patience(Protocol):
-    """How long to wait for ranks that have not come yet."""
-
-    def check(self, elapsed: float) -> None:
-        """Take note of ``elapsed`` seconds of waiting; raise to give the wait up.
-
-        `hvdlite.interrupts.Interrupted` only leaves it for now, see `Transport.meet`.
-        """
+#: Called again and again during a wait, with the seconds waited so far; it may raise to end the
+#: wait, or `hvdlite.interrupts.Interrupted` to suspend it, see `Transport.meet`.
+OnWait = Callable[[float], None]
 
 
 class Transport(ABC):
-    """How bytes meet: the collectives of one communicator, on flat contiguous arrays.
+    """The collectives of one communicator, on flat contiguous arrays.
 
-    Every method is collective unless it says otherwise: all ranks call it, in the same
-    order. Only `meet` waits for ranks that may come late; by the others every rank is
-    already on its way.
+    Every method is collective unless its description says otherwise: all ranks call it, in the
+    same order. Only `meet` waits for ranks that may be late; when the other collectives are called,
+    every rank is already on its way.
 
     Attributes:
         rank: this process's rank in the communicator.
         size: the number of ranks.
-        most_words: how many words ranks can bring to a meeting.
-        lane: whose transport it is, for the timeline.
-        members: by what numbers messages call the ranks; others than 0, 1, ... in a process set.
+        max_digests: the number of digests that ranks can compare in one `meet`.
+        lane: the name of the lane that uses the transport, for the timeline.
+        members: global ranks, used in messages; in a process set they differ from 0, 1, ...
     """
 
     rank: int
     size: int
     members: Sequence[int] = range(2**31)
-    most_words: int = 1
+    max_digests: int = 1
     lane: str = ""
 
     @abstractmethod
-    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
-        """Wait for all ranks, and tell how many of the first words all have brought alike.
+    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
+        """Wait for all ranks, and return how many leading digests are the same on all of them.
 
-        If ``patience`` raises `Interrupted`, this rank stays where the ranks meet. The next call,
-        in any thread, has the same words and cargo, and goes on with the wait.
+        If ``on_wait`` raises `Interrupted`, this rank keeps its place in the meeting. The next
+        call, from any thread, passes the same digests and data and resumes the wait.
 
         Args:
-            words: one at least, of `WORD_SIZE` bytes each. What exceeds ``most_words`` is
-                not looked at.
-            patience: told, while this rank waits, for how long.
-            cargo: what the first words stand for, if those are reductions that may run
-                together: flat arrays of one dtype. A transport that can bring them along
-                saves a meeting. If any word is common, the next collective is an
-                `allreduce_all` of the first of them.
+            digests: at least one, of `DIGEST_SIZE` bytes each; those beyond ``max_digests`` are
+                ignored.
+            on_wait: called with the seconds waited so far, while this rank waits.
+            data: the inputs of the operations that the first digests stand for, if those are
+                reductions that may be fused: flat arrays of one dtype. A transport that can send
+                them along with the digests saves a round trip. If any digest is common, the next
+                collective is an `allreduce_all` of the first of these arrays.
 
         Returns:
             The length of the common prefix, the same on every rank.
 
         Raises:
-            HorovodInternalError: another rank has given up waiting; and what ``patience``
-                raises.
+            HorovodInternalError: another rank has given up waiting; and what ``on_wait`` raises.
         """
 
     def absent(self) -> list[int] | None:
-        """While `meet` waits: the members that have not come; None: that is not known.
+        """Return the members that have not arrived in the `meet` in progress; None if unknown.
 
         Not collective. It may take a second, and raises as `meet` does.
         """
@@ -86,89 +81,114 @@ class Transport(ABC):
         """Raise if a rank is known to have ended; not collective.
 
         Raises:
-            RankGoneError: one has, and will come to no collective any more.
+            RankGoneError: a rank has ended, and will take part in no further collective.
         """
 
     @abstractmethod
     def leave(self) -> None:
-        """Tell the other ranks that this one takes part in no collective any more.
+        """Tell the other ranks that this one takes part in no further collective.
 
-        Not collective. Who waits for this rank in `meet`, or comes to it later, gets a
+        Not collective. Ranks that wait for this one in `meet`, now or later, get a
         HorovodInternalError there.
         """
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return an uninitialised flat array that lies where this transport exchanges it best.
+        """Return an uninitialised flat array in the memory that this transport exchanges fastest.
 
-        Not collective. Only arrays that every rank has got in this way, for the same purpose,
-        may be passed to a collective together.
+        Not collective. A collective accepts such arrays only if every rank passes one that it got
+        in this way for the same purpose.
         """
         return np.empty(size, dtype)
 
     def release(self, array: Any) -> None:  # noqa: B027 - nothing to do for ordinary memory
-        """Say that an array from `empty` is passed to no collective any more.
+        """Declare that an array from `empty` will not be passed to a collective any more.
 
-        Not collective. Users may hold it for as long as they like. A child that the process forks
-        has a copy of it, as of other memory.
+        Not collective. Users may hold the array as long as they like. A forked child gets a copy of
+        it, as of other memory.
         """
 
     @abstractmethod
     def gather(self, message: bytes) -> list[bytes]:
         """Return every rank's (short) message, by rank."""
 
-    @abstractmethod
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Write ``scaling.apply(op over all ranks' send)`` into ``result``.
 
         Every rank gets the same bits. ``send`` is left as it is unless it is ``result``.
         ``op`` is SUM, MIN, MAX, PRODUCT or ADASUM.
+
+        This implementation reduces slice r of all ranks' arrays on rank r, in the order of the
+        ranks, and sends the result to all of them: as many bytes as a ring, in types of our
+        choosing, and each element is reduced once, so that every rank holds the same bits.
         """
+        if op is ReduceOp.ADASUM:
+            adasum(self, send, result, scaling, [0, send.size])
+            return
+        rows = self.scatter_slices(send)
+        reduce_into(rows[0], list(rows), op, scaling)
+        self.gather_slices(rows[0], result)
+
+    def scatter_slices(self, array: Any) -> Any:
+        """Return all ranks' values of slice r on rank r, one row for each rank."""
+        bounds = slice_bounds(array.size, self.size)
+        rows = np.empty((self.size, bounds[self.rank + 1] - bounds[self.rank]), array.dtype)
+        pieces = [as_bytes(array[start:stop]) for start, stop in pairwise(bounds)]
+        self.alltoall(pieces, [as_bytes(row) for row in rows])
+        return rows
+
+    def gather_slices(self, own: Any, result: Any) -> None:
+        """Write slice r, which rank r has, into every rank's ``result``."""
+        bounds = slice_bounds(result.size, self.size)
+        pieces = [as_bytes(result[start:stop]) for start, stop in pairwise(bounds)]
+        self.allgather(as_bytes(own), pieces)
 
     def allreduce_init(
         self, send: Any, result: Any, op: ReduceOp, scaling: Scaling
     ) -> Callable[[], None]:
-        """Prepare an `allreduce` that may be made again and again; not collective.
+        """Prepare an `allreduce` that is run many times; not collective.
 
-        This is what persistent collectives are in MPI: all that does not depend on values is done
-        only once.
+        Like MPI's persistent collectives: whatever does not depend on the values is done once.
 
         Returns:
-            What makes the allreduce. Like MPI's it keeps the arrays.
+            A function that runs the allreduce. It keeps the arrays alive.
         """
         return partial(self.allreduce, send, result, op, scaling)
 
-    def unread(self, size: int) -> slice:
-        """What no other rank reads of an array of ``size`` elements from `empty`.
+    def zero_copy_range(self, size: int) -> slice:
+        """Return the range of an array of ``size`` elements from `empty` that no other rank reads.
 
         That is in an `allreduce` into another such array. Not collective.
         """
         return slice(0, 0)
 
-    def allreduce_lent(
+    def allreduce_zero_copy(
         self,
         send: Any,
-        lent: Sequence[tuple[int, Any]],
+        parts: Sequence[tuple[int, Any]],
         result: Any,
         op: ReduceOp,
         scaling: Scaling,
     ) -> None:
-        """Do `allreduce` of an array of which parts lie elsewhere; to others it is the same call.
+        """Do an `allreduce` of an array, some parts of which are read where they lie.
+
+        Other ranks may call `allreduce` at the same time: it is the same collective.
 
         Args:
-            send: as there; it may be complete afterwards.
-            lent: for each of these parts, which are `unread`, where it begins in ``send`` and a
-                flat array like that. They do not overlap, and ascend.
-            result: as there.
-            op: likewise.
-            scaling: likewise.
+            send: as in `allreduce`; the parts may have been copied into it afterwards.
+            parts: pairs of an offset in ``send`` and the flat array that takes the place of the
+                elements from there on. They lie within `zero_copy_range`, in ascending order, and
+                do not overlap.
+            result: as in `allreduce`.
+            op: as in `allreduce`.
+            scaling: as in `allreduce`.
         """
-        place(lent, send)
+        copy_parts(parts, send)
         self.allreduce(send, result, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Do `allreduce` for each pair of arrays, of one dtype; several of them as if one."""
+        """Do an `allreduce` for each pair of arrays, of one dtype; several are fused into one."""
         if len(sends) == 1:
             self.allreduce(sends[0], results[0], op, scaling)
             return
@@ -178,7 +198,7 @@ class Transport(ABC):
             np.concatenate(sends, out=together)
         self.allreduce(together, together, op, scaling)
         with timeline.span(self.lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
-            for result, start, stop in zip(results, bounds, bounds[1:], strict=False):
+            for result, (start, stop) in zip(results, pairwise(bounds), strict=True):
                 result[...] = together[start:stop]
 
     @abstractmethod
@@ -209,20 +229,20 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the transport holds; no rank calls anything after it."""
+        """Free the resources of the transport; no rank calls anything after it."""
 
 
-def place(lent: Sequence[tuple[int, Any]], array: Any) -> None:
-    """Copy parts to where they begin in an array."""
-    for start, part in lent:
+def copy_parts(parts: Sequence[tuple[int, Any]], array: Any) -> None:
+    """Copy parts into an array, each to the offset that comes with it."""
+    for start, part in parts:
         array[start : start + part.size] = part
 
 
-def common_prefix(brought: Sequence[Sequence[bytes]]) -> int:
-    """How many of their first words all ranks have brought alike."""
+def common_prefix(lists: Sequence[Sequence[bytes]]) -> int:
+    """Return how many leading elements are the same in all lists."""
     count = 0
-    for words in zip(*brought, strict=False):
-        if any(word != words[0] for word in words):
+    for digests in zip(*lists, strict=False):
+        if any(digest != digests[0] for digest in digests):
             break
         count += 1
     return count

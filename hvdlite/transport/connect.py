@@ -1,23 +1,49 @@
-"""The choice of a transport."""
+"""The registry of transports, and the choice of one for the ranks at hand."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import logging
 import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.base import Transport
+from hvdlite.transport.gpu.base import DeviceTransport
+from hvdlite.transport.gpu.cuda import Cuda
+from hvdlite.transport.gpu.nccl import NCCLTransport
+from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
-from hvdlite.transport.shared_memory import futex
-from hvdlite.transport.shared_memory.barrier import Barrier
-from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 from hvdlite.world import World
 
 _log = logging.getLogger("hvdlite")
+# From this version on NCCL lets ranks share a device, if it is told to by this variable.
+_SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
+
+#: The registered transports of host arrays, best first. Each is called collectively with the module
+#: ``mpi4py.MPI``, the world and whether shared memory may be used; on all ranks it returns a
+#: transport, or on all ranks None if it does not suit them.
+TRANSPORTS: tuple[Callable[[Any, World, bool], Transport | None], ...] = (
+    Loopback.connect,
+    SharedMemoryTransport.connect,
+    HierarchicalTransport.connect,
+    MPITransport.connect,
+)
+#: The registered transports of device arrays, best first. Each is called collectively with the
+#: devices, the host transport, this rank's device, all ranks' `_facts` and the time limit; on all
+#: ranks it returns a transport, or on all ranks why it does not suit them.
+DEVICE_TRANSPORTS: tuple[
+    Callable[[Cuda, Transport, int, list[dict[str, Any]], float | None], DeviceTransport | str], ...
+] = (
+    NCCLTransport.connect,
+    HostStaged.connect,
+)
 
 
 def connect(MPI: Any, world: World, shared_memory: bool = True) -> Transport:  # noqa: N803
@@ -28,69 +54,65 @@ def connect(MPI: Any, world: World, shared_memory: bool = True) -> Transport:  #
         world: the ranks and their nodes; the transport makes communicators of its own.
         shared_memory: use it; the same on all ranks.
     """
-    transport = _choose(MPI, world, shared_memory)
+    made = (candidate(MPI, world, shared_memory) for candidate in TRANSPORTS)
+    transport = next(transport for transport in made if transport is not None)
     transport.members = world.ranks
     return transport
 
 
-def _choose(MPI: Any, world: World, shared_memory: bool) -> Transport:  # noqa: N803
-    if world.comm.size == 1:
-        return Loopback()
-    largest = max(world.nodes.count(node) for node in set(world.nodes))
-    if not shared_memory or largest == 1:
-        return MPITransport(MPI, world.comm, world.ranks)
-    try:
-        barrier, failure = _sit_down(world), None
-    except OSError as error:
-        barrier, failure = None, error
-    if _anywhere(world, failure):
-        return MPITransport(MPI, world.comm, world.ranks)
-    assert barrier is not None
-    if world.node.size == world.comm.size:
-        return SharedMemoryTransport(barrier, world.node.rank)
-    smallest = min(world.nodes.count(node) for node in set(world.nodes))
-    cross = MPITransport(MPI, world.cross)
-    node = SharedMemoryTransport(barrier, world.node.rank, cross, smallest)
-    whole = MPITransport(MPI, world.comm, world.ranks)
-    return HierarchicalTransport(whole, node, len(set(world.nodes)))
+def connect_device(
+    control: Transport, device: int, timeout: float | None = None, cuda: Cuda | None = None
+) -> DeviceTransport:
+    """Return the best transport for arrays on this rank's device; collective.
 
+    It is NCCL's where all ranks have the same version of it, and each a device of its own;
+    otherwise one that goes through the host, on all ranks, and rank 0 logs a warning.
 
-def _sit_down(world: World) -> Barrier | None:
-    """Take this rank's place, and find the others'; all ranks come along, whatever fails.
+    Args:
+        control: the host transport of the same ranks, called in the thread that uses it.
+        device: the number of this rank's device.
+        timeout: seconds after which work that the host waits for has failed; None: never.
+        cuda: the devices; None: those of cupy.
 
     Raises:
-        OSError: this system or this user may not share memory so.
+        HorovodInternalError: a rank cannot use its device, or has no cupy; on all ranks.
     """
     try:
-        if not futex.is_supported():
-            raise OSError("it needs Linux on x86-64")
-        arena = Arena()
-        here = os.getpid(), arena.key, os.sched_getaffinity(0)
-    except OSError as error:
-        arena, here, failure = None, None, error
-    processes = world.node.allgather(here)
-    if arena is None:
-        raise failure
-    if None in processes:
-        return None  # that rank says why
-    here_too = (node == world.node_index for node in world.nodes)
-    ranks = list(itertools.compress(world.ranks, here_too))
-    cores = set().union(*(cores for _, _, cores in processes))
-    places = [(pid, key) for pid, key, _ in processes]
-    crowded = len(places) > len(cores)
-    return Barrier(world.node.rank, ranks, arena, places, cores if crowded else ())
+        cuda = Cuda() if cuda is None else cuda
+        facts = _facts(cuda, device)
+    except Exception as error:
+        facts = {"error": str(error)}
+    everywhere = [json.loads(message) for message in control.gather(json.dumps(facts).encode())]
+    for rank, theirs in enumerate(everywhere):
+        if "error" in theirs:
+            raise HorovodInternalError(
+                f"rank {rank} cannot use its device: {theirs['error']}; arrays on devices need "
+                "cupy on all ranks (pip install 'hvdlite[cuda13]')"
+            )
+    assert cuda is not None
+    for candidate in DEVICE_TRANSPORTS:
+        made = candidate(cuda, control, device, everywhere, timeout)
+        if not isinstance(made, str):
+            return made
+        if control.rank == 0:
+            _log.warning("device arrays go through host memory, which is slower: %s", made)
+    raise AssertionError("the last transport suits all ranks")
 
 
-def _anywhere(world: World, failure: OSError | None) -> bool:
-    """Whether any rank has failed; the first one says so, for all."""
-    failures = world.comm.allgather(None if failure is None else str(failure))
-    failed = {rank: text for rank, text in enumerate(failures) if text is not None}
-    if failed and world.comm.rank == 0:
-        rank, text = next(iter(failed.items()))
-        _log.warning(
-            "rank %d cannot share memory with the ranks of its node (%s); all ranks use MPI, which "
-            "is slower; HVDLITE_SHARED_MEMORY=0 silences this",
-            world.ranks[rank],
-            text,
-        )
-    return bool(failed)
+def _facts(cuda: Cuda, device: int) -> dict[str, Any]:
+    """Return what the other ranks have to know of this one's device."""
+    version = cuda.nccl_version()
+    return {
+        "nccl": version,
+        "host": _host(),
+        "device": cuda.bus_id(device),
+        "sharing": version >= _SHARING_VERSION and os.environ.get(_SHARING) == "1",
+    }
+
+
+def _host() -> str:
+    """Return an identifier of this host, the same in all of its containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

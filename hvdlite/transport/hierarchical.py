@@ -1,4 +1,4 @@
-"""Several nodes: shared memory within each, MPI between them."""
+"""The transport of several nodes: shared memory within each, MPI between them."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport import adasum
-from hvdlite.transport.base import Patience, Transport
+from hvdlite.transport.base import OnWait, Transport
 from hvdlite.transport.mpi import MPITransport
-from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
+from hvdlite.world import World
 
 
 class HierarchicalTransport(Transport):
     """An allreduce in three steps, of which only the second uses the network.
 
-    The ranks of a node reduce a slice each, all of them at once reduce their slices over the
-    nodes, and every rank gets the slices of its node's others. So each byte crosses the
-    network once for a node, not once for a rank. Where nodes have different numbers of ranks
-    there are as many slices as the smallest node has ranks.
+    Each rank reduces one slice over its node; then all of them at once reduce their slices over the
+    nodes; then every rank copies the slices of its node's other ranks. So each byte crosses the
+    network once for a node, not once for a rank. Where nodes have different numbers of ranks there
+    are as many slices as the smallest node has ranks.
 
     16-bit floats travel as float32 between the nodes, since partial sums need not fit them.
-    Everything but allreduce goes through MPI.
+    All collectives but allreduce go through MPI.
 
     Args:
         whole: over all ranks.
-        node: over this node's, with the transport across nodes.
-        nodes: how many there are.
+        node: over this node's ranks, with the transport across nodes.
+        nodes: the number of nodes.
     """
 
-    most_words = MPITransport.most_words
+    max_digests = MPITransport.max_digests
 
     def __init__(self, whole: MPITransport, node: SharedMemoryTransport, nodes: int) -> None:
         self.rank = whole.rank
@@ -40,20 +40,33 @@ class HierarchicalTransport(Transport):
         self._node = node
         self._nodes = nodes
 
-    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
+    @classmethod
+    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> HierarchicalTransport | None:  # noqa: N803
+        """Serve several nodes, one of which has several ranks."""
+        ranks = [world.nodes.count(node) for node in set(world.nodes)]
+        if not shared_memory or len(ranks) == 1 or max(ranks) == 1:
+            return None
+        barrier = join(world)
+        if barrier is None:
+            return None
+        cross = MPITransport(MPI, world.cross)
+        node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
+        return cls(MPITransport(MPI, world.comm, world.ranks), node, len(ranks))
+
+    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Meet over MPI."""
-        return self._whole.meet(words, patience)
+        return self._whole.meet(digests, on_wait)
 
     def absent(self) -> list[int] | None:
-        """Call the roll."""
+        """Ask over MPI."""
         return self._whole.absent()
 
     def check_alive(self) -> None:
-        """Look at this node's ranks."""
+        """Check this node's ranks."""
         self._node.check_alive()
 
     def leave(self) -> None:
-        """Tell it within the node and beyond."""
+        """Leave within the node and beyond."""
         self._node.leave()
         self._whole.leave()
 
@@ -72,14 +85,14 @@ class HierarchicalTransport(Transport):
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce within the node and across nodes, slice by slice."""
         if op is ReduceOp.ADASUM:
-            adasum.allreduce(self, send, result, op, scaling)
+            super().allreduce(send, result, op, scaling)
         else:
             self._node.allreduce(send, result, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Reduce several arrays together, unless sums would depend on what they travel with."""
+        """Reduce several arrays together, unless sums would depend on what they are fused with."""
         if self._nodes > 2:
             for send, result in zip(sends, results, strict=True):
                 self.allreduce(send, result, op, scaling)

@@ -1,4 +1,4 @@
-"""Who is missing, told by those who wait."""
+"""A side channel on which waiting ranks tell each other that they are alive."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from hvdlite.errors import RankGoneError
 
 _GONE = -1
-# How long to wait for the other ranks' answers; who waits answers within milliseconds.
+# Seconds to wait for the other ranks' answers; a waiting rank answers within milliseconds.
 _ANSWER_SECONDS = 0.5
 
 
 class Liveness:
-    """A side channel on which ranks that wait in a meeting tell each other so.
+    """Finds out which ranks are missing in a collective that others wait in.
 
-    A collective cannot tell who has not come to it. So a rank that has waited for long
-    announces itself to all others; those that wait in the same meeting answer, and who does
-    not answer is missing. Nothing is sent as long as nobody waits for long.
+    A collective cannot tell which ranks have not entered it. So a rank that has waited for long
+    announces itself to all others; those that wait in the same meeting answer, and the ranks that
+    do not answer are missing. Nothing is sent as long as no rank waits for long.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
-        comm: a communicator over all ranks, which the roll call owns.
-        members: by what numbers messages call its ranks.
+        comm: a communicator over all ranks, which this object owns.
+        members: global ranks, used in messages.
     """
 
     def __init__(self, MPI: Any, comm: Any, members: Sequence[int]) -> None:  # noqa: N803
@@ -40,13 +40,13 @@ class Liveness:
         self._sent: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """Begin a meeting; all ranks count them alike."""
+        """Begin a meeting; their numbers are the same on all ranks."""
         self._meeting += 1
         self._announced = False
         self._here = {self._comm.rank}
 
     def listen(self) -> None:
-        """Take what others have sent, and answer.
+        """Receive what other ranks have sent, and answer.
 
         Raises:
             RankGoneError: a rank has left for good.
@@ -57,7 +57,7 @@ class Liveness:
             source = status.Get_source()
             self._comm.Recv(received, source)
             if received[0] == _GONE:
-                self._left = True  # that rank has told everybody already
+                self._left = True  # that rank has told all others already
                 raise RankGoneError(
                     f"rank {self._members[source]} has ended while this rank waits for it; see "
                     "what ended it"
@@ -68,7 +68,7 @@ class Liveness:
             self._announce()
 
     def absent(self) -> list[int]:
-        """Call the roll, and return the members that do not answer.
+        """Announce this rank, wait for answers, and return the members that do not answer.
 
         Raises:
             RankGoneError: a rank has left for good.
@@ -81,7 +81,7 @@ class Liveness:
         return [member for rank, member in enumerate(self._members) if rank not in self._here]
 
     def leave(self) -> None:
-        """Tell the others, once, that this rank comes to no meeting any more."""
+        """Tell the others, once, that this rank takes part in no further meeting."""
         if not self._left:
             self._left = True
             self._send(_GONE)

@@ -1,4 +1,4 @@
-"""Plain MPI: works wherever mpi4py does."""
+"""The transport over plain MPI, which works wherever mpi4py does."""
 
 from __future__ import annotations
 
@@ -10,52 +10,54 @@ import numpy as np
 
 from hvdlite.interrupts import Interrupted
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport import adasum
-from hvdlite.transport.base import LARGEST_FUSED, WORD_SIZE, Patience, Transport
+from hvdlite.transport.base import DIGEST_SIZE, LARGEST_FUSED, OnWait, Transport
 from hvdlite.transport.liveness import Liveness
 from hvdlite.transport.reduce import is_integer_mean
+from hvdlite.world import World
 
-# Counts are 32-bit in MPI 3: larger arrays travel in pieces of at most this many bytes.
+# Counts have 32 bits in MPI 3: larger arrays are sent in pieces of at most this many bytes.
 _MAX_BYTES = 2**30
 _INTEGERS = {"int32", "int64", "uint32", "uint64"}
-# MPI only recommends that MPI_Allreduce gives all ranks the same bits for sums of floats. The
-# algorithms of Open MPI and MPICH do: each element is reduced on one rank and passed on, or by
-# all in one order but for swapped operands. The tests compare the bits; a float type for which
-# an MPI departs from it has to leave this table for `slices`.
+# The types that MPI_Allreduce is trusted with; the others are reduced in slices, by
+# `Transport.allreduce`: 16-bit floats (MPI has no such types), narrow integers (vectorised Open MPI
+# saturates them) and booleans. MPI only recommends that MPI_Allreduce gives all ranks the same bits
+# for sums of floats. The algorithms of Open MPI and MPICH do: each element is reduced on one rank
+# and passed on, or by all in one order but for swapped operands. The tests compare the bits; a
+# float type for which an MPI departs from it has to leave this table.
 _NATIVE = {
     ReduceOp.SUM: {*_INTEGERS, "float32", "float64", "complex64", "complex128"},
     ReduceOp.PRODUCT: {*_INTEGERS, "float32", "float64"},
-    # MPI drops a NaN or lets it through as it happens to come; numpy always lets it through.
+    # MPI may drop a NaN; numpy always lets it through.
     ReduceOp.MIN: _INTEGERS,
     ReduceOp.MAX: _INTEGERS,
 }
-# Ranks that arrive together meet within this time; whoever waits longer sleeps, because
-# ranks often fill the cores and a spinning rank would take one from those it waits for.
+# Ranks that arrive together meet within this time. A rank that waits longer sleeps, because ranks
+# often fill the cores and a spinning rank would take one from those it waits for.
 _SPIN_SECONDS = 100e-6
 _LONGEST_SLEEP = 1e-3
-# Seconds of waiting from which on a rank looks for what others tell it.
+# Seconds of waiting after which a rank listens for announcements of others.
 _LISTEN_AFTER = 0.2
-# What MPI may still write to after a wait that was given up.
-_given_up: list[Any] = []
+# Buffers of abandoned collectives, to which MPI may still write.
+_abandoned: list[Any] = []
 
 
 class MPITransport(Transport):
     """Collectives of one communicator, which the transport owns.
 
-    Ranks meet in non-blocking calls, whose wait can be reported and ended. The data, for
-    which all ranks are on their way, move in blocking calls. Polled ones could be ended as
-    well, but MPI moves them only while it is polled: with Open MPI 5 and 2 ranks, an
-    allreduce of float32 took 2.3 times as long for 64 MiB, and 19 times for 4 KiB. So
-    operations allocate before they meet whatever they can: a rank that fails between the
-    meeting and the data leaves the others in a call that cannot end.
+    Ranks meet in non-blocking calls, whose wait can be reported and ended. The data, for which all
+    ranks are on their way, move in blocking calls. Non-blocking ones could be ended as well, but
+    MPI moves data only while it is polled: with Open MPI 5 and 2 ranks, an allreduce of float32
+    took 2.3 times as long for 64 MiB, and 19 times for 4 KiB. So operations allocate whatever they
+    can before they meet: a rank that fails between the meeting and the data leaves the others in a
+    call that cannot end.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
         comm: the communicator to duplicate; collective.
-        members: by what numbers messages call its ranks; None: their own.
+        members: global ranks, used in messages; None: the communicator's own.
     """
 
-    most_words = 32
+    max_digests = 32
 
     def __init__(self, MPI: Any, comm: Any, members: Sequence[int] | None = None) -> None:  # noqa: N803
         self._comm = comm.Dup()
@@ -63,8 +65,8 @@ class MPITransport(Transport):
         self.size = int(comm.size)
         self.members = range(self.size) if members is None else members
         self._liveness = Liveness(MPI, comm.Dup(), self.members)
-        self._meeting: tuple[Any, Any, Any] | None = None  # that this rank waits in
-        self._patience: Patience | None = None
+        self._meeting: tuple[Any, Any, Any] | None = None  # in progress: request and buffers
+        self._on_wait: OnWait | None = None
         self._byte = MPI.BYTE
         self._in_place = MPI.IN_PLACE
         self._request = MPI.Request
@@ -76,30 +78,35 @@ class MPITransport(Transport):
             ReduceOp.PRODUCT: MPI.PROD,
         }
 
-    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
-        """Compare the smallest words with the largest, which are the smallest complements.
+    @classmethod
+    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> MPITransport:  # noqa: N803
+        """Serve any world."""
+        return cls(MPI, world.comm, world.ranks)
 
-        Where a rank brings fewer words than another, its rest are zeros, and the other's no
-        words of a hash: they differ.
+    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
+        """Compare the smallest digests with the largest, found as the smallest complements.
+
+        Where a rank has fewer digests than another it fills up with zeros, which no hash is: they
+        differ.
         """
-        self._patience = patience
+        self._on_wait = on_wait
         if self._meeting is None:
-            mine = np.zeros(self.most_words * WORD_SIZE // 8, np.uint64)
-            brought = np.frombuffer(b"".join(words[: self.most_words]), np.uint64)
-            mine[: brought.size] = brought
-            offer = np.concatenate([mine, ~mine])
+            own = np.zeros(self.max_digests * DIGEST_SIZE // 8, np.uint64)
+            given = np.frombuffer(b"".join(digests[: self.max_digests]), np.uint64)
+            own[: given.size] = given
+            offer = np.concatenate([own, ~own])
             least = np.empty_like(offer)
             self._liveness.begin()
             self._meeting = self._comm.Iallreduce(offer, least, self._min), offer, least
         request, offer, least = self._meeting
         self._complete(request, (offer, least))
         self._meeting = None
-        # A rank that gave up waiting has left its word behind, and will not come along.
+        # A rank that gave up waiting has left its digests behind, but will not take part.
         self._liveness.listen()
         half = least.size // 2
-        alike = (least[:half] == ~least[half:]).reshape(-1, WORD_SIZE // 8).all(axis=1)
-        alike = alike[: min(len(words), self.most_words)]
-        return int(alike.size if alike.all() else alike.argmin())
+        same = (least[:half] == ~least[half:]).reshape(-1, DIGEST_SIZE // 8).all(axis=1)
+        same = same[: min(len(digests), self.max_digests)]
+        return int(same.size if same.all() else same.argmin())
 
     def gather(self, message: bytes) -> list[bytes]:
         """Gather the lengths, and then the messages."""
@@ -113,36 +120,40 @@ class MPITransport(Transport):
         return [part.tobytes() for part in parts]
 
     def absent(self) -> list[int] | None:
-        """Call the roll."""
+        """Ask on the side channel."""
         return self._liveness.absent()
 
     def _complete(self, request: Any, buffers: Any) -> None:
-        """Wait for an operation that ranks may come late to, or that one may never come to."""
+        """Wait for an operation that ranks may be late to, or may never enter."""
         start = time.monotonic()
         try:
             while not request.Test():
                 elapsed = time.monotonic() - start
                 if elapsed > _LISTEN_AFTER:
                     self._liveness.listen()
-                if self._patience is not None:
-                    self._patience.check(elapsed)
-                _pause(elapsed)
+                if self._on_wait is not None:
+                    self._on_wait(elapsed)
+                # The sleep grows with the time waited: a wait ends at most an eighth late.
+                time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _LONGEST_SLEEP))
         except Interrupted:
             raise
         except BaseException:
-            _given_up.append((request, buffers))
+            _abandoned.append((request, buffers))
             self.leave()
             raise
 
     def leave(self) -> None:
-        """Tell it in the roll call, unless another rank has left before and told everybody."""
+        """Tell it on the side channel, unless another rank has left before and told all."""
         self._liveness.leave()
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Use ``MPI_Allreduce`` where it is exact and repeatable, slices elsewhere."""
-        is_exact = self._is_native(op, send.dtype) and not is_integer_mean(send.dtype, op, scaling)
-        if not is_exact or self._may_be_fused(op, send):
-            adasum.allreduce(self, send, result, op, scaling)
+        is_native = send.dtype.name in _NATIVE.get(op, ())
+        # Bits must not depend on what an array is fused with, which timing decides: the order in
+        # which MPI adds up an element depends on its place in the message.
+        may_be_fused = self._depends_on_order(op, send.dtype) and send.nbytes <= LARGEST_FUSED
+        if not is_native or is_integer_mean(send.dtype, op, scaling) or may_be_fused:
+            super().allreduce(send, result, op, scaling)
             return
         if result is not send:
             result[...] = send
@@ -153,25 +164,15 @@ class MPITransport(Transport):
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Reduce several arrays together, each as if it were alone."""
+        """Reduce several arrays together, with the bits that each would have alone."""
         if len(sends) > 1 and self._depends_on_order(op, sends[0].dtype):
             together = np.concatenate(sends)
-            adasum.allreduce(self, together, together, op, scaling)
+            super().allreduce(together, together, op, scaling)
             bounds = np.cumsum([array.size for array in sends])[:-1]
             for result, part in zip(results, np.split(together, bounds), strict=True):
                 result[...] = part
         else:
             super().allreduce_all(sends, results, op, scaling)
-
-    def _is_native(self, op: ReduceOp, dtype: np.dtype[Any]) -> bool:
-        return dtype.name in _NATIVE.get(op, ())
-
-    def _may_be_fused(self, op: ReduceOp, array: Any) -> bool:
-        """Whether bits could depend on what an array travels with, which timing decides.
-
-        The order in which MPI adds up an element depends on its place in the message.
-        """
-        return self._depends_on_order(op, array.dtype) and array.nbytes <= LARGEST_FUSED
 
     def _depends_on_order(self, op: ReduceOp, dtype: np.dtype[Any]) -> bool:
         exact = dtype.name in _INTEGERS or op in (ReduceOp.MIN, ReduceOp.MAX)
@@ -198,14 +199,6 @@ class MPITransport(Transport):
         """Free the communicators."""
         self._liveness.close()
         self._comm.Free()
-
-
-def _pause(elapsed: float) -> None:
-    """Sleep in proportion to the time waited, so that a wait ends at most an eighth late."""
-    if elapsed < _SPIN_SECONDS:
-        time.sleep(0)
-    else:
-        time.sleep(min(elapsed / 8, _LONGEST_SLEEP))
 
 
 def _parts(array: Any) -> Iterator[Any]:

@@ -23,10 +23,11 @@ from rich.table import Table
 
 from hvdlite.reduction import Scaling, Sum
 from hvdlite.transport import connect
-from hvdlite.transport.connect_device import connect_device
-from hvdlite.transport.device import DeviceTransport
+from hvdlite.transport.connect import connect_device
+from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
-from hvdlite.transport.nccl import NCCLTransport
+from hvdlite.transport.gpu.nccl import NCCLTransport
+from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.world import World
 from tests.benchmarks import job, report, statistics
 from tests.benchmarks.measurement import Limit, Rounds, meet, order, timed
@@ -69,7 +70,7 @@ def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list
     device = comm.rank % cuda.device_count()
     names = comm.allgather(f"{cuda.device_name(device)} ({cuda.bus_id(device)})")
     control = connect(MPI, World.split(MPI, comm.Dup()))
-    transports = {"hvdlite staged": connect_device(control, device, prefer_nccl=False, cuda=cuda)}
+    transports = {"hvdlite staged": HostStaged(cuda, control, device)}
     preferred = connect_device(control, device, cuda=cuda)
     if isinstance(preferred, NCCLTransport):
         transports["hvdlite nccl"] = preferred

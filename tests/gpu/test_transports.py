@@ -8,7 +8,8 @@ import pytest
 from hvdlite import mpi
 from hvdlite.reduction import Scaling, Sum
 from hvdlite.transport import MPITransport
-from hvdlite.transport.gpu.connect import connect_device
+from hvdlite.transport.connect import connect_device
+from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
 from tests.gpu.arrays import on_device
@@ -63,7 +64,10 @@ def test_two_processes_on_one_device_or_two(device_count, prefer_nccl):
     MPI = mpi.load()
     control = MPITransport(MPI, MPI.COMM_WORLD)
     device = control.rank % device_count
-    transport = connect_device(control, device, prefer_nccl, timeout=60)
+    if prefer_nccl:
+        transport = connect_device(control, device, timeout=60)
+    else:
+        transport = HostStaged(Cuda(), control, device, timeout=60)
     if prefer_nccl and not isinstance(transport, NCCLTransport):
         pytest.skip("NCCL is missing, or two ranks cannot share a device with it")
     for check in device_checks.EVERYTHING:

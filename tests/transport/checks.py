@@ -1,4 +1,4 @@
-"""What every transport must do; each check is collective."""
+"""Checks of all that a transport must do; each is collective."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from hvdlite.transport import Transport
 from tests.references import INTEGERS, Digest, cases, check_reduction, dtype_of, sample, samples
 
 
-class NoPatience:
-    """For waits that are short because every rank is on its way."""
-
-    def check(self, elapsed: float) -> None:
-        if elapsed > 20:
-            raise TimeoutError(f"waited {elapsed} s for another rank")
+def on_wait(elapsed: float) -> None:
+    """End waits that should be short, because every rank is on its way."""
+    if elapsed > 20:
+        raise TimeoutError(f"waited {elapsed} s for another rank")
 
 
 def agree(transport: Transport, what: bytes) -> None:
@@ -26,31 +24,31 @@ def agree(transport: Transport, what: bytes) -> None:
 
 
 def meet(transport: Transport) -> None:
-    """One word, alike or not, wherever they differ."""
+    """One digest, equal or not, wherever they differ."""
     word = bytes(range(16))
-    assert transport.meet([word], NoPatience()) == 1
-    assert transport.meet([bytes(16)], NoPatience()) == 1
-    assert transport.meet([b"\xff" * 16], NoPatience()) == 1
+    assert transport.meet([word], on_wait) == 1
+    assert transport.meet([bytes(16)], on_wait) == 1
+    assert transport.meet([b"\xff" * 16], on_wait) == 1
     for odd in range(transport.size):
         for position in (0, 7, 8, 15):
             other = bytearray(word)
             other[position] ^= 0x80
             mine = bytes(other) if odd == transport.rank else word
-            assert transport.meet([mine], NoPatience()) == (transport.size == 1)
+            assert transport.meet([mine], on_wait) == (transport.size == 1)
 
 
-def meet_with_several_words(transport: Transport) -> None:
-    """The common prefix counts, up to as many words as a meeting takes."""
-    many = [bytes([number % 251]) * 15 + b"!" for number in range(transport.most_words + 3)]
-    assert transport.meet(many, NoPatience()) == transport.most_words
-    for alike in range(min(transport.most_words, 5)):
+def meet_with_several_digests(transport: Transport) -> None:
+    """The common prefix counts, up to the largest number of digests."""
+    many = [bytes([number % 251]) * 15 + b"!" for number in range(transport.max_digests + 3)]
+    assert transport.meet(many, on_wait) == transport.max_digests
+    for alike in range(min(transport.max_digests, 5)):
         mine = list(many)
         if transport.rank == transport.size - 1 and transport.size > 1:
             mine[alike] = b"another one, yes"
-        expected = alike if transport.size > 1 else transport.most_words
-        assert transport.meet(mine, NoPatience()) == expected
+        expected = alike if transport.size > 1 else transport.max_digests
+        assert transport.meet(mine, on_wait) == expected
         fewer = many[: alike + 1] if transport.rank == 0 else many
-        found = transport.meet(fewer, NoPatience())
+        found = transport.meet(fewer, on_wait)
         assert found == (alike + 1 if transport.size > 1 else len(fewer))
 
 
@@ -281,24 +279,26 @@ def again_and_again(transport: Transport) -> None:
             check_reduction(send, arrays, Max)
 
 
-def what_is_lent(transport: Transport) -> None:
+def zero_copy_parts(transport: Transport) -> None:
     """Parts of an array that lie elsewhere count, and not what is in their place."""
     digest = Digest()
     for (dtype, op), size in itertools.product(cases((Sum,)), (0, 1, 777)):
-        unread = transport.unread(size)
-        assert 0 <= unread.start <= unread.stop <= size
+        zero_copy = transport.zero_copy_range(size)
+        assert 0 <= zero_copy.start <= zero_copy.stop <= size
         arrays = samples(transport.size, dtype, size)
         own = arrays[transport.rank]
         send = transport.empty(size, own.dtype)
         for cuts, in_place in (((0, 0.3, 0.4, 1), False), ((0, 1), True), ((0.2, 0.9), False)):
-            bounds = [unread.start + int(cut * (unread.stop - unread.start)) for cut in cuts]
-            lent = [(a, own[a:b].copy()) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
+            bounds = [
+                zero_copy.start + int(cut * (zero_copy.stop - zero_copy.start)) for cut in cuts
+            ]
+            parts = [(a, own[a:b].copy()) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
             send[...] = own
-            for start, part in lent:
+            for start, part in parts:
                 send[start : start + part.size].view(np.uint8)[...] = own.dtype != bool
             result = send if in_place else transport.empty(size, own.dtype)
             with np.errstate(all="ignore"):
-                transport.allreduce_lent(send, lent, result, op, Scaling())
+                transport.allreduce_zero_copy(send, parts, result, op, Scaling())
                 check_reduction(result, arrays, op)
             digest.add(result)
     agree(transport, digest.value())
@@ -326,7 +326,7 @@ def several_at_once(transport: Transport) -> None:
 
 EVERYTHING = (
     meet,
-    meet_with_several_words,
+    meet_with_several_digests,
     gather,
     narrow_integers_wrap,
     scaling,
@@ -339,6 +339,6 @@ EVERYTHING = (
     broadcast,
     arrays_of_its_own,
     again_and_again,
-    what_is_lent,
+    zero_copy_parts,
     several_at_once,
 )

@@ -1,4 +1,4 @@
-"""A transport that counts what goes through another one."""
+"""A transport that counts the bytes sent through another one."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.arrays import slice_bounds
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport.adasum import slice_bounds
-from hvdlite.transport.base import WORD_SIZE, Patience, Transport
+from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport
 
 
 class CountingTransport(Transport):
-    """Another transport, and how many bytes this rank would send to others over a network.
+    """Wraps a transport, and counts the bytes that this rank would send to others over a network.
 
-    Collectives count as the usual algorithms do them that move the fewest bytes, whatever the
+    Each collective counts as the usual algorithm that moves the fewest bytes, whatever the
     transport itself does: in shared memory nothing is sent at all. Of n ranks, each sends
 
     - in an allreduce, 2 (n - 1) / n of the array: its share of each other rank's slice, then the
-      sum of its own slice to everybody,
+      sum of its own slice to all ranks,
     - in a reducescatter, the pieces for the others,
-    - in an alltoall, likewise,
-    - in an allgather, a gather or a meeting, its piece, message or words to each of the n - 1
+    - in an alltoall, the pieces for the others,
+    - in an allgather, a gather or a meet, its piece, message or digests to each of the n - 1
       others,
     - in a broadcast, the array to the next rank, but for the last one before the root.
 
-    What a meeting brings along is counted by the allreduce that it is for.
+    The data of a meet are counted by the allreduce that they are for.
 
     Args:
         inner: the transport, which nothing else uses.
@@ -43,7 +43,7 @@ class CountingTransport(Transport):
 
     @property
     def sent(self) -> int:
-        """All bytes sent so far."""
+        """The sum over all collectives."""
         return self.by_collective.total()
 
     @property
@@ -52,9 +52,9 @@ class CountingTransport(Transport):
         return self._inner.members
 
     @property
-    def most_words(self) -> int:  # type: ignore[override]
+    def max_digests(self) -> int:  # type: ignore[override]
         """The inner one's."""
-        return self._inner.most_words
+        return self._inner.max_digests
 
     @property
     def lane(self) -> str:
@@ -66,13 +66,13 @@ class CountingTransport(Transport):
         self._inner.lane = value
 
     def count(self, collective: str, nbytes: int) -> None:
-        """Take note of what a collective sends from this rank to others."""
+        """Add the bytes that a collective sends from this rank to others."""
         self.by_collective[collective] += nbytes
 
-    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
-        """Count the words."""
-        self._count_to_all("meet", WORD_SIZE * min(len(words), self.most_words))
-        return self._inner.meet(words, patience, cargo)
+    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
+        """Count the digests."""
+        self._count_to_all("meet", DIGEST_SIZE * min(len(digests), self.max_digests))
+        return self._inner.meet(digests, on_wait, data)
 
     def absent(self) -> list[int] | None:
         """Ask the inner one."""
@@ -87,16 +87,16 @@ class CountingTransport(Transport):
         self._inner.leave()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return what suits the inner one."""
+        """Return an array of the inner one."""
         return self._inner.empty(size, dtype)
 
     def release(self, array: Any) -> None:
         """Release it in the inner one."""
         self._inner.release(array)
 
-    def unread(self, size: int) -> slice:
+    def zero_copy_range(self, size: int) -> slice:
         """Ask the inner one."""
-        return self._inner.unread(size)
+        return self._inner.zero_copy_range(size)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Count the message, for each other rank."""
@@ -108,17 +108,17 @@ class CountingTransport(Transport):
         self._count_allreduce([send])
         self._inner.allreduce(send, result, op, scaling)
 
-    def allreduce_lent(
+    def allreduce_zero_copy(
         self,
         send: Any,
-        lent: Sequence[tuple[int, Any]],
+        parts: Sequence[tuple[int, Any]],
         result: Any,
         op: ReduceOp,
         scaling: Scaling,
     ) -> None:
         """Count slices."""
         self._count_allreduce([send])
-        self._inner.allreduce_lent(send, lent, result, op, scaling)
+        self._inner.allreduce_zero_copy(send, parts, result, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling

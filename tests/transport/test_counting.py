@@ -8,7 +8,7 @@ from hvdlite import runtime
 from hvdlite.compression import DENSE, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.reduction import Max, Scaling, Sum
-from hvdlite.transport import Loopback, adasum
+from hvdlite.transport import Loopback, Transport
 from hvdlite.transport.simulated import Simulation
 from tests.benchmarks import traffic
 from tests.harness import ranks
@@ -59,7 +59,7 @@ def test_an_allreduce_counts_what_it_takes_by_slices(size, length):
 
     def by_slices(transport):
         array = np.ones(length, np.float32)
-        adasum.allreduce(transport, array, array, Sum, Scaling())
+        Transport.allreduce(transport, array, array, Sum, Scaling())
 
     for whole, parts in zip(counted(size, directly), counted(size, by_slices), strict=True):
         assert whole == {"allreduce": parts["alltoall"] + parts["allgather"]}
@@ -125,7 +125,7 @@ def test_a_broadcast_reaches_each_other_rank_once(size):
 def test_a_meeting_counts_the_words_that_are_looked_at(size):
     for count in (1, 3, 9):
         words = [bytes(16)] * count
-        name, sent = total(size, lambda made, words=words: made.meet(words, checks.NoPatience()))
+        name, sent = total(size, lambda made, words=words: made.meet(words, checks.on_wait))
         assert (name, sent) == ("meet", size * (size - 1) * 16 * min(count, 4))
 
 
@@ -135,7 +135,7 @@ def test_what_a_meeting_brings_is_counted_once():
     def use(inner):
         transport = CountingTransport(inner)
         array = np.ones(100, np.float32)
-        assert transport.meet([bytes(16)], checks.NoPatience(), [array]) == 1
+        assert transport.meet([bytes(16)], checks.on_wait, [array]) == 1
         transport.allreduce_all([array], [array], Sum, Scaling())
         assert array.tolist() == [2.0] * 100
         transport.close()
@@ -149,14 +149,14 @@ def test_it_is_asked_what_the_inner_one_is_asked():
     inner = simulation.transports[2]
     inner.members = [4, 5, 6]
     transport = CountingTransport(inner)
-    assert (transport.rank, transport.size, transport.most_words) == (2, 3, inner.most_words)
+    assert (transport.rank, transport.size, transport.max_digests) == (2, 3, inner.max_digests)
     assert (transport.members, transport.lane) == ([4, 5, 6], "")
     transport.lane = "gradients"
     assert inner.lane == "gradients"
     assert transport.absent() == inner.absent() == []
     transport.leave()
     with pytest.raises(Exception, match="rank 2 has ended"):
-        simulation.transports[0].meet([bytes(16)], checks.NoPatience())
+        simulation.transports[0].meet([bytes(16)], checks.on_wait)
 
 
 def test_memory_is_the_inner_ones():

@@ -83,18 +83,17 @@ def test_transports_of_one_world_do_not_mix():
 
 
 @ranks(2, timeout=20)
-def test_a_wait_that_is_given_up_leaves_mpi_its_memory():
-    class NoTime:
-        def check(self, elapsed):
-            raise InterruptedError
+def test_a_wait_that_is_abandoned_leaves_mpi_its_memory():
+    def end(elapsed):
+        raise InterruptedError
 
     with transport() as made:
-        before = len(mpi_transport._given_up)
+        before = len(mpi_transport._abandoned)
         other = MPITransport(mpi.load(), mpi.load().COMM_WORLD)
         if made.rank == 0:
             with pytest.raises(InterruptedError):
-                made.meet([bytes(16)], NoTime())
-            request, (offer, least) = mpi_transport._given_up[before]
+                made.meet([bytes(16)], end)
+            request, (offer, least) = mpi_transport._abandoned[before]
             checks.agree(other, b"")
             checks.agree(other, b"")
             request.Wait()
@@ -104,6 +103,6 @@ def test_a_wait_that_is_given_up_leaves_mpi_its_memory():
         else:
             checks.agree(other, b"")
             with pytest.raises(HorovodInternalError, match="rank 0 has ended"):
-                made.meet([bytes(16)], checks.NoPatience())
+                made.meet([bytes(16)], checks.on_wait)
             checks.agree(other, b"")
         other.close()

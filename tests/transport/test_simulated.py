@@ -62,14 +62,13 @@ def test_who_waits_can_look_who_is_missing():
     transports = Simulation(3).transports
     seen = []
 
-    class Look:
-        def check(self, elapsed):
-            seen.append(transports[0].absent())
-            raise InterruptedError
+    def look(elapsed):
+        seen.append(transports[0].absent())
+        raise InterruptedError
 
     assert transports[0].absent() == []
     with pytest.raises(InterruptedError):
-        transports[0].meet([bytes(16)], Look())
+        transports[0].meet([bytes(16)], look)
     assert seen == [[1, 2]]
 
 
@@ -78,10 +77,9 @@ def test_a_rank_that_does_not_come_is_named():
         Simulation(3, timeout=0.05).transports[0].gather(b"")
 
 
-def test_patience_ends_a_wait():
-    class NoTime:
-        def check(self, elapsed):
-            raise InterruptedError
+def test_on_wait_may_end_a_wait():
+    def end(elapsed):
+        raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        Simulation(2).transports[0].meet([bytes(16)], NoTime())
+        Simulation(2).transports[0].meet([bytes(16)], end)

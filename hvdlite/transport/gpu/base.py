@@ -1,4 +1,4 @@
-"""What every transport of device arrays can do."""
+"""The interface of a transport of device arrays, and what all of them have in common."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LONGEST_SLEEP = 1e-3
 
 
 class Work:
-    """What `DeviceTransport.enqueue` has sent to the device."""
+    """Work that `DeviceTransport.enqueue` has sent to the device."""
 
     def __init__(self, transport: DeviceTransport, event: Event) -> None:
         self._transport = transport
         self._event = event
 
     def wait_on(self, stream: int) -> None:
-        """Let a stream's later work wait for it; the host does not wait.
+        """Make a stream's later work wait for this; the host does not wait.
 
         Args:
             stream: the address of the stream that will use the results.
@@ -36,16 +36,16 @@ class Work:
         self._transport.hold(stream, self._event)
 
     def done(self) -> bool:
-        """Whether the device has finished it.
+        """Return whether the device has finished it.
 
         Raises:
             HorovodInternalError: the communication, or the device, has failed.
         """
         try:
             finished = self._event.done
-        except Exception as error:  # of CUDA, which no later call recovers from
+        except Exception as error:  # an error of CUDA, from which no later call recovers
             self._transport.abort(f"{type(error).__name__}: {error}")
-        # Afterwards: an abort ends the work, too, and leaves anything in its results.
+        # Last: an abort ends the work, too, and leaves garbage in its results.
         self._transport.check()
         return finished
 
@@ -53,7 +53,7 @@ class Work:
         """Wait on the host until the device has finished it.
 
         Args:
-            timeout: seconds; None: as the transport was told.
+            timeout: seconds; None: the transport's.
 
         Raises:
             HorovodInternalError: the communication has failed, or it took too long. The
@@ -74,38 +74,37 @@ class Work:
 class DeviceTransport(ABC):
     """The collectives of one communicator on flat contiguous arrays of one device.
 
-    It stands beside the lane's host transport, by which the ranks have met, and which stays
-    the lane's to use. All data methods are collective, and mean what they mean in
-    `Transport`. They send work to the transport's own stream and may be called only in the
-    function that `enqueue` runs. In there that stream is cupy's current one, so arithmetic
-    on cupy arrays takes its place between the collectives.
+    The lane uses it beside its host transport, over which the ranks have met. All data methods are
+    collective, and do the same as in `Transport`. They send work to the transport's own stream and
+    may be called only in the function that `enqueue` runs. In there that stream is cupy's current
+    one, so arithmetic on cupy arrays runs in order with the collectives.
 
-    The order of work is a matter of events alone::
+    Events alone determine the order of work::
 
         ready = transport.record(stream)  # where the data are made, by the thread that does it
         work = transport.enqueue(lambda: transport.allreduce(...), [ready])  # the lane's thread
         work.wait_on(stream)  # where the results are used
 
-    None of the three waits on the host for the device. The arrays must live, and be left
-    alone by other streams, until the work is done.
+    None of the three makes the host wait for the device. The arrays must stay alive, and unused by
+    other streams, until the work is done.
 
-    bfloat16 may come as cupy's own type, or as uint16 with ``dtype`` telling what it is.
+    bfloat16 arrays have cupy's own type, or uint16 with ``dtype`` given.
 
-    When it has failed, every call raises. What the device then still does gives garbage:
-    whoever has used results without `Work.wait` has to restore what was made of them.
+    After a failure every call raises. Work that the device still does then gives garbage: a caller
+    that has used results without `Work.wait` has to restore whatever it computed from them.
 
     Args:
         cuda: the devices.
         control: the lane's host transport.
         device: the number of the device.
         timeout: seconds after which work that the host waits for has failed; None: never.
-        stream: what to work on; None: a stream of its own.
+        stream: the stream to work on; None: one of its own.
 
     Attributes:
         rank: this process's rank.
         size: the number of ranks.
-        members: by what numbers messages call the ranks.
-        stream: what it works on; it has a ``ptr``, its address.
+        members: global ranks, used in messages.
+        stream: the stream that it works on; ``ptr`` is its address.
     """
 
     def __init__(
@@ -125,23 +124,23 @@ class DeviceTransport(ABC):
         self._entered: int | None = None
 
     def record(self, stream: int) -> Event:
-        """Mark what a stream has been given to do by now; not collective.
+        """Record an event after all work that a stream has been given so far; not collective.
 
         Args:
-            stream: the address of the stream on which the data are made.
+            stream: the address of the stream that computes the data.
         """
         return self._cuda.record(self._device, stream)
 
     def hold(self, stream: int, event: Event) -> None:
-        """Let a stream's later work wait for an event; not collective."""
+        """Make a stream's later work wait for an event; not collective."""
         self._cuda.wait_event(self._device, stream, event)
 
     def enqueue(self, exchange: Callable[[], None], after: Iterable[Event] = ()) -> Work:
         """Run a function that calls data methods, and return its work on the device.
 
         Args:
-            exchange: what to do, on the transport's stream.
-            after: what the device has to finish first.
+            exchange: called with the transport's stream as the current one.
+            after: events that the device waits for first.
 
         Raises:
             HorovodInternalError: the communication has failed.
@@ -158,22 +157,22 @@ class DeviceTransport(ABC):
             return Work(self, self.record(self.stream.ptr))
 
     def check(self) -> None:
-        """Raise if the communication has failed; any thread may ask.
+        """Raise if the communication has failed; any thread may call this.
 
         Raises:
-            HorovodInternalError: it has; the message says how, on which rank and device.
+            HorovodInternalError: it has; the message names the reason, the rank and the device.
         """
         if self._failure is not None:
             raise HorovodInternalError(self._failure)
 
     def abort(self, reason: str) -> None:
-        """End the communication, also that which the device waits in; any thread may.
+        """End the communication, including work in flight; any thread may call this.
 
-        The caller's lane has to `Transport.leave` its host transport, by which the other
+        The caller's lane has to call `Transport.leave` on its host transport, so that the other
         ranks learn of it.
 
         Raises:
-            HorovodInternalError: always, with the reason; the first one if there are more.
+            HorovodInternalError: always, with the reason of the first call.
         """
         if self._failure is None:
             self._failure = (
@@ -185,7 +184,7 @@ class DeviceTransport(ABC):
         self.check()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return memory for the exchange that asks for it; bfloat16 as uint16."""
+        """Return memory for use in the running exchange; bfloat16 as uint16."""
         self._check_entered()
         return self._cuda.empty(size, stored_as(dtype))
 
@@ -220,7 +219,7 @@ class DeviceTransport(ABC):
         scaling: Scaling,
         dtype: np.dtype[Any] | None = None,
     ) -> None:
-        """Write ``scaling.apply(op over all ranks' send)`` into ``result``, the same bits."""
+        """Write ``scaling.apply(op over all ranks' send)``, the same bits, into ``result``."""
 
     def reducescatter(
         self,
@@ -230,7 +229,7 @@ class DeviceTransport(ABC):
         scaling: Scaling,
         dtype: np.dtype[Any] | None = None,
     ) -> None:
-        """Reduce what all ranks have as ``pieces[r]`` on rank r, in the order of the ranks.
+        """Reduce all ranks' ``pieces[r]`` on rank r, in the order of the ranks.
 
         Raises:
             ValueError: ``op`` is ADASUM, which looks at whole arrays.
@@ -255,7 +254,7 @@ class DeviceTransport(ABC):
         """Overwrite the byte array with rank ``root``'s."""
 
     def _check_entered(self) -> None:
-        """Notice a call whose work would not be in order with the rest."""
+        """Raise if the work of a call would not be in order with the rest."""
         if self._entered != threading.get_ident():
             raise RuntimeError(
                 "a collective on device arrays was called outside of enqueue(); pass a function "
@@ -264,11 +263,11 @@ class DeviceTransport(ABC):
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Make the device's work end that waits for other ranks."""
+        """End work on the device that waits for other ranks."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the transport holds, unless it has been aborted; collective."""
+        """Free the resources of the transport, unless it has been aborted; collective."""
 
 
 def _cut(array: Any, parts: int) -> list[Any]:

@@ -1,8 +1,8 @@
-"""What the device transports need of CUDA: a thin layer over cupy, which is loaded lazily.
+"""A thin layer over cupy, which is loaded lazily, for the device transports.
 
-Streams go by their addresses, as torch's ``stream.cuda_stream`` gives them; 0 is the
-default stream. Device arrays are cupy's, flat and contiguous. Work goes to the stream that
-`Cuda.on` has made current in the calling thread.
+Streams are identified by their addresses, as in torch's ``stream.cuda_stream``; 0 is the default
+stream. Device arrays are cupy's, flat and contiguous. Work goes to the stream that `Cuda.on` has
+made current in the calling thread.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _NOT_READY = 600  # cudaErrorNotReady
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in the work of a stream, recorded by `Cuda.record`."""
 
     @property
     def done(self) -> bool:
-        """Whether the device has passed it."""
+        """Whether the device has reached it."""
 
 
 class _Event:
-    """An event of cupy's, whose own ``done`` takes every error for "not yet"."""
+    """An event of cupy, whose own ``done`` treats every error as "not yet"."""
 
     def __init__(self, runtime: Any, event: Any) -> None:
         self._runtime = runtime
@@ -69,32 +69,32 @@ class Cuda:
         self.nccl = _load_nccl()
 
     def device_count(self) -> int:
-        """How many devices this process sees; 0 without a driver."""
+        """Return the number of devices that this process sees; 0 without a driver."""
         try:
             return int(self._runtime.getDeviceCount())
         except self._runtime.CUDARuntimeError:
             return 0
 
     def device_name(self, device: int) -> str:
-        """What the device calls itself, e.g. ``NVIDIA H100``."""
+        """Return the device's name, e.g. ``NVIDIA H100``."""
         name: bytes = self._runtime.getDeviceProperties(device)["name"]
         return name.decode()
 
     def bus_id(self, device: int) -> str:
-        """The device's place on the PCI bus, unique within a host."""
+        """Return the device's address on the PCI bus, unique within a host."""
         return str(self._runtime.deviceGetPCIBusId(device))
 
     def is_rocm(self) -> bool:
-        """Whether cupy was built for AMD's devices."""
+        """Return whether cupy was built for AMD's devices."""
         return bool(self._runtime.is_hip)
 
     def nccl_version(self) -> int:
-        """NCCL's version code, e.g. 22707; 0: none that can be used."""
+        """Return NCCL's version code, e.g. 22707; 0 without a version that can be used."""
         version = 0 if self.nccl is None else int(self.nccl.get_version())
         return version if version >= _OLDEST_NCCL else 0
 
     def unique_id(self) -> bytes:
-        """Make what the ranks of a communicator find each other by."""
+        """Create the id by which the ranks of a communicator find each other."""
         made = self.nccl.get_unique_id()
         # Bytes from cupy 14 on, signed integers before.
         return made if isinstance(made, bytes) else bytes(value & 0xFF for value in made)
@@ -108,41 +108,41 @@ class Cuda:
             return self.nccl.NcclCommunicator(size, signed, rank)
 
     def stream(self, device: int) -> Any:
-        """Make a stream that does not wait for the default stream; it has a ``ptr``."""
+        """Create a stream that does not wait for the default stream; ``ptr`` is its address."""
         with self._cupy.cuda.Device(device):
             return self._cupy.cuda.Stream(non_blocking=True)
 
     @contextlib.contextmanager
     def on(self, device: int, stream: Any) -> Iterator[None]:
-        """Send this thread's work to a stream while this lasts."""
+        """Send this thread's work to a stream in this context."""
         with self._cupy.cuda.Device(device), stream:
             yield
 
     def record(self, device: int, stream: int) -> Event:
-        """Mark the point that a stream's work has reached by now."""
+        """Record an event after all work that a stream has been given so far."""
         with self._cupy.cuda.Device(device):
             event = self._cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(event.ptr, stream)
         return _Event(self._runtime, event)
 
     def wait_event(self, device: int, stream: int, event: Any) -> None:
-        """Let a stream's later work wait for an event; the host does not wait."""
+        """Make a stream's later work wait for an event; the host does not wait."""
         with self._cupy.cuda.Device(device):
             self._runtime.streamWaitEvent(stream, event.ptr, 0)
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """A device array from cupy's pool; given back, it serves the same stream again."""
+        """Return a device array from cupy's pool, which reuses memory on the same stream."""
         return self._cupy.empty(size, dtype)
 
     def pinned(self, nbytes: int) -> Any:
-        """A numpy array of bytes that the device copies to and from by itself."""
+        """Return a numpy array of bytes in pinned host memory."""
         return np.frombuffer(self._cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def view(self, device: int, pointer: int, size: int, dtype: np.dtype[Any], owner: Any) -> Any:
-        """See a framework's device memory as a flat array; nothing is copied or awaited.
+        """View a framework's device memory as a flat array; nothing is copied or awaited.
 
         Args:
-            device: where the memory lies.
+            device: the number of the device that the memory lies on.
             pointer: its address.
             size: elements.
             dtype: of the elements.
@@ -152,7 +152,7 @@ class Cuda:
         return self._cupy.ndarray(size, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
 
     def pointer(self, array: Any) -> int:
-        """The address of an array on the device or the host."""
+        """Return the address of an array on the device or the host."""
         return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
 
     def copy(self, target: Any, source: Any) -> None:
@@ -169,17 +169,17 @@ class Cuda:
     def reduce(
         self, rows: Any, result: Any, op: ReduceOp, scaling: Scaling, dtype: np.dtype[Any]
     ) -> None:
-        """Reduce rows, one after the other in ``rows``, to one of the size of ``result``.
+        """Reduce the rows that lie one after the other in ``rows`` into ``result``.
 
-        16-bit floats are reduced and scaled in float32. One row is only scaled; it may be
+        16-bit floats are reduced and scaled in float32. A single row is only scaled; it may be
         ``result`` itself.
 
         Args:
             rows: a multiple of ``result``'s elements.
-            result: where the reduction goes.
+            result: an array of the size of a row.
             op: SUM, MIN, MAX or PRODUCT; SUM alone for complex numbers.
             scaling: applied to the reduction.
-            dtype: what the elements are, where the arrays cannot say it (bfloat16).
+            dtype: of the elements; the arrays' own may be a stand-in (bfloat16).
         """
         if not result.size:
             return
@@ -200,11 +200,11 @@ class Cuda:
         """Scale floats, and round them to another type of float.
 
         Args:
-            source: what is read.
-            target: as many elements.
-            scaling: applied before they are rounded.
-            dtype: what the source's elements are.
-            target_dtype: what the target's elements are.
+            source: the floats.
+            target: an array of as many elements.
+            scaling: applied before rounding.
+            dtype: of the source's elements.
+            target_dtype: of the target's elements.
         """
         if target.size:
             source, target = (
@@ -242,17 +242,17 @@ class Cuda:
 
 
 def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type of the arrays that hold elements of a type: uint16 for bfloat16."""
+    """Return the dtype of arrays that hold elements of a dtype: uint16 for bfloat16."""
     return np.dtype(np.uint16) if dtype.name == "bfloat16" else dtype
 
 
 def _example(identity: bool, division: bool) -> Scaling:
-    """A scaling of the kind that a kernel is made for."""
+    """Return a scaling of the kind that a kernel is compiled for."""
     return Scaling() if identity else Scaling(1.0 if division else 2.0, 2)
 
 
 def _stored_as(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], np.dtype[Any]]:
-    """The type that a kernel gets, and the type that it computes with."""
+    """Return the dtype of a kernel's arrays, and the dtype of their elements."""
     if dtype.name == "bfloat16":
         return np.dtype(np.uint16), dtype
     if dtype.kind == "b":

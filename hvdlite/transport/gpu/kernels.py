@@ -1,7 +1,7 @@
-"""The arithmetic that device transports do themselves, as the body of a CUDA C loop.
+"""CUDA C code of the loops by which device transports reduce, scale and convert.
 
-One loop serves for reducing the ranks' rows and for scaling a sum: with a single row it
-only scales. Every element is read once and written once.
+One loop both reduces the ranks' rows and scales a sum: with a single row it only scales. Every
+element is read once and written once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
 
-#: What the loop's body may call.
+#: Functions that the loop's body may call.
 PREAMBLE = """
 __device__ inline float from_bfloat16(unsigned short bits) {
     return __uint_as_float((unsigned int)bits << 16);
@@ -41,7 +41,7 @@ _COMBINE_BOOLS = {
 
 
 class _Conversion(NamedTuple):
-    """How an element becomes a number of type ``wide``, and how such a number is stored."""
+    """Code that turns an element into a number of type ``wide``, and back."""
 
     wide: str
     load: str
@@ -118,7 +118,7 @@ def _conversion(dtype: np.dtype[Any], op: ReduceOp) -> _Conversion:
 
 
 def _scale(dtype: np.dtype[Any], scaling: Scaling, wide: str) -> str:
-    """Do what `Scaling.apply` does."""
+    """Return the code that does the same as `Scaling.apply`."""
     if dtype.name in _FLOATS:
         if scaling.is_identity:
             return f"const {wide} value = total;"

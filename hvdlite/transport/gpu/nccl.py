@@ -1,10 +1,11 @@
-"""NCCL: device arrays that never leave the devices."""
+"""The transport of device arrays over NCCL."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -40,33 +41,35 @@ _NATIVE = {
     ReduceOp.MIN: _INTEGERS,
     ReduceOp.MAX: _INTEGERS,
 }
-# Seconds that close() waits for the device where nobody has said how long.
+# Seconds that close() waits for the device if there is no time limit.
 _CLOSE_SECONDS = 30.0
 # Seconds that an abort leaves to a call in another thread, which returns at once unless it waits
 # for other ranks; then only the abort ends it.
 _CALL_SECONDS = 5.0
+_ID_BYTES = 128
+# Seconds for the ranks to find each other inside NCCL, which sets no limit itself.
+_JOIN_SECONDS = 120.0
 
 
 class NCCLTransport(DeviceTransport):
     """Collectives by NCCL, on a stream of their own.
 
-    NCCL reduces what it reduces as numpy would: integers of 8, 32 and 64 bits, float32,
-    float64, and sums of complex numbers. It would round 16-bit floats after every addition.
-    So these, and all that NCCL lacks (16-bit integers, booleans) or does differently (NaN
-    in Min and Max, means of integers whose sum is out of range), are exchanged in slices:
-    rank r gets slice r of everybody's array, reduces it on the device, 16-bit floats in
-    float32, and sends it to everybody. That is as many bytes as a ring moves, without the
-    roundings; but every rank sends to every other, so among many nodes a ring would have the
-    better latency. Adasum goes through the host.
+    NCCL reduces some types as numpy would: integers of 8, 32 and 64 bits, float32, float64, and
+    sums of complex numbers. It would round 16-bit floats after every addition. So these, and all
+    that NCCL lacks (16-bit integers, booleans) or does differently (NaN in Min and Max, means of
+    integers whose sum is out of range), are exchanged in slices: rank r gets slice r of all ranks'
+    arrays, reduces it on the device, 16-bit floats in float32, and sends it to all ranks. That
+    moves as many bytes as a ring, without the roundings; but every rank sends to every other, so
+    among many nodes a ring would have the better latency. Adasum goes through the host.
 
     Every rank gets the same bits. From run to run, those of NCCL's own reductions depend on
     the algorithm that it chooses for the machine; slices are summed in the order of ranks.
 
-    A rank that dies may leave the others in work that never ends, of which NCCL knows only
-    where a network tells it. So a lane has to `Work.wait` with a time limit for what it
-    enqueued some operations ago, or ask `check` while it waits otherwise; and when that
-    raises (the communicator is aborted then), call `Transport.leave` on its host transport,
-    by which the other ranks learn of it, and abort their own communicators.
+    A rank that dies may leave the others in work that never ends, which NCCL notices only where a
+    network reports it. So a lane has to `Work.wait` with a time limit for work that it enqueued
+    some operations ago, or call `check` while it waits otherwise. When that raises (the
+    communicator is aborted then), it has to call `Transport.leave` on its host transport, so that
+    the other ranks learn of it, and abort their own communicators.
 
     Args:
         cuda, control, device, timeout: as in `DeviceTransport`.
@@ -87,8 +90,23 @@ class NCCLTransport(DeviceTransport):
         self._lock = threading.Lock()
         self._staged = HostStaged(cuda, control, device, timeout, owner=self)
 
+    @classmethod
+    def connect(
+        cls,
+        cuda: Cuda,
+        control: Transport,
+        device: int,
+        facts: list[dict[str, Any]],
+        timeout: float | None,
+    ) -> NCCLTransport | str:
+        """Serve ranks with the same version of NCCL, and a device for each."""
+        objection = _objection(facts)
+        if objection is None:
+            communicator, objection = _join(control, device, cuda)
+        return objection or cls(cuda, control, device, communicator, timeout)
+
     def check(self) -> None:
-        """Ask NCCL for errors that came up after a call had returned."""
+        """Check for errors that occurred after a call had returned, too."""
         super().check()
         if not self._lock.acquire(blocking=False):
             return  # another thread is in a call, which reports errors itself
@@ -173,7 +191,7 @@ class NCCLTransport(DeviceTransport):
         """Let the device finish, or abort if it does not; then end the communicator."""
         if self._failure is None:
             last = Work(self, self.record(self.stream.ptr))
-            # What has failed has been reported, and is as closed as it can be.
+            # A failure has been reported, and the communicator is as closed as it can be.
             with contextlib.suppress(HorovodInternalError):
                 last.wait(_CLOSE_SECONDS if self.timeout is None else self.timeout)
         if self._failure is None:
@@ -183,7 +201,7 @@ class NCCLTransport(DeviceTransport):
                 self._communicator.destroy()
 
     def _disconnect(self) -> None:
-        """Abort the communicator, which frees it: after a call in flight, if that ends soon."""
+        """Abort, and so free, the communicator: after a call in flight, if that ends soon."""
         alone = self._lock.acquire(timeout=_CALL_SECONDS)
         try:
             self._communicator.abort()
@@ -210,7 +228,7 @@ class NCCLTransport(DeviceTransport):
     def _allreduce_slices(
         self, send: Any, result: Any, op: ReduceOp, scaling: Scaling, kind: np.dtype[Any]
     ) -> None:
-        """Reduce equal slices, one on each rank; what is left over, on all ranks."""
+        """Reduce equal slices, one on each rank, and the remainder on all ranks."""
         step, left = divmod(send.size, self.size)
         if step:
             mine = result[self.rank * step : (self.rank + 1) * step]
@@ -254,3 +272,91 @@ def _slices(array: Any, step: int, count: int) -> list[Any]:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _objection(facts: Sequence[dict[str, Any]]) -> str | None:
+    """Return why ranks with these facts cannot use NCCL; None if they can."""
+    versions = [each["nccl"] for each in facts]
+    if 0 in versions:
+        return (
+            f"rank {versions.index(0)} has no NCCL that cupy can load; install nvidia-nccl-cu13 "
+            "(or -cu12), 2.10 or later, on all hosts"
+        )
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            return (
+                f"rank {rank} has NCCL {version}, rank 0 has {versions[0]}; install the same "
+                "version on all hosts"
+            )
+    places = [(each["host"], each["device"]) for each in facts]
+    for rank, place in enumerate(places):
+        first = places.index(place)
+        if first != rank and not all(each["sharing"] for each in facts):
+            return (
+                f"ranks {first} and {rank} share device {place[1]}; call hvd.pin_device() "
+                "before the first collective, or start one rank for each device"
+            )
+    return None
+
+
+def _join(control: Transport, device: int, cuda: Cuda) -> tuple[Any, str | None]:
+    """Create the communicator; if that fails on any rank, give it up on all; collective.
+
+    The ranks meet inside NCCL, which does not promise to return where one fails or hangs.
+
+    Returns:
+        The communicator, or None and why there is none.
+    """
+    identifier = np.zeros(_ID_BYTES, np.uint8)
+    communicator, failure = None, ""
+    try:
+        if control.rank == 0:
+            with cuda.on(device, cuda.stream(device)):
+                identifier[:] = np.frombuffer(cuda.unique_id(), np.uint8)
+    except Exception as error:
+        failure = f"NCCL made no id: {error}"
+    control.broadcast(identifier, 0)
+    if identifier.any():
+        connecting = _connect_in_thread(control, device, cuda, identifier.tobytes())
+        try:
+            communicator = connecting.result(_JOIN_SECONDS)
+        except TimeoutError:
+            connecting.add_done_callback(_abort_late)
+            failure = (
+                f"NCCL did not connect within {_JOIN_SECONDS:g} s; check that the hosts reach each "
+                "other (NCCL_SOCKET_IFNAME names the interface, NCCL_DEBUG=INFO tells more)"
+            )
+        except Exception as error:
+            failure = f"NCCL could not connect: {error} (NCCL_DEBUG=INFO tells more)"
+    failures = [message.decode() for message in control.gather(failure.encode())]
+    for rank, text in enumerate(failures):
+        if text:
+            if communicator is not None:
+                communicator.abort()
+            return None, f"rank {rank}: {text}"
+    return communicator, None
+
+
+def _connect_in_thread(
+    control: Transport, device: int, cuda: Cuda, identifier: bytes
+) -> Future[Any]:
+    """Create the communicator in a thread, which can be given up."""
+    connecting: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            with cuda.on(device, cuda.stream(device)):
+                made = cuda.communicator(control.size, identifier, control.rank)
+        except Exception as error:
+            connecting.set_exception(error)
+        else:
+            connecting.set_result(made)
+
+    threading.Thread(target=connect, name="hvdlite-nccl", daemon=True).start()
+    return connecting
+
+
+def _abort_late(connecting: Future[Any]) -> None:
+    """End a communicator that was created after its ranks had given it up."""
+    if connecting.exception() is None:
+        connecting.result().abort()

@@ -1,4 +1,4 @@
-"""Device arrays by way of the host: for ranks without NCCL, or that share a device."""
+"""The transport of device arrays through the host, for ranks without NCCL or with one device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from hvdlite.transport.gpu.cuda import Cuda, Event
 class HostStaged(DeviceTransport):
     """Copies to pinned memory, uses the lane's host transport, copies back.
 
-    Large arrays go in chunks, two of them under way: while the host exchanges one, the
-    device brings the next and fetches the one before. The calling thread, which is the
-    lane's, waits for the device before every exchange; no other thread does. What the host
-    transport promises holds here: 16-bit floats are accumulated in float32, NaN passes
-    through Min and Max.
+    Large arrays move in chunks through two buffers: while the host exchanges one, the device
+    copies the next to the host and the one before back. The calling thread, which is the lane's,
+    waits for the device before every exchange; no other thread does. The guarantees of the host
+    transport hold here: 16-bit floats are accumulated in float32, NaN passes through Min and Max.
 
     Args:
         cuda, control, device, timeout: as in `DeviceTransport`.
         chunk_bytes: the size of a chunk, a multiple of 16.
-        owner: the transport whose stream and fate this one shares; None: it has its own.
+        owner: the transport whose stream and failures this one shares; None: it has its own.
     """
 
     def __init__(
@@ -46,14 +45,26 @@ class HostStaged(DeviceTransport):
         self._owner = owner
         self._buffers = [_PinnedBuffer(cuda.pinned, self._wait) for _ in range(2)]
 
+    @classmethod
+    def connect(
+        cls,
+        cuda: Cuda,
+        control: Transport,
+        device: int,
+        facts: list[dict[str, Any]],
+        timeout: float | None,
+    ) -> HostStaged:
+        """Serve any ranks."""
+        return cls(cuda, control, device, timeout)
+
     def check(self) -> None:
-        """Ask the owner, too."""
+        """Check the owner, too."""
         super().check()
         if self._owner is not None:
             self._owner.check()
 
     def abort(self, reason: str) -> None:
-        """Leave it to the owner, if there is one."""
+        """Abort the owner, if there is one."""
         if self._owner is not None:
             self._owner.abort(reason)
         super().abort(reason)
@@ -77,22 +88,22 @@ class HostStaged(DeviceTransport):
         self._through_host(as_bytes(send), as_bytes(result), exchange, step)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Exchange all pieces at once: only pairs of ranks know how long theirs are."""
-        outgoing = self._bring(pieces)
+        """Exchange all pieces at once: only pairs of ranks know the lengths of theirs."""
+        outgoing = self._copy_in(pieces)
         incoming = self._buffers[1].take(sum(piece.nbytes for piece in result))
         parts = _split(incoming, result)
         self._buffers[0].wait()
         self._control.alltoall(outgoing, parts)
-        self._fetch(result, parts)
+        self._copy_out(result, parts)
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
         """Exchange all pieces at once."""
-        (outgoing,) = self._bring([piece])
+        (outgoing,) = self._copy_in([piece])
         incoming = self._buffers[1].take(sum(part.nbytes for part in result))
         parts = _split(incoming, result)
         self._buffers[0].wait()
         self._control.allgather(outgoing, parts)
-        self._fetch(result, parts)
+        self._copy_out(result, parts)
 
     def broadcast(self, array: Any, root: int) -> None:
         """Send chunk by chunk."""
@@ -106,14 +117,14 @@ class HostStaged(DeviceTransport):
         )
 
     def close(self) -> None:
-        """Let the device finish, and give the pinned memory back."""
+        """Wait for the device, and free the pinned memory."""
         if self._failure is None:
             for buffer in self._buffers:
                 buffer.wait()
         self._buffers = []
 
     def _disconnect(self) -> None:
-        """Hold nothing that waits for other ranks: they meet on the host."""
+        """Do nothing: the ranks wait for each other on the host only."""
 
     def _check_entered(self) -> None:
         if self._owner is None:
@@ -135,16 +146,16 @@ class HostStaged(DeviceTransport):
         step: int,
         nbytes: int | None = None,
     ) -> None:
-        """Call ``exchange`` with each chunk of ``source``, and bring what it left to ``target``.
+        """Copy ``source`` to the host, call ``exchange``, and copy to ``target``, chunk by chunk.
 
-        Either may be None: nothing to bring to the host, or nothing to bring back.
+        ``source`` or ``target`` may be None: nothing is copied to the host, or back.
         """
         self._check_entered()
         total = source.nbytes if nbytes is None else nbytes
         bounds = [(start, min(start + step, total)) for start in range(0, total, step)]
         places = [self._buffers[number % 2] for number in range(len(bounds))]
 
-        def bring(number: int) -> None:
+        def copy_in(number: int) -> None:
             if source is not None and number < len(bounds):
                 start, stop = bounds[number]
                 # The stream itself keeps this behind the copy out of the same buffer.
@@ -153,16 +164,16 @@ class HostStaged(DeviceTransport):
 
         for buffer in self._buffers:
             buffer.take(min(step, total))
-        bring(0)
+        copy_in(0)
         for number, (start, stop) in enumerate(bounds):
-            bring(number + 1)
+            copy_in(number + 1)
             chunk = places[number].take(stop - start)
             exchange(chunk)
             if target is not None:
                 self._cuda.copy(target[start:stop], chunk)
                 places[number].event = self._mark()
 
-    def _bring(self, pieces: Sequence[Any]) -> list[Any]:
+    def _copy_in(self, pieces: Sequence[Any]) -> list[Any]:
         self._check_entered()
         parts = _split(self._buffers[0].take(sum(piece.nbytes for piece in pieces)), pieces)
         for part, piece in zip(parts, pieces, strict=True):
@@ -170,14 +181,14 @@ class HostStaged(DeviceTransport):
         self._buffers[0].event = self._mark()
         return parts
 
-    def _fetch(self, result: Sequence[Any], parts: Sequence[Any]) -> None:
+    def _copy_out(self, result: Sequence[Any], parts: Sequence[Any]) -> None:
         for target, part in zip(result, parts, strict=True):
             self._cuda.copy(target, part)
         self._buffers[1].event = self._mark()
 
 
 class _PinnedBuffer:
-    """Host memory that the device copies to and from, and the last copy that it makes."""
+    """Pinned host memory, and the event of the last copy to or from it."""
 
     def __init__(self, allocate: Callable[[int], Any], wait: Callable[[Event], None]) -> None:
         self._allocate = allocate
@@ -186,20 +197,20 @@ class _PinnedBuffer:
         self.event: Event | None = None
 
     def wait(self) -> None:
-        """Wait until the device is done with it."""
+        """Wait until the device has finished the last copy."""
         if self.event is not None:
             self._wait(self.event)
             self.event = None
 
     def take(self, nbytes: int) -> Any:
-        """Return its beginning for the host to use; wait for the device first."""
+        """Wait for the device, and return the first bytes for the host to use."""
         self.wait()
         if nbytes > self._memory.size:
             self._memory = self._allocate(nbytes)
         return self._memory[:nbytes]
 
     def room(self, nbytes: int) -> Any:
-        """Return its beginning for the device to use."""
+        """Return the first bytes for the device to use."""
         return self._memory[:nbytes]
 
 

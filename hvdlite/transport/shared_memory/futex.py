@@ -1,4 +1,4 @@
-"""Waiting in the kernel for a word of shared memory to change (Linux' futex)."""
+"""Waiting in the kernel until a word of shared memory changes (Linux' futex)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 _NUMBER = 202  # of the system call, on x86-64
 _WAIT, _WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 
 
 class _Timespec(ctypes.Structure):
@@ -18,18 +18,18 @@ class _Timespec(ctypes.Structure):
 
 
 def is_supported() -> bool:
-    """Whether this machine can wait so, and shows a rank's writes to others in their order.
+    """Return whether this machine has futexes and keeps the order of a rank's writes for others.
 
-    Only x86 does the latter without barriers, which Python has no way to ask for.
+    Only x86 does the latter without barriers, for which Python has no means.
     """
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 _library = ctypes.CDLL(None, use_errno=True)
-#: Let whoever else can run on this core do so.
-give_way = _library.sched_yield
-#: Give up the GIL for a moment. Every call does that; this one, which Linux has, nothing else.
-pause = getattr(_library, "sched_getcpu", give_way)
+#: Yield this core to other processes.
+yield_core = _library.sched_yield
+#: Release the GIL for a moment, as every call does; this one, Linux only, does little else.
+pause = getattr(_library, "sched_getcpu", yield_core)
 
 
 def _syscall(library: ctypes.CDLL) -> Any:
@@ -45,24 +45,24 @@ def _syscall(library: ctypes.CDLL) -> Any:
     return function
 
 
-# A wait gives up the GIL; to wake takes less time than to give it up.
+# A wait releases the GIL; waking takes less time than that would.
 _wait = _syscall(_library)
 _wake = _syscall(ctypes.PyDLL(None))
 
 
 class Futex(ctypes.c_uint32):
-    """One aligned 32-bit word of shared memory that ranks wait on; only its owner writes it.
+    """An aligned 32-bit word of shared memory that ranks wait on; only its owner writes it.
 
-    Made by ``Futex.from_buffer(memory, offset)``, of a writable buffer in shared memory and the
-    word's place in it, in bytes.
+    Created by ``Futex.from_buffer(memory, offset)``: a writable buffer in shared memory, and the
+    word's offset in bytes.
 
     Attributes:
-        value: the word; of what is written, the lowest 32 bits. Then call `wake`.
+        value: the word; the lowest 32 bits of what is assigned. Call `wake` afterwards.
     """
 
     def wake(self) -> None:
-        """Wake whoever waits for the word."""
-        _wake(_NUMBER, ctypes.addressof(self), _WAKE, _EVERYBODY, None)
+        """Wake all ranks that wait for the word."""
+        _wake(_NUMBER, ctypes.addressof(self), _WAKE, _ALL_WAITERS, None)
 
     def wait(self, seen: int, seconds: float) -> None:
         """Sleep while the word is ``seen``, for ``seconds`` at most; it may wake for no reason.

@@ -1,4 +1,4 @@
-"""Memory that the processes of one node share, whatever the size of the shm mount."""
+"""Memory that the processes of one node share, independent of the size of the shm mount."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 
 from hvdlite import arrays
 
-#: With which a peer finds an arena: the number of its file, and the inode.
+#: Identifies an arena to peers: the descriptor of its file, and the inode.
 Key = tuple[int, int]
 
 # Bytes of the first region of an arena's file. Every other one is as large as all before it.
 _FIRST = 2**26
 
-_MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000  # Linux'
+_MAP_FIXED, _MAP_POPULATE = 0x10, 0x8000  # Linux
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 _library = ctypes.CDLL(None, use_errno=True)
@@ -38,43 +38,43 @@ _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Arena:
-    """Arrays in memory that peers can open; what is not used any more is used again.
+    """An allocator of arrays in memory that peers can map; freed memory is used again.
 
-    All lie in one anonymous file (``memfd_create``), which counts as memory of the process and not
-    against the shm mount, and disappears with the last process that has it mapped. Peers of the
-    same user reach it as ``/proc/PID/fd/N``. It grows by regions, each of which a process maps as a
+    All arrays lie in one anonymous file (``memfd_create``), which counts as memory of the process
+    and not against the shm mount, and disappears with the last process that maps it. Peers of the
+    same user open it as ``/proc/PID/fd/N``. It grows by regions, each of which a process maps as a
     whole, so neither descriptors nor maps grow with the number of arrays. Pages that are never
     touched cost nothing.
 
-    Memory returns when the last array, or tensor, that views it has gone, so an array may be
-    handed to a framework for as long as that likes.
+    An array's memory is freed when the last array, or tensor, that views it is gone, so an array
+    may be handed to a framework for any time.
 
-    A child that this process forks shares none of it. What users may hold (see `release`) becomes
-    memory like any other before the fork, copied once; the child's writes to the rest are its own.
+    A child that this process forks shares none of it. Before the fork, arrays that users may hold
+    (see `release`) become ordinary memory, copied once; the child's writes to the rest are its own.
     """
 
     def __init__(self) -> None:
         self._file = os.memfd_create("hvdlite", os.MFD_CLOEXEC)
         self._close_file = weakref.finalize(self, os.close, self._file)
         self.key: Key = (self._file, os.fstat(self._file).st_ino)
-        self._regions: dict[int, Any] = {}  # by where they begin in the file
+        self._regions: dict[int, Any] = {}  # by offset in the file
         self._end = 0  # behind the last array
         self._lock = threading.Lock()
-        self._lent: dict[int, weakref.ref[Any]] = {}  # by address
+        self._in_use: dict[int, weakref.ref[Any]] = {}  # by address
         self._free: dict[int, list[int]] = {}  # addresses, by size
-        self._released: set[int] = set()  # addresses of what is not exchanged any more
-        self._private: set[int] = set()  # and of what is not shared any more
+        self._released: set[int] = set()  # addresses of arrays that are exchanged no more
+        self._private: set[int] = set()  # addresses of arrays that are shared no more
         self._forked = self._closed = False
         self._map(0)
         _arenas.add(self)
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array of ``size`` elements, uninitialised; the first lies at offset 0.
+        """Return an uninitialised array of ``size`` elements; the first lies at offset 0.
 
         Raises:
             OSError: there is no memory, the arena is closed, or this process is a forked child.
         """
-        # Of few sizes, so that there are few pieces of memory, whatever is asked for.
+        # Sizes are rounded up to powers of two, which bounds the number of pieces of memory.
         nbytes = max(mmap.PAGESIZE, 1 << (size * dtype.itemsize - 1).bit_length())
         try:
             address = self._free.setdefault(nbytes, []).pop()
@@ -83,35 +83,35 @@ class Arena:
         # Every view has this object as its last base: views of views do not keep the array
         # between alive, which therefore could not tell.
         memory = (ctypes.c_byte * nbytes).from_address(address)
-        self._lent[address] = weakref.ref(memory)
+        self._in_use[address] = weakref.ref(memory)
         weakref.finalize(memory, self._take_back, address, nbytes).atexit = False
         return np.ndarray(size, dtype, memoryview(memory))
 
     def find(self, array: Any) -> int | None:
-        """Where in the file a contiguous array begins; None: it does not lie there."""
-        # One without a base has memory of its own; an empty one may seem to lie in what follows.
+        """Return the offset of a contiguous array in the file; None if it does not lie there."""
+        # An array without a base has memory of its own; an empty one may begin where it ends.
         if array.base is None or not array.size:
             return None
         return self._offset(arrays.address(array))
 
     def release(self, array: Any) -> None:
-        """Say that an array from `empty` is not exchanged any more; others may hold it still."""
+        """Declare that an array from `empty` is exchanged no more; users may still hold it."""
         address = arrays.address(array)
-        if address in self._lent:
+        if address in self._in_use:
             self._released.add(address)
 
     def close(self) -> None:
-        """Exchange nothing any more; arrays that are in use stay as they are."""
+        """Allocate nothing any more; arrays that are in use stay as they are."""
         self._closed = True
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Close the file, unless a fork needs it, which lets a child have what users hold."""
+        """Close the file, unless a fork needs it to give a child the arrays that users hold."""
         if self._closed and not self._released:
             self._close_file()
 
     def _extend(self, nbytes: int) -> int:
-        """Find the address of memory that has not been used yet."""
+        """Return the address of memory that has not been used yet."""
         if self._forked:
             raise OSError(f"process {os.getpid()} was forked from one that shares memory")
         if self._closed:
@@ -127,13 +127,13 @@ class Arena:
             return ctypes.addressof(self._regions[first]) + start - first
 
     def _map(self, first: int) -> None:
-        """Let the file grow by a region."""
+        """Grow the file by a region."""
         _, nbytes = _region_of(first)
         os.ftruncate(self._file, first + nbytes)
         self._regions[first] = _map_file(self._file, first, nbytes)
 
     def _offset(self, address: int) -> int | None:
-        """Where in the file something at an address lies."""
+        """Return the offset in the file of an address; None if it does not lie there."""
         for first, region in list(self._regions.items()):
             start = ctypes.addressof(region)
             if start <= address < start + len(region):
@@ -141,7 +141,7 @@ class Arena:
         return None
 
     def _take_back(self, address: int, nbytes: int) -> None:
-        if self._lent.pop(address, None) is None:  # the fork's parent has it
+        if self._in_use.pop(address, None) is None:  # it belongs to the parent of a fork
             return
         self._released.discard(address)
         if address in self._private:
@@ -151,31 +151,31 @@ class Arena:
         self._close_unused()
 
     def _remap(self, address: int, nbytes: int, flags: int) -> None:
-        """Map the part of the file that belongs to an address there anew, in another way."""
+        """Map the part of the file that belongs to an address there again, with other flags."""
         offset = self._offset(address)
         assert offset is not None
         found = _mmap(address, nbytes, _READ_WRITE, flags | _MAP_FIXED, self._file, offset)
         _check_mapped(found, nbytes)
 
     def _before_fork(self) -> None:
-        """Let what is not exchanged any more be memory like any other, of which a child has a copy.
+        """Turn arrays that are exchanged no more into ordinary memory, which a fork copies.
 
         The system copies the pages (MAP_POPULATE writes to private ones), so nothing is lost that
         another thread writes meanwhile.
         """
         for address in self._released - self._private:
-            memory = self._lent[address]() if address in self._lent else None
-            if memory is not None:  # and stays while it is copied
+            memory = self._in_use[address]() if address in self._in_use else None
+            if memory is not None:  # a reference, so that it stays while it is copied
                 self._remap(address, len(memory), mmap.MAP_PRIVATE | _MAP_POPULATE)
                 self._private.add(address)
 
     def _after_fork(self) -> None:
-        """In the child: see that writes do not reach the parent or its peers; forget all."""
+        """In the child: keep its writes from the parent and the parent's peers; forget all."""
         self._forked = True
-        if not self._close_file.alive:  # nobody shares anything of it any more
+        if not self._close_file.alive:  # nothing of it is shared any more
             return
-        lent, self._lent, self._free = self._lent, {}, {}
-        for address, reference in lent.items():
+        in_use, self._in_use, self._free = self._in_use, {}, {}
+        for address, reference in in_use.items():
             memory = reference()
             if memory is not None and address not in self._private:
                 self._remap(address, len(memory), mmap.MAP_PRIVATE)
@@ -198,7 +198,7 @@ os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class Peer:
-    """Another process of this node, and what it shares.
+    """Another process of this node, and its arena.
 
     Args:
         pid: the process.
@@ -208,15 +208,15 @@ class Peer:
     def __init__(self, pid: int, key: Key) -> None:
         self.pid = pid
         self._number, self._inode = key
-        self._regions: dict[int, Any] = {}  # by where they begin in the file
+        self._regions: dict[int, Any] = {}  # by offset in the file
 
     def view(self, offset: int, size: int, dtype: np.dtype[Any]) -> Any:
         """View one of its arrays.
 
         Args:
-            offset: where it begins in the file, as `Arena.find` tells it there.
-            size: its number of elements.
-            dtype: of them.
+            offset: of the array in the file, as `Arena.find` returns it there.
+            size: the number of elements.
+            dtype: of the elements.
 
         Raises:
             OSError: the process is gone, on another host, or of another user.
@@ -227,7 +227,7 @@ class Peer:
         return np.ndarray(size, dtype, self._regions[first], offset - first)
 
     def is_running(self) -> bool:
-        """Whether the process has not ended; one that is stopped has not."""
+        """Return whether the process has not ended; a stopped one has not."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
                 # The state follows the name, which is in parentheses and may have more of them.
@@ -249,7 +249,7 @@ class Peer:
 
 
 def _region_of(offset: int) -> tuple[int, int]:
-    """Where the region begins that a part of a file lies in, and its bytes."""
+    """Return the offset and the bytes of the region that an offset lies in."""
     if offset < _FIRST:
         return 0, _FIRST
     first = 1 << (offset.bit_length() - 1)
@@ -257,7 +257,7 @@ def _region_of(offset: int) -> tuple[int, int]:
 
 
 def _map_file(file: int, offset: int, nbytes: int) -> Any:
-    """Map a part of a file, as long as somebody views it.
+    """Map a part of a file until its last view is gone.
 
     Unlike Python's ``mmap`` this keeps no descriptor.
     """

@@ -1,7 +1,10 @@
-"""The ranks of one node exchange through memory that they share."""
+"""The transport of the ranks of one node, which exchange through memory that they share."""
 
 from __future__ import annotations
 
+import itertools
+import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
-from hvdlite.transport import adasum
-from hvdlite.transport.base import WORD_SIZE, Patience, Transport, common_prefix
+from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport, common_prefix
 from hvdlite.transport.reduce import (
     Call,
     Reducer,
@@ -20,23 +22,22 @@ from hvdlite.transport.reduce import (
     reduce_into,
     reducer,
 )
-from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, MOST_WORDS, Barrier, Step
-from hvdlite.transport.shared_memory.chunked_allreduce import (
-    ChunkedAllreduce,
-    Prepared,
-    bring,
-    slice_of,
-)
-from hvdlite.transport.shared_memory.chunks import Chunk, cut
+from hvdlite.transport.shared_memory import futex
+from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, MAX_DIGESTS, Barrier
+from hvdlite.transport.shared_memory.chunked import Chunk, ChunkedAllreduce, cut, pack, slice_of
+from hvdlite.transport.shared_memory.segment import Arena
+from hvdlite.world import World
 
-#: Bytes of an array that a rank brings to one meeting. Less, and
-#: the interpreter is slower than memory; more, and chunks do not stay in the cache until the other
-#: ranks have read them. More ranks read less of them each, and give way to each other more often.
-DEFAULT_CHUNK = 2**20
-# Pieces in which a rank works on what lies in segments: what it reads and writes fits its cache.
+_log = logging.getLogger("hvdlite")
+
+# Bytes of an array that a rank writes for one generation. With less, the interpreter is slower than
+# memory; with more, chunks do not stay in the cache until the other ranks have read them.
+_CHUNK = 2**20
+# Bytes of the pieces in which a rank reduces arrays in shared memory: all that it reads and writes
+# for one fits its cache.
 _PIECE = 2**18
 # With more ranks than this, and for 16-bit floats, each rank reduces a slice of a chunk for all,
-# from these bytes on, which make up for a second meeting.
+# from this number of bytes on, which makes up for a second generation.
 _FEW_RANKS = 2
 _SLICED = 2**16
 
@@ -44,76 +45,80 @@ _SLICED = 2**16
 class SharedMemoryTransport(Transport):
     """Collectives of the ranks of one node.
 
-    Arrays from `empty` lie in segments that all ranks can see. There, each rank reduces one
-    slice of everybody's array and writes it into everybody's result. All others travel in
-    chunks through buffers that stay in the processors' cache. Two ranks reduce all of each
-    chunk both; more share the work slice by slice.
+    Arrays from `empty` lie in memory that all ranks share. There, each rank reduces one slice of
+    all ranks' arrays and writes it into all ranks' results. All others move in chunks through
+    buffers that stay in the processors' cache. Two ranks both reduce all of each chunk; more ranks
+    share the work slice by slice.
 
-    Reductions go through the ranks in their order, so every rank and every run gets the same
-    bits.
+    Reductions go through the ranks in their order, so every rank and every run gets the same bits.
 
     Args:
-        barrier: where the ranks meet.
+        barrier: of the node's ranks.
         index: this rank's position there.
-        cross: what reduces a slice further, over the nodes that this one is one of.
-        owners: how many of this node's ranks have a slice; fewer than all where another node
-            has fewer. Given with ``cross``.
-
-    Attributes:
-        chunk: bytes of a chunk; the same on all ranks.
+        cross: the transport that reduces a slice further, over the nodes; None: there is only one.
+        owners: the number of this node's ranks that have a slice; less than all where another node
+            has fewer ranks. Given with ``cross``.
     """
 
-    most_words = MOST_WORDS
+    max_digests = MAX_DIGESTS
 
     def __init__(
         self, barrier: Barrier, index: int, cross: Transport | None = None, owners: int = 0
     ) -> None:
         self.rank = index
         self.size = len(barrier.slots)
-        self.chunk = DEFAULT_CHUNK
+        self.chunk = _CHUNK
         self._barrier = barrier
         self._arena = barrier.arena
-        self._brought = 0
+        self._brought = 0  # the generation for which `meet` has written a chunk; 0: none
         self._cross = cross
         self._owners = owners or self.size
 
-    def meet(self, words: Sequence[bytes], patience: Patience, cargo: Sequence[Any] = ()) -> int:
-        """Compare everybody's notes; the first chunk of the cargo lies beside them."""
+    @classmethod
+    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> SharedMemoryTransport | None:  # noqa: N803
+        """Serve the ranks of one node."""
+        if not shared_memory or world.node.size < world.comm.size:
+            return None
+        barrier = join(world)
+        return None if barrier is None else cls(barrier, world.node.rank)
+
+    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
+        """Compare all ranks' notes; the first chunk of the data lies beside them."""
         barrier = self._barrier
-        mine = b"".join(words[:MOST_WORDS])
-        if not barrier.waits:
-            self._brought = self._load(cargo) if cargo else 0
+        mine = b"".join(digests[:MAX_DIGESTS])
+        if not barrier.is_interrupted:
+            self._brought = self._load(data) if data else 0
             barrier.own.write(barrier.next, (), mine)
             barrier.arrive()
-        meeting = barrier.last
-        barrier.wait(meeting, patience)
-        brought = [place.words(meeting) for place in barrier.others]
-        if all(theirs == mine for theirs in brought):
-            return len(mine) // WORD_SIZE
-        return common_prefix([_split(mine), *map(_split, brought)])
+        generation = barrier.last
+        barrier.wait(generation, on_wait)
+        theirs = [slot.digests(generation) for slot in barrier.others]
+        if all(note == mine for note in theirs):
+            return len(mine) // DIGEST_SIZE
+        return common_prefix([_split(mine), *map(_split, theirs)])
 
     def absent(self) -> list[int]:
-        """Look whose place is empty."""
+        """Look at the other ranks' slots."""
         return self._barrier.absent()
 
     def check_alive(self) -> None:
-        """Look at the other ranks' places and processes."""
+        """Look at the other ranks' slots and processes."""
         self._barrier.check_alive()
 
     def leave(self) -> None:
-        """Mark this rank's place."""
+        """Mark this rank's slot."""
         self._barrier.leave()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array in a segment."""
+        """Return an array in shared memory."""
         return self._arena.empty(size, np.dtype(dtype))
 
     def release(self, array: Any) -> None:
-        """Let a forked child have a copy of it."""
+        """Allow a forked child a copy of it."""
         self._arena.release(array)
 
-    def unread(self, size: int) -> slice:
-        """This rank's own slice, which it alone reduces."""
+    def zero_copy_range(self, size: int) -> slice:
+        """Return this rank's own slice, which it alone reduces."""
         return slice(0, 0) if self._cross is not None else slice_of(self.rank, size, self._owners)
 
     def gather(self, message: bytes) -> list[bytes]:
@@ -121,29 +126,29 @@ class SharedMemoryTransport(Transport):
         self._brought = 0
         barrier = self._barrier
         barrier.own.write(barrier.next, [len(message)])
-        meeting = barrier.meet()
-        result = [np.empty(place.numbers(meeting)[0], np.uint8) for place in barrier.slots]
+        generation = barrier.meet()
+        result = [np.empty(slot.numbers(generation)[0], np.uint8) for slot in barrier.slots]
         self.allgather(np.frombuffer(message, np.uint8), result)
         return [part.tobytes() for part in result]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Reduce within segments, or chunk by chunk."""
+        """Reduce in shared memory, or chunk by chunk."""
         self.allreduce_all([send], [result], op, scaling)
 
-    def allreduce_lent(
+    def allreduce_zero_copy(
         self,
         send: Any,
-        lent: Sequence[tuple[int, Any]],
+        parts: Sequence[tuple[int, Any]],
         result: Any,
         op: ReduceOp,
         scaling: Scaling,
     ) -> None:
-        """Read what is lent where it lies, within segments."""
-        places = self._find(send, result)
-        if places is None or self._cross is not None:
-            super().allreduce_lent(send, lent, result, op, scaling)
+        """Read the parts where they lie, if the arrays are in shared memory."""
+        offsets = self._find(send, result)
+        if offsets is None or self._cross is not None:
+            super().allreduce_zero_copy(send, parts, result, op, scaling)
         else:
-            self._reduce_in_segments(send, result, places, op, scaling, lent)
+            self._reduce_in_segments(send, result, offsets, op, scaling, parts)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
@@ -154,7 +159,7 @@ class SharedMemoryTransport(Transport):
     def allreduce_init(
         self, send: Any, result: Any, op: ReduceOp, scaling: Scaling
     ) -> Callable[[], None]:
-        """Keep what is done between meetings."""
+        """Keep the steps of a chunked allreduce."""
         return self._prepare([send], [result], op, scaling)
 
     def _prepare(
@@ -162,45 +167,35 @@ class SharedMemoryTransport(Transport):
     ) -> Callable[[], None]:
         send, result = sends[0], results[0]
         if op is ReduceOp.ADASUM:
-            return partial(adasum.allreduce, self, send, result, op, scaling)
+            return partial(super().allreduce, send, result, op, scaling)
         if len(sends) == 1:
-            places = self._find(send, result)
-            if places is not None:
-                return partial(self._reduce_in_segments, send, result, places, op, scaling)
-        steps = Prepared(partial(self._steps, sends, results, op, scaling))
-        is_empty = not any(array.size for array in sends)
-        return partial(self._reduce_in_chunks, sends, is_empty, steps)
-
-    def _steps(
-        self,
-        sends: Sequence[Any],
-        results: Sequence[Any],
-        op: ReduceOp,
-        scaling: Scaling,
-        turn: int,
-        chunk: int,  # which is what `_cut` goes by
-    ) -> list[Step]:
+            offsets = self._find(send, result)
+            if offsets is not None:
+                return partial(self._reduce_in_segments, send, result, offsets, op, scaling)
         exchange = ChunkedAllreduce(
-            self._barrier, self.rank, self._cut(sends), sends, results, op, scaling, self.lane
+            self._barrier,
+            self.rank,
+            self._cut(sends),
+            sends,
+            results,
+            op,
+            scaling,
+            self.lane,
+            self._owners if self._is_sliced(sends) else 0,
+            self._reducer(send.dtype, op, scaling),
         )
-        if self._in_slices(sends):
-            reduce = self._reducer(sends[0].dtype, op, scaling)
-            return exchange.in_slices(self._owners, reduce, turn)
-        return exchange.apart(turn)
+        return partial(self._reduce_in_chunks, exchange, sends)
 
-    def _reduce_in_chunks(
-        self, sends: Sequence[Any], is_empty: bool, steps: Prepared[list[Step]]
-    ) -> None:
-        brought, self._brought = self._brought, 0
-        if not is_empty:
-            barrier = self._barrier
-            if not brought:
+    def _reduce_in_chunks(self, exchange: ChunkedAllreduce, sends: Sequence[Any]) -> None:
+        generation, self._brought = self._brought, 0
+        if exchange.chunks:
+            if not generation:
                 self._load(sends)
-                brought = barrier.arrive()
-            barrier.walk(brought, steps[barrier.turn(brought), self.chunk])
+                generation = self._barrier.arrive()
+            self._barrier.run(generation, exchange.steps(generation))
 
-    def _in_slices(self, sends: Sequence[Any]) -> bool:
-        """Whether each rank reduces a slice of every chunk, for all."""
+    def _is_sliced(self, sends: Sequence[Any]) -> bool:
+        """Return whether each rank reduces a slice of every chunk, for all."""
         if self._cross is not None:
             return True
         dtype = sends[0].dtype
@@ -215,51 +210,50 @@ class SharedMemoryTransport(Transport):
         room = max(nbytes // arrays[0].itemsize, 1)
         return cut(tuple([array.size for array in arrays]), room)
 
-    def _load(self, cargo: Sequence[Any]) -> int:
-        """Put the first chunk of some arrays where the next meeting finds it.
+    def _load(self, arrays: Sequence[Any]) -> int:
+        """Write the first chunk of some arrays for the next generation, and return its number.
 
-        Other ranks may have more arrays with them, or fewer. Those that all have are the
-        first of each, and lie in the same place.
-
-        Returns:
-            The meeting.
+        Other ranks may load more arrays, or fewer. Those that all have are the first of each, and
+        lie in the same place.
         """
-        for chunk in self._cut(cargo)[:1]:
-            unread = None
-            if len(cargo) == 1 and self._in_slices(cargo):
-                unread = slice_of(self.rank, chunk.size, self._owners)
-            bring(self._barrier, chunk, cargo, self.lane, unread)
-        return self._barrier.next
+        following = self._barrier.next
+        for chunk in self._cut(arrays)[:1]:
+            own = None
+            if len(arrays) == 1 and self._is_sliced(arrays):
+                own = slice_of(self.rank, chunk.size, self._owners)
+            target = self._barrier.own.chunk(following, chunk.size, arrays[0].dtype)
+            perform(pack(chunk, chunk.parts(arrays), target, self.lane, own))
+        return following
 
     def _reduce_in_segments(
         self,
         send: Any,
         result: Any,
-        where: Sequence[int],
+        offsets: Sequence[int],
         op: ReduceOp,
         scaling: Scaling,
-        lent: Sequence[tuple[int, Any]] = (),
+        elsewhere: Sequence[tuple[int, Any]] = (),
     ) -> None:
-        """Reduce this rank's slice of everybody's array into everybody's result."""
+        """Reduce this rank's slice of all ranks' arrays into all ranks' results."""
         self._brought = 0
         barrier = self._barrier
-        barrier.own.write(barrier.next, where)
-        meeting = barrier.meet()
-        everywhere = [place.numbers(meeting) for place in barrier.slots]
-        sends = self._views(send, [numbers[0] for numbers in everywhere])
-        results = self._views(result, [numbers[1] for numbers in everywhere])
+        barrier.own.write(barrier.next, offsets)
+        generation = barrier.meet()
+        numbers = [slot.numbers(generation) for slot in barrier.slots]
+        sends = self._views(send, [each[0] for each in numbers])
+        results = self._views(result, [each[1] for each in numbers])
         reduce = self._reducer(send.dtype, op, scaling)
-        # Across nodes all at once; else in pieces that are still in the cache when they are
-        # passed on. Where the result lies on an input, a piece of its own.
+        # Across nodes all at once; else in pieces that are still in the cache when they are copied
+        # to the other ranks. Where the result lies on an input, through a buffer.
         nbytes = _PIECE if self._cross is None else send.nbytes
         own = slice_of(self.rank, send.size, self._owners)
-        pieces = _pieces_of(send, own, lent, max(nbytes // send.itemsize, 1))
-        in_place = where[0] == where[1]
+        pieces = _pieces_of(send, own, elsewhere, max(nbytes // send.itemsize, 1))
+        in_place = offsets[0] == offsets[1]
         largest = max((part.size for _, part in pieces), default=0)
-        room = np.empty(largest if in_place else 0, send.dtype)
+        buffer = np.empty(largest if in_place else 0, send.dtype)
         calls: list[Call] = []
         for piece, part in pieces:
-            reduced = room[: part.size] if in_place else result[piece]
+            reduced = buffer[: part.size] if in_place else result[piece]
             parts = [array[piece] for array in sends]
             parts[self.rank] = part
             calls += reduce(reduced, parts)
@@ -267,20 +261,26 @@ class SharedMemoryTransport(Transport):
                 if target is not result or in_place:
                     calls.append((np.copyto, (target[piece], reduced)))
         perform(calls)
-        barrier.meet()  # before anybody may write to what others read, or read what they write
+        barrier.meet()  # before any rank may write inputs that others read, or read its result
 
     def _find(self, send: Any, result: Any) -> tuple[int, int] | None:
-        """Return where two arrays begin in the segments, or None if either lies elsewhere."""
+        """Return the offsets of two arrays in shared memory, or None if either lies elsewhere."""
         sent = self._arena.find(send)
         written = None if sent is None else self._arena.find(result)
         return None if sent is None or written is None else (sent, written)
 
-    def _views(self, own: Any, where: Sequence[int]) -> list[Any]:
-        """The arrays of all ranks that correspond to one's own, from where they begin."""
+    def _views(self, own: Any, offsets: Sequence[int]) -> list[Any]:
+        """Return all ranks' arrays that correspond to one's own, from their offsets."""
         return [
-            own if rank == self.rank else place.peer.view(offset, own.size, own.dtype)
-            for rank, (place, offset) in enumerate(zip(self._barrier.slots, where, strict=True))
+            own if rank == self.rank else slot.peer.view(offset, own.size, own.dtype)
+            for rank, (slot, offset) in enumerate(zip(self._barrier.slots, offsets, strict=True))
         ]
+
+    def _reducer(self, dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
+        """Prepare to reduce slices for all, over all nodes."""
+        if self._cross is None:
+            return reducer(dtype, op, scaling)
+        return lambda out, parts: [(self._reduce_across, (out, parts, op, scaling))]
 
     def _reduce_across(
         self, out: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scaling
@@ -300,77 +300,108 @@ class SharedMemoryTransport(Transport):
             self._cross.allreduce(total, total, op, scaling)
             out[...] = total
 
-    def _reducer(self, dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
-        """Prepare to reduce slices for all, over all nodes."""
-        if self._cross is None:
-            return reducer(dtype, op, scaling)
-        return lambda out, parts: [(self._reduce_across, (out, parts, op, scaling))]
-
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Exchange in rounds, in each a part of everybody's chunk for each rank."""
-        barrier = self._barrier
+        """Exchange in rounds, in each a part of every rank's chunk for each other rank."""
+        barrier, byte = self._barrier, np.dtype(np.uint8)
         room = max(self.chunk // self.size, 1)
         barrier.own.write(barrier.next, [max(piece.size for piece in pieces)])
-        meeting = barrier.meet()
-        longest = max(place.numbers(meeting)[0] for place in barrier.slots)
+        generation = barrier.meet()
+        longest = max(slot.numbers(generation)[0] for slot in barrier.slots)
         for start in range(0, longest, room):
-            chunk = barrier.own.chunk(barrier.next, self.chunk, np.dtype(np.uint8))
+            chunk = barrier.own.chunk(barrier.next, self.chunk, byte)
             for rank, piece in enumerate(pieces):
                 part = piece[start : start + room]
                 chunk[rank * room : rank * room + part.size] = part
-            chunks = self._chunks(barrier.meet(), self.chunk, np.dtype(np.uint8))
-            for target, theirs in zip(result, chunks, strict=True):
+            generation = barrier.meet()
+            for target, slot in zip(result, barrier.slots, strict=True):
                 part = target[start : start + room]
+                theirs = slot.chunk(generation, self.chunk, byte)
                 part[...] = theirs[self.rank * room : self.rank * room + part.size]
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
-        """Exchange in rounds, in each a chunk of everybody's piece."""
+        """Exchange in rounds, in each a chunk of every rank's piece."""
         longest = max(part.size for part in result)
         for start in range(0, longest, self.chunk):
-            meeting = self._bring(piece[start : start + self.chunk])
-            self._barrier.wait(meeting)
-            for target, place in zip(result, self._barrier.slots, strict=True):
+            generation = self._exchange(piece[start : start + self.chunk])
+            for target, slot in zip(result, self._barrier.slots, strict=True):
                 part = target[start : start + self.chunk]
-                part[...] = place.chunk(meeting, part.size, part.dtype)
+                part[...] = slot.chunk(generation, part.size, part.dtype)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Pass the root's array on, chunk by chunk."""
-        for piece in _pieces(slice(0, array.size), array.dtype, self.chunk):
-            part = array[piece]
-            meeting = self._bring(part if self.rank == root else part[:0])
-            self._barrier.wait(meeting)
+        """Copy the root's array, chunk by chunk."""
+        for start in range(0, array.size, self.chunk):
+            part = array[start : start + self.chunk]
+            generation = self._exchange(part if self.rank == root else part[:0])
             if self.rank != root:
-                part[...] = self._barrier.slots[root].chunk(meeting, part.size, part.dtype)
+                part[...] = self._barrier.slots[root].chunk(generation, part.size, part.dtype)
 
     def close(self) -> None:
-        """Hold nothing but what arrays that are still in use lie in."""
+        """Free all memory that is not in use any more."""
         self._arena.close()
         if self._cross is not None:
             self._cross.close()
 
-    def _bring(self, part: Any) -> int:
-        """Arrive at the next meeting with a chunk; return its number."""
+    def _exchange(self, part: Any) -> int:
+        """Pass the barrier with a chunk; return the generation."""
         self._barrier.own.chunk(self._barrier.next, part.size, part.dtype)[...] = part
-        return self._barrier.arrive()
-
-    def _chunks(self, meeting: int, size: int, dtype: np.dtype[Any]) -> list[Any]:
-        return [place.chunk(meeting, size, dtype) for place in self._barrier.slots]
+        return self._barrier.meet()
 
 
-def _pieces(whole: slice, dtype: np.dtype[Any], nbytes: int) -> list[slice]:
-    step = max(nbytes // dtype.itemsize, 1)
-    return [
-        slice(start, min(start + step, whole.stop))
-        for start in range(whole.start, whole.stop, step)
-    ]
+def join(world: World) -> Barrier | None:
+    """Set up a barrier on each node of a world; collective.
+
+    Returns:
+        None on all ranks if any of them cannot share memory; rank 0 logs why.
+    """
+    barrier, failure = None, None
+    try:
+        barrier = _join_node(world)
+    except OSError as error:
+        failure = str(error)
+    for rank, text in enumerate(world.comm.allgather(failure)):
+        if text is not None:
+            if world.comm.rank == 0:
+                _log.warning(
+                    "rank %d cannot share memory with the ranks of its node (%s); all ranks use "
+                    "MPI, which is slower; HVDLITE_SHARED_MEMORY=0 silences this",
+                    world.ranks[rank],
+                    text,
+                )
+            return None
+    return barrier
+
+
+def _join_node(world: World) -> Barrier | None:
+    """Set up the barrier of this node; all of its ranks take part, whichever of them fails.
+
+    Raises:
+        OSError: this system or this user may not share memory so.
+    """
+    try:
+        if not futex.is_supported():
+            raise OSError("it needs Linux on x86-64")
+        arena = Arena()
+        here = os.getpid(), arena.key, os.sched_getaffinity(0)
+    except OSError:
+        world.node.allgather(None)
+        raise
+    everywhere = world.node.allgather(here)
+    if None in everywhere:
+        return None  # that rank says why
+    is_here = (node == world.node_index for node in world.nodes)
+    ranks = list(itertools.compress(world.ranks, is_here))
+    cores = set().union(*(cores for _, _, cores in everywhere))
+    processes = [(pid, key) for pid, key, _ in everywhere]
+    crowded = len(processes) > len(cores)
+    return Barrier(world.node.rank, ranks, arena, processes, cores if crowded else ())
 
 
 def _pieces_of(
-    array: Any, whole: slice, lent: Sequence[tuple[int, Any]], room: int
+    array: Any, whole: slice, elsewhere: Sequence[tuple[int, Any]], room: int
 ) -> list[tuple[slice, Any]]:
     """Cut a slice of an array, parts of which lie elsewhere, into pieces of ``room`` elements."""
     parts, end = [], whole.start
-    for start, part in lent:
+    for start, part in elsewhere:
         parts += [(end, array[end:start]), (start, part)]
         end = start + part.size
     parts.append((end, array[end : whole.stop]))
@@ -381,5 +412,5 @@ def _pieces_of(
     ]
 
 
-def _split(words: bytes) -> list[bytes]:
-    return [words[start : start + WORD_SIZE] for start in range(0, len(words), WORD_SIZE)]
+def _split(digests: bytes) -> list[bytes]:
+    return [digests[start : start + DIGEST_SIZE] for start in range(0, len(digests), DIGEST_SIZE)]

@@ -9,8 +9,8 @@ import pytest
 
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import Max, Scaling, Sum
+from hvdlite.transport.connect import connect_device
 from hvdlite.transport.gpu.base import Work
-from hvdlite.transport.gpu.connect import connect_device
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.loopback import Loopback
@@ -105,11 +105,6 @@ def test_ranks_may_share_a_device_where_nccl_is_told_so(monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert isinstance(connect(2, shared(23001))[0].transport, NCCLTransport)
     assert isinstance(connect(2, shared(22907))[0].transport, HostStaged)
-
-
-def test_nobody_is_warned_of_what_was_asked_for(caplog):
-    assert isinstance(connect(2, prefer_nccl=False)[0].transport, HostStaged)
-    assert not caplog.records
 
 
 # The order of work
@@ -402,7 +397,7 @@ def test_an_abort_comes_after_a_call_in_flight(monkeypatch, ends):
 
 
 def test_ranks_that_never_connect_go_through_the_host(monkeypatch, caplog):
-    monkeypatch.setattr("hvdlite.transport.gpu.connect._JOIN_SECONDS", 0.1)
+    monkeypatch.setattr("hvdlite.transport.gpu.nccl._JOIN_SECONDS", 0.1)
     monkeypatch.setattr("tests.transport.gpu.fake_nccl.SECONDS", 0.05)
     node = FakeNode()
     cudas = [FakeCuda(node, "0", refuses="hang"), FakeCuda(node, "1", refuses="hang")]

@@ -58,8 +58,8 @@ def at(monkeypatch):
     ],
 )
 def test_a_rank_moves_from_the_fullest_core_to_the_emptiest(at, core, others, count, to):
-    spread, machine, words = at(core, others, range(count))
-    spread.spread(1.0)
+    balancer, machine, words = at(core, others, range(count))
+    balancer.balance(1.0)
     assert machine.core == to
     assert words[0].value == to + 1
     assert machine.asked == [{to}, set(range(count))]  # it may run everywhere again
@@ -78,8 +78,8 @@ def test_a_rank_moves_from_the_fullest_core_to_the_emptiest(at, core, others, co
     ],
 )
 def test_a_rank_stays_where_moving_would_not_help(at, core, others, count):
-    spread, machine, words = at(core, others, range(count))
-    spread.spread(1.0)
+    balancer, machine, words = at(core, others, range(count))
+    balancer.balance(1.0)
     assert (machine.core, machine.asked) == (core, [])
     assert words[0].value == core + 1
 
@@ -92,46 +92,46 @@ def test_ranks_that_look_one_after_the_other_stop_when_they_are_even(monkeypatch
         monkeypatch.setattr(affinity, "_current_core", lambda machine=machine: machine.core)
         for name in ("sched_getaffinity", "sched_setaffinity"):
             monkeypatch.setattr(os, name, getattr(machine, name))
-        CoreBalancer(words, rank, range(3)).spread(1.0)
+        CoreBalancer(words, rank, range(3)).balance(1.0)
         where[rank] = machine.core
     assert sorted(where.count(core) for core in range(3)) == [2, 2, 3]
 
 
 def test_a_rank_goes_only_where_it_may_run(at):
-    spread, machine, _ = at(0, [0, 0, 1], range(3))  # nobody is on core 2
+    balancer, machine, _ = at(0, [0, 0, 1], range(3))  # nobody is on core 2
     machine.allowed = {0, 1}
-    spread.spread(1.0)
+    balancer.balance(1.0)
     assert machine.core == 1
     assert machine.asked == [{1}, {0, 1}]
 
 
 def test_a_rank_that_is_bound_to_its_core_stays(at):
-    spread, machine, _ = at(0, [0, 0, 1], range(2))
+    balancer, machine, _ = at(0, [0, 0, 1], range(2))
     machine.allowed = {0}
-    spread.spread(1.0)
+    balancer.balance(1.0)
     assert machine.asked == []
 
 
 def test_it_looks_from_time_to_time_only(at):
-    spread, machine, words = at(0, [0, 1, 1], range(2))
-    spread.spread(1.0)
+    balancer, machine, words = at(0, [0, 1, 1], range(2))
+    balancer.balance(1.0)
     words[2].value = 1
-    spread.spread(1.0 + 0.5e-3)
+    balancer.balance(1.0 + 0.5e-3)
     assert machine.asked == []
-    spread.spread(1.0 + 2e-3)
+    balancer.balance(1.0 + 2e-3)
     assert machine.core == 1
 
 
 def test_who_is_moved_back_at_once_does_not_try_again_at_once(at):
-    spread, machine, _ = at(0, [0, 0, 1], range(2))
+    balancer, machine, _ = at(0, [0, 0, 1], range(2))
     for look in range(100):
-        spread.spread(1.0 + look * 1e-3)
+        balancer.balance(1.0 + look * 1e-3)
         machine.core = 0
     assert len(machine.asked) / 2 <= 11
 
 
 def test_where_it_is_not_allowed_nothing_happens_and_nothing_is_tried_again(at, monkeypatch):
-    spread, _, _ = at(0, [0, 0, 1], range(2))
+    balancer, _, _ = at(0, [0, 0, 1], range(2))
     tried = []
 
     def refuse(pid, allowed):
@@ -140,16 +140,16 @@ def test_where_it_is_not_allowed_nothing_happens_and_nothing_is_tried_again(at, 
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
     for look in range(100):
-        spread.spread(1.0 + look)
+        balancer.balance(1.0 + look)
     assert len(tried) == 2  # there, and back
 
 
 def test_without_the_system_call(at, monkeypatch):
-    spread, _, words = at(0, [0, 0, 1], range(2))
+    balancer, _, words = at(0, [0, 0, 1], range(2))
     monkeypatch.setattr(affinity, "_current_core", None)
-    spread = CoreBalancer(words, 0, range(2))
-    spread.tell()
-    spread.spread(math.inf)
+    balancer = CoreBalancer(words, 0, range(2))
+    balancer.publish()
+    balancer.balance(math.inf)
     assert words[0].value == 0
 
 
@@ -159,11 +159,11 @@ def test_a_real_thread():
     moved = 0
     for _ in range(10):
         words = [ctypes.c_uint32() for _ in range(4)]
-        spread = CoreBalancer(words, 0, allowed)
-        here = spread.tell()
+        balancer = CoreBalancer(words, 0, allowed)
+        here = balancer.publish()
         for word in words[1:]:
             word.value = here + 1
-        spread.spread(1.0)
+        balancer.balance(1.0)
         moved += words[0].value - 1 != here
         assert os.sched_getaffinity(0) == allowed
     assert moved >= 5  # the kernel may have moved it, too, in between

@@ -10,65 +10,65 @@ import numpy as np
 import pytest
 
 from hvdlite.errors import RankGoneError
-from hvdlite.transport.base import WORD_SIZE
+from hvdlite.transport.base import DIGEST_SIZE
 from hvdlite.transport.shared_memory import futex
-from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, MOST_WORDS, SUMS, Barrier
+from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, MAX_DIGESTS, OUTPUTS, Barrier
 from hvdlite.transport.shared_memory.segment import Arena
 from tests.harness.mpirun import environment
 from tests.simulation import on_all_ranks
-from tests.transport.checks import NoPatience
+from tests.transport.checks import on_wait
 from tests.transport.worlds import barriers
 
 pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
 
 @pytest.fixture
-def place():
+def slot():
     (barrier,) = barriers(1)
     return barrier.own
 
 
-class TestPlace:
-    def test_notes_of_two_meetings_in_a_row_are_kept(self, place):
-        for meeting in (5, 6):
-            place.write(meeting, [meeting, -meeting], bytes([meeting]) * WORD_SIZE)
-        for meeting in (5, 6):
-            assert place.numbers(meeting) == (meeting, -meeting, 0, 0, 0, 0, 0, 0)
-            assert place.words(meeting) == bytes([meeting]) * WORD_SIZE
+class TestSlot:
+    def test_notes_of_two_generations_in_a_row_are_kept(self, slot):
+        for generation in (5, 6):
+            slot.write(generation, [generation, -generation], bytes([generation]) * DIGEST_SIZE)
+        for generation in (5, 6):
+            assert slot.numbers(generation) == (generation, -generation, 0, 0, 0, 0, 0, 0)
+            assert slot.digests(generation) == bytes([generation]) * DIGEST_SIZE
 
-    def test_a_note_replaces_all_of_an_older_one(self, place):
-        place.write(1, range(8), b"\xff" * WORD_SIZE * MOST_WORDS)
-        place.write(3, [7])
-        assert place.numbers(1) == (7, 0, 0, 0, 0, 0, 0, 0)
-        assert place.words(1) == b""
+    def test_a_note_replaces_all_of_an_older_one(self, slot):
+        slot.write(1, range(8), b"\xff" * DIGEST_SIZE * MAX_DIGESTS)
+        slot.write(3, [7])
+        assert slot.numbers(1) == (7, 0, 0, 0, 0, 0, 0, 0)
+        assert slot.digests(1) == b""
 
-    def test_the_largest_numbers_and_the_most_words(self, place):
+    def test_the_largest_numbers_and_the_max_digests(self, slot):
         numbers = [2**63 - 1, -(2**63)] * 4
-        words = np.random.default_rng(0).bytes(MOST_WORDS * WORD_SIZE)
+        digests = np.random.default_rng(0).bytes(MAX_DIGESTS * DIGEST_SIZE)
         byte, word = np.dtype(np.uint8), np.dtype(np.int64)
-        for meeting in range(2):
-            place.write(meeting, numbers, words)
-            place.chunk(meeting, LARGEST_CHUNK, byte)[...] = meeting
-        for number in range(SUMS):
-            place.reduced(number, LARGEST_CHUNK, byte)[...] = 10 + number
-        for meeting in range(2):
-            assert place.numbers(meeting) == tuple(numbers)
-            assert place.words(meeting) == words
-            assert (place.chunk(meeting, LARGEST_CHUNK // 8, word).view(byte) == meeting).all()
-        for number in range(SUMS):
-            reduced = place.reduced(number, LARGEST_CHUNK // 8, word)
-            assert (reduced.view(byte) == 10 + number).all()
-        assert (place.arrived.value, place.gone.value) == (0, 0)
+        for generation in range(2):
+            slot.write(generation, numbers, digests)
+            slot.chunk(generation, LARGEST_CHUNK, byte)[...] = generation
+        for number in range(OUTPUTS):
+            slot.output(number, LARGEST_CHUNK, byte)[...] = 10 + number
+        for generation in range(2):
+            assert slot.numbers(generation) == tuple(numbers)
+            assert slot.digests(generation) == digests
+            assert (slot.chunk(generation, LARGEST_CHUNK // 8, word).view(byte) == generation).all()
+        for number in range(OUTPUTS):
+            output = slot.output(number, LARGEST_CHUNK // 8, word)
+            assert (output.view(byte) == 10 + number).all()
+        assert (slot.arrived.value, slot.gone.value) == (0, 0)
 
     @pytest.mark.parametrize("dtype", ["int8", "float16", "float64", "complex128"])
-    def test_chunks_of_no_elements_and_of_some(self, place, dtype):
+    def test_chunks_of_no_elements_and_of_some(self, slot, dtype):
         for size in (0, 1, 3):
-            chunk = place.chunk(0, size, np.dtype(dtype))
+            chunk = slot.chunk(0, size, np.dtype(dtype))
             assert (chunk.shape, chunk.dtype) == ((size,), dtype)
             assert chunk.flags.aligned
 
 
-class TestMeetings:
+class TestGenerations:
     def test_a_rank_alone(self):
         (barrier,) = barriers(1)
         assert [barrier.meet() for _ in range(5)] == [1, 2, 3, 4, 5]
@@ -79,15 +79,15 @@ class TestMeetings:
         def run(barrier):
             for _ in range(500):
                 barrier.own.write(barrier.next, [barrier.next, barrier.own.rank])
-                meeting = barrier.meet()
-                found = [place.numbers(meeting)[:2] for place in barrier.slots]
-                assert found == [(meeting, 10 + rank) for rank in range(size)]
+                generation = barrier.meet()
+                found = [slot.numbers(generation)[:2] for slot in barrier.slots]
+                assert found == [(generation, 10 + rank) for rank in range(size)]
 
         on_all_ranks(run, barriers(size))
 
     @pytest.mark.parametrize("size", [2, 3, 4])
     def test_what_a_rank_reads_late_is_not_overwritten(self, size):
-        """It has not arrived at the next meeting, but others have, and go on as far as they may."""
+        """Others have arrived at the next generation, and go on as far as they may."""
         eight = np.dtype(np.int64)
 
         def run(barrier):
@@ -97,25 +97,25 @@ class TestMeetings:
                     barrier.next * 10 + barrier.own.rank
                 )
                 mine = slice(500 * barrier.own.rank - 5000, 500 * barrier.own.rank - 4500)
-                barrier.reduced(barrier.next, 500 * size, eight)[mine] = barrier.next * 20
-                meeting = barrier.arrive()
+                barrier.output(barrier.next, 500 * size, eight)[mine] = barrier.next * 20
+                generation = barrier.arrive()
                 if random.random() < 0.02:
                     time.sleep(0.001)
-                if meeting > 1:  # of the meeting before, until this rank waits for the others
+                if generation > 1:  # of the generation before, until this rank waits for the others
                     assert (
-                        barrier.reduced(meeting - 1, 500 * size, eight) == (meeting - 1) * 20
+                        barrier.output(generation - 1, 500 * size, eight) == (generation - 1) * 20
                     ).all()
-                barrier.wait(meeting)
-                for place in barrier.slots:
+                barrier.wait(generation)
+                for slot in barrier.slots:
                     if random.random() < 0.02:
                         time.sleep(0.001)
-                    chunk = place.chunk(meeting, 2000, eight)
-                    assert (chunk == meeting * 10 + place.rank).all()
-                assert (barrier.reduced(meeting, 500 * size, eight) == meeting * 20).all()
+                    chunk = slot.chunk(generation, 2000, eight)
+                    assert (chunk == generation * 10 + slot.rank).all()
+                assert (barrier.output(generation, 500 * size, eight) == generation * 20).all()
 
         on_all_ranks(run, barriers(size))
 
-    def test_meetings_go_on_where_their_numbers_wrap_around(self):
+    def test_generations_go_on_where_their_numbers_wrap_around(self):
         made = barriers(3)
         for barrier in made:
             barrier.last = 2**32 - 5
@@ -124,10 +124,10 @@ class TestMeetings:
         def run(barrier):
             for _ in range(20):
                 barrier.own.write(barrier.next, [barrier.next])
-                meeting = barrier.meet()
+                generation = barrier.meet()
                 assert barrier.absent() == []
-                assert {place.numbers(meeting)[0] for place in barrier.slots} == {meeting}
-            return meeting
+                assert {slot.numbers(generation)[0] for slot in barrier.slots} == {generation}
+            return generation
 
         assert on_all_ranks(run, made) == [2**32 + 15] * 3
         assert [barrier.own.arrived.value for barrier in made] == [15] * 3
@@ -157,21 +157,20 @@ class TestWaiting:
         here.meet()
         assert time.thread_time() - before < 0.05
 
-    def test_patience_is_told_how_long_and_may_end_the_wait(self):
+    def test_on_wait_gets_the_seconds_and_may_end_the_wait(self):
         here, _ = barriers(2)
         told = []
 
-        class Impatient:
-            def check(self, elapsed):
-                told.append(elapsed)
-                if elapsed > 0.25:
-                    raise InterruptedError
+        def end(elapsed):
+            told.append(elapsed)
+            if elapsed > 0.25:
+                raise InterruptedError
 
         with pytest.raises(InterruptedError):
-            here.wait(here.arrive(), Impatient())
+            here.wait(here.arrive(), end)
         assert told == sorted(told)
         assert 0.04 < told[0] < 0.2
-        with pytest.raises(InterruptedError):  # it holds for later meetings, too
+        with pytest.raises(InterruptedError):  # it holds for later generations, too
             here.wait(here.arrive())
 
     def test_who_is_absent(self):
@@ -207,12 +206,12 @@ class TestGone:
     def test_what_a_rank_has_brought_before_it_left_counts(self):
         here, there = barriers(2)
         there.own.write(there.next, [42])
-        meeting = there.arrive()
-        assert here.arrive() == meeting
-        there.wait(meeting)
+        generation = there.arrive()
+        assert here.arrive() == generation
+        there.wait(generation)
         there.leave()
-        here.wait(meeting)
-        assert here.slots[1].numbers(meeting)[0] == 42
+        here.wait(generation)
+        assert here.slots[1].numbers(generation)[0] == 42
         with pytest.raises(RankGoneError, match="rank 11 has ended"):
             here.meet()
 
@@ -226,17 +225,16 @@ class TestGone:
             here.meet()
 
     def test_who_waits_for_a_slow_rank_hears_of_another_that_has_left(self):
-        """The slow one may be busy for an hour, and the meeting cannot take place any more."""
+        """The slow one may be busy for an hour, and the generation cannot take slot any more."""
         here, _, leaving = barriers(3)
         threading.Timer(0.1, leaving.leave).start()
 
-        class Impatient:
-            def check(self, elapsed):
-                if elapsed > 2:
-                    raise TimeoutError("heard nothing of rank 12")
+        def end(elapsed):
+            if elapsed > 2:
+                raise TimeoutError("heard nothing of rank 12")
 
         with pytest.raises(RankGoneError, match="rank 12 has ended"):
-            here.wait(here.arrive(), Impatient())
+            here.wait(here.arrive(), end)
 
     @pytest.mark.parametrize("position", [0, 1])
     def test_a_rank_whose_process_is_killed_is_named(self, position):
@@ -261,7 +259,7 @@ class TestGone:
             start = time.monotonic()
             expected = rf"rank {ranks[position]} \(process {child.pid}\) has died"
             with pytest.raises(RankGoneError, match=expected):
-                barrier.wait(barrier.arrive(), NoPatience())
+                barrier.wait(barrier.arrive(), on_wait)
             assert 0.2 <= time.monotonic() - start < 1.0
         finally:
             child.kill()

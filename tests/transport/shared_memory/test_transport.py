@@ -14,7 +14,8 @@ from hvdlite.errors import RankGoneError
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.transport.shared_memory import barrier, futex
 from hvdlite.transport.shared_memory import transport as shared_memory
-from hvdlite.transport.shared_memory.barrier import Barrier
+from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, Barrier
+from hvdlite.transport.shared_memory.chunked import slice_of
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
@@ -139,18 +140,6 @@ class TestPromises:
             made.chunk = chunk
             assert checks.reductions(made, sizes) == whole
 
-    @ranks(2, 3)
-    def test_what_is_prepared_follows_the_size_of_chunks(self):
-        with transport() as made:
-            array = np.empty(5000, np.float32)
-            reduce = made.allreduce_init(array, array, Sum, Scaling())
-            for chunk in (4000, 999, 2**20, 4000):
-                made.chunk = chunk
-                array[...] = np.arange(5000) + made.rank
-                reduce()
-                expected = np.arange(5000) * made.size + sum(range(made.size))
-                np.testing.assert_array_equal(array, expected.astype(np.float32))
-
     @ranks(2, 3, 4, timeout=60)
     def test_the_bits_do_not_depend_on_slices(self, monkeypatch):
         with transport() as made:
@@ -272,8 +261,8 @@ class TestPlaces:
                 kept += send, result
             assert len(os.listdir("/proc/self/fd")) == before
             made.gather(b"")
-            for place in made._barrier.others:
-                assert len(place.peer._regions) <= 4
+            for slot in made._barrier.others:
+                assert len(slot.peer._regions) <= 4
 
 
 class TestOrder:
@@ -355,7 +344,7 @@ class TestMovement:
                 kind, size = generator.integers(5), int(generator.integers(0, 2000))
                 arrays = samples(made.size, "float32", size, seed=step)
                 if kind == 0:
-                    assert made.meet([bytes([step % 256]) * 16] * 3, checks.NoPatience()) == 3
+                    assert made.meet([bytes([step % 256]) * 16] * 3, checks.on_wait) == 3
                 elif kind == 1:
                     messages = [array.tobytes() for array in arrays]
                     assert made.gather(messages[made.rank]) == messages
@@ -385,7 +374,7 @@ class TestCargo:
 
     @pytest.mark.parametrize("size", [2, 3, 4])
     @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-    def test_what_lies_beside_the_words_is_reduced(self, size, dtype, monkeypatch):
+    def test_data_beside_the_digests_are_reduced(self, size, dtype, monkeypatch):
         always_in_slices(monkeypatch)
         counts = (1, 2, size - 1, 1023, 2**12 + 1)  # in chunks of 4 KiB, the first one brought
 
@@ -393,11 +382,11 @@ class TestCargo:
             made.chunk = 2**12
             for count in counts:
                 arrays = samples(size, dtype, count)
-                for chunk in made._barrier.own._chunks[dtype_of("uint8")]:
-                    chunk[:] = 0xAA
-                assert made.meet([bytes(16)], checks.NoPatience(), [arrays[made.rank]]) == 1
+                for copy in range(2):
+                    made._barrier.own.chunk(copy, LARGEST_CHUNK, np.dtype(np.uint8))[:] = 0xAA
+                assert made.meet([bytes(16)], checks.on_wait, [arrays[made.rank]]) == 1
                 if count == 1023:  # the others read none of this rank's slice
-                    own = shared_memory.slice_of(made.rank, count, size)
+                    own = slice_of(made.rank, count, size)
                     brought = made._barrier.own.chunk(made._brought, count, dtype_of(dtype))
                     assert (brought[own].view(np.uint8) == 0xAA).all()
                 result = np.empty_like(arrays[0])
@@ -419,8 +408,8 @@ class TestCargo:
                 first, second = samples(size, "float32", count), samples(size, "float32", 40)
                 both = [first[made.rank], second[made.rank]]
                 mine = both[:1] if made.rank == size - 1 else both
-                words = [bytes([number]) * 16 for number in range(len(mine))]
-                assert made.meet(words, checks.NoPatience(), mine) == 1
+                digests = [bytes([number]) * 16 for number in range(len(mine))]
+                assert made.meet(digests, checks.on_wait, mine) == 1
                 result = np.empty_like(first[0])
                 made.allreduce_all([first[made.rank]], [result], Sum, Scaling())
                 check_reduction(result, first, Sum)
@@ -437,7 +426,7 @@ class TestWaiting:
             if made.rank == 1:
                 time.sleep(2)
             before = time.process_time()
-            made.meet([bytes(16)], checks.NoPatience())
+            made.meet([bytes(16)], checks.on_wait)
             used = time.process_time() - before
             assert made.rank == 1 or used < 0.05 * 2
 
@@ -445,7 +434,7 @@ class TestWaiting:
     def test_who_sleeps_is_woken_by_whoever_comes(self, monkeypatch):
         """One that is not woken would sleep for 20 seconds."""
         monkeypatch.setattr(barrier, "_SPIN_SECONDS", 0.0)
-        monkeypatch.setattr(barrier, "_LOOK_SECONDS", 20.0)
+        monkeypatch.setattr(barrier, "_CHECK_SECONDS", 20.0)
         with transport(chunk=64) as made:
             array = np.ones(16 * 3000, np.float32)
             start = time.monotonic()
@@ -459,13 +448,12 @@ class TestWaiting:
             checks.agree(made, b"")
             told = []
 
-            class Ask:
-                def check(self, elapsed):
-                    told.append(made.absent())
+            def ask(elapsed):
+                told.append(made.absent())
 
             if made.rank == 1:
                 time.sleep(0.5)
-            made.meet([bytes(16)], Ask())
+            made.meet([bytes(16)], ask)
             assert made.rank == 1 or told[:3] == [[1]] * 3
 
     @ranks(3, timeout=30)

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from hvdlite.transport.shared_memory.chunks import cut, split
+from hvdlite.transport.shared_memory.chunked import cut, split
 
 CASES = [
     ((0,), 3),
