@@ -1,13 +1,13 @@
 """Conversion between 16-bit floats and float32 at the speed of vectorised integer arithmetic.
 
-numpy converts float16 one number at a time: 1.6 ns to widen, 2.5 ns to narrow, and 3 to 60 ns
-where numbers are subnormal, as small gradients are. In operations of whole arrays on the bits it
-takes 0.3 ns and 1 ns, whatever the numbers, and the bits are those of numpy's conversion.
+numpy converts float16 one number at a time: 1.6 ns to widen, 2.5 ns to narrow, and 3 to 60 ns for
+subnormal numbers, which small gradients are. Operations of whole arrays on the bits take 0.3 ns and
+1 ns for any number, with the bits of numpy's conversion.
 
 bfloat16 is left to ``ml_dtypes``, which takes 0.1 and 0.4 ns, or 1.7 on other processors.
 
-Where a framework is there that has the processor's own instructions for it, which numpy does not
-use, it converts, in 0.2 ns: see `use`.
+A framework that uses the processor's own instructions, as numpy does not, converts in 0.2 ns: see
+`use`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Any
 
 import numpy as np
 
-#: Elements that are converted at a time. Fewer, and the interpreter is noticed: 2**14 take half as
-#: long again; more, and they leave the caches for a gain of 5 %.
+#: Elements that are converted at a time. With fewer the interpreter takes its share (2**14 take
+#: half as long again); with more they leave the caches, for a gain of 5 %.
 PIECE = 2**17
-# Below, numpy's conversion is over before the first operations on arrays have been called.
+# For fewer elements, numpy's conversion takes less time than the calls of operations on arrays.
 _FEW = 2**12
 
 
 def _constant(value: int | float, dtype: Any) -> Any:
-    """Make an operand that numpy need not convert in every call, which takes as long again."""
+    """Return an operand that numpy need not convert in every call, which takes as long again."""
     return np.array(value).astype(dtype)
 
 
-# Of float16, and of its bits in their places in a float32.
+# Of float16, and of its bits at their positions in a float32.
 _INFINITE, _NEGATIVE_INFINITE = 0x7C00, 0xFC00
 _FRACTION_SHIFT = _constant(13, np.int32)
 _SIGN_AND_MAGNITUDE = _constant(0x8FFFE000, np.int32)
@@ -49,21 +49,21 @@ _EXPONENT = _constant(0x7F80, np.uint16)
 _ROUNDING = _constant(13 << 7, np.uint16)
 _EXPONENT_SHIFT = _constant(3, np.uint16)
 _REBIAS = _constant(-126 << 10, np.uint16)
-# An array, because numpy compares with a single number eight times more slowly.
+# An array, because numpy takes eight times as long to compare with a single number.
 _NORMAL = np.full(PIECE, 113 << 7, np.uint16)
 _OVERFLOW = 143 << 7
 
 
-# What converts in the place of numpy.
+# A framework's conversion, used instead of numpy's.
 _convert: Callable[[Any, Any], None] | None = None
 
 
 def use(convert: Callable[[Any, Any], None] | None) -> None:
-    """Let a framework convert between float32 and 16-bit floats; the bits must stay the same.
+    """Use a framework's conversion between float32 and 16-bit floats, with the same bits.
 
     Args:
-        convert: writes the first array's values into the second, which is of the same size; both
-            flat, contiguous and writeable, one float32, one float16 or bfloat16. None: numpy's
+        convert: writes the first array's values into the second, which has the same size; both are
+            flat, contiguous and writeable, one float32, one float16 or bfloat16. None: use numpy's
             operations again.
     """
     global _convert
@@ -71,7 +71,7 @@ def use(convert: Callable[[Any, Any], None] | None) -> None:
 
 
 def _converted(values: Any, out: Any) -> bool:
-    """Have the framework convert, if there is one, and if this pays."""
+    """Convert by the framework if there is one and it pays; return whether it was done."""
     if _convert is None or values.size < _FEW:
         return False
     if {values.dtype.itemsize, out.dtype.itemsize} != {2, 4}:
@@ -100,7 +100,7 @@ def pieces(size: int) -> Iterator[slice]:
 
 
 def scratch(size: int) -> Any:
-    """Return a float32 array that this thread uses again and again.
+    """Return a float32 array that this thread reuses.
 
     Args:
         size: elements; `PIECE` at most.
@@ -113,7 +113,7 @@ def widen(values: Any, out: Any = None) -> Any:
 
     Args:
         values: flat, float16 or bfloat16; read only.
-        out: of the same size; None: a new array. Other dtypes than these are converted by numpy.
+        out: of the same size; None: a new array. numpy converts dtypes other than these.
 
     Returns:
         ``out``.
@@ -132,7 +132,7 @@ def widen(values: Any, out: Any = None) -> Any:
 
 
 def accumulate(ufunc: np.ufunc, total: Any, values: Any) -> None:
-    """Do ``ufunc(total, widened values)`` in place, without memory for all widened values.
+    """Do ``ufunc(total, widened values)`` in place, without memory for all widened values at once.
 
     Args:
         ufunc: of two operands.
@@ -147,11 +147,11 @@ def accumulate(ufunc: np.ufunc, total: Any, values: Any) -> None:
 def narrow(values: Any, out: Any) -> None:
     """Round float32 to 16-bit floats: to the nearest, of two to the even one.
 
-    What is out of range becomes infinite, NaN stays NaN.
+    Numbers out of range become infinite, NaN stays NaN.
 
     Args:
         values: flat, float32; read only.
-        out: of the same size, float16 or bfloat16. Other dtypes than these are converted by numpy.
+        out: of the same size, float16 or bfloat16. numpy converts dtypes other than these.
     """
     if _converted(values, out):
         return
@@ -163,11 +163,11 @@ def narrow(values: Any, out: Any) -> None:
 
 
 def add_float16(parts: Sequence[Any], divisor: int, out: Any) -> bool:
-    """Write a sum divided by a power of two, faster than by `widen`, `accumulate` and `narrow`.
+    """Write a sum divided by a power of two, faster than with `widen`, `accumulate` and `narrow`.
 
-    The bits of a float16, in their places in a float32, stand for its value times 2**-112, and
-    are added as well at that scale: what is subnormal there is a multiple of 2**-24 * 2**-112,
-    and exact. Rounding is one and the same shift for all numbers, subnormal or not.
+    The bits of a float16, at their positions in a float32, stand for its value times 2**-112, and
+    can be added at that scale: subnormal values are multiples of 2**-24 * 2**-112 there, and exact.
+    Rounding is the same shift for all numbers, subnormal or not.
 
     Args:
         parts: flat, float16, of the same size, `PIECE` at most; read only.
@@ -175,8 +175,8 @@ def add_float16(parts: Sequence[Any], divisor: int, out: Any) -> bool:
         out: float16; it may be one of the parts.
 
     Returns:
-        False: left undone, because the way does not pay or fit: few or infinite numbers, NaN, a
-        sum out of range, another divisor than a power of two, or one that would lose bits.
+        False: nothing was written, because it does not pay or apply: few or infinite numbers, NaN,
+        a sum out of range, a divisor that is not a power of two or that would lose bits.
     """
     size = out.size
     divides_exactly = divisor & (divisor - 1) == 0 and divisor <= _LARGEST_DIVISOR
@@ -198,12 +198,12 @@ def add_float16(parts: Sequence[Any], divisor: int, out: Any) -> bool:
 
 
 def _flushes_subnormals() -> bool:
-    """Whether this thread's processor takes subnormal numbers for 0, as frameworks can have it."""
+    """Return whether this thread treats subnormal numbers as 0, as frameworks may set it."""
     return _SUBNORMAL * 2.0**100 == 0.0
 
 
 def _is_finite(values: Any) -> bool:
-    """Whether no float16 is infinite or NaN."""
+    """Return whether no float16 is infinite or NaN."""
     greatest = np.maximum.reduce(values.view(np.int16))
     lowest = np.maximum.reduce(values.view(np.uint16))
     return bool(greatest < _INFINITE and lowest < _NEGATIVE_INFINITE)
@@ -214,7 +214,7 @@ def _is_below(values: Any, limit: Any) -> bool:
 
 
 def _place(values: Any, out: Any) -> None:
-    """Put the bits of finite float16 where float32 has them."""
+    """Shift the bits of finite float16 to their positions in float32."""
     words = out.view(np.int32)
     np.copyto(words, values.view(np.int16))
     np.left_shift(words, _FRACTION_SHIFT, out=words)
@@ -222,9 +222,9 @@ def _place(values: Any, out: Any) -> None:
 
 
 def _widen(values: Any, out: Any) -> None:
-    """Correct the bias of the placed bits' exponent by a multiplication.
+    """Place the bits, and correct the bias of their exponent by a multiplication.
 
-    A subnormal float16 is a subnormal float32 before, and a normal one after it.
+    A subnormal float16 is a subnormal float32 before the multiplication, and a normal one after it.
     """
     if _is_finite(values):
         _place(values, out)
@@ -236,9 +236,9 @@ def _widen(values: Any, out: Any) -> None:
 def _round(words: Any, last: Any, out: Any) -> None:
     """Round numbers at the scale of placed bits to float16.
 
-    Half of the last place is added, less its last bit where the number is even. What is shifted
-    for that has copies of the sign on top: two of them, added too, carry the sign from bit 31 to
-    bit 28, which is that of a placed float16's.
+    Half of the last place is added, minus one unit if the number is even. The shift for that
+    leaves copies of the sign on top; two of them, added too, carry the sign from bit 31 to bit 28,
+    where a placed float16 has it.
     """
     np.right_shift(words, _FRACTION_SHIFT, out=last)
     np.bitwise_and(last, _LAST_BIT_AND_SIGNS, out=last)
@@ -249,7 +249,7 @@ def _round(words: Any, last: Any, out: Any) -> None:
 
 
 def _narrow(values: Any, out: Any) -> None:
-    """Let the addition of a power of two do the rounding.
+    """Round by the addition of a power of two.
 
     The last bit of 2**(e+13) in float32 is worth as much as the last bit of a float16 with
     exponent e. Added to a number of that exponent and sign, it leaves the rounded significand
@@ -278,7 +278,7 @@ def _narrow(values: Any, out: Any) -> None:
     np.add(sums, values, out=sums)
     np.copyto(result, words, casting="unsafe")
 
-    # The significand may have been rounded up to the next power of two: hence sums, not bits.
+    # Added, because the significand may have been rounded up to the next power of two.
     np.left_shift(exponents, _EXPONENT_SHIFT, out=exponents)
     np.add(exponents, _REBIAS, out=exponents)
     np.bitwise_or(exponents, signs, out=exponents)

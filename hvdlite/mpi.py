@@ -1,4 +1,4 @@
-"""The one door to mpi4py: loaded on first use, with a remedy where it cannot be."""
+"""The only import of mpi4py: on first use, with a remedy in the error if it fails."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import sys
 from types import ModuleType
 
-# Read by the MPI library at its start, so they work under a bare mpirun too. A value
-# that the user has set wins.
+# Read by the MPI library at its start, so they work under a bare mpirun too. Values that the user
+# has set take precedence.
 _DEFAULTS = {
-    # A rank that waits inside a blocking MPI call gives its core to one that computes.
+    # A rank that waits in a blocking MPI call yields its core to one that computes.
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
@@ -25,12 +25,12 @@ def load() -> ModuleType:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
-        _take_over_the_end()
+        _take_over_finalization()
         from mpi4py import MPI
     except ImportError as error:
         raise ImportError(_remedy("mpi4py cannot be imported", error)) from error
     except RuntimeError as error:
-        # What mpi4py's wheel raises when it finds no libmpi to load.
+        # mpi4py's wheel raises it when it finds no libmpi to load.
         raise ImportError(_remedy("no MPI library was found", error)) from error
     if MPI.Is_finalized():
         raise RuntimeError("MPI has been finalized in this process; hvdlite cannot start after it")
@@ -46,8 +46,8 @@ def load() -> ModuleType:
     return module
 
 
-def _take_over_the_end() -> None:
-    """End MPI at exit in mpi4py's place, which would do it in a forked child as well and hang."""
+def _take_over_finalization() -> None:
+    """Finalize MPI at exit instead of mpi4py, which would also do it in a forked child and hang."""
     import mpi4py
 
     if "mpi4py.MPI" not in sys.modules:

@@ -1,4 +1,4 @@
-"""The world: which ranks there are, and on which nodes they run."""
+"""The world: the ranks, and the nodes that they run on."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hvdlite.errors import HorovodInternalError, NotInitializedError
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a job as this rank sees them.
+    """The ranks of a job, as seen from this rank.
 
     Attributes:
         comm: a communicator of hvdlite's own over all ranks (``mpi4py.MPI.Comm``).
         node: the communicator of the ranks on this rank's node.
         cross: the communicator of the ranks, one from each node, with this local rank.
         nodes: for each rank the index of its node.
-        ranks: by what numbers users know the ranks; others than 0, 1, ... in a process set.
+        ranks: global ranks; in a process set they differ from 0, 1, ...
     """
 
     comm: Any
@@ -30,11 +30,11 @@ class World:
 
     @classmethod
     def split(cls, MPI: Any, comm: Any, local_size: int = 0) -> World:  # noqa: N803
-        """Split ``comm`` by nodes; collective.
+        """Create the world of a communicator's ranks; collective.
 
         Args:
             MPI: the module ``mpi4py.MPI``.
-            comm: the communicator to build on, which the world takes over.
+            comm: the communicator, which the world takes over.
             local_size: consecutive ranks that count as one node; 0: as MPI says.
         """
         if local_size:
@@ -44,7 +44,7 @@ class World:
         return cls._of(comm, node, range(comm.size))
 
     def subset(self, ranks: Sequence[int]) -> World:
-        """The world of some of the ranks; collective among these.
+        """Create the world of some of the ranks; collective among these.
 
         Args:
             ranks: ascending; this one is among them.
@@ -71,14 +71,14 @@ class World:
         return len({self.nodes.count(node) for node in set(self.nodes)}) == 1
 
     def free(self) -> None:
-        """Give the communicators back; collective."""
+        """Free the communicators; collective."""
         for comm in (self.cross, self.node, self.comm):
             comm.Free()
 
 
 _current: World | None = None
 
-#: Whether this process was forked from another one, and has not entered a world since: no rank.
+#: Whether this process was forked from a rank, and has not entered a world since.
 forked = False
 
 
@@ -91,7 +91,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def fork_error() -> HorovodInternalError:
-    """Return what a forked child raises that tries to communicate."""
+    """Return the error for a forked child that tries to communicate."""
     return HorovodInternalError(
         f"process {os.getpid()} was forked from rank {rank()} after init() and cannot "
         "communicate; do it in the rank itself"
@@ -99,14 +99,14 @@ def fork_error() -> HorovodInternalError:
 
 
 def enter(world: World | None) -> None:
-    """Make ``world`` the one that the module's functions speak of (None: there is none)."""
+    """Make ``world`` the one that the functions of this module describe; None: there is none."""
     global _current, forked
     _current = world
     forked = False
 
 
 def current() -> World:
-    """The world of this process.
+    """Return the world of this process.
 
     Raises:
         NotInitializedError: before ``init()`` and after ``shutdown()``.
@@ -117,52 +117,52 @@ def current() -> World:
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` has been called, and ``shutdown()`` not since."""
+    """Return whether ``init()`` has been called, and ``shutdown()`` not since."""
     return _current is not None
 
 
 def rank() -> int:
-    """This process's rank, 0 to ``size() - 1``; before ``init()``: ``ValueError``."""
+    """Return this process's rank, 0 to ``size() - 1``; before ``init()``: ``ValueError``."""
     return int(current().comm.rank)
 
 
 def size() -> int:
-    """The number of ranks; before ``init()``: ``ValueError``."""
+    """Return the number of ranks; before ``init()``: ``ValueError``."""
     return int(current().comm.size)
 
 
 def local_rank() -> int:
-    """This process's rank within its node; before ``init()``: ``ValueError``."""
+    """Return this process's rank within its node; before ``init()``: ``ValueError``."""
     return int(current().node.rank)
 
 
 def local_size() -> int:
-    """The number of ranks on this node; before ``init()``: ``ValueError``."""
+    """Return the number of ranks on this node; before ``init()``: ``ValueError``."""
     return int(current().node.size)
 
 
 def cross_rank() -> int:
-    """The index of this node among those that have this local rank."""
+    """Return the index of this node among those that have this local rank."""
     return int(current().cross.rank)
 
 
 def cross_size() -> int:
-    """The number of nodes that have this local rank."""
+    """Return the number of nodes that have this local rank."""
     return int(current().cross.size)
 
 
 def node_index() -> int:
-    """The index of this rank's node, in the order of the nodes' lowest ranks."""
+    """Return the index of this rank's node, in the order of the nodes' lowest ranks."""
     return current().node_index
 
 
 def is_homogeneous() -> bool:
-    """Whether every node has the same number of ranks."""
+    """Return whether every node has the same number of ranks."""
     return current().is_homogeneous
 
 
 def choose(MPI: Any, comm: Any | Sequence[int] | None) -> Any:  # noqa: N803
-    """Turn ``init``'s argument into a new communicator; collective.
+    """Create a communicator from the argument of ``init``; collective.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
@@ -170,8 +170,8 @@ def choose(MPI: Any, comm: Any | Sequence[int] | None) -> Any:  # noqa: N803
 
     Raises:
         ValueError: the list is empty, repeats a rank, names one that does not exist, or
-            leaves this one out; or the communicator is the null one.
-        TypeError: it is something else.
+            omits this one; or the communicator is the null one.
+        TypeError: the argument has another type.
     """
     if comm is None:
         return MPI.COMM_WORLD.Dup()
