@@ -66,10 +66,10 @@ def exchange():
     made = GradientExchange(engine, "model", parameters, Compression.none, Reduction())
     def step():
         for number in reversed(range(8)):
-            made.put(number, np.full(100_000, 1.0 + hvd.rank(), np.float32))
+            made.buckets.put(number, np.full(100_000, 1.0 + hvd.rank(), np.float32))
             made.mark(number)
         made.finish()
-        assert (made.result_slot(3) == (hvd.size() + 1) / 2).all()
+        assert (made.buckets.result_slot(3) == (hvd.size() + 1) / 2).all()
     return step
 
 def survive(action):
@@ -248,11 +248,13 @@ def _exchange_step(size):
 
     def step(number):
         for parameter in reversed(range(4)):
-            made.put(parameter, np.full(50_000, number + hvd.rank(), np.float32))
+            made.buckets.put(parameter, np.full(50_000, number + hvd.rank(), np.float32))
             made.mark(parameter)
         made.finish()
         for parameter in range(4):
-            assert (made.result_slot(parameter) == np.float32(number + (size - 1) / 2)).all()
+            assert (
+                made.buckets.result_slot(parameter) == np.float32(number + (size - 1) / 2)
+            ).all()
 
     return step
 

@@ -48,8 +48,12 @@ def exchange(label, parameters, strategy=Compression.none, reduction=None, thres
     return GradientExchange(engine, label, parameters, strategy, reduction or Reduction())
 
 
+def buckets_of(made):
+    return made if isinstance(made, GradientBuckets) else made.buckets
+
+
 def gradient(made, number, step, rank):
-    chosen = made.parameters[number]
+    chosen = buckets_of(made).parameters[number]
     return sample(rank, chosen.dtype.name, chosen.shape, seed=1000 * step + number)
 
 
@@ -59,17 +63,17 @@ def gradients(made, number, step):
 
 def mark_all(made, step, numbers=None):
     """Bring gradients in an order that differs from rank to rank."""
-    order = list(range(len(made.parameters)) if numbers is None else numbers)
+    order = list(range(len(made.buckets.parameters)) if numbers is None else numbers)
     random.Random(10 * step + hvd.rank()).shuffle(order)
     for number in order:
-        made.put(number, gradient(made, number, step, hvd.rank()))
+        made.buckets.put(number, gradient(made, number, step, hvd.rank()))
         made.mark(number)
 
 
 def check(made, step, op=hvd.Average):
     """Assert that every parameter has the reduction of all ranks' gradients."""
-    for number in range(len(made.parameters)):
-        check_reduction(made.result_slot(number), gradients(made, number, step), op)
+    for number in range(len(made.buckets.parameters)):
+        check_reduction(made.buckets.result_slot(number), gradients(made, number, step), op)
 
 
 class TestAverages:
@@ -78,7 +82,7 @@ class TestAverages:
     def test_step_after_step_in_any_order_of_dtypes_and_shapes(self, threshold):
         hvd.init()
         made = exchange("model", model(dtypes=DTYPES), threshold=threshold)
-        assert len(made.plan) == {0: 12, 10**6: 5}.get(threshold, len(made.plan))
+        assert len(made.buckets.plan) == {0: 12, 10**6: 5}.get(threshold, len(made.buckets.plan))
         for step in range(4):
             mark_all(made, step)
             assert made.in_flight
@@ -88,8 +92,8 @@ class TestAverages:
             # The gradients themselves are as they were.
             for number in range(12):
                 mine = gradient(made, number, step, hvd.rank())
-                assert made.slot(number).tobytes() == mine.tobytes()
-        results = b"".join(made.result_slot(number).tobytes() for number in range(12))
+                assert made.buckets.slot(number).tobytes() == mine.tobytes()
+        results = b"".join(made.buckets.result_slot(number).tobytes() for number in range(12))
         assert len(set(hvd.allgather_object(results))) == 1
 
     @ALL
@@ -118,11 +122,11 @@ class TestAverages:
             mark_all(made, step)
             made.finish()
             for number in range(12):
-                total = np.zeros(made.parameters[number].shape, np.float32)
+                total = np.zeros(made.buckets.parameters[number].shape, np.float32)
                 for theirs in gradients(made, number, step):
                     total += (theirs / np.float32(hvd.size())).astype(kind).astype(np.float32)
                 expected = total.astype(kind).astype(np.float32)
-                np.testing.assert_array_equal(made.result_slot(number), expected)
+                np.testing.assert_array_equal(made.buckets.result_slot(number), expected)
 
     @TWO
     def test_marks_from_several_threads(self):
@@ -147,22 +151,22 @@ class TestOverlap:
         hvd.init()
         made = exchange("model", model())
         for step in range(2):
-            first = made.plan[0]
+            first = made.buckets.plan[0]
             mark_all(made, step, first)
             # In the first step the ranks agree on their parameters meanwhile, and nobody waits.
             deadline = time.monotonic() + 10
-            while not (made._steps[0].handle and made._steps[0].handle.done()):
+            while not (made.buckets[0].pending and made.buckets[0].pending.done()):
                 assert time.monotonic() < deadline
                 time.sleep(1e-3)
             for number in first:
                 check_reduction(
-                    made.result_slot(number), gradients(made, number, step), hvd.Average
+                    made.buckets.result_slot(number), gradients(made, number, step), hvd.Average
                 )
             for number in first:  # it may be read at this moment, or be on its way again
-                before = made.slot(number).copy()
+                before = made.buckets.slot(number).copy()
                 with pytest.raises(ValueError, match="was marked twice"):
-                    made.put(number, before + 1)
-                assert made.slot(number).tobytes() == before.tobytes()
+                    made.buckets.put(number, before + 1)
+                assert made.buckets.slot(number).tobytes() == before.tobytes()
             mark_all(made, step, [number for number in range(12) if number not in first])
             made.finish()
             check(made, step)
@@ -190,9 +194,9 @@ class TestOverlap:
             assert all(models[0].finish())
             assert all(models[1].finish())
             for rank, made in enumerate(models):
-                for number in range(len(made.parameters)):
+                for number in range(len(made.buckets.parameters)):
                     half = gradient(made, number, step, rank) / 2
-                    np.testing.assert_array_equal(made.result_slot(number), half)
+                    np.testing.assert_array_equal(made.buckets.result_slot(number), half)
 
 
 class TestMissing:
@@ -211,7 +215,7 @@ class TestMissing:
                 for other in range(size):
                     if number in lacks[other]:
                         theirs[other] = np.zeros_like(theirs[other])
-                check_reduction(made.result_slot(number), theirs, hvd.Average)
+                check_reduction(made.buckets.result_slot(number), theirs, hvd.Average)
                 assert found[number] == any(number not in lacks[other] for other in range(size))
 
     @ALL
@@ -233,7 +237,7 @@ class TestMissing:
             assert made.finish() == [True] * 12
             for number in range(12):
                 half = gradient(made, number, step, 1) / 2
-                np.testing.assert_array_equal(made.result_slot(number), half)
+                np.testing.assert_array_equal(made.buckets.result_slot(number), half)
 
     @TWO
     def test_what_an_earlier_step_left_is_not_sent_again(self):
@@ -244,7 +248,8 @@ class TestMissing:
         mark_all(made, 1, range(6) if hvd.rank() else [])
         assert made.finish() == [True] * 6 + [False] * 6
         for number in range(12):
-            assert made.slot(number).any() == (hvd.rank() == 1 and number < 6 and number != 2)
+            expected = hvd.rank() == 1 and number < 6 and number != 2
+            assert made.buckets.slot(number).any() == expected
 
 
 class TestDisagreement:
@@ -333,7 +338,7 @@ class TestMistakes:
         with pytest.raises(
             ValueError, match=r"gradient of 'p0' is float32\[4, 3\]; expected float32\[3, 4\]"
         ):
-            made.put(0, np.zeros((4, 3), np.float32))
+            made.buckets.put(0, np.zeros((4, 3), np.float32))
 
     @TWO
     def test_after_shutdown(self):
@@ -352,7 +357,7 @@ class TestMistakes:
         made = exchange("model", model())
         mark_all(made, 0)
         made.finish()
-        submit, submitted = made._lane.submit, []
+        submit, submitted = made.buckets.lane.submit, []
 
         def refuse(operation, *begin):
             if submitted:
@@ -361,12 +366,12 @@ class TestMistakes:
             return submitted[0]
 
         with monkeypatch.context() as patch:
-            patch.setattr(made._lane, "submit", refuse)
-            for number in made.plan[0]:
-                made.put(number, gradient(made, number, 1, hvd.rank()))
+            patch.setattr(made.buckets.lane, "submit", refuse)
+            for number in made.buckets.plan[0]:
+                made.buckets.put(number, gradient(made, number, 1, hvd.rank()))
                 made.mark(number)
             with pytest.raises(hvd.HorovodInternalError, match="refused"):
-                mark_all(made, 1, made.plan[1])
+                mark_all(made, 1, made.buckets.plan[1])
             assert made.in_flight
             with pytest.raises(hvd.HorovodInternalError, match="refused"):
                 made.finish()
@@ -388,10 +393,10 @@ class TestLending:
             lent = 0
             for number in random.Random(step).sample(range(12), 12):
                 own = gradient(made, number, step, hvd.rank()).reshape(-1)
-                unread, slot = made.unread(number), made.slot(number).reshape(-1)
+                unread, slot = made.buckets.unread(number), made.buckets.slot(number).reshape(-1)
                 slot[...] = own
                 slot[unread] = 99
-                made.lend(number, unread.start, own[unread])
+                made.buckets.lend(number, unread.start, own[unread])
                 made.mark(number)
                 lent += own[unread].size
             assert made.finish() == [True] * 12
@@ -402,11 +407,11 @@ class TestLending:
     def test_a_step_that_failed_leaves_nothing(self):
         hvd.init()
         made = exchange("model", [parameter(f"p{n}", (6,)) for n in range(4 - hvd.rank())])
-        made.lend(0, 0, np.full(3, 99, np.float32))
+        made.buckets.lend(0, 0, np.full(3, 99, np.float32))
         made.mark(0)
         with pytest.raises(hvd.MismatchError):
             made.finish()
-        assert not any(step.bucket.lent for step in made._steps)
+        assert not any(bucket.arrays.lent for bucket in made.buckets)
 
 
 class TestSingleBuckets:
@@ -417,7 +422,7 @@ class TestSingleBuckets:
             monkeypatch.setattr(buckets, "LEAST_LENT", 0)
         hvd.init()
         rank, size = hvd.rank(), hvd.size()
-        made = exchange("model", model())
+        made = exchange("model", model()).buckets
         for step in range(2):
             order = list(range(len(made.plan)))
             random.Random(rank + step).shuffle(order)
@@ -442,7 +447,7 @@ class TestSingleBuckets:
     @TWO
     def test_a_disagreement(self):
         hvd.init()
-        made = exchange("model", model(11 + hvd.rank()))
+        made = exchange("model", model(11 + hvd.rank())).buckets
         for index in (0, 1):
             made.start_bucket(index, {})
             with pytest.raises(hvd.MismatchError, match="parameter 11 'p11'"):
@@ -451,7 +456,7 @@ class TestSingleBuckets:
     @TWO
     def test_several_on_their_way_and_a_step_that_is_given_up(self):
         hvd.init()
-        made = exchange("model", model())
+        made = exchange("model", model()).buckets
         everything = [
             {n: gradient(made, n, 0, hvd.rank()) for n in members} for members in made.plan
         ]
@@ -470,7 +475,7 @@ class TestSingleBuckets:
     @TWO
     def test_out_of_order(self):
         hvd.init()
-        made = exchange("model", model())
+        made = exchange("model", model()).buckets
         with pytest.raises(ValueError, match="bucket 1 of 'model' has not been started"):
             made.finish_bucket(1)
         if hvd.rank() == 0:
@@ -495,8 +500,8 @@ def with_state(label, parameters, state=None, threshold=80):
 
 
 def put_all(made, value, positions=None):
-    for number in range(len(made.parameters)) if positions is None else positions:
-        made.put(number, np.full(made.parameters[number].shape, value, np.float32))
+    for number in range(len(made.buckets.parameters)) if positions is None else positions:
+        made.buckets.put(number, np.full(made.buckets.parameters[number].shape, value, np.float32))
         made.mark(number)
 
 
@@ -519,7 +524,8 @@ class TestRefused:
             made.begin()
             put_all(made, 1.0)
             assert made.finish(samples) == [True] * 12
-            assert sorted(number for members in made.plan for number in members) == [*range(12)]
+            members = [number for members in made.buckets.plan for number in members]
+            assert sorted(members) == [*range(12)]
         if samples is not None:  # all of what left without its weight has been taken back
             assert set(exchanges(state).values()) == {3}
 
@@ -559,7 +565,7 @@ class TestWeights:
         else:
             made.mark() if hvd.rank() else put_all(made, 1.0)
         made.finish(samples=1)
-        applied = made.result_slot(0).astype(np.float64)
+        applied = made.buckets.result_slot(0).astype(np.float64)
         left = hvd.allreduce(state.state_dict()["a"]["residual"], name="left")
         share = 1.0 if marked else 0.5
         np.testing.assert_allclose(applied + left, loaded + share)
@@ -594,7 +600,7 @@ class TestWeights:
             put_all(made, np.nan if hvd.rank() else 3.0)
             made.finish(samples=0 if hvd.rank() else 7)
             for number in range(12):
-                assert (made.result_slot(number) == 3).all()
+                assert (made.buckets.result_slot(number) == 3).all()
 
 
 class TestAdasum:
@@ -640,14 +646,14 @@ class TestSparse:
             if hvd.rank() == size - 1:
                 made.mark(sparse={5: 2})
             assert made.finish() == [n in dense for n in range(12)]
-            assert made.sparse == {3: 1, 5: 2}
+            assert made.sparse_axes == {3: 1, 5: 2}
             for number in dense:
                 check_reduction(
-                    made.result_slot(number), gradients(made, number, step), hvd.Average
+                    made.buckets.result_slot(number), gradients(made, number, step), hvd.Average
                 )
-        assert made.apart == {3, 5}
-        assert made.slot(3).size == made.slot(5).size == 0
-        assert made.plan[-1] == [3, 5]
+        assert made.sparse_parameters == {3, 5}
+        assert made.buckets.slot(3).size == made.buckets.slot(5).size == 0
+        assert made.buckets.plan[-1] == [3, 5]
 
     @TWO
     def test_dense_here_and_sparse_there_is_an_error_on_all_ranks(self):
@@ -667,7 +673,7 @@ class TestSparse:
             made.begin()
             mark_all(made, step, [n for n in range(12) if n != 3])
             assert sum(made.finish()) == 11
-            assert made.sparse == {}
+            assert made.sparse_axes == {}
 
 
 @TWO
@@ -676,7 +682,7 @@ def test_a_rank_without_a_gradient_takes_over_the_new_order(size):
     hvd.init()
     made = exchange("model", model(), threshold=0)
     for number in range(12):  # the reverse of what the plan expects
-        made.put(number, gradient(made, number, 0, hvd.rank()))
+        made.buckets.put(number, gradient(made, number, 0, hvd.rank()))
         made.mark(number)
     made.finish()
     assert made.begin()
@@ -685,4 +691,4 @@ def test_a_rank_without_a_gradient_takes_over_the_new_order(size):
     made.finish()
     for number in range(12):
         mine = gradient(made, number, 1, 0)
-        check_reduction(made.result_slot(number), [mine, np.zeros_like(mine)], hvd.Average)
+        check_reduction(made.buckets.result_slot(number), [mine, np.zeros_like(mine)], hvd.Average)

@@ -94,7 +94,7 @@ class ParameterSet:
 
     def _find_slots(self) -> None:
         self._slots.find(self.exchange)
-        plan = self.exchange.plan
+        plan = self.exchange.buckets.plan
         self._bucket_of = {n: index for index, members in enumerate(plan) for n in members}
         for arrivals in self._arrivals:
             self._choose_hooks(arrivals, [])
@@ -187,7 +187,7 @@ class ParameterSet:
                 self._changes.sample(number, gradient)
         elif self._changes.steps == 0:
             if self._memory is not None:
-                self.exchange.follow(self._bucket_of[number])
+                self.exchange.buckets[self._bucket_of[number]].order_writes()
             self._slots.copy([number])
         self._changes.take([number], [gradient])
         if self._changes.steps == 0:  # its exact order is of interest
@@ -199,7 +199,7 @@ class ParameterSet:
             arrivals.streams.add(self._memory.stream())
         if arrivals.tell(number):
             self._whole += 1
-            if self.exchange.overlaps:
+            if self.exchange.buckets.overlaps:
                 self._bring([index])
             elif self._whole == len(self._arrivals):
                 # Nothing leaves before: then all at once disturbs the backward pass least.
@@ -212,7 +212,7 @@ class ParameterSet:
             arrivals = self._arrivals[index]
             if self._memory is not None:
                 self._memory.join(arrivals.streams)
-                self.exchange.follow(index)
+                self.exchange.buckets[index].order_writes()
             quick += self._quick_ones(arrivals)
             told += arrivals.told
             arrivals.told = []
@@ -298,8 +298,8 @@ class ParameterSet:
                 self._changes.steps += 1
         gradients, self._gradients = self._gradients, []
         everywhere = [number for number, anywhere in enumerate(found) if anywhere]
-        there = [number for number in everywhere if number not in self.exchange.apart]
-        if self.exchange.sparse or len(there) < len(everywhere):
+        there = [number for number in everywhere if number not in self.exchange.sparse_parameters]
+        if self.exchange.sparse_axes or len(there) < len(everywhere):
             self._reduce_apart(gradients, everywhere)
         sparse = self._slots.densified = {
             number: axes
@@ -317,12 +317,12 @@ class ParameterSet:
     @uninterrupted
     def _reduce_apart(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
         """Reduce what has no place in a bucket: all ranks do it for the same parameters."""
-        sparse_axes, weight = self.exchange.sparse, self.exchange.weight
+        sparse_axes, weight = self.exchange.sparse_axes, self.exchange.weight
         if weight != 1.0:  # the average of no samples counts as zeros, whatever is in it
             gradients = [
                 each * weight if weight and each is not None else None for each in gradients
             ]
-        numbers = sorted({*sparse_axes} | (self.exchange.apart & {*dense}))
+        numbers = sorted({*sparse_axes} | (self.exchange.sparse_parameters & {*dense}))
         reduce_apart(
             [
                 Apart(

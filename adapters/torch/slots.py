@@ -75,17 +75,18 @@ class Slots:
         """Find the places in an exchange, or in one whose buckets have changed."""
         self._exchange = exchange
         numbers = range(len(self._parameters))
-        self._slots = [self._tensor(exchange.slot(number)) for number in numbers]
+        self._slots = [self._tensor(exchange.buckets.slot(number)) for number in numbers]
         self._unread = [
-            exchange.unread(number) if self._lendable[number] else _NOTHING for number in numbers
+            exchange.buckets.unread(number) if self._lendable[number] else _NOTHING
+            for number in numbers
         ]
         # Averages of buckets from which all are copied: their places stay the same.
         self._results: list[torch.Tensor | None] = [None for _ in numbers]
-        for index, members in enumerate(exchange.plan):
+        for index, members in enumerate(exchange.buckets.plan):
             if not any(self.large[number] for number in members):
-                exchange.keep_result(index)
+                exchange.buckets[index].keeps_result = True
                 for number in members:
-                    self._results[number] = self._tensor(exchange.result_slot(number))
+                    self._results[number] = self._tensor(exchange.buckets.result_slot(number))
 
     def begin(self) -> None:
         """Begin the next step."""
@@ -110,7 +111,7 @@ class Slots:
         except AttributeError:  # of None
             gone = [n for n, gradient in copied.items() if gradient is None]
             raise RuntimeError(self.gone(gone)) from None
-        if not plain or self._exchange.apart:
+        if not plain or self._exchange.sparse_parameters:
             sparse = {n: each for n, each in copied.items() if self._is_apart(each)}
             self.sparse.update(sparse)
             for n, each in copied.items():
@@ -194,21 +195,21 @@ class Slots:
 
     def _renew(self, numbers: Iterable[int]) -> None:
         """Let later gradients of some parameters have other slots."""
-        for index in {self._exchange.bucket_of(number) for number in numbers}:
-            self._exchange.renew_slots(index)
-            for number in self._exchange.plan[index]:
-                self._slots[number] = self._tensor(self._exchange.slot(number))
+        for index in {self._exchange.buckets.index_of(number) for number in numbers}:
+            self._exchange.buckets.renew_slots(index)
+            for number in self._exchange.buckets.plan[index]:
+                self._slots[number] = self._tensor(self._exchange.buckets.slot(number))
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
-        return to_tensor(self._exchange.result_slot(number)) if result is None else result
+        return to_tensor(self._exchange.buckets.result_slot(number)) if result is None else result
 
     def _tensor(self, slot: Any) -> torch.Tensor:
         return to_tensor(slot) if self._memory is None else slot
 
     def _has_place(self, number: int) -> bool:
         """Whether the gradient of this step goes into a bucket."""
-        return number not in self.sparse and number not in self._exchange.apart
+        return number not in self.sparse and number not in self._exchange.sparse_parameters
 
     def _may_swap(self, number: int, gradient: torch.Tensor) -> bool:
         """Return whether the memory of a gradient may be exchanged for other memory.
@@ -263,7 +264,7 @@ class Slots:
         for part in self._read(number):
             slot[part].copy_(flat[part])
         unread = self._unread[number]
-        self._exchange.lend(number, unread.start, to_array(flat[unread]))
+        self._exchange.buckets.lend(number, unread.start, to_array(flat[unread]))
         self._lent.add(number)
 
     def _read(self, number: int) -> list[slice]:

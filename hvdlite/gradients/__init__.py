@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hvdlite.gradients.buckets import LEAST_LENT, GradientBuckets, describe_sources, plan_for
+from hvdlite.gradients.buckets import LEAST_LENT, GradientBuckets
 from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.gradients.loss import LossExchange
+from hvdlite.gradients.metadata import check_not_local, check_weighted, checked_samples
+from hvdlite.gradients.plan import describe_sources, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, describe_optimizer, describe_weights
-from hvdlite.gradients.report import check_not_local, check_weighted, checked_samples
-from hvdlite.gradients.saving import consolidate, load, save
+from hvdlite.gradients.strategy_state import consolidate, load, save
 
 __all__ = [
     "LEAST_LENT",

@@ -2,54 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from hvdlite import compression
 from hvdlite.arrays import describe
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
-from hvdlite.engine import Engine, Operation
+from hvdlite.engine import Engine
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
-from hvdlite.engine.plan import plan_buckets
-from hvdlite.gradients.device_step import DeviceStep
-from hvdlite.gradients.replicas import ReplicaCheck, Snapshot, compare
-from hvdlite.gradients.step import BucketStep
+from hvdlite.gradients.bucket import GradientBucket, LayoutComparison
+from hvdlite.gradients.device import DeviceGradientBucket
+from hvdlite.gradients.metadata import ABSENT
+from hvdlite.gradients.plan import describe_exchange, plan_for
+from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
 from hvdlite.reduction import ReduceOp, check
-from hvdlite.settings import Settings
-from hvdlite.transport import Transport
 
-#: Bytes from which on what other ranks do not read of a gradient had better be lent than copied.
-#: To look after that takes longer than the copy of a smaller one.
+#: Bytes from which on it pays to lend the elements of a gradient that no other rank reads, instead
+#: of copying them. For a smaller gradient the bookkeeping takes longer than the copy.
 LEAST_LENT = 2**20
 
 
 class GradientBuckets:
-    """A fixed list of parameters in buckets, for a framework that orders the buckets itself.
+    """The buckets of a fixed list of parameters.
 
-    In each step the owner calls `start_bucket` and then `finish_bucket` for every bucket.
-    Ranks compare their parameters with every bucket, and which gradients are there.
+    A framework that orders the buckets itself calls `start_bucket` and then `finish_bucket` for
+    every bucket in each step. Ranks compare their parameters with every bucket, and which
+    gradients are there. For gradients that arrive one by one there is `GradientExchange`.
 
     Args:
         engine: whose gradient lane is used.
         label: unique, and the same on all ranks; it begins the names of the buckets.
         parameters: in the order of their registration, the same on all ranks.
-        strategy: what happens to a bucket on its way.
+        strategy: how buckets travel.
         reduction: sum, average or Adasum.
         also: what else must be equal on all ranks, in pairs.
-        memory: of the device that all gradients lie on; slots are tensors there, and so are
-            results, which all steps share: their owner copies from them. None: the host's,
+        memory: of the device that all gradients lie on. Slots are tensors there, and so are
+            results, which all steps share: their owner copies from them. None: host memory,
             as Adasum needs it.
         state: what strategies remember of the parameters, kept up to date; None: nothing yet.
+        check: compares the ranks' replicas; None: replicas may differ.
 
     Attributes:
         label: as given.
         parameters: as given.
         plan: for each bucket its parameters, by number.
-        overlaps: whether buckets leave as soon as they are complete, and not together at last.
+        lane: which carries the buckets' metadata.
+        reduction: as given.
+        state: as given.
+        check: as given.
+        signature: everything that must be equal on all ranks.
+        overlaps: whether buckets leave as soon as they are complete, rather than all at the end.
 
     Raises:
-        ValueError: Adasum has no meaning for a parameter's dtype or on a device, or the
+        ValueError: Adasum is not defined for a parameter's dtype or on a device, or the
             strategy does not compute it.
     """
 
@@ -63,75 +70,125 @@ class GradientBuckets:
         also: Iterable[tuple[str, Any]] = (),
         memory: DeviceMemory | None = None,
         state: StrategyState | None = None,
+        check: ReplicaCheck | None = None,
     ) -> None:
-        self._lane = engine.gradients
-        # A device's collectives all go through one lane: NCCL needs them in one order on all ranks.
+        self.lane = engine.gradients
+        # All collectives of a device go through one lane: NCCL needs one order on all ranks.
         self._bucket_lane = engine.gradients if memory is None else engine.named
-        self._first = self._lane.members[0]
         self.label = label
         self.parameters = tuple(parameters)
         self._strategy = strategy
-        self._state = StrategyState() if state is None else state
-        self._reduction = reduction
+        self.state = StrategyState() if state is None else state
+        self.reduction = reduction
         self._memory = memory
         _check_op(reduction.op, strategy, self.parameters, memory)
-        settings = engine.settings
-        self._settings = settings
-        self._check: ReplicaCheck | None = None
+        self._settings = engine.settings
+        self.check = check
         # A device works beside its host in any case.
-        self.overlaps = settings.overlap != "0" or memory is not None
+        self.overlaps = engine.settings.overlap != "0" or memory is not None
         self._entries = (
             *also,
             ("device", "cpu" if memory is None else "cuda"),
-            *_signature(self.parameters, strategy, reduction, settings),
+            *describe_exchange(self.parameters, strategy, reduction, engine.settings),
         )
-        self._pack(self._planned(range(len(self.parameters))))
+        self._buckets: list[GradientBucket] = []
+        self.plan: list[list[int]] = [[-1]]  # none yet
+        self.pack(range(len(self.parameters)))
 
-    def _planned(self, order: Sequence[int]) -> list[list[int]]:
-        """Buckets for gradients that come in the reverse of ``order``."""
-        ordered = [self.parameters[number] for number in order]
-        plan = plan_for(ordered, self._strategy, self._settings)
-        return [[order[position] for position in members] for members in plan]
+    def __iter__(self) -> Iterator[GradientBucket]:
+        return iter(self._buckets)
 
-    def _pack(self, plan: list[list[int]]) -> None:
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def __getitem__(self, index: int) -> GradientBucket:
+        return self._buckets[index]
+
+    def pack(self, order: Sequence[int], sparse: Collection[int] = ()) -> bool:
+        """Make buckets for gradients that arrive in the reverse of an order.
+
+        Args:
+            order: numbers of all parameters.
+            sparse: numbers of parameters without a slot, of which the ranks only tell each other
+                whether they have gradients.
+
+        Returns:
+            Whether the plan has changed; else the buckets stay as they are.
+        """
+        dense = [number for number in order if number not in sparse]
+        planned = plan_for([self.parameters[n] for n in dense], self._strategy, self._settings)
+        plan = [[dense[position] for position in members] for members in planned]
+        if sparse:
+            plan.append(sorted(sparse))
+        if plan == self.plan:
+            return False
         self.plan = plan
-        self._signature = Signature((*self._entries, ("the buckets", plan)))
-        self._steps = [self._step(members) for members in plan]
+        self.signature = Signature((*self._entries, ("the buckets", plan)))
+        self._buckets = [
+            self._make_bucket(index, members, index == len(planned))
+            for index, members in enumerate(plan)
+        ]
         self._places = {
-            member: (self._steps[index], position)
-            for index, members in enumerate(self.plan)
-            for position, member in enumerate(members)
+            number: (self._buckets[index], position)
+            for index, members in enumerate(plan)
+            for position, number in enumerate(members)
         }
+        return True
 
-    def _step(self, members: Sequence[int]) -> BucketStep:
+    def _make_bucket(self, index: int, members: Sequence[int], is_sparse: bool) -> GradientBucket:
         parameters = [self.parameters[number] for number in members]
-        strategy, ranks = self._strategy.choose(parameters[0]), self._lane.members
+        strategy = self._strategy.choose(parameters[0])
+        name, ranks = f"{self.label}: bucket {index}", self.lane.members
+        if is_sparse:
+            empty = [replace(parameter, shape=(0,)) for parameter in parameters]
+            arrays = Bucket(empty, self.reduction, self.lane.empty)
+            return GradientBucket(name, self.signature, arrays, compression.DENSE, ranks)
         if self._memory is None:
-            bucket = Bucket(parameters, self._reduction, self._lane.empty, self._state)
-            return BucketStep(bucket, strategy, ranks)
-        bucket = Bucket(parameters, self._reduction, self._memory.empty, self._state)
-        return DeviceStep(bucket, strategy, ranks, self._memory)
+            arrays = Bucket(parameters, self.reduction, self.lane.empty, self.state)
+            return GradientBucket(name, self.signature, arrays, strategy, ranks)
+        arrays = Bucket(parameters, self.reduction, self._memory.empty, self.state)
+        return DeviceGradientBucket(name, self.signature, arrays, strategy, ranks, self._memory)
+
+    def place(self, number: int) -> tuple[GradientBucket, int]:
+        """Return the bucket of a parameter, and its position there."""
+        return self._places[number]
+
+    def index_of(self, number: int) -> int:
+        """Return the position in ``plan`` of a parameter's bucket."""
+        return self._buckets.index(self._places[number][0])
 
     def slot(self, number: int) -> Any:
-        """Where the gradient of a parameter is to be copied, in the parameter's shape."""
-        step, position = self._places[number]
-        step.follow()
-        return step.bucket.send_slot(position)
+        """Return the array into which a gradient is to be copied, in the parameter's shape.
 
-    def follow(self, index: int) -> None:
-        """Let the current stream write a bucket's slots after its last exchange has read them.
-
-        `slot` and `put` see to it; an owner on a device that keeps the slots calls this itself,
-        on every stream, before it writes.
+        On a device, an owner that keeps slots calls `GradientBucket.order_writes` itself, on every
+        stream, before it writes.
         """
-        self._steps[index].follow()
+        bucket, position = self._places[number]
+        bucket.order_writes()
+        return bucket.arrays.send_slot(position)
 
-    def _checked(self, number: int, gradient: Any) -> Any:
-        """The slot of a gradient that fits into it, and has not come yet."""
-        step, position = self._places[number]
-        step.check(position)
-        step.follow()
-        slot = step.bucket.send_slot(position)
+    def result_slot(self, number: int) -> Any:
+        """Return the array that has the average after the exchange.
+
+        The memory is the caller's as long as needed, unless the bucket keeps its result array.
+        """
+        bucket, position = self._places[number]
+        return bucket.arrays.result_slot(position)
+
+    def put(self, number: int, gradient: Any) -> None:
+        """Copy a gradient into its slot, before it is marked.
+
+        Raises:
+            ValueError: it has another shape than the parameter, or has been marked in this
+                step before.
+        """
+        self._checked_slot(number, gradient)[...] = gradient
+
+    def _checked_slot(self, number: int, gradient: Any) -> Any:
+        """Return the slot of a gradient, which must fit into it and be the first of the step."""
+        bucket, position = self._places[number]
+        bucket.check_new(position)
+        slot = self.slot(number)
         if gradient.shape != slot.shape:
             raise ValueError(
                 f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
@@ -140,62 +197,34 @@ class GradientBuckets:
         return slot
 
     def unread(self, number: int) -> slice:
-        """Which elements of a parameter's flat gradient need no copy, if they are lent; see `lend`.
+        """Return which elements of a flat gradient no other rank reads; they may be lent.
 
-        They are those that no other rank reads. It holds as long as the slots do.
+        It holds as long as the slots do.
         """
-        step, position = self._places[number]
+        bucket, position = self._places[number]
         if self._memory is not None:
             return slice(0, 0)
-        return step.unread(position, self._lane.unread(step.bucket.send.size))
+        return bucket.unread(position, self.lane.unread(bucket.arrays.send.size))
 
     def lend(self, number: int, first: int, part: Any) -> None:
-        """Let the exchange read `unread` elements of a gradient where they lie.
+        """Let the exchange read `unread` elements of a gradient where they lie, without a copy.
 
-        The others are to be copied into its slot, and it is to be marked, as usual.
+        The other elements are copied into the slot, and the gradient is marked as usual.
 
         Args:
             number: the parameter's.
-            first: of these elements, in the flat gradient.
-            part: they themselves, flat; they have to stay as they are until the step has ended.
+            first: the position of these elements in the flat gradient.
+            part: the elements, flat; they must not change until the step has ended.
         """
-        step, position = self._places[number]
+        bucket, position = self._places[number]
         if part.size:
-            step.bucket.lent[step.bucket.bounds[position] + first] = part
-
-    def result_slot(self, number: int) -> Any:
-        """Where the average is after `finish`.
-
-        The memory is the caller's as long as it likes, except after `keep_result`.
-        """
-        step, position = self._places[number]
-        return step.bucket.result_slot(position)
-
-    def bucket_of(self, number: int) -> int:
-        """The position in ``plan`` of a parameter's bucket."""
-        return self._steps.index(self._places[number][0])
+            bucket.arrays.lent[bucket.arrays.bounds[position] + first] = part
 
     def renew_slots(self, index: int) -> None:
-        """Let a bucket have other slots from now on, between steps: the old ones are the caller's.
-
-        Their memory is the caller's as long as it likes, as that of `result_slot` is.
-        """
-        bucket = self._steps[index].bucket
-        self._lane.release(bucket.send)
-        bucket.renew_send()
-
-    def keep_result(self, index: int) -> None:
-        """Let all exchanges of a bucket write to one result: their owner copies from it."""
-        self._steps[index].renews = False
-
-    def put(self, number: int, gradient: Any) -> None:
-        """Copy a gradient into its slot; `mark` it then.
-
-        Raises:
-            ValueError: it has another shape than the parameter, or has been marked in this
-                step before.
-        """
-        self._checked(number, gradient)[...] = gradient
+        """Replace the send array of a bucket, between steps: the old memory is the caller's."""
+        arrays = self._buckets[index].arrays
+        self.lane.release(arrays.send)
+        arrays.renew_send()
 
     def start_bucket(
         self,
@@ -206,46 +235,45 @@ class GradientBuckets:
     ) -> None:
         """Copy a bucket's gradients, or lend parts of them, and start its exchange.
 
-        For an owner whose framework orders the buckets, in place of `mark` and `finish`. The
-        parameters are compared across ranks each time, together with those of any other
+        The parameters are compared across ranks each time, together with those of any other
         exchange of the same label, so such exchanges may take turns.
 
         Args:
             index: the bucket's position in ``plan``.
-            gradients: those that are there, by the parameter's number. They have to stay as they
-                are until `finish_bucket`.
-            samples: of how many the gradients are averages; None: all ranks' count alike, also
-                those that have joined.
-            check: what compares the ranks' replicas, together with bucket 0.
+            gradients: those of this rank, by the parameter's number. They must not change until
+                `finish_bucket`.
+            samples: the number of samples that the gradients are averages of; None: all ranks
+                count the same, also those that have joined.
+            check: compares the ranks' replicas, together with bucket 0.
 
         Raises:
-            ValueError: the bucket is on its way already, or a gradient has another shape.
+            ValueError: the bucket is being exchanged already, or a gradient has another shape.
             HorovodInternalError: communication has failed before.
         """
-        step = self._steps[index]
-        if step.handle is not None:
-            if not (step.given_up or step.handle.done()):
+        bucket = self._buckets[index]
+        if bucket.pending is not None:
+            if not (bucket.abandoned or bucket.pending.done()):
                 raise ValueError(
                     f"bucket {index} of {self.label!r} is on its way; call finish_bucket() first"
                 )
-            step.settle()  # it belonged to a step that was given up before its end
-            step.reset()
+            bucket.settle()  # it belonged to a step that was given up before its end
+            bucket.begin_step()
         try:
             for number, gradient in gradients.items():
-                self._bring(number, gradient)
-                step.mark(self._places[number][1])
-            step.samples = samples
+                self._copy_or_lend(number, gradient)
+                bucket.mark(self._places[number][1])
+            bucket.samples = samples
             if index == 0:
-                self._check = check
-                step.snapshot = self._snapshot()
-            self._launch(index, begin=self.overlaps)
+                self.check = check
+                bucket.snapshot = self.snapshot()
+            self.submit(index, begin=self.overlaps)
         except BaseException:
-            step.reset()
+            bucket.begin_step()
             raise
 
-    def _bring(self, number: int, gradient: Any) -> None:
-        """Copy what other ranks read of a gradient, and lend the rest if that is worth it."""
-        slot = self._checked(number, gradient)
+    def _copy_or_lend(self, number: int, gradient: Any) -> None:
+        """Copy what other ranks read of a gradient, and lend the rest if that pays."""
+        slot = self._checked_slot(number, gradient)
         unread = self.unread(number) if gradient.nbytes >= LEAST_LENT else slice(0, 0)
         if unread.start == unread.stop or gradient.dtype != slot.dtype:
             slot[...] = gradient
@@ -259,35 +287,35 @@ class GradientBuckets:
         """Wait for a bucket that has been started.
 
         Returns:
-            Bools of shape (ranks, parameters of the bucket): who had which gradient.
+            Bools of shape (ranks, parameters of the bucket): which rank had which gradient.
 
         Raises:
             ValueError: it has not been started.
-            HorovodInternalError: as `finish`.
+            HorovodInternalError: the ranks disagree, or communication failed.
         """
-        step = self._steps[index]
-        if step.handle is None:
+        bucket = self._buckets[index]
+        if bucket.pending is None:
             raise ValueError(f"bucket {index} of {self.label!r} has not been started")
         try:
-            step.wait()
-            if index == 0 and self._check is not None:
-                self._check.end()
-            return step.presence
+            bucket.wait()
+            if index == 0 and self.check is not None:
+                self.check.end()
+            return bucket.kinds != ABSENT
         except BaseException:
-            for other in self._steps:
-                other.given_up = other.handle is not None
+            for other in self._buckets:
+                other.abandoned = other.pending is not None
             raise
         finally:
-            if step.handle.done():
-                step.reset()
-            # Else a signal's handler has raised: the others need what is in the bucket's slots.
+            if bucket.pending.done():
+                bucket.begin_step()
+            # Else a signal's handler has raised: other ranks need the contents of the slots.
 
     def result(self, index: int) -> Any:
-        """What an exchange wrote, flat, in the order of ``plan[index]``.
+        """Return the averages of a bucket, flat, in the order of ``plan[index]``.
 
-        The memory is the caller's as long as it likes: the next exchange uses another.
+        The memory is the caller's as long as needed: the next exchange uses another.
         """
-        return self._steps[index].bucket.result
+        return self._buckets[index].arrays.result
 
     def compare(self, check: ReplicaCheck | None = None) -> None:
         """Compare the parameters as `start_bucket` does, where there is no bucket.
@@ -298,58 +326,31 @@ class GradientBuckets:
         Raises:
             HorovodInternalError: the ranks differ.
         """
-        self._check = check
-        self._lane.run(_NoBucket(f"{self.label}: bucket 0", self._signature, self._snapshot()))
+        self.check = check
+        name = f"{self.label}: bucket 0"
+        self.lane.run(LayoutComparison(name, self.signature, self.snapshot()))
         if check is not None:
             check.end()
 
-    def _snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> Snapshot | None:
         """Return this rank's part of the comparison of replicas, if this step has one."""
-        if self._check is None or len(self._lane.members) == 1:
+        if self.check is None or len(self.lane.members) == 1:
             return None
-        return self._check.begin(self._lane, self._settings)
+        return self.check.begin(self.lane, self._settings)
 
-    def _launch(self, index: int, begin: bool = True) -> None:
-        step = self._steps[index]
-        step.fill()
-        operation = step.operation(f"{self.label}: bucket {index}", self._signature)
-        step.handle = self._bucket_lane.submit(operation, begin)
+    def submit(self, index: int, begin: bool = True) -> None:
+        """Submit the exchange of a bucket as it is now.
 
+        Args:
+            index: the bucket's position in ``plan``.
+            begin: as in `Lane.submit`.
 
-def plan_for(
-    parameters: Sequence[Parameter], strategy: Strategy, settings: Settings
-) -> list[list[int]]:
-    """Pack parameters into buckets, each of which travels by one strategy; see `plan_buckets`."""
-    kinds = [strategy.choose(parameter) for parameter in parameters]
-    return plan_buckets(parameters, settings.fusion_threshold, settings.first_bucket_size, kinds)
-
-
-def describe_sources(
-    sources: Sequence[Parameter], sparse: Collection[int] = ()
-) -> tuple[tuple[str, Any], ...]:
-    """What ranks compare of all that they have gradients of, whatever their framework.
-
-    Args:
-        sources: in their order.
-        sparse: positions of those that do not travel in buckets.
-
-    Returns:
-        Pairs, for the argument ``also`` of `GradientBuckets`.
-    """
-    return (
-        *(
-            (f"source {number}", f"{source.name!r} {describe(source)}")
-            for number, source in enumerate(sources)
-        ),
-        ("the number of sources", len(sources)),
-        *(
-            (
-                f"the gradient of {source.name!r} (dense everywhere with sparse_as_dense=True)",
-                "IndexedSlices" if number in sparse else "dense or None",
-            )
-            for number, source in enumerate(sources)
-        ),
-    )
+        Raises:
+            HorovodInternalError: communication has failed before.
+        """
+        bucket = self._buckets[index]
+        bucket.prepare_submission()
+        bucket.pending = self._bucket_lane.submit(bucket, begin)
 
 
 def _check_op(
@@ -364,52 +365,3 @@ def _check_op(
             raise ValueError("Adasum combines gradients on the host; leave out memory")
         for parameter in parameters:
             check(op, parameter.dtype)
-
-
-class _NoBucket(Operation):
-    """What has no bucket to exchange, and still must be the same on all ranks."""
-
-    stands_in = True
-
-    def __init__(self, name: str, signature: Signature, snapshot: Snapshot | None = None) -> None:
-        super().__init__(name, signature, b"" if snapshot is None else snapshot.digest)
-        self._snapshot = snapshot
-
-    def stand_in(self) -> Callable[[], Operation]:
-        """What makes the same."""
-        return partial(_NoBucket, self.name, self.signature)
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        """Compare the ranks' replicas, if one has brought a digest of its own; no more.
-
-        Raises:
-            MismatchError: on all ranks; they differ.
-        """
-        if any(payloads):
-            compare(payloads, self._snapshot, transport)
-
-
-def _signature(
-    parameters: Sequence[Parameter], strategy: Strategy, reduction: Reduction, settings: Settings
-) -> tuple[tuple[str, Any], ...]:
-    """What must be equal on all ranks."""
-    return (
-        ("op", reduction.op.name.capitalize()),
-        ("gradient_predivide_factor", reduction.predivide),
-        ("compression", strategy.name),
-        *(
-            (f"parameter {number}", _description(parameter, strategy))
-            for number, parameter in enumerate(parameters)
-        ),
-        ("the number of parameters", len(parameters)),
-        # Together with the parameters they make the plan.
-        ("HVDLITE_FUSION_THRESHOLD", settings.fusion_threshold),
-        ("HVDLITE_FIRST_BUCKET_SIZE", settings.first_bucket_size),
-    )
-
-
-def _description(parameter: Parameter, strategy: Strategy) -> str:
-    """What must be equal of a parameter; a rule may give each a strategy of its own."""
-    chosen = strategy.choose(parameter)
-    by = "" if chosen is strategy else f" by {chosen.name}"
-    return f"{parameter.name!r} {describe(parameter)}{by}"

@@ -1,4 +1,4 @@
-"""The loss that an optimizer decides by, combined over all ranks as its gradients are."""
+"""The loss that an optimizer decides by, combined over all ranks in the way of its gradients."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
-_TOLD = struct.Struct("<dd")  # a rank's loss, and what it is multiplied by
+_LOSS = struct.Struct("<dd")  # a rank's loss, and its weight
 
 
 class LossExchange:
     """Combines the losses of all ranks, evaluation by evaluation.
 
     An optimizer that evaluates its loss several times in a step decides by it how often, and how
-    far to go. With the loss of all ranks, all decide alike. Evaluations are numbered, so that ranks
-    that decide otherwise nevertheless are found before they step on each other's gradients.
+    far to go. With the loss of all ranks, all take the same decisions. Evaluations are numbered, so
+    that ranks which differ nevertheless are found before they mix gradients of different weights.
 
     Args:
-        label: begins the names of its operations; the same on all ranks.
+        label: begins the names of the operations; the same on all ranks.
         op: Average or Sum, as the gradients'.
         process_set: the ranks that take part.
     """
@@ -37,7 +37,7 @@ class LossExchange:
         self.restart()
 
     def restart(self) -> None:
-        """Number steps and evaluations anew, after a failure; on all ranks alike."""
+        """Number steps and evaluations anew, after a failure; on all ranks."""
         self._step = self._evaluation = 0
 
     def begin_step(self) -> None:
@@ -49,8 +49,8 @@ class LossExchange:
         """Return the average, or the sum, of all ranks' losses, the same bits on all of them.
 
         Args:
-            loss: of this rank; None: there is none, and ranks only compare how far they are.
-            weight: what this rank's gradients were multiplied by.
+            loss: of this rank; None: there is none, and ranks only compare their progress.
+            weight: the factor of this rank's gradients.
 
         Raises:
             HorovodInternalError: the ranks are at different evaluations, only some have a loss,
@@ -64,9 +64,9 @@ class LossExchange:
                 ("the loss that the closure returns", "no number" if loss is None else "a number"),
             )
         )
-        told = _TOLD.pack(loss or 0.0, weight)
+        payload = _LOSS.pack(loss or 0.0, weight)
         losses = runtime.engine(self._process_set).gradients.run(
-            _Losses(self._name, signature, told)
+            _Losses(self._name, signature, payload)
         )
         if loss is None:
             return None
@@ -75,7 +75,7 @@ class LossExchange:
 
 
 class _Losses(Operation):
-    """Tells all ranks each other's loss and its weight; a rank that has joined counts as zero."""
+    """A gathering of all ranks' losses and weights; a rank that has joined counts as zero."""
 
     stands_in = True
 
@@ -83,4 +83,4 @@ class _Losses(Operation):
         return partial(Barrier, self.name)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[tuple[float, float]]:
-        return [_TOLD.unpack(payload) if payload else (0.0, 0.0) for payload in payloads]
+        return [_LOSS.unpack(payload) if payload else (0.0, 0.0) for payload in payloads]

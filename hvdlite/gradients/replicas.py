@@ -22,7 +22,7 @@ _log = logging.getLogger("hvdlite")
 
 _CLASS = "the optimizer's class"
 _WEIGHT = "the CRC-32 of the weight "
-# What the optimizers of several frameworks have, and what may differ between devices or ranks.
+# Options that are no hyperparameters, or that may differ between devices or ranks.
 _NOT_COMPARED = {
     "params",
     "param_names",
@@ -41,9 +41,9 @@ class Snapshot:
     """A rank's part of a comparison.
 
     Attributes:
-        check: that it is a part of.
-        signature: what must be equal on all ranks.
-        raises: whether a difference is an error, and not a warning.
+        check: the comparison.
+        signature: everything that must be equal on all ranks.
+        raises: whether a difference is an error rather than a warning.
     """
 
     check: ReplicaCheck
@@ -52,12 +52,12 @@ class Snapshot:
 
     @property
     def digest(self) -> bytes:
-        """Bytes that stand for it; the first tells what a difference is."""
+        """Return bytes that represent it; the first tells whether a difference is an error."""
         return bytes([self.raises]) + self.signature.digest
 
 
 class ReplicaCheck:
-    """Compares the replicas of one model across ranks, together with an exchange of gradients.
+    """Compare the replicas of one model across ranks, together with an exchange of gradients.
 
     Ranks compare with their second exchange in a world: some scripts broadcast weights after the
     first step. As long as not all ranks have taken part (one has joined, say), or they differ,
@@ -76,10 +76,10 @@ class ReplicaCheck:
         self._exchanges, self._due, self._every = 0, 1, 0
 
     def begin(self, world: object, settings: Settings) -> Snapshot | None:
-        """Return what this rank brings to the next exchange; None: nothing is compared with it.
+        """Return this rank's part of the comparison; None: there is none with the next exchange.
 
         Args:
-            world: changes when ``init()`` is called again: then all counts anew.
+            world: another object after ``init()`` has been called again: counting begins anew.
             settings: of the world.
         """
         if self._world() is not world:
@@ -95,16 +95,16 @@ class ReplicaCheck:
         self._exchanges += 1
 
     def succeed(self) -> None:
-        """Take note that all ranks have compared."""
+        """Record that all ranks have compared."""
         self._exchanges, self._due = 0, self._every
 
 
 def describe_optimizer(kind: str, *groups: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return what ranks compare of an optimizer: numbers and strings, but no tensors or callables.
+    """Describe an optimizer for comparison: numbers and strings, but no tensors or callables.
 
     Args:
-        kind: its class.
-        *groups: its options, by name; for each group of parameters.
+        kind: the name of its class.
+        *groups: for each group of parameters, its options by name.
     """
     options = [
         (f"the optimizer's {name}" + (f" in group {number}" if len(groups) > 1 else ""), value)
@@ -115,9 +115,9 @@ def describe_optimizer(kind: str, *groups: Mapping[str, Any]) -> list[tuple[str,
 
 
 def describe_weights(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """Return what ranks compare of weights.
+    """Describe weights for comparison, by their CRC-32.
 
-    Of the checksums that find every changed element with certainty, CRC-32 takes the least time.
+    It is the fastest checksum that finds every single changed element with certainty.
 
     Args:
         weights: pairs of a name and an array.
@@ -126,10 +126,10 @@ def describe_weights(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, str]
 
 
 def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Transport) -> None:
-    """Compare replicas; all ranks call it, with the same digests.
+    """Compare replicas; collective, with the same digests on all ranks.
 
     Args:
-        digests: of the snapshots, by rank; empty: that rank has none.
+        digests: of the snapshots, by rank; empty where a rank has none.
         snapshot: this rank's.
         transport: of the ranks.
 
@@ -140,9 +140,11 @@ def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Tran
     if len(set(known)) > 1:
         own = snapshot and (snapshot.signature, snapshot.check.remedy)
         messages = map(pickle.loads, transport.gather(pickle.dumps(own)))
-        told = {rank: each for rank, each in zip(transport.members, messages, strict=False) if each}
-        remedy = next(iter(told.values()))[1]
-        text = _explain({rank: signature for rank, (signature, _) in told.items()}, remedy)
+        given = {
+            rank: each for rank, each in zip(transport.members, messages, strict=False) if each
+        }
+        remedy = next(iter(given.values()))[1]
+        text = _explain({rank: signature for rank, (signature, _) in given.items()}, remedy)
         if any(digest[0] for digest in known):
             raise MismatchError(text)
         if transport.rank == 0:
@@ -179,7 +181,7 @@ def _checksum(array: Any) -> int:
 
 
 def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that are plain values, in an order of their own."""
+    """Return the options that are plain values, sorted by name."""
     plain = {
         str(name): _plain(value) for name, value in options.items() if name not in _NOT_COMPARED
     }
@@ -190,7 +192,7 @@ _OTHER = object()
 
 
 def _plain(value: Any) -> Any:
-    """A value as numbers and strings; `_OTHER`: it is something else."""
+    """Return a value as numbers and strings; `_OTHER` if it is something else."""
     if value is None or isinstance(value, bool | int | float | complex | str):
         return value
     if isinstance(value, np.generic):

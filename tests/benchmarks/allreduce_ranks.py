@@ -147,7 +147,12 @@ def _bucket(nbytes: int) -> Contender:
         exchange.mark(0)
         exchange.finish()
 
-    return Sum("hvdlite bucket", call, [exchange.slot(0)], lambda: [exchange.result_slot(0)])
+    return Sum(
+        "hvdlite bucket",
+        call,
+        [exchange.buckets.slot(0)],
+        lambda: [exchange.buckets.result_slot(0)],
+    )
 
 
 def _burst(comm: MPI.Comm, gloo: Any, horovod: Any) -> list[Contender]:

@@ -143,10 +143,10 @@ class TestGradients:
     def step(self, exchange, value, samples=None):
         exchange.begin()
         for number, parameter in reversed(list(enumerate(self.PARAMETERS))):
-            exchange.put(number, np.full(parameter.shape, value, np.float32))
+            exchange.buckets.put(number, np.full(parameter.shape, value, np.float32))
             exchange.mark(number)
         assert exchange.finish(samples) == [True] * 4
-        return [exchange.result_slot(number).copy() for number in range(4)]
+        return [exchange.buckets.result_slot(number).copy() for number in range(4)]
 
     @SEVERAL
     @pytest.mark.parametrize("strategy", [Compression.none, Compression.fp16])
@@ -162,7 +162,7 @@ class TestGradients:
                         average, sum(r + 1.0 for r in here) / size, rtol=1e-3
                     )
             assert hvd.join() == size - 1
-        plans = hvd.allgather_object(exchange.plan)
+        plans = hvd.allgather_object(exchange.buckets.plan)
         assert plans == plans[:1] * size
 
     @SEVERAL
@@ -175,10 +175,10 @@ class TestGradients:
         for step in range(steps_of(hvd.rank())):
             here = [r for r in range(size) if steps_of(r) > step]
             made.begin()
-            made.put(0, np.full(5000, size, np.float16))
+            made.buckets.put(0, np.full(5000, size, np.float16))
             made.mark(0)
             made.finish()
-            assert (made.result_slot(0) == len(here)).all()
+            assert (made.buckets.result_slot(0) == len(here)).all()
         hvd.join()
 
     @SEVERAL

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hvdlite.torch as hvd
-from hvdlite.gradients.step import BucketExchange
+from hvdlite.gradients.bucket import GradientBucket
 from hvdlite.torch import elastic
 from hvdlite.torch.elastic import ElasticSampler, ObjectState, TorchState
 from tests.harness import ranks
@@ -269,13 +269,13 @@ def mismatch():
 
 def break_gradients():
     """Have the next bucket of this rank raise between the meeting and the data."""
-    original = BucketExchange.execute
+    original = GradientBucket.execute
 
     def execute(self, *args):
-        BucketExchange.execute = original
+        GradientBucket.execute = original
         raise MemoryError("no room")
 
-    BucketExchange.execute = execute
+    GradientBucket.execute = execute
 
 
 class TestTraining:

@@ -113,7 +113,7 @@ def test_each_bucket_has_one_that_tells_of_the_others(monkeypatch, overlap):
     training = Training()
     for _ in range(8):
         training.step(*BOTH)
-    sizes = [len(members) for members in training.optimizer._reducer._sets[0].exchange.plan]
+    sizes = [len(members) for members in training.optimizer._reducer._sets[0].exchange.buckets.plan]
     assert len(sizes) > 1
     assert training.quick == [size - 1 if size >= 4 else 0 for size in sizes]
     assert any(training.quick)

@@ -544,7 +544,7 @@ def test_descriptors_depend_neither_on_buckets_nor_on_starts():
 
     for _ in range(3):
         step()
-    assert len(optimizer._reducer._sets[0].exchange.plan) == 100
+    assert len(optimizer._reducer._sets[0].exchange.buckets.plan) == 100
     assert descriptors() == before
     for _ in range(3):
         hvd.shutdown()

@@ -187,8 +187,8 @@ def test_sparse_tables_take_no_room_in_buckets_after_the_first_step():
         model(rows_of(hvd.rank(), step), second=True).backward()
         optimizer.step()
     exchange = optimizer._reducer._sets[0].exchange
-    assert exchange.apart == {0, 1}
-    assert [exchange.slot(number).size for number in range(4)] == [0, 0, 6, 2]
+    assert exchange.sparse_parameters == {0, 1}
+    assert [exchange.buckets.slot(number).size for number in range(4)] == [0, 0, 6, 2]
 
 
 @ranks(2)

@@ -190,10 +190,10 @@ def test_a_lane_that_counts(size):
         for _ in range(3):
             before = counter.sent()
             exchange.begin()
-            exchange.put(0, np.full(1200, hvd.rank(), np.float32))
+            exchange.buckets.put(0, np.full(1200, hvd.rank(), np.float32))
             exchange.mark(0)
             exchange.finish()
-            assert exchange.result_slot(0)[0] == (size - 1) / 2
+            assert exchange.buckets.result_slot(0)[0] == (size - 1) / 2
             sent.append(counter.sent() - before)
     finally:
         hvd.shutdown()

@@ -1,9 +1,9 @@
-"""What strategies remember, in checkpoints.
+"""The state of strategies in checkpoints.
 
-Residuals are each rank's own. A checkpoint that only rank 0 writes has rank 0's, which must not
-become everybody's: they would count as many times as there are ranks. `consolidate` gives all
-ranks the average of all, of which the sum is what it was; then any rank's is right for all,
-whatever the number of ranks that read it.
+Residuals differ from rank to rank. A checkpoint that only rank 0 writes has rank 0's, which must
+not be loaded on all ranks: they would count as many times as there are ranks. `consolidate` gives
+all ranks the average, which preserves the sum; then any rank's state is right for all, whatever the
+number of ranks that load it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _COMMON = -1
 
 
 def save(state: StrategyState, process_set: ProcessSet) -> dict[str, Any]:
-    """Return what is remembered, and whose it is; {}: nothing. After ``shutdown()``, too.
+    """Return the state and its owner; {} if there is none. It works after ``shutdown()``, too.
 
     Returns:
-        ``rank`` (-1: that of any rank is right for all), ``size`` and ``parameters``: arrays by
-        the parameter's name and what they are.
+        ``rank`` (-1: the state is right for all ranks), ``size`` and ``parameters``: arrays by the
+        name of the parameter and of the array.
 
     Raises:
         NotInitializedError: before ``init()``, or after ``shutdown()`` if nothing has been
@@ -50,13 +50,13 @@ def save(state: StrategyState, process_set: ProcessSet) -> dict[str, Any]:
 def load(
     state: StrategyState, saved: Mapping[str, Any], op: ReduceOp, process_set: ProcessSet
 ) -> None:
-    """Take over what `save` has returned on this rank, or on any after `consolidate`.
+    """Load what `save` has returned on this rank, or on any rank after `consolidate`.
 
-    What is another rank's is left alone, and this rank keeps what it has.
+    The state of another rank is ignored, and this rank keeps its own.
 
     Args:
-        state: to be filled.
-        saved: {}: nothing was remembered.
+        state: to fill.
+        saved: {}: there was no state.
         op: of the gradients.
         process_set: the ranks that take part.
     """
@@ -94,10 +94,10 @@ def _scaled(parameters: Mapping[str, Mapping[str, Any]], factor: float) -> Any:
 
 
 def consolidate(state: StrategyState, name: str, process_set: ProcessSet) -> None:
-    """Give every rank the average of what all ranks remember; collective.
+    """Give every rank the average of all ranks' states; collective.
 
     Args:
-        state: to be changed.
+        state: to change.
         name: of the operations, the same on all ranks.
         process_set: the ranks that take part.
 

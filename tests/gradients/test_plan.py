@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdlite.compression import Parameter
-from hvdlite.engine.plan import plan_buckets
+from hvdlite.gradients.plan import plan_buckets
 
 
 def parameters(*sizes, dtype="float32"):

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a bucket when they meet for its exchange."""
+"""The metadata of a bucket: what ranks tell each other when they meet for its exchange."""
 
 from __future__ import annotations
 
@@ -12,53 +12,49 @@ from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import GradientError
 from hvdlite.reduction import ReduceOp
 
-# What is said of a gradient; a sparse one is DENSE and the number of its sparse axes, which a rank
-# that has no gradient has to know.
+# The kind of a gradient. A sparse one is DENSE plus the number of its sparse axes, which a rank
+# without a gradient has to know.
 ABSENT, DENSE = 0, 1
-# Said of all gradients where parameters are not any more what the ranks have compared.
+# The kind of all gradients if the parameters are no longer what the ranks have compared.
 CONVERTED = 255
 
 ONLY_AVERAGES = "batch_size weights averages; use op=hvd.Average, or leave it out"
 
-# How many exchanges have gone before, and of how many samples the gradients are; -1: not said.
+# The number of previous exchanges, and the number of samples; -1: not given.
 _NUMBERS = struct.Struct("<qq")
-_MOST_SAMPLES = 2**53  # floats, of which weights are made, know no greater odd number
+_MOST_SAMPLES = 2**53  # weights are floats, which represent no greater odd number
 
 
-class Report(NamedTuple):
-    """What all ranks have told.
+class Metadata(NamedTuple):
+    """The metadata of all ranks.
 
     Attributes:
-        kinds: numbers of shape (ranks, parameters): 0 where a rank has no gradient, 1 for a dense
-            one, and for a sparse one 1 more than its sparse axes.
-        exchanges: how many exchanges of the bucket have gone before.
-        weights: what each rank's gradients are multiplied by, by rank; None: all count alike.
+        kinds: array of shape (ranks, parameters): 0 where a rank has no gradient, 1 for a dense
+            one, and for a sparse one 1 plus the number of its sparse axes.
+        absent: positions of parameters of which no rank has a dense gradient.
+        exchanges: the number of previous exchanges of the bucket.
+        weights: the factor of each rank's gradients, by rank; None: all count the same.
     """
 
     kinds: Any
-    exchanges: int
-    weights: Any
-
-    @property
-    def absent(self) -> list[int]:
-        """Positions of parameters of which no rank has a dense gradient."""
-        present: list[int] = np.flatnonzero(~(self.kinds == DENSE).any(axis=0)).tolist()
-        return present
+    absent: list[int]
+    exchanges: int = 0
+    weights: Any = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to exchange."""
-        return not (self.kinds == DENSE).any()
+        """Return whether there is nothing to exchange."""
+        return len(self.absent) == len(self.kinds[0])
 
 
 def checked_samples(batch_size: Any) -> int | None:
-    """Return how many samples a gradient is the average of, or None.
+    """Return the number of samples that a gradient is the average of, or None.
 
     Args:
         batch_size: as the user gives it: any kind of number, array or tensor of one element.
 
     Raises:
-        ValueError: it is no whole number from 0 on.
+        ValueError: it is not a whole number from 0 on.
     """
     if batch_size is None:
         return None
@@ -76,7 +72,7 @@ def checked_samples(batch_size: Any) -> int | None:
 
 
 def check_weighted(op: ReduceOp) -> None:
-    """Refuse to weight by numbers of samples what is no average.
+    """Require an average: only averages can be weighted by numbers of samples.
 
     Raises:
         ValueError: it is another reduction.
@@ -86,7 +82,7 @@ def check_weighted(op: ReduceOp) -> None:
 
 
 def check_not_local(batch_size: Any) -> None:
-    """Refuse to weight other ranks' gradients beside local ones, which are divided by their number.
+    """Refuse weights beside local gradients, which are divided by the number of ranks.
 
     Raises:
         ValueError: there is a number of samples.
@@ -99,15 +95,16 @@ def check_not_local(batch_size: Any) -> None:
         )
 
 
-def write(
+def encode(
     kinds: bytes | bytearray, exchanges: int | None, samples: int | None, replica: bytes = b""
 ) -> bytes:
-    """Return a rank's report.
+    """Return the metadata of this rank.
 
     Args:
         kinds: one for each parameter.
-        exchanges: those that have gone before; None: that is of no interest.
-        samples: of which the gradients are averages; None: all ranks' count alike.
+        exchanges: the number of previous exchanges; None: the strategy does not need it.
+        samples: the number of samples that the gradients are averages of; None: all ranks count
+            the same.
         replica: the digest of the rank's replica, if it is to be compared.
     """
     if exchanges is None and samples is None and not replica:
@@ -116,31 +113,35 @@ def write(
     return bytes(kinds) + numbers + replica
 
 
-def read_replicas(payloads: Sequence[bytes], parameters: int) -> list[bytes]:
+def decode_replicas(payloads: Sequence[bytes], parameters: int) -> list[bytes]:
     """Return the digests of the ranks' replicas, by rank; empty where there is none."""
     return [payload[parameters + _NUMBERS.size :] for payload in payloads]
 
 
-def read(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -> Report:
-    """Put all ranks' reports together, alike on every rank.
+def decode(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -> Metadata:
+    """Combine the metadata of all ranks; the result is the same on every rank.
 
-    A rank that has joined, whose payload is empty, counts as one that has what any has, of no
-    samples.
+    A rank that has joined, whose payload is empty, counts as one that has every gradient that
+    another rank has, of no samples.
 
     Args:
         payloads: by rank.
-        parameters: how many there are.
-        members: by what numbers messages call the ranks.
+        parameters: their number.
+        members: global ranks, used in messages.
 
     Raises:
-        GradientError: some ranks tell numbers of samples and others do not, or all have none.
+        GradientError: some ranks give numbers of samples and others do not, or all have none.
     """
     here = np.frombuffer(b"".join(payload[:parameters] for payload in payloads), np.uint8)
-    rows = iter(here.reshape(-1, parameters))
-    anywhere = here.reshape(-1, parameters).max(axis=0)
-    kinds = np.array([next(rows) if payload else anywhere for payload in payloads])
+    rows = here.reshape(-1, parameters)
+    kinds = rows
+    if len(rows) < len(payloads):
+        anywhere = rows.max(axis=0)
+        given = iter(rows)
+        kinds = np.array([next(given) if payload else anywhere for payload in payloads])
+    absent: list[int] = np.flatnonzero(~(kinds == DENSE).any(axis=0)).tolist()
     if all(len(payload) in (0, parameters) for payload in payloads):
-        return Report(kinds, 0, None)
+        return Metadata(kinds, absent)
     numbers = [
         _NUMBERS.unpack_from(payload, parameters) if len(payload) > parameters else (0, -1)
         for payload in payloads
@@ -149,8 +150,8 @@ def read(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -> 
     present = [rank for rank, payload in enumerate(payloads) if payload]
     samples = [numbers[rank][1] for rank in range(len(payloads))]
     if all(samples[rank] < 0 for rank in present):
-        return Report(kinds, exchanges, None)
-    return Report(kinds, exchanges, _weights(samples, present, members))
+        return Metadata(kinds, absent, exchanges)
+    return Metadata(kinds, absent, exchanges, _weights(samples, present, members))
 
 
 def _weights(samples: Sequence[int], present: Sequence[int], members: Sequence[int]) -> Any:

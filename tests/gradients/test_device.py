@@ -15,7 +15,7 @@ from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import lane as lanes
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients import GradientExchange, ReplicaCheck, describe_weights
-from hvdlite.gradients.device_step import DeviceStep
+from hvdlite.gradients.device import DeviceGradientBucket
 from hvdlite.reduction import Average, Sum
 from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
@@ -57,22 +57,22 @@ def exchange(rank, strategy=Compression.none, reduction=None, dtypes=("float32",
 
 
 def gradient(made, number, step, rank):
-    chosen = made.parameters[number]
+    chosen = made.buckets.parameters[number]
     return sample(rank, chosen.dtype.name, chosen.shape, seed=1000 * step + number)
 
 
 def mark_all(rank, made, step, numbers=None):
     """Let pending kernels write gradients, in an order that differs from rank to rank."""
-    order = list(range(len(made.parameters)) if numbers is None else numbers)
+    order = list(range(len(made.buckets.parameters)) if numbers is None else numbers)
     random.Random(10 * step + rank.rank).shuffle(order)
     for number in order:
-        made.slot(number)[...] = gradient(made, number, step, rank.rank)
+        made.buckets.slot(number)[...] = gradient(made, number, step, rank.rank)
         made.mark(number)
 
 
 def check(rank, made, step, size, op=Average):
-    for number in range(len(made.parameters)):
-        found = rank.memory.read(made.result_slot(number))
+    for number in range(len(made.buckets.parameters)):
+        found = rank.memory.read(made.buckets.result_slot(number))
         check_reduction(found, [gradient(made, number, step, r) for r in range(size)], op)
 
 
@@ -83,7 +83,7 @@ def test_averages_step_after_step(connect, size, predivide):
         reduction = Reduction(Average, predivide)
         dtypes = ["float32", "bfloat16", "float64"] if predivide == 1.0 else ["float32", "int32"]
         made = exchange(rank, reduction=reduction, dtypes=dtypes)
-        assert len(made.plan) > 3
+        assert len(made.buckets.plan) > 3
         for step in range(4):
             made.begin()
             mark_all(rank, made, step)
@@ -91,7 +91,7 @@ def test_averages_step_after_step(connect, size, predivide):
             check(rank, made, step, size)
             for number in range(12):
                 mine = gradient(made, number, step, rank.rank)
-                assert rank.memory.read(made.slot(number)).tobytes() == mine.tobytes()
+                assert rank.memory.read(made.buckets.slot(number)).tobytes() == mine.tobytes()
 
     on_all_ranks(train, connect(size).ranks)
 
@@ -105,12 +105,12 @@ def test_compression(connect, name):
             mark_all(rank, made, step)
             made.finish()
             for number in range(12):
-                total = np.zeros(made.parameters[number].shape, np.float32)
+                total = np.zeros(made.buckets.parameters[number].shape, np.float32)
                 for r in range(3):
                     part = gradient(made, number, step, r) / np.float32(3)
                     total += part.astype(kind).astype(np.float32)
                 expected = total.astype(kind).astype(np.float32)
-                found = rank.memory.read(made.result_slot(number))
+                found = rank.memory.read(made.buckets.result_slot(number))
                 np.testing.assert_array_equal(found, expected)
 
     on_all_ranks(train, connect(3).ranks)
@@ -124,7 +124,7 @@ def test_gradients_that_some_or_all_ranks_lack(connect):
             mark_all(rank, made, step, [n for n in range(11) if n % 2 == rank.rank or n < 4])
             assert made.finish() == [True] * 11 + [False]
             for number in range(11):
-                found = rank.memory.read(made.result_slot(number))
+                found = rank.memory.read(made.buckets.result_slot(number))
                 have = (0, 1) if number < 4 else (number % 2,)
                 check_reduction(found, [gradient(made, number, step, r) for r in have], Sum)
 
@@ -190,7 +190,7 @@ def test_a_stream_that_is_new_writes_slots_after_they_have_been_read(connect):
         other = node.new_stream()
         with rank.memory.on(other.ptr):
             for number in range(12):
-                made.slot(number)[...] = gradient(made, number, 2, rank.rank)
+                made.buckets.slot(number)[...] = gradient(made, number, 2, rank.rank)
         with node.lock:
             for stream in (rank.memory.main, other):
                 while node.advance(stream):
@@ -208,9 +208,9 @@ def test_averages_are_read_before_another_stream_s_step_overwrites_them(connect)
             made.begin()
             mark_all(rank, made, step)
             made.finish()
-        seen = [np.empty(made.parameters[number].shape, np.float32) for number in range(12)]
+        seen = [np.empty(made.buckets.parameters[number].shape, np.float32) for number in range(12)]
         for number, copy in enumerate(seen):
-            values = made.result_slot(number).values
+            values = made.buckets.result_slot(number).values
             memory.launch(lambda copy=copy, values=values: np.copyto(copy, values))
         made.begin()
         other = memory.node.new_stream()
@@ -227,7 +227,7 @@ def test_averages_are_read_before_another_stream_s_step_overwrites_them(connect)
 
 
 def test_without_the_event_of_a_bucket_old_data_travel(connect, monkeypatch):
-    monkeypatch.setattr(DeviceStep, "_seal", lambda step: None)
+    monkeypatch.setattr(DeviceGradientBucket, "_seal", lambda bucket: None)
 
     def train(rank):
         made = exchange(rank)
@@ -299,7 +299,7 @@ def test_replicas_that_differ(connect):
         made = GradientExchange(
             rank,
             "model",
-            made.parameters,
+            made.buckets.parameters,
             Compression.none,
             Reduction(),
             memory=rank.memory,

@@ -4,44 +4,44 @@ import numpy as np
 import pytest
 
 from hvdlite import GradientError
-from hvdlite.gradients import report
+from hvdlite.gradients import metadata
 
 MEMBERS = range(10)
 
 
-def read(*payloads, parameters=2, members=MEMBERS):
-    return report.read(payloads, parameters, members)
+def decode(*payloads, parameters=2, members=MEMBERS):
+    return metadata.decode(payloads, parameters, members)
 
 
 def test_what_is_of_no_interest_takes_no_bytes():
-    assert report.write(b"\x01\x00", None, None) == b"\x01\x00"
-    told = read(b"\x01\x00", b"\x00\x03")
+    assert metadata.encode(b"\x01\x00", None, None) == b"\x01\x00"
+    told = decode(b"\x01\x00", b"\x00\x03")
     assert told.kinds.tolist() == [[1, 0], [0, 3]]
     assert (told.exchanges, told.weights) == (0, None)
     assert told.absent == [1]  # a sparse one is not in the bucket
     assert not told.is_empty
-    assert read(b"\x00\x00", b"\x00\x03").is_empty
+    assert decode(b"\x00\x00", b"\x00\x03").is_empty
 
 
 def test_a_rank_that_joined_has_what_any_has_and_no_samples():
-    told = read(report.write(b"\x01\x00", 3, 6), b"", report.write(b"\x01\x00", 5, 2))
+    told = decode(metadata.encode(b"\x01\x00", 3, 6), b"", metadata.encode(b"\x01\x00", 5, 2))
     assert told.kinds.tolist() == [[1, 0]] * 3
     assert told.exchanges == 5
     np.testing.assert_allclose(told.weights, [6 * 3 / 8, 0, 2 * 3 / 8])
-    assert read(b"", b"\x01\x01").weights is None
+    assert decode(b"", b"\x01\x01").weights is None
 
 
 def test_an_average_of_weighted_gradients_is_that_of_all_samples():
-    told = read(*(report.write(b"\x01\x01", None, n) for n in (5, 0, 2)))
+    told = decode(*(metadata.encode(b"\x01\x01", None, n) for n in (5, 0, 2)))
     gradients = np.array([3.0, 100.0, -4.0])
     assert np.mean(told.weights * gradients) == pytest.approx((5 * 3 - 2 * 4) / 7)
 
 
 def test_some_who_do_not_say():
     with pytest.raises(GradientError, match="ranks 4, 6 gave no batch_size"):
-        read(
-            report.write(b"\x01\x01", 0, None),
-            report.write(b"\x01\x01", 0, 3),
+        decode(
+            metadata.encode(b"\x01\x01", 0, None),
+            metadata.encode(b"\x01\x01", 0, 3),
             b"\x01\x01",
             members=[4, 5, 6],
         )
@@ -49,4 +49,4 @@ def test_some_who_do_not_say():
 
 def test_nobody_has_samples():
     with pytest.raises(GradientError, match="batch_size is 0 on all ranks"):
-        read(report.write(b"\x01\x01", None, 0), b"")
+        decode(metadata.encode(b"\x01\x01", None, 0), b"")

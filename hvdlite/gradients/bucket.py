@@ -1,0 +1,275 @@
+"""A bucket of gradients, which is also the operation that exchanges it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hvdlite import timeline
+from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
+from hvdlite.engine import Handle, Operation
+from hvdlite.engine.operation import Signature
+from hvdlite.errors import HorovodInternalError
+from hvdlite.gradients import metadata, replicas
+from hvdlite.gradients.metadata import DENSE, Metadata
+from hvdlite.gradients.replicas import Snapshot
+from hvdlite.reduction import ReduceOp
+from hvdlite.transport import Transport
+
+
+class GradientBucket(Operation):
+    """A bucket: its arrays, its progress in the current step, and its exchange.
+
+    It is submitted once in every step; its payload says which gradients are there.
+
+    Args:
+        name: of the operation.
+        signature: of the whole plan.
+        arrays: the send and the result array.
+        strategy: how the bucket travels.
+        members: global ranks, used in messages.
+
+    Attributes:
+        arrays: as given.
+        strategy: as given.
+        absent: the number of gradients that have not arrived in this step.
+        samples: the number of samples that the gradients are averages of; None: all ranks count
+            the same.
+        snapshot: of this rank's replica, if the ranks compare them with this exchange.
+        pending: the handle of the exchange, once it has been submitted in this step.
+        abandoned: whether nobody waits for the exchange, because another bucket's has failed, or
+            an exception has ended the wait.
+        kinds: after the exchange, as in `Metadata`.
+        weight: after the exchange, the factor of this rank's gradients.
+        keeps_result: whether all exchanges write to one result array.
+    """
+
+    stands_in = True
+
+    def __init__(
+        self,
+        name: str,
+        signature: Signature,
+        arrays: Bucket,
+        strategy: Strategy,
+        members: Sequence[int],
+    ) -> None:
+        Operation.__init__(self, name, signature)
+        self.arrays = arrays
+        self.strategy = strategy
+        self.nbytes = arrays.send.nbytes
+        self._members = members
+        self._size = len(arrays.parameters)
+        self._all_dense = bytes([DENSE]) * self._size
+        self.kinds: Any = None
+        self.weight = 1.0
+        self.keeps_result = False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Reset the progress."""
+        self._kinds_here = bytearray(self._size)
+        self.absent = self._size
+        self.samples: int | None = None
+        self.snapshot: Snapshot | None = None
+        self.pending: Handle | None = None
+        self.abandoned = False
+        self.arrays.lent = {}
+
+    @property
+    def about(self) -> str:
+        """Return the names of the first parameters, for messages."""
+        names = [repr(parameter.name) for parameter in self.arrays.parameters]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        return f"gradients of {', '.join(names[:2])}{more}"
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a gradient has arrived in this step."""
+        return self.absent < self._size
+
+    @property
+    def has_gaps(self) -> bool:
+        """Return whether a gradient has not arrived, or is sparse."""
+        return self._kinds_here != self._all_dense
+
+    def check_new(self, position: int) -> None:
+        """Refuse a second gradient of a parameter in one step.
+
+        Raises:
+            ValueError: there has been one.
+        """
+        if self._kinds_here[position]:
+            name = self.arrays.parameters[position].name
+            raise ValueError(
+                f"the gradient of {name!r} was marked twice in one step; end the step by finish()"
+            )
+
+    def mark(self, position: int, sparse_axes: int = 0) -> None:
+        """Record that a gradient has arrived: in its slot, or sparse, which takes another way."""
+        self.check_new(position)
+        self._kinds_here[position] = DENSE + sparse_axes
+        self.absent -= 1
+
+    def mark_all(self) -> None:
+        """Record that all gradients have arrived, in their slots."""
+        for position in range(self._size) if self.has_begun else ():
+            self.check_new(position)
+        self._kinds_here[:] = self._all_dense
+        self.absent = 0
+
+    def unread(self, position: int, among: slice) -> slice:
+        """Return the elements of a gradient that no other rank reads.
+
+        Args:
+            position: its parameter's.
+            among: such elements of the bucket, for strategies that read no more than dense
+                reduction does.
+        """
+        reduction = self.arrays.reduction
+        is_plain = self.strategy.is_identity and reduction.before.is_identity
+        if not is_plain or reduction.op is ReduceOp.ADASUM:
+            return slice(0, 0)
+        start, stop = self.arrays.bounds[position : position + 2]
+        first, last = max(among.start, start), min(among.stop, stop)
+        return slice(first - start, last - start) if first < last else slice(0, 0)
+
+    def prepare_submission(self) -> None:
+        """Zero the slots of gradients that are absent or sparse, and write the payload."""
+        if self.has_gaps:
+            for position, kind in enumerate(self._kinds_here):
+                if kind != DENSE:
+                    self.arrays.send_slot(position)[...] = 0
+        exchanges = self.arrays.state.count if self.strategy.stateful else None
+        replica = b"" if self.snapshot is None else self.snapshot.digest
+        self.payload = metadata.encode(self._kinds_here, exchanges, self.samples, replica)
+
+    def wait(self) -> None:
+        """Wait for the exchange, if it has been submitted."""
+        if self.pending is not None:
+            self.pending.wait()
+
+    def settle(self) -> None:
+        """Wait until the exchange has ended, also in failure, so that slots may be written."""
+        with contextlib.suppress(HorovodInternalError):
+            self.wait()
+
+    def order_writes(self) -> None:
+        """Order writes into slots after the last exchange; on the host its end does that."""
+
+    def compare_replicas(self, payloads: Sequence[bytes], transport: Transport) -> None:
+        """Compare the ranks' replicas, if any rank has sent a digest of its own.
+
+        Raises:
+            MismatchError: on all ranks; they differ.
+        """
+        digests = metadata.decode_replicas(payloads, self._size)
+        if any(digests):
+            replicas.compare(digests, self.snapshot, transport)
+
+    def receive_metadata(self, payloads: Sequence[bytes], rank: int) -> Metadata:
+        """Take over the metadata of all ranks.
+
+        Raises:
+            GradientError: as `metadata.decode`.
+        """
+        found = metadata.decode(payloads, self._size, self._members)
+        self.kinds = found.kinds
+        self.weight = 1.0 if found.weights is None else float(found.weights[rank])
+        self.arrays.count, self.arrays.absent = found.exchanges, found.absent
+        return found
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
+        """Exchange the bucket, unless no rank has a dense gradient in it.
+
+        Raises:
+            GradientError: on all ranks, see `exchange_bucket` and `metadata.decode`.
+            MismatchError: on all ranks, see `replicas.compare`.
+        """
+        self.compare_replicas(payloads, transport)
+        found = self.receive_metadata(payloads, transport.rank)
+        arrays, strategy = self.arrays, self.strategy
+        if not arrays.send.size or found.is_empty:
+            return None
+        if not self.keeps_result:
+            arrays.renew()
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            exchange_bucket(strategy, arrays, transport, self.weight)
+        if not self.keeps_result:
+            transport.release(arrays.result)  # its owner's now
+        if strategy.stateful:
+            arrays.state.count = found.exchanges + 1
+            arrays.state.belong(transport.rank, transport.size)
+        return None
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """Return what makes the exchange of this bucket without any gradient."""
+        described = self.strategy, self.arrays.parameters, self.arrays.reduction
+        return partial(EmptyBucket, self.name, self.signature, *described)
+
+
+class EmptyBucket(Operation):
+    """The exchange of a bucket on a rank that has joined.
+
+    Args:
+        name: of the operation.
+        signature: of the whole plan.
+        strategy: how the bucket travels.
+        parameters: of the bucket.
+        reduction: sum or average.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: Signature,
+        strategy: Strategy,
+        parameters: Sequence[Parameter],
+        reduction: Reduction,
+    ) -> None:
+        super().__init__(name, signature)
+        self._strategy = strategy
+        self._parameters = parameters
+        self._reduction = reduction
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
+        """Exchange zeros, unless no rank has a dense gradient in the bucket.
+
+        Raises:
+            GradientError, MismatchError: as on the other ranks.
+        """
+        size = len(self._parameters)
+        digests = metadata.decode_replicas(payloads, size)
+        if any(digests):
+            replicas.compare(digests, None, transport)
+        found = metadata.decode(payloads, size, transport.members)
+        arrays = Bucket(self._parameters, self._reduction, transport.empty)
+        if arrays.send.size and not found.is_empty:
+            arrays.send[...] = 0
+            arrays.count, arrays.absent = found.exchanges, found.absent
+            exchange_bucket(self._strategy, arrays, transport)
+
+
+class LayoutComparison(Operation):
+    """The comparison of a layout and of replicas, where there is no bucket to exchange."""
+
+    stands_in = True
+
+    def __init__(self, name: str, signature: Signature, snapshot: Snapshot | None = None) -> None:
+        super().__init__(name, signature, b"" if snapshot is None else snapshot.digest)
+        self._snapshot = snapshot
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """Return what makes the same comparison."""
+        return partial(LayoutComparison, self.name, self.signature)
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
+        """Compare the ranks' replicas, if one has sent a digest of its own.
+
+        Raises:
+            MismatchError: on all ranks; they differ.
+        """
+        if any(payloads):
+            replicas.compare(payloads, self._snapshot, transport)

@@ -1,0 +1,133 @@
+"""A bucket of gradients in device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdlite import timeline
+from hvdlite.compression import Bucket, Strategy
+from hvdlite.engine.device import DeviceMemory, DeviceOperation, DeviceResult
+from hvdlite.engine.operation import Signature
+from hvdlite.gradients.bucket import GradientBucket
+from hvdlite.reduction import Scaling
+from hvdlite.transport import Transport
+from hvdlite.transport.gpu.base import DeviceTransport
+from hvdlite.transport.gpu.cuda import Event
+
+
+class DeviceGradientBucket(GradientBucket, DeviceOperation):
+    """A bucket of tensors on a device.
+
+    A gradient is copied into it on the stream that is current when it is marked, and the
+    exchange follows all these streams. `wait` makes the current stream follow the exchange.
+
+    Args:
+        name, signature, strategy, members: as in `GradientBucket`.
+        arrays: tensors in ``memory``.
+        memory: of the device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        signature: Signature,
+        arrays: Bucket,
+        strategy: Strategy,
+        members: Sequence[int],
+        memory: DeviceMemory,
+    ) -> None:
+        self.memory = memory
+        self.tensors = (arrays.send, arrays.result)
+        self.value = None
+        # Earlier users of this memory did so before this point.
+        self._allocated = memory.cuda.record(memory.index, memory.stream())
+        self._read: Event | None = None  # the end of the last exchange
+        self._behind: set[int] = set()  # the streams that have waited for it
+        super().__init__(name, signature, arrays, strategy, members)
+        self.keeps_result = True
+
+    def begin_step(self) -> None:
+        """Reset the progress."""
+        super().begin_step()
+        # The streams that copy averages from the result do so before it is written again.
+        self._streams: set[int] = set(self._behind)
+        self.ready = [self._allocated]
+
+    def order_writes(self) -> None:
+        """Let writes of the current stream into slots wait for the last exchange.
+
+        A stream that has not waited for that exchange might overtake it.
+        """
+        stream = self.memory.stream()
+        if self._read is not None and stream not in self._behind:
+            self.memory.cuda.wait_event(self.memory.index, stream, self._read)
+            self._behind.add(stream)
+
+    def mark(self, position: int, sparse_axes: int = 0) -> None:
+        """Record a gradient that the current stream brings."""
+        super().mark(position, sparse_axes)
+        self._use_stream()
+
+    def mark_all(self) -> None:
+        """Record that the current stream brings all gradients."""
+        super().mark_all()
+        self._use_stream()
+
+    def prepare_submission(self) -> None:
+        """Zero the slots of gradients that are absent or sparse, and write the payload."""
+        if self.has_gaps:
+            self.order_writes()
+            super().prepare_submission()
+            self._streams.add(self.memory.stream())
+            self._seal()
+        else:
+            super().prepare_submission()
+
+    def wait(self) -> None:
+        """Wait until the exchange is under way, and let the current stream wait for it."""
+        if self.pending is not None:
+            self.pending.wait().take()
+            stream = self.memory.stream()
+            self._read = self.memory.cuda.record(self.memory.index, stream)
+            self._behind = {stream}
+
+    def _use_stream(self) -> None:
+        self._streams.add(self.memory.stream())
+        if not self.absent:
+            self._seal()
+
+    def _seal(self) -> None:
+        # Here and not in `prepare_submission`: that may be in another thread, and much later.
+        cuda, index = self.memory.cuda, self.memory.index
+        self.ready += [cuda.record(index, stream) for stream in self._streams]
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> DeviceResult:
+        """Send the exchange to the device, unless the ranks' replicas differ.
+
+        Raises:
+            GradientError: as `metadata.decode`, on all ranks.
+            MismatchError: as `compare_replicas`.
+        """
+        self.compare_replicas(payloads, transport)
+        return DeviceOperation.execute(self, transport, payloads)
+
+    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
+        """Take over the metadata of all ranks.
+
+        Raises:
+            GradientError: as `metadata.decode`, on all ranks.
+        """
+        self._metadata = self.receive_metadata(payloads, rank)
+
+    def exchange(self, transport: DeviceTransport) -> None:
+        """Exchange the bucket, unless no rank has a dense gradient in it."""
+        if self._metadata.is_empty:
+            return
+        arrays, memory = self.arrays, self.memory
+        send, result = memory.array(arrays.send), memory.array(arrays.result)
+        dtype = arrays.parameters[0].dtype
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            if self.weight != 1.0:
+                transport.scale(send, result, Scaling(self.weight), dtype)
+                send = result
+            self.strategy.exchange_on_device(send, result, dtype, arrays.reduction, transport)
