@@ -1,7 +1,8 @@
-"""The table of the public interface in docs/api.md, from the code: ``python -m tests.api_table``.
+"""The tables of the public interface in docs, from the code: ``python -m tests.api_table``.
 
-For each call of the interface it shows the signature, and a test that uses it: of the functions in
-`tests` that do, the one whose name and whose other calls fit best.
+For each call of the interface docs/api.md shows the signature, and a test that uses it: of the
+functions in `tests` that do, the one whose name and whose other calls fit best. For each registered
+strategy docs/compression.md shows the first line of its docstring, and the sources that it cites.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hvdlite.compression import Strategy
+from hvdlite.compression import Compression, Strategy, registered
 from hvdlite.process_sets import global_process_set
 from hvdlite.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "api.md"
+STRATEGIES = ROOT / "docs" / "compression.md"
+_ABOUT_STRATEGIES = re.compile(r"(?<=<!-- strategies -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
+
+# Holds every registered strategy to the same laws.
+_LAWS = "tests/compression/test_laws.py::test_no_more_than_two_buckets"
 
 INTRODUCTION = """# The public interface
 
@@ -100,11 +106,7 @@ SECTIONS: list[tuple[str, str, str]] = [
     (
         "hvdlite",
         "How and when gradients travel (in every adapter)",
-        """Compression Compression.Cast Compression.Float8 Compression.Blockwise8
-        Compression.Natural Compression.TopK Compression.Threshold Compression.RandomK
-        Compression.DeepGradientCompression Compression.Sign Compression.MajorityVote
-        Compression.TwoBit Compression.QSGD Compression.TernGrad Compression.PowerSGD
-        Compression.ErrorFeedback Compression.WarmUp Compression.ByParameter
+        f"""Compression {" ".join(f"Compression.{name}" for name in registered())}
         Schedule Schedule.EveryStep Schedule.Accumulate Schedule.PartialSync Schedule.LocalSGD
         Schedule.DiLoCo singa advise""",
     ),
@@ -190,6 +192,26 @@ def table() -> str:
     return "".join([*parts, SETTINGS, *_settings()])
 
 
+def about_strategies() -> str:
+    """Return the text of docs/compression.md."""
+    rows = "\n".join(_strategies())
+    return _ABOUT_STRATEGIES.sub(lambda _: rows, STRATEGIES.read_text())
+
+
+def _strategies() -> Iterator[str]:
+    """Yield a table of the registered strategies, by lines."""
+    yield "| `hvd.Compression.` | | source |\n|---|---|---|"
+    for name, found in vars(Compression).items():
+        kind = found if isinstance(found, type) else type(found)
+        if issubclass(kind, Strategy):
+            call = ""
+            if kind is found:
+                call = f"({', '.join(inspect.signature(found).parameters)})"
+            text = kind.__doc__ or ""
+            sources = ", ".join(re.findall(r"arXiv:\d+\.\d+", text))
+            yield f"| `{name}{call}` | {text.splitlines()[0]} | {sources} |"
+
+
 def _settings() -> Iterator[str]:
     """Yield a line for each setting, with the comment above it."""
     source = inspect.getsource(Settings)
@@ -247,6 +269,8 @@ def covering_test(module: str, name: str) -> str:
     """
     fits = [(_fit(function, module, name), function.label) for function in _functions()]
     best, label = max(fits, key=lambda fit: (fit[0], -len(fit[1]), fit[1]))
+    if not best and name.removeprefix("Compression.") in registered():
+        return _LAWS
     if not best:
         raise LookupError(f"no test uses {module}.{name}")
     return label
@@ -360,8 +384,9 @@ def _scopes(tree: ast.Module) -> Iterator[tuple[str, list[ast.stmt]]]:
 
 
 def main() -> None:
-    """Write the table."""
+    """Write the tables."""
     TABLE.write_text(table())
+    STRATEGIES.write_text(about_strategies())
     print(f"{TABLE.relative_to(ROOT)}: {table().count(chr(10))} lines")
 
 

@@ -17,6 +17,12 @@ def test_it_is_up_to_date(table):
     assert api_table.TABLE.read_text() == table, "run `python -m tests.api_table`"
 
 
+def test_the_strategies_are_up_to_date():
+    text = api_table.about_strategies()
+    assert api_table.STRATEGIES.read_text() == text, "run `python -m tests.api_table`"
+    assert "| `TopK(ratio, count, per)` | Send the entries of the greatest" in text
+
+
 def test_no_cell_is_empty(table):
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) > 170

@@ -30,7 +30,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, repr=False)
 class Cast(Strategy):
-    """Send 16-bit floats, optionally scaled into the type's range.
+    """Send gradients rounded to 16-bit floats, which halves the bytes of float32.
 
     An average is divided before rounding, so that the sum stays in range, and the sum is
     accumulated in float32. Types that are not wider floats are exchanged unchanged.

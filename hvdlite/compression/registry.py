@@ -21,8 +21,9 @@ class Compression:
     Those in lower case are ready to be used, as Horovod's are; the others are classes with
     settings: ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
 
-    To add a strategy, derive a class from `Strategy` in a file of its own, and give it a name
-    here: the tests hold it to the laws of all strategies, and the documentation lists it.
+    To add a strategy, derive a class from `Strategy` in a file of its own, and name it here: the
+    tests then hold it to the laws of all strategies, and ``python -m tests.api_table`` adds it to
+    the documentation.
     """
 
     none: Strategy = DENSE

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from hvdlite.compression import Compression, Strategy, registered
+from hvdlite.compression import Compression, Parameter, Strategy, registered
 
 C = Compression
+
+
+def _fp16_but_scalars(parameter: Parameter) -> Strategy:
+    return C.fp16 if parameter.shape else C.none
+
 
 #: Settings that are tried instead of the default ones.
 SETTINGS: dict[type[Strategy], list[Strategy]] = {
@@ -22,9 +27,7 @@ SETTINGS: dict[type[Strategy], list[Strategy]] = {
     C.PowerSGD: [C.PowerSGD(1), C.PowerSGD(2, min_compression=0.5, warm_start=False)],
     C.ErrorFeedback: [],  # below, around every other one
     C.WarmUp: [C.WarmUp(C.fp16, 2), C.WarmUp(C.ErrorFeedback(C.TopK(0.2)), 1)],
-    C.ByParameter: [
-        C.ByParameter(lambda parameter: C.fp16 if parameter.shape else C.none, [C.none, C.fp16])
-    ],
+    C.ByParameter: [C.ByParameter(_fp16_but_scalars, [C.none, C.fp16])],
 }
 
 

@@ -1,21 +1,59 @@
-"""State that strategies keep, and the temporary memory of an exchange."""
+"""Laws of every registered strategy: values, saved state, finite state, and temporary memory."""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import tracemalloc
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
-from hvdlite.compression import Bucket, Parameter, Reduction, exchange_bucket
+from hvdlite.compression import Bucket, Parameter, Reduction, StrategyState, exchange_bucket
 from hvdlite.errors import GradientError
 from hvdlite.transport import Loopback
 from tests.compression.ranks import Ranks, gradients_of
 from tests.compression.strategies import STRATEGIES
 
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+every_stateful = pytest.mark.parametrize(
+    "strategy", [each for each in STRATEGIES if each.stateful], ids=repr
+)
 
-@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each.stateful], ids=repr)
+
+@every_strategy
+def test_a_strategy_is_a_value(strategy):
+    """Ranks compare names, and a rank that has joined gets a strategy as a pickle."""
+    settings = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+    same = type(strategy)(**settings)
+    assert strategy == same
+    assert hash(strategy) == hash(same)
+    assert strategy.name == same.name == repr(strategy).removeprefix("Compression.")
+    restored = pickle.loads(pickle.dumps(strategy))
+    assert restored == strategy
+    assert restored.is_identity == strategy.is_identity
+
+
+@every_stateful
+def test_steps_after_a_checkpoint_have_the_same_bits(strategy):
+    shapes = {"a": (40, 30), "b": (7,), "c": ()}
+    ranks, others = Ranks(2, strategy), Ranks(2, strategy)
+    for step in range(4):
+        gradients = gradients_of(2, shapes, step)
+        found, expected = ranks.step(gradients), others.step(gradients)
+        for name in shapes:
+            assert found[name].tobytes() == expected[name].tobytes()
+        for rank, state in enumerate(ranks.states):
+            saved = state.state_dict()
+            assert all(
+                isinstance(each, np.ndarray) for entry in saved.values() for each in entry.values()
+            )
+            ranks.states[rank] = StrategyState()
+            ranks.states[rank].load_state_dict(saved)
+
+
+@every_stateful
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_what_is_not_finite_is_not_remembered(strategy, bad, everywhere, caplog):
@@ -43,7 +81,7 @@ def test_what_is_not_finite_is_not_remembered(strategy, bad, everywhere, caplog)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@every_strategy
 def test_no_more_than_two_buckets(strategy):
     """A single rank adds up all of it; several ranks share that work."""
     parameters = [Parameter(name, (1024, 1024), np.dtype(np.float32)) for name in ("a", "b")]
