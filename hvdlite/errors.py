@@ -13,6 +13,7 @@
     ├── NotInitializedError        a call before ``init()``
     ├── UnsupportedError           what a call does not do; also a NotImplementedError
     ├── SettingsError              an environment variable that cannot be read
+    ├── StartError                 ``hvdliterun`` or ``hvdlite.run`` cannot start a job
     └── CheckpointError            a checkpoint that is damaged, foreign or does not fit
 
 A mistake in the caller's own arguments is a plain ``ValueError`` (or ``TypeError``),
@@ -76,6 +77,21 @@ class NotInitializedError(ValueError):
 
 class SettingsError(ValueError):
     """An environment variable holds a value that hvdlite cannot read."""
+
+
+class StartError(ValueError):
+    """``hvdliterun`` or ``hvdlite.run`` cannot start a job.
+
+    Args:
+        message: one line that says what was found and what to do.
+        code: exit code of the launcher (2, or 126 and 127 as in a shell).
+    """
+
+    USAGE, NOT_EXECUTABLE, NOT_FOUND = 2, 126, 127
+
+    def __init__(self, message: str, code: int = USAGE) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class CheckpointError(ValueError):

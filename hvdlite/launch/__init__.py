@@ -2,25 +2,22 @@
 
 ::
 
-    cli          the job that the command line describes
-    options      the options, also those of horovodrun
+    cli          hvdliterun: the job that the command line describes
+    options      its options, also those of horovodrun
+    check_build  --check-build
+    function     hvdlite.run and hvdlite.spawn: a Python function in the place of the command
     hosts        -H and --hostfile
-    mpirun       Open MPI, MPICH, Intel MPI: finding them, and how each is called
     environment  the variables that the ranks get
-    command      the user's command, checked before N processes are started
+    mpirun       Open MPI, MPICH, Intel MPI: finding them, and how each is called
     job          a running mpirun: signals, failures, the exit code
-    rank         the small process around each rank that names the one that failed
-    build        --check-build
 
-and for a Python function in the place of the command::
+The ranks and the launcher::
 
-    function     run and spawn
-    calls        how the ranks are started, and what came of it
-    worker       what each rank runs
-    parcel       functions, arguments and results as they travel
-    account      exceptions as they travel
-    wire, post   the connection to the caller, a rank's end and the caller's
-    stream       what a rank prints, on its way there
+    rank         the small process around each rank, which names the one that failed
+    worker       the program that each rank of hvdlite.run runs
+    protocol     the connection between a rank and the launcher
+    server       the launcher's end of all connections
+    pickling     functions, results and exceptions as they travel
 """
 
 from __future__ import annotations

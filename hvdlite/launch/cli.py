@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
+from hvdlite.errors import StartError
 from hvdlite.horovod.finder import with_bootstrap
-from hvdlite.launch import build, job, mpirun, rank
-from hvdlite.launch.command import check, resolve
+from hvdlite.launch import check_build, job, mpirun, rank
 from hvdlite.launch.environment import exported, on_this_host, with_own_package
-from hvdlite.launch.errors import LaunchError
 from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
 from hvdlite.launch.options import (
     mpirun_arguments,
@@ -21,6 +21,7 @@ from hvdlite.launch.options import (
     variables,
     without_effect,
 )
+from hvdlite.launch.server import serving
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv)
         if options.check_build:
-            print(build.report(os.environ))
+            print(check_build.report(os.environ))
             return 0
         return _launch(options)
-    except LaunchError as error:
+    except StartError as error:
         job.say(str(error))
         return error.code
     except KeyboardInterrupt:
@@ -66,27 +67,27 @@ def _launch(options: argparse.Namespace) -> int:
     settings.update(asked)
     added = program.settings(root=os.geteuid() == 0, here=here)
     output = _output_folder(options.output_filename)
-    with job.inbox() as box:
+    with serving() as server:
         launch = mpirun.Launch(
             num_proc=options.num_proc,
             hosts=hosts,
             exported=[] if here else exported(settings),
             extra=_extra(options, program),
-            command=[sys.executable, "-I", "-S", rank.__file__, box.path, output, *command],
+            command=[sys.executable, "-I", "-S", rank.__file__, server.address, output, *command],
         )
         arguments = program.arguments(launch)
         if options.verbose:
             news = {name: value for name, value in added.items() if name not in settings}
             _show(arguments, {**news, **asked})
-        return job.run(arguments, {**added, **settings}, box, program.quiet_end)
+        return job.run(arguments, {**added, **settings}, server, program.quiet_end)
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
     if options.num_proc is None:
-        raise LaunchError("-np is missing: give the number of processes, e.g. -np 2")
+        raise StartError("-np is missing: give the number of processes, e.g. -np 2")
     hosts = []
     if options.hosts is not None and options.hostfile is not None:
-        raise LaunchError("-H is not allowed with --hostfile: give one of them")
+        raise StartError("-H is not allowed with --hostfile: give one of them")
     if options.hosts is not None:
         hosts = parse_hosts(options.hosts)
     elif options.hostfile is not None:
@@ -100,10 +101,50 @@ def _command(options: argparse.Namespace) -> list[str]:
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
-        raise LaunchError("there is no command to run, e.g. hvdliterun -np 2 python train.py")
+        raise StartError("there is no command to run, e.g. hvdliterun -np 2 python train.py")
     if ":" in command:
-        raise LaunchError("an argument ':' cannot be passed on: mpirun takes it for its own")
+        raise StartError("an argument ':' cannot be passed on: mpirun takes it for its own")
     return command
+
+
+def resolve(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command and its environment, with a ``python`` that exists.
+
+    Where ``python`` is not on ``PATH`` (an environment that is not activated), it is the one
+    that runs the launcher, and the programs beside it are found first.
+    """
+    path = environment.get("PATH", os.defpath)
+    if command[0] == "python" and shutil.which("python", path=path) is None:
+        own = os.path.dirname(sys.executable)
+        path = os.pathsep.join([own, environment.get("PATH", os.defpath)])
+        return [sys.executable, *command[1:]], {**environment, "PATH": path}
+    return list(command), dict(environment)
+
+
+def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse a command that cannot be started on this host.
+
+    Raises:
+        StartError: there is no such program (code 127), it is not executable (126), or the
+            Python script does not exist (2, as Python itself has it).
+    """
+    program = command[0]
+    if shutil.which(program, path=environment.get("PATH", os.defpath)) is None:
+        if os.path.isdir(program):
+            raise StartError(f"{program} is a folder, not a program", StartError.NOT_EXECUTABLE)
+        if os.path.exists(program) and os.sep in program:
+            raise StartError(
+                f"{program} is not executable; for a Python script: "
+                f"hvdliterun ... python {program}",
+                StartError.NOT_EXECUTABLE,
+            )
+        raise StartError(f"{program}: command not found", StartError.NOT_FOUND)
+    if os.path.basename(program).startswith("python") and len(command) > 1:
+        script = command[1]
+        if script.endswith(".py") and not os.path.exists(script):
+            raise StartError(f"{script}: no such file")
 
 
 def _extra(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
@@ -119,7 +160,7 @@ def _extra(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
 def _timeline(name: str) -> str:
     path = os.path.abspath(name)
     if not os.path.basename(name) or os.path.isdir(path):
-        raise LaunchError(f"--timeline-filename {name}: found a folder, expected a file")
+        raise StartError(f"--timeline-filename {name}: found a folder, expected a file")
     _make_folder("--timeline-filename", os.path.dirname(path))
     return path
 
@@ -135,7 +176,7 @@ def _make_folder(option: str, name: str) -> None:
     try:
         os.makedirs(name, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"{option} {name}: {error.strerror}") from None
+        raise StartError(f"{option} {name}: {error.strerror}") from None
 
 
 def _show(arguments: Sequence[str], variables: Mapping[str, str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -40,12 +39,6 @@ def exported(environment: Mapping[str, str]) -> list[str]:
 def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
     """Tell whether all ranks run here: where no host is named, a batch system may have others."""
     return all_local(hosts) and (bool(hosts) or not any(name in environment for name in _BATCH))
-
-
-def with_own_programs(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment with the programs beside this Python first on ``PATH``."""
-    own = os.path.dirname(sys.executable)
-    return {**environment, "PATH": os.pathsep.join([own, environment.get("PATH", os.defpath)])}
 
 
 def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:

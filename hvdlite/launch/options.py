@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdlite import __version__, settings
-from hvdlite.errors import SettingsError
+from hvdlite.errors import SettingsError, StartError
 from hvdlite.launch import job
-from hvdlite.launch.errors import USAGE, LaunchError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +274,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     counts more than the file.
 
     Raises:
-        LaunchError: the file cannot be read.
+        StartError: the file cannot be read.
         SystemExit: a mistake in either, of which the user has been told; or a request for help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -323,7 +322,7 @@ def mpirun_arguments(options: argparse.Namespace) -> list[str]:
     """Return the arguments for mpirun that the user has given.
 
     Raises:
-        LaunchError: a quotation mark is missing.
+        StartError: a quotation mark is missing.
     """
     words = []
     for name in ("mpi_args", "binding_args"):
@@ -331,7 +330,7 @@ def mpirun_arguments(options: argparse.Namespace) -> list[str]:
         try:
             words += shlex.split(text)
         except ValueError as error:
-            raise LaunchError(f"--{name.replace('_', '-')}={text}: {error}") from None
+            raise StartError(f"--{name.replace('_', '-')}={text}: {error}") from None
     return words
 
 
@@ -347,7 +346,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
         job.say(f"{self.source}{message} (see hvdliterun --help)")
-        sys.exit(USAGE)
+        sys.exit(StartError.USAGE)
 
 
 def _parser() -> _Parser:
@@ -402,7 +401,7 @@ def _configured(path: str) -> Iterator[str]:
         elif option.values:
             yield f"{option.flag}={value}"
         elif not isinstance(value, bool):
-            raise LaunchError(
+            raise StartError(
                 f"--config-file {path}: {section}.{key} is {value!r}, expected true or false"
             )
         elif value:
@@ -416,7 +415,7 @@ def _entries(path: str) -> Iterator[tuple[str, str, Any]]:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise LaunchError(
+        raise StartError(
             f"--config-file {path}: YAML files need PyYAML; install it with `pip install pyyaml`"
         ) from None
     try:
@@ -424,10 +423,10 @@ def _entries(path: str) -> Iterator[tuple[str, str, Any]]:
             sections = yaml.safe_load(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
-        raise LaunchError(f"--config-file {path}: {reason}") from None
+        raise StartError(f"--config-file {path}: {reason}") from None
     if not isinstance(sections, dict):
         found = type(sections).__name__
-        raise LaunchError(f"--config-file {path}: found {found}, expected sections, as `params:`")
+        raise StartError(f"--config-file {path}: found {found}, expected sections, as `params:`")
     for section, entries in sections.items():
         if not isinstance(entries, dict):
             # As in `controller: mpi`, which has no keys.

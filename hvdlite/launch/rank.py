@@ -1,9 +1,9 @@
 """The process around each rank: it starts the command, waits, and names the rank that fails.
 
-mpirun runs this file by its path (``python -I -S rank.py REPORT OUTPUT COMMAND...``), so it
-imports nothing of hvdlite and starts in a few milliseconds. REPORT is the launcher's FIFO or, for
-`hvdlite.run`, the address of its socket, which gets the command's output as well; OUTPUT is the
-folder for the ranks' output. An empty string stands for none.
+mpirun runs this file by its path (``python -I -S rank.py ADDRESS OUTPUT COMMAND...``), so it
+imports nothing of hvdlite and starts in a few milliseconds. ADDRESS is the launcher's, as
+`protocol.connect` takes it; empty: there is none. OUTPUT is the folder for the ranks' output, ``-``
+for the launcher, which `hvdlite.run` uses, or empty: mpirun passes the output on.
 
 A rank that calls ``shutdown()`` (at its exit, too) notes it in the folder HVDLITE_LAUNCHER_FOLDER
 before the other ranks can fail because of it. The processes around those wait until the first rank
@@ -12,9 +12,13 @@ has ended before they report, so that a rank which ends by ``sys.exit(3)`` is th
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -37,44 +41,48 @@ _END = 8.0
 # Seconds that a rank has to end after the first word of it.
 _LEAVE = 5.0
 
-END_JOB = "end"
+_MOST_AT_ONCE = 1 << 16
+_LONGEST_LINE = 1 << 16
+
 FOLDER = "HVDLITE_LAUNCHER_FOLDER"
 """The environment variable with a folder for this rank alone, removed at the end of the job."""
 LEAVING = "leaving."
 """The beginning of the name of a note of leaving; `time.monotonic_ns` is the rest."""
 
-_WIRE = "wire:"
+TO_LAUNCHER = "-"
+"""OUTPUT where the launcher prints what the ranks do."""
 _UNREACHABLE = 69  # EX_UNAVAILABLE
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run a rank's command, and end in the same way as it did."""
-    report, output, *command = arguments
+    address, output, *command = arguments
     manager = os.getppid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     die_with_parent(manager, signal.SIGTERM)
-    stream = _stream(report, output) if report.startswith(_WIRE) else None
-    folder = _own_folder(report)
+    channel = _connect(address)
+    forwarding = _Forwarding(channel) if output == TO_LAUNCHER and channel else None
+    folder = _own_folder(address)
     this = os.getpid()
     child = os.fork()
     if child == 0:
         die_with_parent(this)
-        if stream:
-            stream.enter()
-        _run(command, output, folder, mask)
-    if stream:
-        stream.start()
+        if forwarding:
+            forwarding.enter()
+        _run(command, "" if forwarding else output, folder, mask)
+    if forwarding:
+        forwarding.start()
     code, signs = _wait(child, manager)
     if code and not signs:
         signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
-        _tell(stream or report, code, folder, under_way=bool(signs))
+        _report(channel, code, folder, under_way=bool(signs))
     else:
         _forget_notes(folder)
-    if stream:
-        if code == 0:
-            stream.left()
-        stream.finish(_READ)
+    if code == 0 and channel:
+        _send(channel, "LEFT")
+    if forwarding:
+        forwarding.finish(_READ)
     _end(code)
 
 
@@ -119,26 +127,89 @@ def shell_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _stream(address: str, output: str) -> Any:
-    """The connection to the caller of `hvdlite.run`."""
-    from types import ModuleType
-
-    # A package of that name, since hvdlite's own would load numpy and more.
-    package = ModuleType("hvdlite")
-    package.__path__ = [os.path.dirname(os.path.dirname(__file__))]
-    sys.modules["hvdlite"] = package
-    from hvdlite.launch.stream import Stream
-
+def _connect(address: str) -> Any:
+    """Return the channel to the launcher; None: it runs on another host and listens on its own."""
+    if not address:
+        return None
     try:
-        return Stream(address, rank_here(), redirect=not output)
+        return _protocol().connect(address, rank_here(), os.environ)
     except OSError as error:
+        if os.sep in address:
+            return None
         os.write(2, f"hvdlite: rank {_first(_RANK, '?')}: {error}\n".encode())
         os._exit(_UNREACHABLE)
 
 
-def _own_folder(report: str) -> str:
-    """Make this rank's folder beside the launcher's FIFO or socket; empty: on another host."""
-    launcher = os.path.dirname(report.removeprefix(_WIRE))
+def _protocol() -> Any:
+    """Import protocol.py from beside this file, since the package hvdlite would load numpy."""
+    folder = os.path.dirname(__file__)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module("protocol")
+
+
+class _Forwarding:
+    """Sends the command's output to the launcher in whole lines.
+
+    This process reads it, so that the last words of a rank that is killed arrive. mpirun's own
+    forwarding would cut and mix the lines of several ranks.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._pipes = [os.pipe(), os.pipe()]
+        self._ended, self._end = os.pipe()
+        self._reader = threading.Thread(target=self._forward, daemon=True)
+
+    def enter(self) -> None:
+        """Print into the pipes; called in the command's process."""
+        for number, (_, writer) in enumerate(self._pipes, start=1):
+            os.dup2(writer, number)
+
+    def start(self) -> None:
+        """Begin to read the pipes; called in this process."""
+        for _, writer in self._pipes:
+            os.close(writer)
+        self._reader.start()
+
+    def finish(self, seconds: float) -> None:
+        """Send the rest when the command has ended."""
+        os.close(self._end)
+        self._reader.join(seconds)
+
+    def _forward(self) -> None:
+        protocol = _protocol()
+        (out, _), (err, _) = self._pipes
+        kinds, unfinished = {out: protocol.OUT, err: protocol.ERR}, {out: b"", err: b""}
+        # Without a launcher nobody is left to read it.
+        with contextlib.suppress(OSError):
+            while kinds:
+                ready = select.select([*kinds, self._ended], [], [])[0]
+                # A child that the command has left behind may keep its pipes open.
+                if ready == [self._ended]:
+                    break
+                for reader in set(ready) & set(kinds):
+                    received = os.read(reader, _MOST_AT_ONCE)
+                    text = unfinished[reader] + received
+                    unfinished[reader] = self._send_lines(kinds[reader], text, last=not received)
+                    if not received:
+                        del kinds[reader]
+            for reader, kind in kinds.items():
+                self._send_lines(kind, unfinished[reader], last=True)
+
+    def _send_lines(self, kind: bytes, text: bytes, last: bool) -> bytes:
+        """Send whole lines, and return the rest."""
+        lines, end, rest = text.rpartition(b"\n")
+        if rest and (last or len(rest) > _LONGEST_LINE):
+            lines, end, rest = text, b"\n", b""
+        if end:
+            self._channel.send(kind, lines)
+        return rest
+
+
+def _own_folder(address: str) -> str:
+    """Make this rank's folder beside the launcher's socket; empty: on another host."""
+    launcher = os.path.dirname(address)
     if not launcher:
         return ""
     folder = os.path.join(launcher, f"rank.{rank_here()}")
@@ -266,11 +337,11 @@ def _drain() -> None:
         time.sleep(0.01)
 
 
-def _tell(report: Any, code: int, folder: str, under_way: bool) -> None:
+def _report(channel: Any, code: int, folder: str, under_way: bool) -> None:
     """Name this rank to the launcher, or, where that is on another host, to the user.
 
     Args:
-        report: the launcher's FIFO, or the connection to it.
+        channel: to the launcher; None: there is none.
         code: how the command ended.
         folder: of this rank, whose notes go when it has been named.
         under_way: whether the manager is already ending the job.
@@ -278,14 +349,14 @@ def _tell(report: Any, code: int, folder: str, under_way: bool) -> None:
     rank, host = _first(_RANK, "?"), os.uname().nodename
     text = describe(f"rank {rank} on host {host}", code)
     # At once: the end of this rank makes others fail, which must not be named before it.
-    told = _send(report, f"{shell_code(code)} {text}")
+    reported = _send(channel, "REPORT", str(shell_code(code)), text)
     _forget_notes(folder)
     _drain()
-    if told:
+    if reported:
         # Ending before the job does would have mpirun print its own account of it.
         if not under_way and not signal.sigtimedwait(_FIRST_SIGNS, _PASS_ON):
             _abort(code)
-            _send(report, END_JOB)
+            _send(channel, "END_JOB")
         signal.sigtimedwait(_ENDING, _END)
     else:
         os.write(2, f"hvdliterun: {text}\n".encode())
@@ -307,14 +378,12 @@ def _abort(code: int) -> None:
         return  # The manager is ending the job already.
 
 
-def _send(report: Any, line: str) -> bool:
+def _send(channel: Any, kind: str, *texts: str) -> bool:
+    """Send a message to the launcher, if there is one; return whether it was sent."""
+    if channel is None:
+        return False
     try:
-        if not isinstance(report, str):
-            report.report(line)
-            return True
-        fifo = os.open(report, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(fifo, f"{line}\n".encode())
-        os.close(fifo)
+        channel.send(getattr(_protocol(), kind), *(text.encode() for text in texts))
     except OSError:
         return False
     return True

@@ -1,15 +1,8 @@
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
-from hvdlite.launch.environment import (
-    exported,
-    on_this_host,
-    with_own_package,
-    with_own_programs,
-)
+from hvdlite.launch.environment import exported, on_this_host, with_own_package
 from hvdlite.launch.hosts import Host
 
 
@@ -53,10 +46,3 @@ def test_own_package_where_a_folder_has_its_name(tmp_path, monkeypatch):
     assert with_own_package({"PYTHONPATH": "/first"}) == {"PYTHONPATH": f"/first:{root}"}
     (tmp_path / "hvdlite" / "__init__.py").touch()
     assert with_own_package({}) == {}
-
-
-def test_own_programs_come_first():
-    assert with_own_programs({"PATH": "/bin", "A": "b"}) == {
-        "PATH": f"{os.path.dirname(sys.executable)}:/bin",
-        "A": "b",
-    }

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from hvdlite.launch.errors import LaunchError
+from hvdlite.errors import StartError
 from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
 
 
@@ -22,7 +22,7 @@ def test_hosts(text, hosts):
 
 @pytest.mark.parametrize("text", ["", ",", "a:b", "a:0", "a:-1", "a:1,", ":2", "a:1:2", "a b:2"])
 def test_malformed_hosts(text):
-    with pytest.raises(LaunchError, match="expected host1:slots") as caught:
+    with pytest.raises(StartError, match="expected host1:slots") as caught:
         parse_hosts(text)
     assert caught.value.code == 2
 
@@ -47,18 +47,18 @@ def test_hostfile_of_either_form(tmp_path):
 def test_malformed_hostfile_names_the_line(tmp_path, line):
     path = tmp_path / "hosts"
     path.write_text(f"node0:1\n{line}\n")
-    with pytest.raises(LaunchError, match=r"hosts, line 2: found .*expected 'host slots=N'"):
+    with pytest.raises(StartError, match=r"hosts, line 2: found .*expected 'host slots=N'"):
         parse_hostfile(str(path))
 
 
 def test_hostfile_that_is_missing_empty_or_not_text(tmp_path):
-    with pytest.raises(LaunchError, match="No such file"):
+    with pytest.raises(StartError, match="No such file"):
         parse_hostfile(str(tmp_path / "missing"))
     (tmp_path / "empty").write_text("# nothing\n")
-    with pytest.raises(LaunchError, match="names no host"):
+    with pytest.raises(StartError, match="names no host"):
         parse_hostfile(str(tmp_path / "empty"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x80")
-    with pytest.raises(LaunchError, match="not a text file"):
+    with pytest.raises(StartError, match="not a text file"):
         parse_hostfile(str(tmp_path / "binary"))
 
 
@@ -66,7 +66,7 @@ def test_slots():
     hosts = [Host("a", 2), Host("b", 1)]
     check_slots(hosts, 3)
     check_slots([], 100)
-    with pytest.raises(LaunchError, match="-np 4 is more than the 3 slots of a:2,b:1"):
+    with pytest.raises(StartError, match="-np 4 is more than the 3 slots of a:2,b:1"):
         check_slots(hosts, 4)
 
 

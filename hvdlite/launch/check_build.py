@@ -10,8 +10,8 @@ from importlib import metadata
 
 from hvdlite import __version__
 from hvdlite.build import mpi_built
+from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
-from hvdlite.launch.errors import LaunchError
 
 # Import name: the distributions that bring it.
 _FRAMEWORKS = {
@@ -68,7 +68,7 @@ def _libraries() -> list[str]:
 def _launcher(environment: Mapping[str, str]) -> str:
     try:
         program = mpirun.detect(mpirun.find(environment))
-    except LaunchError as error:
+    except StartError as error:
         return _row("mpirun", None, str(error))
     return _row("mpirun", f"{mpirun.name_of(program)} {program.version}, {program.path}")
 

@@ -1,15 +1,35 @@
-"""What a rank tells of an exception, and how that is raised where `hvdlite.run` was called."""
+"""Functions, results and exceptions in the form in which they travel between processes."""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
 from hvdlite.failures import chain
-from hvdlite.launch.parcel import Part, pack, unpack
+from hvdlite.launch.protocol import Part
+
+
+def pack(obj: Any) -> list[Part]:
+    """Pickle an object, by value where it cannot be imported elsewhere.
+
+    Returns:
+        The buffers of its arrays, which are the arrays' own memory, and last the pickle.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    buffers: list[pickle.PickleBuffer] = []
+    pickled: bytes = cloudpickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
+    return [*(buffer.raw() for buffer in buffers), pickled]
+
+
+def unpack(parts: Sequence[Part]) -> Any:
+    """Return the object; its arrays use the memory of the parts."""
+    *buffers, pickled = parts
+    return pickle.loads(pickled, buffers=buffers)
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - not an error, but where one comes from
@@ -26,16 +46,16 @@ class RemoteTraceback(Exception):  # noqa: N818 - not an error, but where one co
         self.host = host
 
 
-class Account(NamedTuple):
-    """What a rank sends about the exception that has ended it.
+class RemoteError(NamedTuple):
+    """An exception that ended a rank, as the rank sends it.
 
     Attributes:
         host: where it ran.
-        doing: what it did.
+        doing: what it did, as in "cannot load the function".
         summary: the exception in one line.
         text: the traceback.
         pickled: the exception; empty where it cannot be pickled.
-        is_consequence: whether it says that another rank has gone.
+        is_consequence: whether it only says that another rank has gone.
         is_callers: whether it is to be raised in the caller as it is.
     """
 
@@ -48,20 +68,13 @@ class Account(NamedTuple):
     is_callers: bool
 
     @classmethod
-    def of(cls, error: BaseException, host: str, doing: str, is_callers: bool) -> Account:
-        """Describe an exception that was caught on this rank.
-
-        Args:
-            error: the exception.
-            host: this host.
-            doing: what was being done, as in "cannot load the function".
-            is_callers: whether the caller shall see it as it is, if that is possible.
-        """
+    def of(cls, error: BaseException, host: str, doing: str, is_callers: bool) -> RemoteError:
+        """Describe an exception that was caught on this rank; for the arguments see above."""
         pickled: list[Part] = []
         if is_callers:
-            # Whatever a user's exception has in it or does when it is pickled.
+            # A user's exception may hold anything and do anything when it is pickled.
             with contextlib.suppress(Exception):
-                # Its buffers as bytes, since the account itself is pickled.
+                # Its buffers as bytes, since this description is pickled itself.
                 pickled = [bytes(part) for part in pack(error)]
         return cls(
             host=host,
@@ -75,8 +88,12 @@ class Account(NamedTuple):
         )
 
     def error(self, rank: int) -> BaseException:
-        """The exception to raise in the caller, with the remote traceback as its cause."""
-        raised = _loaded(self.pickled)
+        """Return the exception to raise in the caller, with the remote traceback as its cause."""
+        raised: BaseException | None = None
+        # The class may be unknown here, or may not be made of its arguments.
+        with contextlib.suppress(Exception):
+            unpacked = unpack(self.pickled)
+            raised = unpacked if isinstance(unpacked, BaseException) else None
         if raised is None:
             why = ""
             if self.is_callers:
@@ -86,14 +103,3 @@ class Account(NamedTuple):
             )
         raised.__cause__ = RemoteTraceback(rank, self.host, self.text)
         return raised
-
-
-def _loaded(pickled: Sequence[Part]) -> BaseException | None:
-    if not pickled:
-        return None
-    # The class may be unknown here, or may not be made of its arguments.
-    with contextlib.suppress(Exception):
-        loaded = unpack(pickled)
-        if isinstance(loaded, BaseException):
-            return loaded
-    return None

@@ -1,0 +1,241 @@
+"""The connection between the ranks and the process that started them.
+
+A message is a kind and one or more parts. On this host the connection is a socket in a folder that
+only this user can open. Ranks on other hosts connect by TCP, where strangers can connect, too, and
+may write into a connection. There, each frame is followed by HMACs (see `Seal`), and nothing that
+comes without them is used. The job's key travels in the environment.
+
+`multiprocessing.connection` also has framing and authentication, but loses four properties: it
+authenticates the beginning of a connection only, with HMAC-MD5 before Python 3.12; its handshake
+has no time limit; and it transfers large arrays at half the speed, into memory that is read-only.
+
+The process around each rank loads this file by its path; it imports nothing of hvdlite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+
+KEY = "HVDLITE_LAUNCH_KEY"
+"""The environment variable with the job's key, hexadecimal; only where ranks connect by TCP."""
+
+# The kinds of messages. From the process around a rank:
+OUT, ERR, REPORT, END_JOB, LEFT = b"o", b"e", b"p", b"j", b"l"
+# From a rank, which waits for SEEN before it ends:
+ASK, RESULT, ERROR = b"a", b"r", b"x"
+# To a rank:
+TASK, SEEN = b"t", b"s"
+# The beginning of each connection, from both ends:
+HELLO = b"h"
+# All parts of a message but the last:
+_PART = b"+"
+
+NONCE = 32
+HEADER = struct.Struct("!cQ")
+
+_SECONDS_TO_ANSWER = 30.0
+_MOST_AT_ONCE = 1 << 20
+_LONGEST_PATH = 107  # of a socket of this host; sockaddr_un has 108 bytes
+
+Part = bytes | bytearray | memoryview
+
+
+class ForgedError(ConnectionError):
+    """The other end did not send what was received, or does not know the job's key."""
+
+
+class Seal:
+    """The HMACs of what one end of one connection sends.
+
+    Each covers a counter and the data, under a key made from the job's key and from random numbers
+    of both ends. Therefore nothing can be forged, changed, left out, repeated, sent back, or taken
+    from another connection.
+
+    Args:
+        key: of the job; empty: HMACs are empty, too.
+        sender: ``b"rank"`` or ``b"launcher"``.
+        nonces: the launcher's random number and the rank's.
+
+    Attributes:
+        size: bytes of an HMAC.
+    """
+
+    def __init__(self, key: bytes, sender: bytes, nonces: bytes) -> None:
+        self.size = 32 if key else 0
+        self._key = hmac.digest(key, sender + nonces, "sha256") if key else b""
+        self._count = 0
+
+    def tag(self, data: Part) -> bytes:
+        """Return the HMAC of the next piece that is sent or received."""
+        if not self.size:
+            return b""
+        tag = hmac.new(self._key, struct.pack("!Q", self._count), "sha256")
+        tag.update(data)
+        self._count += 1
+        return tag.digest()
+
+    def fits(self, data: Part, tag: Part) -> bool:
+        """Return whether the next piece that was received is what the other end has sent."""
+        expected = self.tag(data)
+        return not self.size or hmac.compare_digest(expected, tag)
+
+
+class Channel:
+    """One end of a connection.
+
+    Args:
+        connected: the socket, which the channel owns.
+        key: the job's; empty: the socket is one of this host.
+        is_launchers: whether a rank is at the other end, and not the launcher.
+
+    Attributes:
+        rank: which one; -1: not known yet.
+    """
+
+    def __init__(self, connected: socket.socket, key: bytes, is_launchers: bool) -> None:
+        self.rank = -1
+        self._socket = connected
+        self._is_launchers = is_launchers
+        self._lock = threading.Lock()
+        nonces = b""
+        if key:
+            # A message goes out in several pieces, which need not wait for each other.
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            mine = os.urandom(NONCE)
+            connected.sendall(mine)
+            theirs = bytes(self._read(NONCE))
+            nonces = mine + theirs if is_launchers else theirs + mine
+        self._mine, self._theirs = Seal(key, b"launcher", nonces), Seal(key, b"rank", nonces)
+        if not is_launchers:
+            self._mine, self._theirs = self._theirs, self._mine
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def send(self, kind: bytes, *parts: Part) -> None:
+        """Send a message; from any thread."""
+        *first, last = parts or (b"",)
+        with self._lock:
+            for part in first:
+                self._send_frame(_PART, part)
+            self._send_frame(kind, last)
+
+    def receive(self, timeout: float | None = None) -> tuple[bytes, list[bytearray]]:
+        """Wait for a message.
+
+        Args:
+            timeout: seconds without a byte; None: unlimited.
+
+        Raises:
+            ForgedError: the other end has not sent this.
+            OSError: the connection has ended.
+        """
+        self._socket.settimeout(timeout)
+        parts = []
+        while True:
+            kind, length = HEADER.unpack(self._read_sealed(HEADER.size))
+            parts.append(self._read_sealed(length))
+            if kind != _PART:
+                return kind, parts
+
+    def _send_frame(self, kind: bytes, body: Part) -> None:
+        header = HEADER.pack(kind, len(body))
+        self._socket.sendall(header + self._mine.tag(header))
+        self._socket.sendall(body)
+        self._socket.sendall(self._mine.tag(body))
+
+    def _read_sealed(self, length: int) -> bytearray:
+        received = self._read(length)
+        if not self._theirs.fits(received, self._read(self._theirs.size)):
+            sender = f"rank {self.rank}" if self._is_launchers else "the launcher"
+            raise ForgedError(
+                f"what came from {sender} was not sent by it: somebody else writes to the "
+                "connection, or something on the way changes what passes"
+            )
+        return received
+
+    def _read(self, length: int) -> bytearray:
+        received = bytearray(length)
+        view, done = memoryview(received), 0
+        while done < length:
+            count = self._socket.recv_into(view[done : done + _MOST_AT_ONCE])
+            if not count:
+                raise ConnectionError("the other end has closed the connection")
+            done += count
+        return received
+
+
+def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
+    """Connect this rank to the launcher.
+
+    Args:
+        address: the launcher's: the path of a socket, or from `tcp_address`.
+        rank: of this process.
+        environment: where the job's key is.
+
+    Raises:
+        OSError: the launcher cannot be reached, or either end does not know the key.
+    """
+    connected = _dial(address)
+    try:
+        connected.settimeout(_SECONDS_TO_ANSWER)
+        channel = Channel(connected, bytes.fromhex(environment.get(KEY, "")), False)
+        channel.send(HELLO, str(rank).encode())
+        channel.receive(_SECONDS_TO_ANSWER)
+        connected.settimeout(None)
+    except ForgedError:
+        connected.close()
+        raise ForgedError("the launcher does not know the job's key") from None
+    except OSError as error:
+        connected.close()
+        raise ConnectionError(f"the connection to the launcher has failed: {error}") from None
+    return channel
+
+
+def tcp_address(hosts: list[str], port: int) -> str:
+    """Return the address of a port, under all the names that this host may be known by."""
+    return f"{','.join(hosts)}@{port}"
+
+
+@contextlib.contextmanager
+def short(path: str) -> Iterator[str]:
+    """Provide a name of a file that the address of a socket has room for."""
+    if len(os.fsencode(path)) <= _LONGEST_PATH:
+        yield path
+        return
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)
+
+
+def _dial(address: str) -> socket.socket:
+    if os.sep in address:
+        dialed = socket.socket(socket.AF_UNIX)
+        try:
+            with short(address) as path:
+                # Without a limit, or it fails where many ranks connect at once, instead of waiting.
+                dialed.connect(path)
+        except OSError as error:
+            dialed.close()
+            raise ConnectionError(f"found no launcher at {address}: {error}") from None
+        return dialed
+    hosts, _, port = address.rpartition("@")
+    reasons = []
+    for host in hosts.split(","):
+        try:
+            return socket.create_connection((host, int(port)), _SECONDS_TO_ANSWER)
+        except OSError as error:
+            reasons.append(f"{host}: {error}")
+    raise ConnectionError(
+        f"host {socket.gethostname()} cannot reach the launcher on port {port} "
+        f"({'; '.join(reasons)}); allow connections between the hosts"
+    )

@@ -1,0 +1,280 @@
+"""The launcher's end of the connections to the ranks.
+
+It receives reports of failures from the processes around the ranks and, for `hvdlite.run`, sends
+the function and receives the results and everything that the ranks print. A thread serves each
+connection. All that concerns the user happens in the thread that waits for the job, so that output
+appears where that thread's does (in a notebook: under its cell).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TextIO
+
+from hvdlite.launch import protocol
+from hvdlite.launch.protocol import Channel, ForgedError, Part
+
+_TICK = 0.05
+# Messages that wait for the calling thread; the ranks wait when there are more.
+_MOST_WAITING = 64
+# Seconds for what is still on its way when the job has ended.
+_LAST_SECONDS = 2.0
+_REMEMBERED_LINES = 20
+# Connections that have not proved yet that they know the key: how many, and for how many seconds
+# each, when there are fewer, and when nobody else could connect because of them.
+_MOST_STRANGERS = 64
+_SECONDS_TO_PROVE, _SECONDS_WHEN_FULL = 10.0, 1.0
+_MPIRUN = -1  # in the place of a rank
+
+_Message = tuple[int, bytes, list[bytearray]]  # from a rank, of a kind, with parts
+
+
+class Failure(NamedTuple):
+    """A rank that failed.
+
+    Attributes:
+        rank: which.
+        code: its exit code, 128 + n for signal n.
+        text: which rank, where and how; empty where it sent its exception.
+        error: that exception, pickled; empty: there is none.
+    """
+
+    rank: int
+    code: int
+    text: str
+    error: bytes = b""
+
+
+class Server:
+    """Serves the ranks of one job.
+
+    Args:
+        folder: one that only this user can open.
+        names: names or addresses of this host that ranks on other hosts can connect to; empty: only
+            processes of this host connect.
+        task: what a rank of `hvdlite.run` gets when it asks.
+
+    Attributes:
+        address: where the ranks connect to.
+        key: what they must know; empty where only this user can connect.
+        results: the parts of the results, by rank.
+        failures: the first failure of each rank, by rank, in the order of their arrival.
+        exited: the first rank whose process ended with an error.
+        wants_end: whether a rank has asked for the end of the job.
+        connected: the ranks that have connected so far.
+        printed: the last lines that mpirun itself has printed.
+        stdout, stderr: file descriptors for mpirun's output.
+    """
+
+    def __init__(self, folder: str, names: Sequence[str] = (), task: Sequence[Part] = ()) -> None:
+        self.results: dict[int, list[bytearray]] = {}
+        self.failures: dict[int, Failure] = {}
+        self.exited: Failure | None = None
+        self.wants_end = False
+        self.connected: set[int] = set()
+        self.printed: list[str] = []
+        self._task = task
+        self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MOST_WAITING)
+        self._closed = False
+        self._pipes: list[int] = []
+        self._readers: list[threading.Thread] = []
+        # With the time of each one's arrival where it has not proved that it knows the key.
+        self._connections: dict[socket.socket, float | None] = {}
+        if names:
+            self.key = secrets.token_bytes(32)
+            self._listener = socket.create_server(("", 0))
+            self.address = protocol.tcp_address(list(names), self._listener.getsockname()[1])
+        else:
+            self.key = b""
+            self.address = os.path.join(folder, "ranks")
+            self._listener = socket.socket(socket.AF_UNIX)
+            with protocol.short(self.address) as name:
+                self._listener.bind(name)
+            self._listener.listen(128)
+        self._listener.settimeout(_TICK)
+        self.stdout, self.stderr = self._pipe(protocol.OUT), self._pipe(protocol.ERR)
+        _start(self._accept)
+
+    def serve(self, seconds: float) -> None:
+        """Take the messages that have come; wait for one at most so many seconds."""
+        with contextlib.suppress(queue.Empty):
+            self._take(self._messages.get(timeout=seconds))
+            for _ in range(_MOST_WAITING):
+                self._take(self._messages.get_nowait())
+
+    def finish(self) -> None:
+        """Take the messages that are still on their way when all ranks have ended."""
+        self._close_pipes()
+        deadline = time.monotonic() + _LAST_SECONDS
+        while self._has_more() and time.monotonic() < deadline:
+            self.serve(_TICK)
+        self.serve(0)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._closed = True
+        self._close_pipes()
+        for connection in [self._listener, *self._connections]:
+            _shut_down(connection)
+
+    def _take(self, message: _Message | OSError) -> None:
+        """Do what a message asks for, in the calling thread."""
+        if isinstance(message, OSError):
+            raise message
+        rank, kind, parts = message
+        if kind in (protocol.OUT, protocol.ERR):
+            self._show("stdout" if kind == protocol.OUT else "stderr", rank, parts[0])
+        elif kind == protocol.RESULT:
+            self.results[rank] = parts
+        elif kind == protocol.ERROR:
+            self.failures.setdefault(rank, Failure(rank, 1, "", bytes(parts[0])))
+        elif kind == protocol.REPORT:
+            code, text = (part.decode() for part in parts)
+            if self._task:
+                when = "after" if rank in self.results else "before"
+                text += f" {when} its function had returned; what it printed last may say why"
+            self._note_exit(Failure(rank, int(code), text))
+        elif kind == protocol.END_JOB:
+            self.wants_end = True
+        elif kind == protocol.LEFT and self._task and not {rank} & {*self.results, *self.failures}:
+            text = f"rank {rank} ended without a result (os._exit() or the like)"
+            self._note_exit(Failure(rank, 1, f"{text}; let the function return instead"))
+            self.wants_end = True
+
+    def _note_exit(self, failure: Failure) -> None:
+        self.failures.setdefault(failure.rank, failure)
+        self.exited = self.exited or failure
+
+    def _show(self, stream: str, rank: int, received: bytearray) -> None:
+        """Print lines, each with its rank, where the caller's own output goes now."""
+        lines = received.decode(errors="replace").removesuffix("\n").split("\n")
+        if rank == _MPIRUN:
+            self.printed = (self.printed + lines)[-_REMEMBERED_LINES:]
+        prefix = "" if rank == _MPIRUN else f"[{rank}] "
+        file: TextIO = getattr(sys, stream)
+        file.write("".join(f"{prefix}{line}\n" for line in lines))
+        file.flush()
+
+    def _put(self, message: _Message | OSError) -> None:
+        """Hand a message to the calling thread."""
+        while not self._closed:
+            with contextlib.suppress(queue.Full):
+                self._messages.put(message, timeout=_TICK)
+                return
+
+    def _pipe(self, kind: bytes) -> int:
+        """Make a pipe for mpirun's own output, read it in a thread, and return its other end."""
+        reader, writer = os.pipe()
+
+        def read() -> None:
+            with open(reader, "rb") as file:
+                for line in file:
+                    self._put((_MPIRUN, kind, [bytearray(line)]))
+
+        self._readers.append(_start(read))
+        self._pipes.append(writer)
+        return writer
+
+    def _close_pipes(self) -> None:
+        while self._pipes:
+            os.close(self._pipes.pop())
+
+    def _has_more(self) -> bool:
+        """Return whether a rank is connected, or mpirun's output is not at its end."""
+        known = [since for since in list(self._connections.values()) if since is None]
+        return bool(known) or any(reader.is_alive() for reader in self._readers)
+
+    def _accept(self) -> None:
+        """Start a thread for each connection, unless too many have not proved anything yet."""
+        with self._listener:
+            while not self._closed:
+                strangers = self._drop_strangers()
+                if len(strangers) >= _MOST_STRANGERS:
+                    time.sleep(_TICK)
+                    continue
+                try:
+                    accepted, _ = self._listener.accept()
+                except (TimeoutError, ConnectionError):
+                    continue
+                except OSError as error:
+                    if error.errno not in (errno.EMFILE, errno.ENFILE) or not strangers:
+                        self._put(error)
+                        return
+                    _shut_down(strangers[0])
+                    time.sleep(_TICK)
+                    continue
+                self._connections[accepted] = time.monotonic()
+                _start(self._serve_connection, accepted)
+
+    def _drop_strangers(self) -> list[socket.socket]:
+        """Close the connections that proved nothing in time, and return the others by age."""
+        arrivals = list(self._connections.items())
+        strangers = [(since, connection) for connection, since in arrivals if since is not None]
+        full = len(strangers) >= _MOST_STRANGERS
+        latest = time.monotonic() - (_SECONDS_WHEN_FULL if full else _SECONDS_TO_PROVE)
+        for since, connection in strangers:
+            if since < latest:
+                _shut_down(connection)
+        return [connection for _, connection in strangers]
+
+    def _serve_connection(self, connection: socket.socket) -> None:
+        channel: Channel | None = None
+        try:
+            channel = Channel(connection, self.key, is_launchers=True)
+            rank = channel.rank = int(channel.receive()[1][0])
+            self._connections[connection] = None
+            self.connected.add(rank)
+            channel.send(protocol.HELLO)
+            while True:
+                kind, parts = channel.receive()
+                if kind == protocol.ASK:
+                    channel.send(protocol.TASK, *self._task)
+                    continue
+                self._put((rank, kind, parts))
+                if kind in (protocol.RESULT, protocol.ERROR):
+                    channel.send(protocol.SEEN)
+        except ForgedError as error:
+            if channel and channel.rank >= 0:
+                self.failures.setdefault(channel.rank, Failure(channel.rank, 1, str(error)))
+        except (OSError, ValueError, OverflowError, MemoryError):
+            # A rank that dies is reported by the process around it, or by mpirun. The other errors
+            # are those of a stranger's bytes.
+            pass
+        finally:
+            connection.close()
+            del self._connections[connection]
+
+
+@contextlib.contextmanager
+def serving(names: Sequence[str] = (), task: Sequence[Part] = ()) -> Iterator[Server]:
+    """Provide the server of one job, in a folder of its own."""
+    # Processes that ranks have left running may still write into their folders in it.
+    made = tempfile.TemporaryDirectory(prefix="hvdlite-", ignore_cleanup_errors=True)
+    with made as folder:
+        server = Server(folder, names, task)
+        try:
+            yield server
+        finally:
+            server.close()
+
+
+def _start(target: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name="hvdlite launch", daemon=True)
+    thread.start()
+    return thread
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection whose thread waits for it, and closes it then."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

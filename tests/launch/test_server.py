@@ -1,0 +1,270 @@
+"""The connections between the launcher and the ranks, without ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from hvdlite.launch import protocol
+from hvdlite.launch import server as server_module
+from hvdlite.launch.server import Failure, serving
+
+pytestmark = pytest.mark.timeout(60)
+
+TASK = [b"task", b"part", b"", b"function"]
+
+
+@pytest.fixture(params=["a socket of this host", "TCP"])
+def server(request):
+    names = ["no-such-host.invalid", "localhost"] if request.param == "TCP" else []
+    with serving(names, TASK) as opened:
+        yield opened
+
+
+def connect(server, rank, key=None):
+    environment = {protocol.KEY: (key or server.key).hex()}
+    return contextlib.closing(protocol.connect(server.address, rank, environment))
+
+
+def stranger(server):
+    """Connect as somebody who knows the address only."""
+    if "@" in server.address:
+        return socket.create_connection(("localhost", int(server.address.rpartition("@")[2])), 10)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    try:
+        connection.connect(server.address)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def serve_until(server, condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        server.serve(0.01)
+    assert condition()
+
+
+def assert_served(server, rank=1):
+    """A rank gets what it asks for."""
+    with connect(server, rank) as channel:
+        channel.send(protocol.ASK)
+        assert channel.receive(10) == (protocol.TASK, TASK)
+
+
+def test_a_conversation(server, capsys):
+    with connect(server, 3) as around, connect(server, 3) as worker:
+        worker.send(protocol.ASK)
+        assert worker.receive(10) == (protocol.TASK, TASK)
+        large = os.urandom(5_000_000)
+        worker.send(protocol.RESULT, large, b"", b"last")
+        assert worker.receive(10) == (protocol.SEEN, [b""])
+        around.send(protocol.OUT, b"one\ntwo\n")
+        around.send(protocol.ERR, b"three")
+        around.send(protocol.REPORT, b"137", b"rank 3 was killed")
+        around.send(protocol.END_JOB)
+        serve_until(server, lambda: server.wants_end)
+    assert server.results == {3: [large, b"", b"last"]}
+    text = "rank 3 was killed after its function had returned; what it printed last may say why"
+    assert server.exited == Failure(3, 137, text)
+    assert server.failures == {3: server.exited}
+    assert server.connected == {3}
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("[3] one\n[3] two\n", "[3] three\n")
+
+
+def test_the_first_failure_of_each_rank_counts(server):
+    with connect(server, 1) as around, connect(server, 1) as worker, connect(server, 0) as other:
+        worker.send(protocol.ERROR, b"pickled")
+        assert worker.receive(10)[0] == protocol.SEEN
+        around.send(protocol.REPORT, b"1", b"rank 1 exited with code 1")
+        serve_until(server, lambda: server.exited)
+        other.send(protocol.LEFT)
+        serve_until(server, lambda: server.wants_end)
+    assert server.exited.rank == 1
+    assert list(server.failures) == [1, 0]
+    assert server.failures[1] == Failure(1, 1, "", b"pickled")
+    assert "rank 0 ended without a result" in server.failures[0].text
+
+
+def test_a_stranger_who_does_not_know_the_key_gets_nothing():
+    with serving(["localhost"], TASK) as server:
+        with pytest.raises(OSError, match="connection to the launcher has failed"):
+            connect(server, 0, key=b"guessed")
+        assert server.connected == set()
+        assert_served(server)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100), b"\xff" * 100])
+def test_a_stranger_ends_and_blocks_nothing(server, sent):
+    with stranger(server) as connection:
+        connection.sendall(sent)
+        assert_served(server)
+        if len(sent) > 50:
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(100):
+                    pass  # until the server has closed it
+        server.serve(0)
+        assert server.connected == {1}
+        assert server.failures == {}
+
+
+def test_strangers_that_say_nothing_are_dropped(server, monkeypatch):
+    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 8)
+    monkeypatch.setattr(server_module, "_SECONDS_WHEN_FULL", 0.5)
+    monkeypatch.setattr(server_module, "_SECONDS_TO_PROVE", 1.0)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(stranger(server)) for _ in range(20)]
+        with connect(server, 1) as welcome:  # It waits its turn.
+            for connection in connections:
+                while connection.recv(protocol.NONCE):
+                    pass
+            welcome.send(protocol.ASK)  # Who has shown the key stays.
+            assert welcome.receive(10)[0] == protocol.TASK
+
+
+def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
+    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 0)  # as if it were too busy to accept
+    with serving([], TASK) as server, contextlib.ExitStack() as stack:
+        full = False
+        for _ in range(5000):  # as many as the system takes without an answer
+            try:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(server.address)
+            except BlockingIOError:
+                full = True
+                break
+        assert full
+        thread = threading.Thread(target=assert_served, args=(server,))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        stack.close()
+        monkeypatch.setattr(server_module, "_MOST_STRANGERS", 64)
+        thread.join(10)
+        assert server.connected == {1}
+
+
+class Full:
+    """A listener whose process has no descriptors left, for one connection at a time."""
+
+    def __init__(self, listener):
+        self.listener = listener
+        self.is_full = True
+
+    def shutdown(self, how):
+        self.listener.shutdown(how)
+
+    def accept(self):
+        if self.is_full:
+            self.is_full = False
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.listener.accept()
+
+
+def test_a_process_without_descriptors_drops_a_stranger(server):
+    with stranger(server) as connection:
+        while not server._connections:
+            time.sleep(0.01)
+        server._listener = Full(server._listener)
+        while connection.recv(protocol.NONCE):
+            pass
+    assert_served(server)
+    while server._connections:
+        time.sleep(0.01)
+    server._listener.is_full = True
+    with pytest.raises(OSError, match="Too many"):
+        server.serve(10)
+
+
+def test_a_launcher_that_does_not_know_the_key():
+    with socket.create_server(("localhost", 0)) as listener:
+
+        def pretend():
+            with listener.accept()[0] as accepted:
+                accepted.sendall(bytes(protocol.NONCE))
+                with accepted.makefile("rb") as received:
+                    received.read(protocol.NONCE + protocol.HEADER.size + 1 + 2 * 32)
+                accepted.sendall(bytes(1000))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        address = protocol.tcp_address(["localhost"], listener.getsockname()[1])
+        with pytest.raises(protocol.ForgedError, match="does not know the job's key"):
+            protocol.connect(address, 0, {protocol.KEY: "00"})
+        thread.join()
+
+
+def test_nobody_there(tmp_path):
+    with pytest.raises(ConnectionError, match="found no launcher at"):
+        protocol.connect(f"{tmp_path}/none", 0, {})
+    with socket.create_server(("localhost", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"cannot reach the launcher on port {port}"):
+        protocol.connect(protocol.tcp_address(["localhost"], port), 0, {})
+
+
+def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
+    folder = tmp_path / ("d" * 60) / ("e" * 60)
+    folder.mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with serving([], TASK) as server:
+        assert len(server.address) > 120
+        assert_served(server)
+    assert list(folder.iterdir()) == []
+
+
+def test_the_output_of_mpirun(server, capsys):
+    os.write(server.stderr, b"one\ntw")
+    server.serve(1)
+    assert capsys.readouterr().err == "one\n"
+    os.write(server.stderr, b"o\n" + b"many\n" * 30 + b"last")
+    server.finish()
+    assert capsys.readouterr().err == "two\n" + "many\n" * 30 + "last\n"
+    assert server.printed == [*["many"] * 19, "last"]
+
+
+def test_frames_of_somebody_else_are_not_taken():
+    def frame(channel, body):
+        header, seal = protocol.HEADER.pack(protocol.RESULT, len(body)), channel._mine
+        return header + seal.tag(header) + body + seal.tag(body)
+
+    def changed(channel):
+        return frame(channel, b"one").replace(b"one", b"two")
+
+    def repeated(channel):
+        return 2 * frame(channel, b"one")
+
+    def unsealed(channel):
+        return protocol.HEADER.pack(protocol.RESULT, 3) + b"one" + bytes(64)
+
+    def of_another_connection(channel):
+        with connect(server, 0) as other:
+            return frame(other, b"one")
+
+    for forge, taken in [(changed, 0), (repeated, 1), (unsealed, 0), (of_another_connection, 0)]:
+        with serving(["localhost"], TASK) as server, connect(server, 0) as channel:
+            channel._socket.sendall(forge(channel))
+            with contextlib.suppress(OSError):
+                while True:
+                    channel.receive(10)
+            server.serve(0)
+            assert len(server.results) == taken
+            assert "what came from rank 0 was not sent by it" in server.failures[0].text
+
+
+def test_frames_to_a_rank_from_somebody_else_are_not_taken():
+    with serving(["localhost"], TASK) as server, connect(server, 0) as channel:
+        (connection,) = server._connections
+        connection.sendall(protocol.HEADER.pack(protocol.TASK, 4) + b"task" + bytes(64))
+        with pytest.raises(protocol.ForgedError, match="what came from the launcher was not sent"):
+            channel.receive(10)
