@@ -117,6 +117,7 @@ def test_a_stranger_ends_and_blocks_nothing(server, sent):
         assert server.failures == {}
 
 
+@pytest.mark.slow
 def test_strangers_that_say_nothing_are_dropped(server, monkeypatch):
     monkeypatch.setattr(server_module, "_MOST_STRANGERS", 8)
     monkeypatch.setattr(server_module, "_SECONDS_WHEN_FULL", 0.5)
