@@ -62,12 +62,12 @@ class World:
 
     @property
     def node_index(self) -> int:
-        """The index of this rank's node, in the order of the nodes' lowest ranks."""
+        """Return the index of this rank's node, in the order of the nodes' lowest ranks."""
         return self.nodes[int(self.comm.rank)]
 
     @property
     def is_homogeneous(self) -> bool:
-        """Whether every node has the same number of ranks."""
+        """Return whether every node has the same number of ranks."""
         return len({self.nodes.count(node) for node in set(self.nodes)}) == 1
 
     def free(self) -> None:

@@ -241,7 +241,7 @@ def broadcast(transport: Transport) -> None:
 
 
 def arrays_of_its_own(transport: Transport) -> None:
-    """What `empty` gives can be written, exchanged, viewed, and outlives its name."""
+    """Arrays from `empty` can be written, exchanged and viewed, and outlive their name."""
     for dtype in ("float32", "bfloat16", "int8", "bool"):
         for size in (0, 1, 7, 100_003):
             arrays = samples(transport.size, dtype, size)
@@ -263,7 +263,7 @@ def arrays_of_its_own(transport: Transport) -> None:
 
 
 def again_and_again(transport: Transport) -> None:
-    """What has been prepared once serves for other values, and after other collectives."""
+    """A prepared allreduce serves for other values, and after other collectives."""
     for dtype, size in itertools.product(("float32", "bfloat16"), (0, 1, 1777)):
         send, wide = (np.empty(size, dtype_of(dtype)) for _ in range(2))
         elsewhere = transport.allreduce_init(send, wide, Sum, Scaling())

@@ -43,22 +43,22 @@ class CountingTransport(Transport):
 
     @property
     def sent(self) -> int:
-        """The sum over all collectives."""
+        """Return the sum over all collectives."""
         return self.by_collective.total()
 
     @property
     def members(self) -> Sequence[int]:  # type: ignore[override]
-        """The inner one's."""
+        """Return the inner one's."""
         return self._inner.members
 
     @property
     def max_digests(self) -> int:  # type: ignore[override]
-        """The inner one's."""
+        """Return the inner one's."""
         return self._inner.max_digests
 
     @property
     def lane(self) -> str:
-        """The inner one's."""
+        """Return the inner one's."""
         return self._inner.lane
 
     @lane.setter

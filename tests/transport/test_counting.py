@@ -20,7 +20,7 @@ SIZES = [1, 2, 3, 4]
 
 
 def counted(size, use):
-    """What each rank has sent, by collective, after a use of its transport."""
+    """Return the bytes that each rank has sent, by collective, after a use of its transport."""
 
     def on_rank(inner):
         transport = CountingTransport(inner)
@@ -51,7 +51,7 @@ def test_reductions():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("length", [0, 1, 7, 12, 1000])
 def test_an_allreduce_counts_what_it_takes_by_slices(size, length):
-    """Which moves as many bytes as a ring, and is written with other collectives."""
+    """The implementation in `Transport` moves as many bytes as a ring, by other collectives."""
 
     def directly(transport):
         array = np.ones(length, np.float32)

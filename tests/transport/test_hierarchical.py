@@ -49,7 +49,7 @@ CHECKS = [pytest.param(check, id=check.__name__) for check in checks.EVERYTHING]
 
 
 class Promises:
-    """What holds for any nodes."""
+    """Tests for any number of ranks on a node."""
 
     local_size: int
 
@@ -75,7 +75,7 @@ class Promises:
 
     @pytest.mark.slow
     def test_the_bits_depend_neither_on_chunks_nor_on_places(self):
-        """Of two nodes: the order of two terms does not matter."""
+        """For two nodes: the order of two terms does not matter."""
         with transport(self.local_size) as made:
             digests = {case: Digest() for case in itertools.product((100, 2**20), PLACES)}
             for (dtype, op), size in itertools.product(cases(OPS), (0, 1, 7, 100)):
@@ -96,7 +96,7 @@ class Promises:
                         check_reduction(reduced(made, arrays, op, places), arrays, op)
 
     def test_sums_of_16_bit_floats_are_rounded_once(self):
-        """What the nodes' sums have too much of, they lose in the end: 2048 + 1 - 2048."""
+        """Digits that a node's sum needs and the total does not: 2048 + 1 - 2048."""
         with transport(self.local_size) as made:
             large = {"float16": 2048.0, "bfloat16": 256.0}
             for dtype, places in itertools.product(large, PLACES):

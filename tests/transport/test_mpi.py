@@ -49,7 +49,7 @@ def test_large_reductions_are_right_and_repeatable():
 @ranks(3, 4, timeout=60)
 @pytest.mark.parametrize("length", [1, 7, 1000, 1023, 100_003, 1_000_000])
 def test_sums_of_floats_have_the_same_bits_on_all_ranks(length):
-    """What MPI only recommends, on values whose sum depends on the order."""
+    """MPI only recommends this; checked on values whose sum depends on the order."""
     with transport() as made:
         for dtype, seed in itertools.product(("float32", "float64"), range(3)):
             generator = np.random.default_rng([seed, made.rank])

@@ -1,4 +1,4 @@
-"""Transports of one node, or of what counts as several, over MPI or as threads."""
+"""Transports of one node, or of several simulated ones, over MPI or among threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdlite.world import World
 
 @contextlib.contextmanager
 def connected(local_size: int = 0, shared_memory: bool = True) -> Iterator[Transport]:
-    """The transport that `connect` chooses for all ranks of this job.
+    """Connect the ranks of this job by the transport that `connect` chooses.
 
     Args:
         local_size: the ranks that count as one node; 0: as the hardware says.
@@ -31,7 +31,7 @@ def connected(local_size: int = 0, shared_memory: bool = True) -> Iterator[Trans
 
 
 def barriers(size: int) -> list[Barrier]:
-    """The barriers of ranks that are threads of this process; they are called 10, 11, ..."""
+    """Return the barriers of threads of this process, as global ranks 10, 11, ..."""
     arenas = [Arena() for _ in range(size)]
     processes = [(os.getpid(), arena.key) for arena in arenas]
     ranks = [10 + index for index in range(size)]
@@ -39,5 +39,5 @@ def barriers(size: int) -> list[Barrier]:
 
 
 def threads(size: int) -> list[SharedMemoryTransport]:
-    """The transports of ranks that are threads of this process."""
+    """Return the shared memory transports of threads of this process."""
     return [SharedMemoryTransport(barrier, index) for index, barrier in enumerate(barriers(size))]

@@ -31,7 +31,7 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the device has reached it."""
+        """Return whether the device has reached it."""
 
 
 class _Event:

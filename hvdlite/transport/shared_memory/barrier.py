@@ -23,8 +23,8 @@ MAX_DIGESTS = 1024
 #: Bytes of the largest chunk that a rank can write for one generation.
 LARGEST_CHUNK = 4 * 2**20
 
-# What a rank has written for a generation may be read until the next one, see `Barrier`. So two
-# copies are needed; with more, less would stay in the cache.
+# A rank's data of a generation may be read until the next one, see `Barrier`. So two copies are
+# needed; with more, less would stay in the cache.
 _COPIES = 2
 #: Output buffers: two may still be read while the next one is written.
 OUTPUTS = 3
@@ -171,7 +171,7 @@ class Barrier:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a wait for the last generation was interrupted; `wait` resumes it."""
+        """Return whether a wait for the last generation was interrupted; `wait` resumes it."""
         return self._passed != self.last
 
     @staticmethod

@@ -35,12 +35,12 @@ class Chunk:
 
     @cached_property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.bounds[-1]
 
     @cached_property
     def is_fused(self) -> bool:
-        """Whether there is more than one part."""
+        """Return whether there is more than one part."""
         return len(self.bounds) > 2
 
     def parts(self, arrays: Sequence[Any]) -> list[Any]:

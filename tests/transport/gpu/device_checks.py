@@ -1,4 +1,4 @@
-"""What every device transport must do, on the fake and on real devices; each is collective.
+"""Checks of all that a device transport must do, fake or real; each is collective.
 
 A check gets a `Rank`: the transport, and ways to bring numpy arrays to its device and back.
 """

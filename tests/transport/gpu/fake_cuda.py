@@ -140,7 +140,7 @@ class _Wait:
 
 
 class FakeCuda:
-    """What `hvdlite.transport.gpu.cuda.Cuda` offers, for one rank.
+    """A `hvdlite.transport.gpu.cuda.Cuda` of one rank, without a device.
 
     Args:
         node: shared by the ranks.

@@ -16,7 +16,7 @@ from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 
 
 class FakeMemory:
-    """What `hvdlite.engine.device.DeviceMemory` asks for, with one stream to begin with."""
+    """A `hvdlite.engine.device.DeviceMemory` of one stream at first."""
 
     def __init__(self, cuda, index=0):
         self.cuda = cuda
@@ -60,7 +60,7 @@ class FakeMemory:
         return DeviceArray(self.produce(values), values.shape, values.dtype, self)
 
     def read(self, tensor):
-        """What a kernel that is launched now sees in a tensor, once the stream has run it."""
+        """Return a tensor as a kernel sees it that is launched now, once the stream has run it."""
         seen = np.empty_like(tensor.values)
         self.launch(lambda: np.copyto(seen, tensor.values))
         self.node.synchronize(self.node.streams[self.stream()])

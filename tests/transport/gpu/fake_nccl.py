@@ -111,13 +111,13 @@ class FakeCommunicator:
             raise FakeNcclError("remote process exited or there was a network error")
 
     def allReduce(self, send, receive, count, datatype, op, stream):  # noqa: N802
-        self._everybody("allReduce", (send, receive, count, datatype, op), stream)
+        self._exchange("allReduce", (send, receive, count, datatype, op), stream)
 
     def allGather(self, send, receive, count, datatype, stream):  # noqa: N802
-        self._everybody("allGather", (send, receive, count, datatype), stream)
+        self._exchange("allGather", (send, receive, count, datatype), stream)
 
     def broadcast(self, send, receive, count, datatype, root, stream):
-        self._everybody("broadcast", (send, receive, count, datatype, root), stream)
+        self._exchange("broadcast", (send, receive, count, datatype, root), stream)
 
     def send(self, pointer, count, datatype, peer, stream):
         self._pair("send", (pointer, count, datatype), (self.rank, peer), stream)
@@ -144,7 +144,7 @@ class FakeCommunicator:
         self.stream = stream
         self._node.push(stream, _Communication(name, self, meetings))
 
-    def _everybody(self, name, arguments, stream):
+    def _exchange(self, name, arguments, stream):
         meeting = self._meeting("collective", tuple(range(self._size)))
         self._call(stream, name, (meeting, (name, arguments)))
 
@@ -185,7 +185,7 @@ def _perform(calls):
         source, target = (_memory(*mine) for mine in arguments)
         target[...] = source
         return
-    # Everything but the addresses has to be alike.
+    # All arguments but the addresses have to be the same.
     assert len(set(names)) == 1, names
     assert len({mine[2:] for mine in arguments}) == 1, arguments
     _COLLECTIVES[names[0]](arguments)

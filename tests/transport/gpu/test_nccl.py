@@ -139,7 +139,7 @@ def test_work_waits_for_the_data_and_readers_wait_for_the_work():
 
 
 def test_without_the_event_the_work_sees_old_data():
-    """The fake can tell: this is what a forgotten event looks like."""
+    """The fake can detect a forgotten event."""
 
     def exchange(rank):
         stream, array = _producing(rank, rank.rank + 1.0)
@@ -336,7 +336,7 @@ def test_a_refused_call_names_the_rank_and_leaves_no_group_open(call):
 
 
 def test_adasum_through_the_host_gives_up_too():
-    """It waits on the host for work on the device that a dead rank keeps from ending."""
+    """The host waits for work on the device that a dead rank keeps from ending."""
     rank, _ = connect(2, timeout=0.05)
     array = np.ones(4, np.float32)
     rank.transport.enqueue(_sum(rank, array, array))
@@ -347,7 +347,7 @@ def test_adasum_through_the_host_gives_up_too():
 
 
 def test_an_error_of_the_device_ends_every_wait():
-    """It stays: later calls would find the same."""
+    """The failure stays: later calls would find the same."""
     rank, _ = connect(2)
     array = np.ones(4, np.float32)
     work = rank.transport.enqueue(_sum(rank, array, array))
@@ -359,7 +359,7 @@ def test_an_error_of_the_device_ends_every_wait():
 
 @pytest.mark.parametrize("ends", [True, False], ids=["that ends", "that hangs"])
 def test_an_abort_comes_after_a_call_in_flight(monkeypatch, ends):
-    """It frees the communicator; only a call that hangs is ended by it."""
+    """An abort frees the communicator, but for a call that hangs: that one it ends."""
     monkeypatch.setattr("hvdlite.transport.gpu.nccl._CALL_SECONDS", 10.0 if ends else 0.05)
     rank, _ = connect(2)
     communicator = node_of(rank).communicators[0]
@@ -461,7 +461,7 @@ def test_all_ranks_learn_of_one_that_cannot_use_its_device(monkeypatch):
     on_all_ranks(refused, Simulation(2).transports)
 
 
-def test_the_control_transport_is_used_by_all_ranks_alike():
+def test_all_ranks_use_the_control_transport_in_the_same_way():
     simulation = Simulation(2)
     node = FakeNode()
     on_all_ranks(

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on
 
 
 class Machine:
-    """Stands in for the kernel: one thread, on a core of several."""
+    """A fake kernel: one thread, on a core of several."""
 
     def __init__(self, core, allowed):
         self.core = core
@@ -34,7 +34,7 @@ class Machine:
 
 @pytest.fixture
 def at(monkeypatch):
-    """Puts this rank, the first one, on a core, and others where they say to be."""
+    """Return a function that puts this rank, the first, on a core, and others on theirs."""
 
     def put(core, others, allowed):
         machine = Machine(core, allowed)

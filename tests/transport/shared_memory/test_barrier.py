@@ -42,7 +42,7 @@ class TestSlot:
         assert slot.numbers(1) == (7, 0, 0, 0, 0, 0, 0, 0)
         assert slot.digests(1) == b""
 
-    def test_the_largest_numbers_and_the_max_digests(self, slot):
+    def test_the_largest_numbers_and_the_most_digests(self, slot):
         numbers = [2**63 - 1, -(2**63)] * 4
         digests = np.random.default_rng(0).bytes(MAX_DIGESTS * DIGEST_SIZE)
         byte, word = np.dtype(np.uint8), np.dtype(np.int64)
@@ -75,7 +75,7 @@ class TestGenerations:
         assert barrier.absent() == []
 
     @pytest.mark.parametrize("size", [2, 3, 4])
-    def test_everybody_sees_what_everybody_has_brought(self, size):
+    def test_all_ranks_see_what_each_has_written(self, size):
         def run(barrier):
             for _ in range(500):
                 barrier.own.write(barrier.next, [barrier.next, barrier.own.rank])
@@ -196,7 +196,7 @@ class TestGone:
             here.meet()
 
     def test_who_only_asks_is_told(self):
-        """Of a device's work, say, for which nobody waits here."""
+        """As a lane does that waits for a device's work."""
         here, there = barriers(2)
         here.check_alive()
         there.leave()
@@ -216,7 +216,7 @@ class TestGone:
             here.meet()
 
     def test_who_comes_to_a_meeting_that_another_has_given_up_is_told(self):
-        """What that one has brought is there, but it will not go on from it."""
+        """Its data are there, but it will not take part in what follows."""
         here, there = barriers(2)
         there.own.write(there.next, [42])
         there.arrive()
@@ -225,7 +225,7 @@ class TestGone:
             here.meet()
 
     def test_who_waits_for_a_slow_rank_hears_of_another_that_has_left(self):
-        """The slow one may be busy for an hour, and the generation cannot take slot any more."""
+        """The slow one may be busy for an hour, and the generation cannot complete any more."""
         here, _, leaving = barriers(3)
         threading.Timer(0.1, leaving.leave).start()
 

@@ -63,7 +63,7 @@ def test_a_wait_ends_in_time_without_an_error(word, seconds):
 
 
 @pytest.mark.parametrize("waiting", [1, 3])
-def test_everybody_is_woken(word, waiting):
+def test_all_waiters_are_woken(word, waiting):
     found = []
     threads = [
         threading.Thread(target=lambda: found.append(wait_for(word, 0, 10.0)), daemon=True)

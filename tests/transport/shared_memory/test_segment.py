@@ -110,7 +110,7 @@ class TestArrays:
         assert Arena().find(kept) is None
 
     def test_a_part_of_no_elements_is_found_on_no_rank_or_on_all(self, arena):
-        """Where it would be found depends on what happens to lie behind its memory."""
+        """Its address may be that of the memory behind it."""
         arrays = [arena.empty(1024, FLOAT) for _ in range(8)]
         assert {arena.find(array[1024:]) for array in arrays} == {None}
 
@@ -175,7 +175,7 @@ class TestReuse:
         assert open_files() == files
 
     def test_a_thousand_arrays_of_all_sizes_cost_what_few_do(self, arena):
-        """What is fused varies with what happens to be ready, and so does its size."""
+        """Fused arrays vary with the operations that are ready, and so does their size."""
         files, memory = open_files(), memory_in_use()
         for number in range(1000):
             arena.empty(1024 * (number + 1), FLOAT)[...] = 1
@@ -242,7 +242,7 @@ class TestMemory:
         assert memory_in_use() - before < 2**20
 
     def test_the_shm_mount_does_not_matter(self):
-        """It is full in a mount namespace of its own, as in a container that gives it 64 MB."""
+        """Run in a mount namespace whose shm mount is full, as in a container with 64 MB."""
         code = """
 import os
 import numpy as np

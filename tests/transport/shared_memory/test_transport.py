@@ -81,7 +81,7 @@ class TestPromises:
     @ranks(2, 3, 4, timeout=60)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_where_now_and_then_a_rank_is_slow_to_read(self, check, monkeypatch):
-        """What it reads must not be overwritten, whether it was brought in this call or before."""
+        """Data must not be overwritten before it has read them, whichever call wrote them."""
 
         def and_linger(call):
             def call_and_linger(*arguments):
@@ -289,7 +289,7 @@ class TestOrder:
     @ranks(2, 3, 4, timeout=60)
     @pytest.mark.parametrize("chunk", [100, 2**20])
     def test_arrays_reduced_together_have_the_bits_of_each_alone(self, chunk):
-        """Which ones are fused depends on when they come."""
+        """Timing decides which ones are fused."""
         with transport(chunk) as made:
             for dtype in ("float16", "bfloat16", "float32", "float64"):
                 arrays = [wild(size, dtype, made.size) for size in (5, 1000, 0, 77, 4000, 1)]
@@ -370,7 +370,7 @@ class TestMovement:
 
 
 class TestCargo:
-    """What is brought along to a meeting need not be brought again."""
+    """Data that come with the digests need not be written again."""
 
     @pytest.mark.parametrize("size", [2, 3, 4])
     @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
@@ -398,7 +398,7 @@ class TestCargo:
     @pytest.mark.parametrize("size", [2, 3, 4])
     @pytest.mark.parametrize("sliced", [True, False])
     def test_ranks_that_bring_more_than_others(self, size, sliced, monkeypatch):
-        """What all have is the first array; one rank alone has no second."""
+        """All ranks have the first array; one of them lacks the second."""
         if sliced:
             always_in_slices(monkeypatch)
 
