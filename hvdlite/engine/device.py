@@ -20,9 +20,9 @@ from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
-from hvdlite.transport.connect import connect_device
 from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.cuda import Cuda, Event
+from hvdlite.transport.registry import connect_device
 
 # A few steps of a large model; the host does not run further ahead.
 _MAX_UNDER_WAY = 256

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hvdlite.transport.base import OnWait, Transport
-from hvdlite.transport.connect import connect, connect_device
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
+from hvdlite.transport.registry import connect, connect_device
 
 __all__ = ["Loopback", "MPITransport", "OnWait", "Transport", "connect", "connect_device"]

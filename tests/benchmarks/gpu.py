@@ -23,11 +23,11 @@ from rich.table import Table
 
 from hvdlite.reduction import Scaling, Sum
 from hvdlite.transport import connect
-from hvdlite.transport.connect import connect_device
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
+from hvdlite.transport.registry import connect_device
 from hvdlite.world import World
 from tests.benchmarks import job, report, statistics
 from tests.benchmarks.measurement import Limit, Rounds, meet, order, timed

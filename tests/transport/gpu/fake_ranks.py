@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdlite.transport.connect import connect_device
+from hvdlite.transport.registry import connect_device
 from hvdlite.transport.simulated import Simulation
 from tests.simulation import on_all_ranks
 from tests.transport.gpu.device_checks import Rank

@@ -9,11 +9,11 @@ import pytest
 
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import Max, Scaling, Sum
-from hvdlite.transport.connect import connect_device
 from hvdlite.transport.gpu.base import Work
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.loopback import Loopback
+from hvdlite.transport.registry import connect_device
 from hvdlite.transport.simulated import Simulation
 from tests.simulation import on_all_ranks
 from tests.transport.gpu import device_checks
