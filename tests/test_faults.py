@@ -150,7 +150,7 @@ class TestKilled:
     @pytest.mark.parametrize(
         ("stream", "size", "victim", "meeting"),
         [
-            *((stream, 3, 1, 7) for stream in STREAMS),
+            *((stream, 3, 1, 7) for stream in STREAMS if stream not in ("torch", "tensorflow")),
             ("allreduce", 4, 3, 12),
             ("bucket", 4, 0, 13),
             ("torch", 2, 0, 6),

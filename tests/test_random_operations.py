@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,10 +144,8 @@ def run(count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 @ranks(4, timeout=240)
-def test_ten_thousand():
-    start = time.monotonic()
-    run(10_000)
-    print(f"{time.monotonic() - start:.1f} s")
+def test_four_thousand():
+    run(4_000)
 
 
 @ranks(2, 3, timeout=120)

@@ -1,13 +1,11 @@
 """The larger PyTorch scripts, in a short form."""
 
-import json
-
 import pytest
 
-from tests.examples.conftest import EXAMPLES
-from tests.harness import run_script
+from tests.examples.scripts import run, train, train_in_turn
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
 
 SHORT = (
     *("--image-size", 32, "--width", 4, "--synthetic", 24, "--classes", 3, "--batch-size", 4),
@@ -15,33 +13,21 @@ SHORT = (
 )
 
 
-def run(name, size, *arguments):
-    return run_script(EXAMPLES / name, size, ["--json", *map(str, arguments)], timeout=240)
-
-
-def train(name, size, *arguments):
-    job = run(name, size, *arguments)
-    assert job.returncode == 0, job.stderr
-    result = json.loads(job.stdout.splitlines()[-1])
-    assert result["processes"] == size
-    assert result["identical"] is True
-    assert 0 <= result["test_accuracy"] <= 1
-    return result
-
-
 def test_resnet50_and_resuming_it(tmp_path):
     """With most of the options; an interrupted training ends like the whole one."""
-    options = ("--batches-per-allreduce", 2, "--gradient-predivide-factor", 2, "--sync-batch-norm")
-    whole = train("pytorch_imagenet_resnet50.py", 2, *SHORT, *options)
-    assert whole["train_loss"] > 0
+    script = "pytorch_imagenet_resnet50.py"
+    options = (
+        *(*SHORT, "--batches-per-allreduce", 2, "--gradient-predivide-factor", 2),
+        "--sync-batch-norm",
+    )
     folder = ("--checkpoint-dir", tmp_path)
-    train("pytorch_imagenet_resnet50.py", 2, *SHORT, *options, *folder, "--epochs", 1)
-    resumed = train("pytorch_imagenet_resnet50.py", 2, *SHORT, *options, *folder)
+    whole, _ = train_in_turn(script, 2, options, (*options, *folder, "--epochs", 1))
+    assert whole["train_loss"] > 0
+    assert 0 <= whole["test_accuracy"] <= 1
+    adasum = (*SHORT, "--use-adasum", "--fp16-allreduce")
+    resumed, other = train_in_turn(script, 2, (*options, *folder), adasum)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-
-
-def test_resnet50_with_adasum_and_16_bit_gradients():
-    train("pytorch_imagenet_resnet50.py", 2, *SHORT, "--use-adasum", "--fp16-allreduce")
+    assert other["weights_sha256"] != whole["weights_sha256"]
 
 
 def test_resnet50_on_a_folder_of_images(tmp_path):
@@ -62,31 +48,29 @@ def test_resnet50_on_a_folder_of_images(tmp_path):
     assert "Traceback" not in job.stderr
 
 
-@pytest.mark.parametrize(("size", "epochs", "accuracy"), [(1, 2, 0.3), (2, 12, 0.85)])
-def test_amp(size, epochs, accuracy):
-    result = train("pytorch_amp.py", size, "--epochs", epochs)
-    assert result["test_accuracy"] > accuracy
-    assert result["scale"] >= 1
-
-
-def test_amp_lowers_the_scale_on_all_ranks_where_gradients_overflow():
-    result = train("pytorch_amp.py", 2, "--epochs", 3, "--dtype", "float16", "--init-scale", 1e9)
-    assert result["scale"] < 1e8
-    assert result["train_loss"] < 3
+def test_amp():
+    overflow = ("--epochs", 3, "--dtype", "float16", "--init-scale", 1e9)
+    trained, scaled = train_in_turn("pytorch_amp.py", 2, ("--epochs", 12), overflow)
+    assert trained["test_accuracy"] > 0.85
+    assert trained["scale"] >= 1
+    # Where gradients overflow, all ranks lower the scale.
+    assert scaled["scale"] < 1e8
+    assert scaled["train_loss"] < 3
 
 
 def test_compression_and_resuming_it(tmp_path):
     """What has not been sent yet comes back with the rest of the training."""
-    options = ("--epochs", 6)
-    whole = train("pytorch_compression.py", 2, *options, "--checkpoint-dir", tmp_path / "whole")
-    assert whole["test_accuracy"] > 0.8
+    script, options = "pytorch_compression.py", ("--epochs", 4)
     folder = ("--checkpoint-dir", tmp_path / "parts")
-    # 23 steps make an epoch: this one is interrupted in the fourth.
-    train("pytorch_compression.py", 2, *options, *folder, "--steps", 70)
-    resumed = train("pytorch_compression.py", 2, *options, *folder)
+    # 23 steps make an epoch: the second training is interrupted in the third.
+    whole, _ = train_in_turn(
+        script,
+        2,
+        (*options, "--checkpoint-dir", tmp_path / "whole"),
+        (*options, *folder, "--steps", 50),
+    )
+    assert whole["test_accuracy"] > 0.8
+    low_rank = (*options, "--compression", "powersgd")
+    resumed, other = train_in_turn(script, 2, (*options, *folder), low_rank)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-
-
-def test_compression_of_low_rank():
-    options = ("--compression", "powersgd", "--epochs", 6)
-    assert train("pytorch_compression.py", 3, *options)["test_accuracy"] > 0.8
+    assert other["test_accuracy"] > 0.8

@@ -1,60 +1,25 @@
 """The training scripts, from their start to their exit code."""
 
-import importlib.util
-import json
 import os
 
 import pytest
 
-from tests.examples import idx
-from tests.examples.conftest import EXAMPLES
-from tests.harness import mpirun, run_script
+from tests.examples import idx, scripts
+from tests.harness import mpirun
 
-FRAMEWORKS = {"torch": "pytorch", "tensorflow": "tensorflow"}
 MNIST = mpirun.ROOT.parent / "shared" / "data" / "mnist"
-TIMEOUT = 120
 
 
-@pytest.fixture(scope="module", params=FRAMEWORKS)
+@pytest.fixture(params=["torch", pytest.param("tensorflow", marks=pytest.mark.slow)])
 def framework(request):
-    if not _is_installed(request.param):
-        pytest.skip(f"{request.param} is not installed")
-    return FRAMEWORKS[request.param]
+    pytest.importorskip(request.param)
+    return {"torch": "pytorch"}.get(request.param, request.param)
 
 
-def _any_framework():
-    """The first framework that is there, where the scripts differ in nothing that matters."""
-    found = [name for module, name in FRAMEWORKS.items() if _is_installed(module)]
-    return found[0] if found else pytest.skip("neither framework is installed")
-
-
-def _is_installed(module):
-    return importlib.util.find_spec(module) is not None
-
-
-def _run(framework, size, *arguments, timeout=TIMEOUT):
-    script = EXAMPLES / f"{framework}_mnist.py"
-    return run_script(script, size, ["--json", *map(str, arguments)], timeout=timeout)
-
-
-def _train(framework, size, *arguments, timeout=TIMEOUT):
-    """Run a script that has to succeed, and return what it reports."""
-    job = _run(framework, size, *arguments, timeout=timeout)
-    assert job.returncode == 0, job.stderr
-    result = json.loads(job.stdout.splitlines()[-1])
-    assert job.stdout.count('"weights_sha256"') == 1, "only rank 0 reports"
+@pytest.mark.slow
+def test_digits(framework):
+    result = scripts.train(f"{framework}_mnist.py", 2)
     assert result["framework"] == framework
-    assert result["processes"] == size
-    assert result["identical"] is True
-    return result
-
-
-@pytest.fixture(scope="module")
-def on_two(framework):
-    return _train(framework, 2)
-
-
-def _check_digits(result):
     assert result["test_accuracy"] >= 0.97
     # An accuracy over 360 images, each counted once.
     assert result["test_accuracy"] * 360 == pytest.approx(round(result["test_accuracy"] * 360))
@@ -62,31 +27,34 @@ def _check_digits(result):
     assert result["images_per_s"] > 0
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_digits(framework, size):
-    _check_digits(_train(framework, size))
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "size"), [("pytorch", 4), ("tensorflow", 1)])
+def test_another_number_of_processes(script, size):
+    pytest.importorskip(script.replace("py", ""))
+    assert scripts.train(f"{script}_mnist.py", size, "--epochs", 3)["train_loss"] < 2
 
 
-def test_digits_on_two_processes(on_two):
-    _check_digits(on_two)
-
-
-def test_resumed_training_ends_like_an_uninterrupted_one(framework, on_two, tmp_path):
-    # 23 steps make an epoch: this one is interrupted in the twenty-first.
-    interrupted = _train(framework, 2, "--checkpoint-dir", tmp_path, "--steps", 470)
-    assert interrupted["weights_sha256"] != on_two["weights_sha256"]
-    resumed = _train(framework, 2, "--checkpoint-dir", tmp_path)
-    assert resumed["weights_sha256"] == on_two["weights_sha256"]
-    assert resumed["train_loss"] == on_two["train_loss"]
+def test_resumed_training_ends_like_an_uninterrupted_one(framework, tmp_path):
+    script, folder = f"{framework}_mnist.py", ("--checkpoint-dir", tmp_path)
+    # 23 steps make an epoch: the second training is interrupted in the second one.
+    whole, interrupted, compressed = scripts.train_in_turn(
+        script,
+        2,
+        ("--epochs", 3),
+        ("--epochs", 3, *folder, "--steps", 40),
+        ("--epochs", 3, "--compression", "bf16"),
+    )
+    assert interrupted["weights_sha256"] != whole["weights_sha256"]
+    assert compressed["weights_sha256"] != whole["weights_sha256"]
+    assert compressed["train_loss"] < 1
+    resumed, finished = scripts.train_in_turn(script, 2, *[("--epochs", 3, *folder)] * 2)
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["train_loss"] == whole["train_loss"]
+    # A finished training is evaluated again.
+    assert finished["weights_sha256"] == resumed["weights_sha256"]
+    assert finished["test_accuracy"] == resumed["test_accuracy"]
+    assert finished["train_loss"] is finished["images_per_s"] is None
     assert [path.name for path in tmp_path.iterdir()] == [f"{framework}_mnist.npz"]
-
-
-def test_finished_training_is_evaluated_again(tmp_path):
-    arguments = ("--epochs", 1, "--checkpoint-dir", tmp_path)
-    first, again = (_train(_any_framework(), 1, *arguments) for _ in range(2))
-    assert again["weights_sha256"] == first["weights_sha256"]
-    assert again["test_accuracy"] == first["test_accuracy"]
-    assert again["train_loss"] is again["images_per_s"] is None
 
 
 def _check_refusal(job, *words):
@@ -97,24 +65,21 @@ def _check_refusal(job, *words):
     assert "Traceback" not in job.stderr
 
 
-def test_data_that_cannot_be_used(framework, tmp_path):
+def test_data_that_cannot_be_used(tmp_path):
+    pytest.importorskip("torch")
     path = idx.write(tmp_path) / "t10k-labels-idx1-ubyte"
     path.write_bytes(path.read_bytes()[:-1])
-    job = _run(framework, 2, "--data-dir", tmp_path)
+    job = scripts.run("pytorch_mnist.py", 2, "--data-dir", tmp_path)
     _check_refusal(job, str(path), "truncated", "leave out --data-dir")
 
 
-def test_damaged_checkpoint(tmp_path):
-    framework = _any_framework()
+@pytest.mark.slow
+def test_damaged_checkpoint(framework, tmp_path):
     path = tmp_path / f"{framework}_mnist.npz"
     path.write_bytes(b"PK\x03\x04 and nothing else")
-    _check_refusal(_run(framework, 2, "--checkpoint-dir", tmp_path), str(path))
+    job = scripts.run(f"{framework}_mnist.py", 2, "--checkpoint-dir", tmp_path)
+    _check_refusal(job, str(path))
     assert path.read_bytes() == b"PK\x03\x04 and nothing else"
-
-
-def test_compression():
-    result = _train(_any_framework(), 2, "--epochs", 3, "--compression", "bf16")
-    assert result["train_loss"] < 1
 
 
 @pytest.mark.skipif(not MNIST.is_dir(), reason=f"no MNIST in {MNIST}")
@@ -122,5 +87,5 @@ def test_compression():
     os.environ.get("HVDLITE_TEST_MNIST") != "1", reason="takes minutes: set HVDLITE_TEST_MNIST=1"
 )
 def test_mnist(framework):
-    result = _train(framework, 2, "--data-dir", MNIST, timeout=600)
+    result = scripts.train(f"{framework}_mnist.py", 2, "--data-dir", MNIST, timeout=600)
     assert result["test_accuracy"] >= 0.985

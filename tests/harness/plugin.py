@@ -36,6 +36,7 @@ class Jobs:
 
 
 _JOBS = pytest.StashKey[Jobs]()
+_FRAMEWORKS = ("keras", "tensorflow", "torch")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -81,13 +82,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests that the command line asks for, and mark those that share a job.
 
-    pytest-xdist (``--dist loadgroup``) runs these in one process, so each job starts once.
+    pytest-xdist (``--dist loadgroup``) runs these in one process. The tests of a framework are a
+    group of their own, so that its ranks alone import it.
     """
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
             mark, size = item.get_closest_marker("ranks"), _size(item)
             if size and not mark.kwargs["fresh"]:
-                item.add_marker(pytest.mark.xdist_group(f"{size} ranks"))
+                folder = item.path.parent.name
+                group = f"{size} ranks {folder if folder in _FRAMEWORKS else ''}"
+                item.add_marker(pytest.mark.xdist_group(group.strip()))
     deselected = [item for item in items if not _is_chosen(item)]
     if deselected:
         config.hook.pytest_deselected(items=deselected)
