@@ -1,4 +1,4 @@
-"""What the training scripts share: their options, how they end, and what they report."""
+"""Shared parts of the training scripts: options, progress, the end and the report."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def agree(hvd: Any, load: Callable[[], Any], expected: type[Exception]) -> Any:
 
 
 class Plan:
-    """How many steps a training has.
+    """The steps of a training.
 
     Args:
         options: those of the command line.
         steps_per_epoch: optimizer steps, the same on all ranks.
 
     Attributes:
-        steps: in all epochs; what the learning rate is planned for.
+        steps: in all epochs; the learning rate is planned for them.
         warmup_steps: until the learning rate is scaled.
         last_step: where the training stops; less than ``steps`` if ``--steps`` says so.
     """
@@ -104,7 +104,7 @@ class Plan:
             yield epoch, range(start, min(start + self.steps_per_epoch, self.last_step))
 
     def decay(self, step: int) -> float:
-        """Return what the learning rate is multiplied with: from 1 it falls linearly to 0."""
+        """Return the factor of the learning rate, which falls linearly from 1 to 0."""
         return 1 - step / self.steps
 
 

@@ -66,7 +66,7 @@ def _train(script: str, options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _forward(errors: IO[bytes]) -> None:
-    """Pass on what comes, as it comes: a progress bar ends its lines with a carriage return."""
+    """Forward output as it comes: a progress bar ends its lines with a carriage return."""
     rest = b""
     while chunk := errors.read1():
         *lines, rest = re.split(rb"(?<=[\r\n])", rest + chunk)

@@ -26,7 +26,7 @@ class DataError(Exception):
 
 
 class Samples(NamedTuple):
-    """Images and what they show.
+    """Images and their labels.
 
     Attributes:
         images: float32 of shape (samples, height, width), from 0 to 1.

@@ -104,7 +104,7 @@ def _noise(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _random_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """A part of the image, of 8 to 100 % of its area, 3:4 to 4:3 (arXiv:1409.4842)."""
+    """Return a part of the image, of 8 to 100 % of its area, 3:4 to 4:3 (arXiv:1409.4842)."""
     for _ in range(10):
         area = width * height * torch.empty(()).uniform_(0.08, 1.0).item()
         ratio = math.exp(torch.empty(()).uniform_(math.log(3 / 4), math.log(4 / 3)).item())
@@ -116,7 +116,7 @@ def _random_box(width: int, height: int) -> tuple[float, float, float, float]:
 
 
 def _middle_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """The square in the middle, 7/8 as wide as the image."""
+    """Return the square in the middle, 7/8 as wide as the image."""
     side = min(width, height) * 7 / 8
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side

@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what only this script has."""
+    """Add the options of this script alone."""
     add = parser.add_argument
     add("--accumulate", type=int, default=2, help="backward passes per optimizer step")
     add("--clip", type=float, default=1.0, help="largest norm of the averaged gradients")

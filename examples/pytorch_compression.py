@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def make_compression(name: str, dense_steps: int) -> Any:
-    """Return how gradients travel.
+    """Return the compression of gradients.
 
     In the first steps they travel as they are. Later the ranks exchange the greatest hundredth of
     all entries, or two thin matrices for each matrix; the error that this makes in a step is

@@ -162,7 +162,7 @@ def load_data(options: argparse.Namespace) -> tuple[Dataset, Dataset]:
 
 
 def decay(epoch: float, milestones: list[float]) -> float:
-    """Return what the learning rate is multiplied with: a tenth after each milestone."""
+    """Return the factor of the learning rate: a tenth of it after each milestone."""
     return 0.1 ** sum(epoch >= milestone for milestone in milestones)
 
 

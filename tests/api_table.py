@@ -1,4 +1,4 @@
-"""The tables of the public interface in docs, from the code: ``python -m tests.api_table``.
+"""Write the tables of the public interface in docs: ``python -m tests.api_table``.
 
 For each call of the interface docs/api.md shows the signature, and a test that uses it: of the
 functions in `tests` that do, the one whose name and whose other calls fit best. For each registered
@@ -182,7 +182,7 @@ class Function:
 
 
 def table() -> str:
-    """The text of docs/api.md."""
+    """Return the text of docs/api.md."""
     parts = [INTRODUCTION]
     for module, heading, names in SECTIONS:
         parts.append(f"\n## {heading}: `{module}`\n\n| call | signature | test |\n|---|---|---|\n")
@@ -225,7 +225,7 @@ def _settings() -> Iterator[str]:
 
 
 def signature(module: str, name: str) -> str:
-    """How a call is made, without annotations; the value of what is no call."""
+    """Return a call's signature without annotations, or the value of something else."""
     found: Any = importlib.import_module(module)
     if name.startswith("DistributedOptimizer.") and module == "hvdlite.torch":
         found = importlib.import_module("hvdlite.torch.optimizer")._Scheduled
@@ -262,7 +262,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 
 def covering_test(module: str, name: str) -> str:
-    """Where a test is that uses a call.
+    """Return the place of a test that uses a call.
 
     Raises:
         LookupError: there is none.
@@ -277,7 +277,7 @@ def covering_test(module: str, name: str) -> str:
 
 
 def _fit(function: Function, module: str, name: str) -> float:
-    """How well a function serves as the test of a call; 0: not at all."""
+    """Return how well a function serves as the test of a call; 0: not at all."""
     owner, _, member = name.partition(".")
     wanted = _resolve(f"{module}.{owner}")
     by_owner = any(_uses(function, *imported, owner, wanted) for imported in function.imports)
@@ -294,7 +294,7 @@ def _fit(function: Function, module: str, name: str) -> float:
 
 
 def _uses(function: Function, alias: str, path: str, owner: str, wanted: Any) -> bool:
-    """Whether a function uses an object by a name that its file has imported."""
+    """Return whether a function uses an object by a name that its file has imported."""
     ways = {path: alias}
     for inner in ("", "elastic.", "callbacks."):
         ways[f"{path}.{inner}{owner}"] = f"{alias}.{inner}{owner}"
@@ -305,7 +305,7 @@ def _uses(function: Function, alias: str, path: str, owner: str, wanted: Any) ->
 
 
 def _uses_member(function: Function, wanted: Any) -> bool:
-    """Whether a function uses a class by the name under which its file has imported that alone."""
+    """Return whether a function uses a class by the name under which it was imported."""
     return isinstance(wanted, type) and any(
         _resolve(path) is wanted and re.search(rf"\b{alias}\(", function.text)
         for alias, path in function.imports
@@ -314,7 +314,7 @@ def _uses_member(function: Function, wanted: Any) -> bool:
 
 @cache
 def _resolve(path: str) -> Any:
-    """The module or the object of a name; a new object where there is none."""
+    """Return the module or the object of a name, or a new object."""
     parent, _, name = path.rpartition(".")
     try:
         return importlib.import_module(path)
@@ -355,7 +355,7 @@ def _functions_of(path: Path) -> Iterator[Function]:
 
 
 def _imports_of(source: str) -> Iterator[tuple[str, str]]:
-    """Also those of scripts that a file has as strings."""
+    """Return a file's imports, including those of scripts that it has as strings."""
     for module, alias in re.findall(r"import (hvdlite[\w.]*) as (\w+)", source):
         yield alias, module
     yield "hvdlite", "hvdlite"
@@ -366,7 +366,7 @@ def _imports_of(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _text(lines: list[str], node: ast.FunctionDef | ast.Assign) -> str:
-    """The source of a node, with its decorators."""
+    """Return the source of a node, with its decorators."""
     decorators = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     return "\n".join(lines[first - 1 : node.end_lineno])

@@ -1,4 +1,4 @@
-"""The benchmarks run and leave every figure behind; what the figures are is not tested."""
+"""The benchmarks run and save every figure; the values are not tested."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Ranks that stop, die or fail while others need them; and what waiting for them costs."""
+"""Ranks that stop, die or fail while others need them, and the cost of waiting for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ linux = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-
 
 @functools.cache
 def outlives_a_rank():
-    """Whether this mpirun can let the other ranks live when one has died."""
+    """Return whether this mpirun can let the other ranks live when one has died."""
     program = mpirun.command(1)[0]
     asked = subprocess.run([program, "--version"], capture_output=True, text=True)
     return "Open MPI) 5" in asked.stdout
@@ -86,7 +86,7 @@ def survive(action):
 
 
 def survivors(body, size, victim):
-    """Run a job in which a rank kills itself; say what the others noticed, and how fast."""
+    """Run a job in which a rank kills itself; return when and how the others noticed."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
         (folder / "script.py").write_text(PROLOGUE + body)

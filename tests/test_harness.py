@@ -30,7 +30,7 @@ def pytest_command(path, *arguments):
 
 @pytest.fixture
 def run_tests(tmp_path):
-    """Runs the source of tests in a pytest of its own; returns its output."""
+    """Run the source of tests in a pytest of its own; return its output."""
 
     def run(source, *arguments, failed=0, passed=0, skipped=0):
         path = tmp_path / "test_inner.py"

@@ -89,7 +89,7 @@ class Task:
 
 
 def tasks(count: int) -> list[Task]:
-    """The same on every rank."""
+    """Return the same tasks on every rank."""
     generator = random.Random(1)
     made = []
     for number in range(count):

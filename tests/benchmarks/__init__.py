@@ -1,4 +1,4 @@
-"""How fast hvdlite is, measured in one run against what else could be used.
+"""Benchmarks of hvdlite against the alternatives, measured in the same run.
 
     python -m tests.benchmarks.allreduce    sums of one tensor, and a burst of 400
     python -m tests.benchmarks.training     what the exchange adds to a training step

@@ -1,4 +1,4 @@
-"""The time of a sum over all ranks, in place, of one float32 tensor, and of a burst of 400."""
+"""Benchmark sums over all ranks: one float32 tensor, and a burst of 400, in place."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _parse_options() -> argparse.Namespace:
 
 
 def _parse_size(text: str) -> int:
-    """Bytes of a size such as ``64KiB``; whole float32 numbers, at least one."""
+    """Return the bytes of a size such as ``64KiB``; whole float32 numbers, at least one."""
     number, factor = text, 1
     for unit, value in _UNITS.items():
         if text.endswith(unit):
@@ -75,7 +75,7 @@ def _parse_size(text: str) -> int:
 
 
 def _times(records: Sequence[dict[str, Any]]) -> Table:
-    """Median times, a column for each contender."""
+    """Return a table of median times, a column for each contender."""
     names = _names(records, "seconds")
     table = _table(f"In-place sum of float32, {records[0]['ranks']} ranks", ["rounds", *names])
     for record in records:
@@ -86,7 +86,7 @@ def _times(records: Sequence[dict[str, Any]]) -> Table:
 
 
 def _ratios(records: Sequence[dict[str, Any]]) -> Table:
-    """Ratios of these times, with their spread."""
+    """Return a table of the ratios of these times, with their spread."""
     names = _names(records, "ratios")
     table = _table(f"Ratios (10 - 90 %), {records[0]['ranks']} ranks", names)
     for record in records:

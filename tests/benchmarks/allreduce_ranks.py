@@ -1,4 +1,4 @@
-"""What the ranks of the allreduce benchmark do."""
+"""Ranks of the allreduce benchmark."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _measure(
 
 
 def _check(comm: MPI.Comm, contender: Contender) -> None:
-    """Run a contender twice, so that nothing is left to set up, and see whether it sums."""
+    """Warm a contender up and check that it sums."""
     expected = comm.size * (comm.size + 1) / 2
     for _ in range(2):
         contender.prepare(comm.rank + 1)
@@ -115,7 +115,7 @@ def _check(comm: MPI.Comm, contender: Contender) -> None:
 
 
 def _single(comm: MPI.Comm, gloo: Any, horovod: Any, nbytes: int) -> list[Contender]:
-    """Contenders that sum one tensor: the same memory for all, but for the bucket's."""
+    """Return the contenders that sum one tensor, all but the bucket in the same memory."""
     tensor = torch.empty(nbytes // _FLOAT)
     array = tensor.numpy()
     name = f"benchmark.{nbytes}"
@@ -133,7 +133,7 @@ def _single(comm: MPI.Comm, gloo: Any, horovod: Any, nbytes: int) -> list[Conten
 
 
 def _bucket(nbytes: int) -> Contender:
-    """A model with one parameter, whose gradient is in its bucket already."""
+    """Return the contender whose gradient is in its bucket already."""
     parameter = Parameter("gradient", (nbytes // _FLOAT,), np.dtype(np.float32))
     exchange = GradientExchange(
         runtime.engine(),
@@ -156,7 +156,7 @@ def _bucket(nbytes: int) -> Contender:
 
 
 def _burst(comm: MPI.Comm, gloo: Any, horovod: Any) -> list[Contender]:
-    """Contenders that start the sums of many tensors, and then wait for all."""
+    """Return the contenders that start the sums of many tensors, and then wait for all."""
     tensors = [torch.empty(_BURST_BYTES // _FLOAT) for _ in range(_BURST_TENSORS)]
     arrays = [tensor.numpy() for tensor in tensors]
     targets = [np.empty_like(array) for array in arrays]
@@ -180,7 +180,7 @@ def _burst(comm: MPI.Comm, gloo: Any, horovod: Any) -> list[Contender]:
 
 
 def _start_all(library: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The burst through Horovod's interface, which is also hvdlite's."""
+    """Run the burst through Horovod's interface, which is also hvdlite's."""
     names = [f"burst.{number}" for number in range(len(tensors))]
 
     def call() -> None:

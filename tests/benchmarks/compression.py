@@ -1,4 +1,4 @@
-"""What each strategy saves, costs, and does to the accuracy: a table in Markdown.
+"""Benchmark what each strategy saves, costs, and does to the accuracy.
 
 Bytes are those that a rank sends in a step for the gradients of a network with 235,146 weights,
 counted in the transport. Accuracies are those on the test images of scikit-learn's digits and of
@@ -67,7 +67,7 @@ def _parse_options() -> argparse.Namespace:
 
 
 def _epochs(options: argparse.Namespace) -> dict[str, int]:
-    """How often to go through each data set that there is."""
+    """Return the number of epochs of each data set that there is."""
     if options.costs_only:
         return {}
     there = {name: count for name, count in _EPOCHS.items() if name != "mnist"}
@@ -77,7 +77,7 @@ def _epochs(options: argparse.Namespace) -> dict[str, int]:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as a table in Markdown."""
+    """Return the records as a table in Markdown."""
     sets = list(records[0]["accuracy"])
     headings = ["strategy", "bytes per step", "of dense", *(_TITLES[name] for name in sets)]
     headings += ["encode 25 MiB", "and decode", "exchange", "memory"]

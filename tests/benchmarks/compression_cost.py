@@ -1,4 +1,4 @@
-"""What it costs to exchange a bucket of 25 MiB by a strategy: time, and memory."""
+"""Measure the time and memory that a strategy needs for a bucket of 25 MiB."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PAYLOAD = 1024  # bytes; whatever is smaller is agreement
 
 
 class _Watch(Loopback):
-    """The transport of one rank that takes note of when the first payload comes to it."""
+    """Transport of one rank that records the arrival of the first payload."""
 
     first = 0.0
 
@@ -33,7 +33,7 @@ class _Watch(Loopback):
         self._kept: dict[tuple[int, np.dtype[Any]], Any] = {}
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Use memory again, as transports do: the system takes long to clear new pages."""
+        """Return reused memory, as transports do: the system takes long to clear new pages."""
         if not self.recycles:
             return np.empty(size, dtype)
         if (size, dtype) not in self._kept:
@@ -42,7 +42,7 @@ class _Watch(Loopback):
 
     @property
     def kept(self) -> int:
-        """Bytes of that memory."""
+        """Return the size of that memory in bytes."""
         return sum(array.nbytes for array in self._kept.values())
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
@@ -75,7 +75,7 @@ class _Exchange:
 
 
 def on_one_core(entry: Entry, rounds: int) -> dict[str, Any]:
-    """Measure an exchange in this process alone: what a rank does besides sending.
+    """Measure an exchange in this process alone: all that a rank does except for sending.
 
     Returns:
         Seconds of a memcpy of the bucket, until the first bytes could be sent (``encode``), and of

@@ -1,4 +1,4 @@
-"""What the ranks of the compression benchmark do."""
+"""Ranks of the compression benchmark."""
 
 from __future__ import annotations
 

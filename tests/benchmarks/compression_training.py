@@ -1,4 +1,4 @@
-"""Small networks that learn digits, with one strategy after the other: traffic and accuracy."""
+"""Train small networks on digits with each strategy: traffic and accuracy."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Data:
         self.test_images, self.test_labels = _tensors(loaded.test)
 
     def batches(self, seed: int, epoch: int) -> Iterator[Any]:
-        """Positions of the samples of whole batches, in an order of its own for each epoch."""
+        """Return the samples' positions in whole batches, shuffled anew for each epoch."""
         order = np.random.default_rng([seed, epoch]).permutation(len(self.labels))
         for start in range(0, len(order) - BATCH + 1, BATCH):
             yield order[start : start + BATCH]
 
 
 def bytes_per_step(comm: MPI.Comm, entry: Entry, traffic: Traffic) -> float:
-    """What a rank sends in a step for the gradients of a fixed model; collective.
+    """Return the bytes that a rank sends per step for a fixed model; collective.
 
     Args:
         comm: of the ranks that hvdlite runs on.
@@ -104,7 +104,7 @@ def _tensors(samples: digits.Samples) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_model(pixels: int, seed: int, widths: Sequence[int] = _WIDTHS) -> Model:
-    """Layers that are fully connected, with ReLUs in between; alike wherever the seed is."""
+    """Return fully connected layers with ReLUs in between; a seed gives the same weights."""
     torch.manual_seed(seed)
     layers: list[torch.nn.Module] = []
     for before, after in zip((pixels, *widths), widths, strict=False):
@@ -117,7 +117,7 @@ def _sgd(model: Model, entry: Entry) -> torch.optim.Optimizer:
 
 
 def distributed(model: Model, entry: Entry) -> Any:
-    """An optimizer that exchanges gradients by a strategy."""
+    """Return an optimizer that exchanges gradients by a strategy."""
     return hvd.DistributedOptimizer(_sgd(model, entry), model.named_parameters(), entry.strategy)
 
 

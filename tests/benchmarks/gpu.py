@@ -1,4 +1,4 @@
-"""The time of a sum over all ranks, in place, of one float32 array on each rank's GPU.
+"""Benchmark sums over all ranks of one float32 array on each rank's GPU, in place.
 
     python -m tests.benchmarks.gpu [--ranks N] [--quick]
 
@@ -180,7 +180,7 @@ def _check(comm: MPI.Comm, name: str, call: Callable[[], None], array: Any, stre
 
 @contextmanager
 def _torch_nccl(comm: MPI.Comm, device: int) -> Iterator[Any]:
-    """torch.distributed on NCCL; None where this torch has no CUDA."""
+    """Return torch.distributed on NCCL, or None where this torch has no CUDA."""
     try:
         import torch
         import torch.distributed as dist

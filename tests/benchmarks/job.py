@@ -1,4 +1,4 @@
-"""A function that mpirun runs on every rank, and whose result comes back."""
+"""Run a function on every rank under mpirun, and return rank 0's result."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def _run(command: list[str]) -> int:
 
 
 def say(comm: Any, text: str) -> None:
-    """Tell the user, once, what is going on."""
+    """Print a line of progress, on rank 0 only."""
     if comm.rank == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def _main(function: str, arguments: str, path: str) -> None:
-    """What every rank does."""
+    """Run the function on this rank."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD

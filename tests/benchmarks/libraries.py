@@ -1,4 +1,4 @@
-"""What hvdlite is compared with, made ready to use."""
+"""Other libraries to compare with, initialised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 @contextlib.contextmanager
 def gloo(comm: MPI.Comm) -> Iterator[Any]:
-    """torch.distributed on gloo over the ranks of a communicator, as long as the context lasts."""
+    """Provide torch.distributed on gloo over a communicator's ranks within a context."""
     import torch.distributed as dist
 
     own = (
@@ -29,7 +29,7 @@ def gloo(comm: MPI.Comm) -> Iterator[Any]:
 
 
 def horovod(framework: str) -> Any | None:
-    """Horovod for ``torch`` or ``tensorflow``, started; None where it cannot be imported.
+    """Return Horovod for ``torch`` or ``tensorflow``, initialised, or None.
 
     Its background thread then looks for work in each of its cycles (``HOROVOD_CYCLE_TIME``),
     also while others are timed.

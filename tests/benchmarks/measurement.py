@@ -1,4 +1,4 @@
-"""Turns of several contenders in the same processes, timed alike."""
+"""Time several contenders that take turns in the same processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Limit:
-    """When to stop: after ``rounds``, or after ``seconds`` if ``at_least`` rounds are done."""
+    """Limit of a measurement: ``rounds``, or ``seconds`` if ``at_least`` rounds are done."""
 
     rounds: int
     seconds: float
@@ -44,7 +44,7 @@ class Limit:
 
 
 class Rounds:
-    """Counts rounds until the limit; all ranks iterate, and rank 0's clock decides."""
+    """Count rounds until the limit; all ranks iterate, and rank 0's clock decides."""
 
     def __init__(self, comm: MPI.Comm, limit: Limit) -> None:
         self._comm = comm
@@ -79,7 +79,7 @@ def meet(comm: MPI.Comm) -> None:
 
 
 def order(count: int, turn: int) -> list[int]:
-    """Who is when in a round: rotated by one each time, and backwards in every other.
+    """Return the order of a round: rotated by one each time, backwards in every other.
 
     So each contender is as often first as any other, and comes after different ones.
     """
@@ -88,7 +88,7 @@ def order(count: int, turn: int) -> list[int]:
 
 
 def timed(call: Callable[[], object], calls: int = 1) -> float:
-    """Seconds of one call, out of several in a row."""
+    """Return the seconds of one call, out of several in a row."""
     start = time.perf_counter()
     for _ in range(calls):
         call()

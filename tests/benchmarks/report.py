@@ -56,7 +56,7 @@ def positive(text: str) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on, as it is now."""
+    """Describe the machine and the versions that the figures depend on."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu(),
@@ -101,24 +101,24 @@ def save(
 
 
 def console() -> Console:
-    """Where tables go; in a file or a pipe they are as wide as they need."""
+    """Return the console for tables, which is wide enough in a file or a pipe."""
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table for documents; all columns but the first are aligned to the right."""
+    """Return a table for documents; all columns but the first are aligned to the right."""
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def describe(document: Mapping[str, Any]) -> str:
-    """One line about the machine, for tables and plots."""
+    """Return one line about the machine, for tables and plots."""
     facts = document["machine"]
     return f"{facts['cpu']}, {facts['cores']} cores; {facts['date'][:10]}; one thread per rank"
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes for people: 4 KiB."""
+    """Return bytes for people: 4 KiB."""
     for unit, factor in (("GiB", _KIB**3), ("MiB", _KIB**2), ("KiB", _KIB)):
         if nbytes >= factor and nbytes % factor == 0:
             return f"{nbytes // factor} {unit}"
@@ -126,20 +126,20 @@ def size_text(nbytes: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds for people: 12.3 ms."""
+    """Return seconds for people: 12.3 ms."""
     factor, unit = _unit(seconds)
     return f"{_three_digits(factor * seconds)} {unit}"
 
 
 def spread_text(values: Mapping[str, float]) -> str:
-    """A median time and its spread: 12.3 (12.1 - 13.0) ms."""
+    """Return a median time and its spread: 12.3 (12.1 - 13.0) ms."""
     factor, unit = _unit(values["median"])
     median, low, high = (_three_digits(factor * values[key]) for key in ("median", "p10", "p90"))
     return f"{median} ({low} - {high}) {unit}"
 
 
 def ratio_text(values: Mapping[str, float]) -> str:
-    """A median ratio and its spread."""
+    """Return a median ratio and its spread."""
     median, low, high = (_three_digits(values[key]) for key in ("median", "p10", "p90"))
     return f"{median} ({low} - {high})"
 

@@ -1,4 +1,4 @@
-"""Images per second of a ResNet-18 at 32x32 on several numbers of processes.
+"""Benchmark a ResNet-18 at 32x32 on several numbers of processes.
 
 One job has as many ranks as the largest number. In each round each number of ranks has its turn,
 while the others sleep: so a number's figures are from the same minutes as all others', which

@@ -1,4 +1,4 @@
-"""What the ranks of the scaling benchmark do."""
+"""Ranks of the scaling benchmark."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _team(comm: MPI.Comm, number: int) -> Any:
 
 
 def _train(team: MPI.Comm, replicas: Sequence[Replica], steps: int, turn: int) -> list[float]:
-    """Seconds of this rank for the steps of each contender."""
+    """Return this rank's seconds for the steps of each contender."""
     hvd.init(team)
     by_name = {replica.name: replica for replica in replicas}
     by_name["hvdlite"].broadcast()  # some ranks of the team have trained more steps than others
@@ -96,7 +96,7 @@ def _train(team: MPI.Comm, replicas: Sequence[Replica], steps: int, turn: int) -
 def _records(
     processes: Sequence[int], batch: int, steps: int, images: dict[str, np.ndarray[Any, Any]]
 ) -> list[dict[str, Any]]:
-    """Speed-ups are over one process that trains without hvdlite."""
+    """Return the records; speed-ups are over one process that trains without hvdlite."""
     hvdlite, alone = images["hvdlite"], images["alone"]
     single = alone[:, list(processes).index(1)]
     records = []

@@ -1,4 +1,4 @@
-"""Training steps per second of two hosts that are joined by a slow link.
+"""Benchmark training on two hosts that are joined by a slow link.
 
 The hosts are network namespaces of this machine (see tests/harness/hosts.py), whose interfaces are
 limited, so it takes Linux, root, and `tc`. The strategies take turns in one job, on a network
@@ -70,7 +70,7 @@ def _over(network: Network) -> job.Launch:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """The records as a table in Markdown."""
+    """Return the records as a table in Markdown."""
     headings = ["strategy", "bytes per step", "step (10 - 90 %)", "steps/s", "of dense"]
     return report.markdown(headings, map(_row, records))
 

@@ -1,4 +1,4 @@
-"""What the ranks of the benchmark of a slow link do."""
+"""Ranks of the slow link benchmark."""
 
 from __future__ import annotations
 

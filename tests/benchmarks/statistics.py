@@ -12,18 +12,18 @@ _RESAMPLES = 2000
 
 
 def summary(samples: Samples) -> dict[str, float]:
-    """The median, and as spread the 10th and 90th percentile."""
+    """Return the median, and as spread the 10th and 90th percentile."""
     low, median, high = np.percentile(samples, [10, 50, 90])
     return {"median": float(median), "p10": float(low), "p90": float(high)}
 
 
 def ratio(over: Samples, under: Samples) -> dict[str, float]:
-    """The ratio within each round, as `summary`."""
+    """Return the ratio within each round, as `summary`."""
     return summary(over / under)
 
 
 def overhead(samples: Samples, alone: Samples) -> dict[str, float]:
-    """What was added within each round, as `summary`.
+    """Return the difference within each round, as `summary`.
 
     The median of the differences, not the difference of the medians: the noise that both of a
     round have in common drops out.
@@ -32,7 +32,7 @@ def overhead(samples: Samples, alone: Samples) -> dict[str, float]:
 
 
 def overhead_ratio(over: Samples, under: Samples, alone: Samples) -> dict[str, float]:
-    """The ratio of two median overheads, with an interval of 80 % by the bootstrap.
+    """Return the ratio of two median overheads, with a bootstrap interval of 80 %.
 
     Rounds are drawn again with replacement (Efron 1979, Annals of Statistics 7), whole, because
     the samples of one round belong together.

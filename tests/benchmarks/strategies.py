@@ -12,7 +12,7 @@ MOMENTUM = 0.9
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy as one would use it.
+    """A strategy with its usual options.
 
     Attributes:
         name: for tables.
@@ -28,7 +28,7 @@ class Entry:
 
     @property
     def title(self) -> str:
-        """The name, and how it is trained, if not as all others."""
+        """The name, with the way of training where it differs from the others'."""
         own = []
         if self.learning_rate != LEARNING_RATE:
             own.append(f"learning rate {self.learning_rate:g}")

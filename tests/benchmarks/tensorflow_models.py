@@ -29,7 +29,7 @@ def build(name: str) -> keras.Model:
 
 
 def _resnet(images: Any) -> Any:
-    """He et al. 2015, arXiv:1512.03385, as for CIFAR: no pooling at the start."""
+    """Return a ResNet (He et al. 2015, arXiv:1512.03385), as for CIFAR: no pooling at the start."""
     x = layers.ReLU()(_convolution(images, RESNET_GROUPS[0][0], 3, 1))
     for channels, stride in RESNET_GROUPS:
         x = _block(_block(x, channels, stride), channels, 1)

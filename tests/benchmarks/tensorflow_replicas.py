@@ -58,18 +58,18 @@ class Replica:
         self._loss = float(self._step(*self._batch))
 
     def loss(self) -> float:
-        """The last step's."""
+        """Return the last step's loss."""
         return self._loss
 
     def gradients(self) -> np.ndarray[Any, Any]:
-        """The first step's, flat: after it, the momenta are -LEARNING_RATE times them."""
+        """Return the first step's gradients, flat: its momenta are -LEARNING_RATE times them."""
         parts = [momentum.numpy().reshape(-1) for momentum in self._optimizer.momentums]
         return np.concatenate(parts) / np.float32(-LEARNING_RATE)
 
 
 @contextlib.contextmanager
 def replicas(comm: MPI.Comm, workload: str, batch: int) -> Iterator[list[Replica]]:
-    """A replica for each contender: alone, hvdlite, and Horovod where there is one.
+    """Return a replica for each contender: alone, hvdlite, and Horovod where there is one.
 
     Operations compute with one thread. There are two that run them, for every contender, as
     ``hvd.pin_device()`` sets it on one core: an exchange waits in one, and the backward pass

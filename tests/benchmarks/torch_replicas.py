@@ -56,18 +56,18 @@ class Replica:
         hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
 
     def loss(self) -> float:
-        """The last step's."""
+        """Return the last step's loss."""
         return self._loss.item()
 
     def gradients(self) -> np.ndarray[Any, Any]:
-        """The last step's, flat."""
+        """Return the last step's gradients, flat."""
         gradients = (parameter.grad for parameter in self._parameters)
         return torch.cat([torch.flatten(gradient) for gradient in gradients]).numpy()
 
 
 @contextlib.contextmanager
 def replicas(comm: MPI.Comm, workload: str, batch: int) -> Iterator[list[Replica]]:
-    """A replica for each contender: alone, hvdlite, DDP on gloo, and Horovod where there is one.
+    """Return a replica for each contender: alone, hvdlite, DDP on gloo, Horovod if it is there.
 
     By default DDP also broadcasts buffers (of batch normalisation) in every step, which the
     others do not. Where there are any, it takes part without that, too.
@@ -86,13 +86,13 @@ def replicas(comm: MPI.Comm, workload: str, batch: int) -> Iterator[list[Replica
 
 
 def alone(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """No exchange."""
+    """Return the model and an optimizer that exchanges nothing."""
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
     return model, optimizer
 
 
 def hvdlite(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """hvdlite's optimizer."""
+    """Return the model and hvdlite's optimizer."""
     return _distributed(hvd, model)
 
 

@@ -1,4 +1,4 @@
-"""What hvdlite sends over its transports, counted there."""
+"""Count the bytes that hvdlite sends over its transports."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.transport.counting import CountingTransport
 
 
 class Traffic:
-    """The bytes that this rank sends by the gradient lane of the engine that is made meanwhile."""
+    """Counter of the bytes that this rank sends by the gradient lane of a new engine."""
 
     def __init__(self) -> None:
         self._made: list[CountingTransport] = []
 
     def sent(self) -> int:
-        """So far; agreement among the ranks included."""
+        """Return the bytes sent so far, including the ranks' agreement."""
         (lane,) = (each for each in self._made if each.lane == "gradients")
         return lane.sent
 
     def connect(self, *args: Any) -> CountingTransport:
-        """Do what the function of this name does, and count."""
+        """Connect as the function of this name does, and count."""
         self._made.append(CountingTransport(_connect(*args)))
         return self._made[-1]
 

@@ -1,4 +1,4 @@
-"""What the exchange of gradients adds to the time of a training step."""
+"""Benchmark the time that the exchange of gradients adds to a training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the training benchmark do."""
+"""Ranks of the training benchmark."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _compare(times: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warm_up(comm: MPI.Comm, replicas: list[Any]) -> None:
-    """Take the first steps, and check what came out of the exchange in the very first."""
+    """Take the first steps, and check the result of the very first exchange."""
     for replica in replicas:
         replica.step()
     by_name = {replica.name: replica for replica in replicas}

@@ -1,4 +1,4 @@
-"""The models whose training steps are timed, as far as all frameworks have them in common."""
+"""The models whose training steps are timed, as far as frameworks share them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Workload:
     steps: int = 1
 
     def data(self, batch: int, seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Samples of normal noise (float32) and labels (int64)."""
+        """Return samples of normal noise (float32) and labels (int64)."""
         draw = np.random.default_rng(seed)
         samples = draw.standard_normal((batch, *self.sample), np.float32)
         return samples, draw.integers(CLASSES, size=batch)

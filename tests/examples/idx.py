@@ -1,4 +1,4 @@
-"""Small IDX files, for tests of what reads them."""
+"""Write small IDX files for tests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MAGIC = {"images": 2051, "labels": 2049}
 
 
 def content(array: np.ndarray, magic: int) -> bytes:
-    """An IDX file's bytes."""
+    """Return an IDX file's bytes."""
     return struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.tobytes()
 
 
 def images(count: int, side: int = 5) -> np.ndarray:
-    """Pixel p of image i is (i + p) modulo 256."""
+    """Return images; pixel p of image i is (i + p) modulo 256."""
     pixels = np.arange(count)[:, None] + np.arange(side * side)
     return (pixels % 256).astype(np.uint8).reshape(count, side, side)
 
 
 def labels(count: int) -> np.ndarray:
-    """Image i shows i modulo 10."""
+    """Return labels; image i shows i modulo 10."""
     return (np.arange(count) % 10).astype(np.uint8)
 
 

@@ -130,7 +130,7 @@ def test_data_that_one_rank_cannot_read(tmp_path):
 
 
 def _import_console():
-    """Import it on a rank, where fixtures of the test's process do not reach."""
+    """Import the module on a rank, out of reach for fixtures of the test's process."""
     import importlib
     import sys
 
@@ -142,7 +142,7 @@ def _import_console():
 
 
 def _exit(function):
-    """The exit code with which a call ends the process, and what it wrote to standard error."""
+    """Return the exit code with which a call ends the process, and its standard error."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as caught:
         function()

@@ -26,7 +26,7 @@ if hvd.rank() == 0:
 
 @pytest.fixture
 def demo(example, monkeypatch, tmp_path):
-    """The demo, whose only framework is a module that Python brings and the script above."""
+    """Return the demo with one framework: a module of Python's and the script above."""
     for name, value in mpirun.environment().items():
         monkeypatch.setenv(name, value)
     script = tmp_path / "script.py"

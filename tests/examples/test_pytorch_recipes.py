@@ -59,7 +59,7 @@ def test_amp():
 
 
 def test_compression_and_resuming_it(tmp_path):
-    """What has not been sent yet comes back with the rest of the training."""
+    """A resumed training sends the rest that the first part had not sent yet."""
     script, options = "pytorch_compression.py", ("--epochs", 4)
     folder = ("--checkpoint-dir", tmp_path / "parts")
     # 23 steps make an epoch: the second training is interrupted in the third.

@@ -1,4 +1,4 @@
-"""Several network hosts on one machine, for what only shows between hosts.
+"""Simulate several network hosts on one machine.
 
     with network_hosts(2, rate=100e6) as network:
         hosts = network.slots(2, 2)
@@ -62,19 +62,19 @@ class Host:
     keeper: int
 
     def enter(self, *command: str) -> list[str]:
-        """The command line that runs a command on this host, in the repository's root."""
+        """Return the command line that runs a command on this host, in the repository's root."""
         return ["nsenter", f"--target={self.keeper}", *_NAMESPACES, f"--wd={ROOT}", *command]
 
     def received(self) -> int:
-        """The bytes that have come in through eth0, headers included."""
+        """Return the bytes received through eth0, including headers."""
         return self._counters()[0]
 
     def sent(self) -> int:
-        """The bytes that have gone out through eth0, headers included."""
+        """Return the bytes sent through eth0, including headers."""
         return self._counters()[8]
 
     def processes(self) -> list[int]:
-        """The processes on this host, without its keeper."""
+        """Return the processes on this host, without its keeper."""
         return _companions(self.keeper)
 
     def _counters(self) -> list[int]:
@@ -95,7 +95,7 @@ class Network:
     folder: Path
 
     def slots(self, *counts: int) -> str:
-        """The first hosts with these numbers of slots, as ``-H`` takes them."""
+        """Return the first hosts with these numbers of slots, in the format of ``-H``."""
         pairs = zip(self.hosts, counts, strict=False)
         return ",".join(f"{host.name}:{count}" for host, count in pairs)
 
@@ -104,7 +104,7 @@ class Network:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the first host, where mpirun reaches the others by their ``ssh``.
 
-        What is still running on the hosts after it is ended.
+        Processes that still run on the hosts after it are killed.
 
         Args:
             command: the command line; it runs in the repository's root.
@@ -163,7 +163,7 @@ class Network:
 
 @contextlib.contextmanager
 def network_hosts(count: int, rate: float | None = None) -> Iterator[Network]:
-    """Make hosts that are joined by a network, and end all that is on them afterwards.
+    """Create hosts that are joined by a network, and end all their processes afterwards.
 
     Args:
         count: the number of hosts.
@@ -194,7 +194,7 @@ def network_hosts(count: int, rate: float | None = None) -> Iterator[Network]:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Say what keeps this process from making hosts; None: nothing."""
+    """Return why this process cannot create hosts, or None."""
     needed = ("unshare", "nsenter", "mount", "ip", "tc")
     missing = [program for program in needed if shutil.which(program) is None]
     if sys.platform != "linux" or missing:
@@ -215,7 +215,7 @@ def why_unavailable() -> str | None:
 
 @contextlib.contextmanager
 def _keeper(name: str, folder: Path) -> Iterator[int]:
-    """A process that keeps the namespaces of one host; its process number."""
+    """Start a process that keeps the namespaces of one host; yield its process number."""
     (folder / name).mkdir()
     keep = [sys.executable, "-I", "-S", __file__, name, str(folder)]
     process = subprocess.Popen(
@@ -253,7 +253,7 @@ def _connect(switch: int, hosts: Sequence[Host], rate: float | None) -> None:
 
 
 def _limit(keeper: int, interface: str, rate: float) -> None:
-    """Limit what goes out through an interface."""
+    """Limit the rate of an interface's outgoing traffic."""
     burst = max(BURST, round(rate / 8 / 1000))  # A millisecond, which a timer may take to fire.
     limits = f"rate {round(rate)}bit burst {burst} latency 100ms"
     _inside(keeper, f"tc qdisc add dev {interface} root tbf {limits}")
@@ -289,7 +289,7 @@ def _inside(keeper: int, command: str) -> None:
 
 
 def _companions(keeper: int) -> list[int]:
-    """The other processes in the network namespace of a process."""
+    """Return the other processes in the network namespace of a process."""
     try:
         namespace = os.readlink(f"/proc/{keeper}/ns/net")
     except OSError:
@@ -303,9 +303,9 @@ def _companions(keeper: int) -> list[int]:
     return found
 
 
-def _end_companions(keeper: int, patience: float = 0.0) -> None:
-    """Kill the other processes in a namespace, if they do not leave within so many seconds."""
-    deadline = time.monotonic() + patience
+def _end_companions(keeper: int, seconds: float = 0.0) -> None:
+    """Kill the other processes in a namespace that have not left after some seconds."""
+    deadline = time.monotonic() + seconds
     while pids := _companions(keeper):
         if time.monotonic() >= deadline:
             for pid in pids:

@@ -1,4 +1,4 @@
-"""A job of N ranks that runs tests, and that never outlasts a test which hangs."""
+"""A job of N ranks that runs tests and ends when a test hangs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Job:
             raise
 
     def run(self, request: Request, timeout: float) -> list[Report]:
-        """Run a test on all ranks; unless all passed or all skipped it, the job is ended."""
+        """Run a test on all ranks; end the job unless all passed or all skipped it."""
         healthy = False
         try:
             offsets = [self._output(rank).stat().st_size for rank in range(self.size)]
@@ -70,7 +70,7 @@ class Job:
         return reports
 
     def leave(self) -> None:
-        """Tell the ranks, which then leave within seconds, that no test will follow."""
+        """Tell the ranks that no test will follow; they leave within seconds."""
         for connection in self._ranks.values():
             connection.close()
         self._ranks.clear()
@@ -170,7 +170,7 @@ class Job:
         return [reports[rank] for rank in range(self.size)]
 
     def _explain(self, reports: list[Report]) -> None:
-        """Say of the ranks that have not reported where they are or were; end the job."""
+        """Add the stacks of the ranks that have not reported, and end the job."""
         stacks = self._stacks([report.rank for report in reports if report.outcome == "silent"])
         for report in reports:
             if report.outcome == "silent":
@@ -183,7 +183,7 @@ class Job:
                 report.text = self._mpirun_output()
 
     def _stacks(self, ranks: Iterable[int] | None = None) -> dict[int, str]:
-        """The stacks of all threads of running ranks, taken at nearly the same time."""
+        """Return the stacks of all threads of running ranks, taken at nearly the same time."""
         ranks = range(self.size) if ranks is None else list(ranks)
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What the parent and the ranks tell each other."""
+"""Messages between the parent and the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Request:
-    """A test for the ranks to run; None instead of it means: leave."""
+    """A test for the ranks to run; None in its place tells a rank to leave."""
 
     module: str
     qualname: str
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass
 class Report:
-    """What became of a test on one rank."""
+    """The outcome of a test on one rank."""
 
     rank: int
     outcome: str
@@ -42,4 +42,4 @@ class Report:
     text: str = ""
     """The reason of a skip, a traceback, what mpirun said of a death, or the rank's stacks."""
     output: str = ""
-    """What the rank wrote to its stdout and stderr meanwhile."""
+    """The rank's stdout and stderr during the test."""

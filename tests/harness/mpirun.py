@@ -1,4 +1,4 @@
-"""The mpirun command: where it is, what it needs in the environment, how it is ended."""
+"""The mpirun command: its path, its environment and its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ENVIRONMENT = {
 
 
 def command(size: int, *arguments: str | Path) -> list[str]:
-    """The command that runs this Python with the arguments on `size` ranks."""
+    """Return the command that runs this Python with the arguments on `size` ranks."""
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
@@ -36,7 +36,7 @@ def command(size: int, *arguments: str | Path) -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a job: this one, what mpirun needs, the repository, then `extra`."""
+    """Return the environment of a job: this one, mpirun's, the repository, then `extra`."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, **_ENVIRONMENT, "PYTHONPATH": path, **(extra or {})}
 

@@ -21,7 +21,7 @@ class Jobs:
         self._jobs: dict[int, Job] = {}
 
     def get(self, size: int) -> Job:
-        """A running job of `size` ranks."""
+        """Return a running job of `size` ranks."""
         if size not in self._jobs or not self._jobs[size].alive:
             self._jobs[size] = Job(size)
         return self._jobs[size]

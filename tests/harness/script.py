@@ -1,4 +1,4 @@
-"""Scripts under mpirun, for tests of what a user's job does from start to exit code."""
+"""Run scripts under mpirun, as users do, from their start to their exit code."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def main(address: str, folder: str) -> None:
 
 
 def _redirect(folder: Path, rank: int) -> None:
-    """Send everything that this process and its children write to the rank's own files."""
+    """Redirect the output of this process and its children to the rank's own files."""
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -56,7 +56,7 @@ def _redirect(folder: Path, rank: int) -> None:
 
 
 def _receive(parent: Connection, requests: queue.SimpleQueue[Request | None], folder: str) -> None:
-    """Pass requests on; when the parent has hung up, leave, whatever the test is doing."""
+    """Pass requests on; once the parent has hung up, end this process even within a test."""
     try:
         while True:
             requests.put(parent.recv())
