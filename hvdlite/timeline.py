@@ -1,33 +1,33 @@
-"""The timeline: what each rank did when, in a file that Perfetto and chrome://tracing open.
+"""The timeline: a trace of all ranks for Perfetto and chrome://tracing.
 
-The file is a JSON array of Chrome trace events. A process is a rank, its rows are the
-``gradients`` lane, the ``named`` lane, and ``step``, which is the thread that trains.
+The file is a JSON array of Chrome trace events. A process is a rank; its rows are the
+``gradients`` lane, the ``named`` lane, and ``step``, the training thread.
 
 ======================================  =========  ============================================
-event                                   row        meaning; * is what Horovod has no name for
+event                                   row        meaning; * is not in Horovod
 ======================================  =========  ============================================
 NEGOTIATE_ALLREDUCE, ..._ALLGATHER,     a lane     waiting for the other ranks, and agreeing
-..._BROADCAST, ..._BARRIER                         with them on what is next
-ALLREDUCE, ALLGATHER, BROADCAST,        a lane     the operation after that; around the next
-BARRIER                                            four
+..._BROADCAST, ..._BARRIER                         with them on the next operation
+ALLREDUCE, ALLGATHER, BROADCAST,        a lane     the operation; contains the next four
+BARRIER
 WAIT_FOR_DATA                           a lane     waiting for the device to compute the input
 MEMCPY_IN_FUSION_BUFFER                 a lane     packing
-EXCHANGE *                              a lane     bytes travel and are reduced
+EXCHANGE *                              a lane     transport and reduction
 MEMCPY_OUT_FUSION_BUFFER                a lane     unpacking
-CYCLE_START                             a lane     a round begins; only with ``mark_cycles``
-QUEUE                                   a lane     from submission until the lane turns to it
+CYCLE_START                             a lane     start of a round; only with ``mark_cycles``
+QUEUE                                   a lane     from submission to execution
 STEP *                                  step       from the first gradient to the last average
-HOOK *                                  step       one gradient goes to its bucket
-SYNCHRONIZE *                           step       waiting for what has been submitted
+HOOK *                                  step       copying one gradient to its bucket
+SYNCHRONIZE *                           step       waiting for submitted operations
 ======================================  =========  ============================================
 
-On one row events lie apart or inside each other, which is what viewers can draw; those of
-QUEUE overlap, so they have tracks of their own.
+The events of a row are disjoint or nested, as viewers require; QUEUE events overlap and therefore
+have tracks of their own.
 
-Times are microseconds since 1970. They come from the clock that never steps, which a node's
-processes share; the distance to the wall clock is measured once, at the start. So the ranks of
-a node agree to a microsecond, and those of several nodes as well as the nodes' clocks did when
-the timeline began: a millisecond or so with NTP, and what the clocks drift apart afterwards.
+Times are microseconds since 1970. They come from the monotonic clock, which the processes of a node
+share; its distance to the wall clock is measured once, at the start. The ranks of a node therefore
+agree to a microsecond, and the ranks of different nodes to the accuracy of the nodes' clocks at
+the start (about a millisecond with NTP) plus the drift since.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from typing import Any
 from hvdlite.trace_file import Event, Run, TraceFile
 
 QUEUE = "QUEUE"
-NEGOTIATE = "NEGOTIATE_"  # and one of the next four
+NEGOTIATE = "NEGOTIATE_"  # prefix of one of the next four
 ALLREDUCE = "ALLREDUCE"
 ALLGATHER = "ALLGATHER"
 BROADCAST = "BROADCAST"
@@ -61,30 +61,30 @@ HOOK = "HOOK"
 SYNCHRONIZE = "SYNCHRONIZE"
 
 _log = logging.getLogger("hvdlite")
-# Between two writes: the most that a process loses when it is killed.
+# Time between two writes: a killed process loses the events of this time.
 _PAUSE = 0.01
 _EVENTS_PER_WRITE = 512
 _ROWS_PER_RANK = 1000
 _SECONDS_TO_FLUSH = 10.0
 
-# phase, row, event, start and end in monotonic ns, arguments
+# Phase, row, event, start and end in monotonic ns, arguments.
 _Record = tuple[str, str, str, int, int, dict[str, Any]]
 
 
 class Timeline:
-    """Events of this process, written by a thread of its own.
+    """The events of this process, and the thread that writes them.
 
     Args:
-        path: of the file, which all ranks that can reach it share.
-        rank: this process's.
+        path: of the file, which is shared by all ranks that can reach it.
+        rank: of this process.
         run: the same on all ranks; a file of another run is replaced.
-        mark_cycles: whether lanes should add CYCLE_START.
+        mark_cycles: whether lanes record CYCLE_START.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    #: The time, in nanoseconds, as `complete` and `overlapping` take it.
+    #: Return the time, in nanoseconds, for `complete` and `overlapping`.
     now = staticmethod(time.monotonic_ns)
 
     def __init__(self, path: str, rank: int, run: Run, mark_cycles: bool = False) -> None:
@@ -103,28 +103,28 @@ class Timeline:
         self._thread.start()
 
     def complete(self, row: str, event: str, start: int, end: int, /, **args: Any) -> None:
-        """Record an event that is over.
+        """Record an event that has ended.
 
         Args:
             row: ``"gradients"``, ``"named"`` or ``"step"``.
             event: one of this module's names.
-            start: when it began, by `now`.
-            end: when it ended, by `now`.
-            **args: what a viewer shows of it: ``tensor="loss"``, ``bytes=4096``.
+            start: time of the start, by `now`.
+            end: time of the end, by `now`.
+            **args: details for the viewer: ``tensor="loss"``, ``bytes=4096``.
         """
         self._put(("X", row, event, start, end, args))
 
     def overlapping(self, row: str, event: str, start: int, end: int, /, **args: Any) -> None:
-        """Record an event like `complete`, in a track that is not shared with others."""
+        """Record an event like `complete`, in a track of its own."""
         self._put(("b", row, event, start, end, args))
 
     def instant(self, row: str, event: str, /, **args: Any) -> None:
-        """Record that something happens now."""
+        """Record an event without duration."""
         now = self.now()
         self._put(("i", row, event, now, now, args))
 
     def flush(self) -> bool:
-        """Return when all events until now are in the file; False: they cannot be written."""
+        """Wait until all events so far are in the file; return False if they cannot be written."""
         written = threading.Event()
         self._put(written)
         deadline = time.monotonic() + _SECONDS_TO_FLUSH
@@ -134,28 +134,28 @@ class Timeline:
         return written.is_set()
 
     def close(self) -> None:
-        """Write what there is, and close the file."""
+        """Write the remaining events, and close the file."""
         self._put(None)
         self._thread.join(_SECONDS_TO_FLUSH)
         if self._thread.is_alive():
             _log.warning("rank %d: the last events are not in %s yet", self._rank, self.path)
 
     def abandon(self) -> None:
-        """Let go of the file in a forked child, where nothing is written."""
+        """Close the file in a forked child, without writing."""
         self._file.abandon()
 
     def _serve(self) -> None:
         try:
             while self._write_batch():
                 pass
-        except Exception as error:  # The training goes on without a timeline.
+        except Exception as error:  # Training continues without a timeline.
             _forget(self)
             _log.warning("rank %d: the timeline %s ends here: %s", self._rank, self.path, error)
         finally:
             self._file.close()
 
     def _write_batch(self) -> bool:
-        """Write what has come together; False: that was all."""
+        """Write the queued events; return False after the last ones."""
         batch = [self._queue.get()]
         time.sleep(_PAUSE)
         batch += [self._queue.get() for _ in range(self._queue.qsize())]
@@ -174,7 +174,7 @@ class Timeline:
         if thread is None:
             thread = self._rows[row] = self._thread_id(len(self._rows))
             yield self._metadata("thread_name", tid=thread, name=row)
-        # Whole microseconds, rounded down: then what was nested stays nested, in any viewer.
+        # Whole microseconds, rounded down: nested events stay nested in any viewer.
         began, ended = (start + self._to_wall) // 1000, (end + self._to_wall) // 1000
         event: Event = {"name": name, "ph": phase, "pid": self._rank, "tid": thread, "ts": began}
         if phase == "X":
@@ -190,7 +190,7 @@ class Timeline:
             yield {**event, "ph": "e", "ts": ended}
 
     def _thread_id(self, row: int) -> int:
-        # Perfetto names threads by this number alone, so that ranks must not share any.
+        # Perfetto names threads by this number alone, so it must be unique across ranks.
         return (self._rank + 1) * _ROWS_PER_RANK + row + 1
 
     def _metadata(self, kind: str, tid: int | None = None, **args: Any) -> Event:
@@ -198,20 +198,20 @@ class Timeline:
         return {"name": kind, "ph": "M", "pid": self._rank, **thread, "args": args}
 
 
-#: Where this process records what it does; None: nowhere.
+#: The open timeline of this process; None: nothing is recorded.
 current: Timeline | None = None
 
 
 def start(
     file_path: str | os.PathLike[str], rank: int, run: Run, mark_cycles: bool = False
 ) -> None:
-    """Begin to record what this process does.
+    """Start to record the events of this process.
 
     Args:
-        file_path: of the file; its folder exists.
-        rank: this process's.
-        run: the same on all ranks; a file of an earlier one is replaced.
-        mark_cycles: whether each round of a lane gets a mark.
+        file_path: of the file, in an existing folder.
+        rank: of this process.
+        run: the same on all ranks; a file of another run is replaced.
+        mark_cycles: whether lanes record CYCLE_START.
 
     Raises:
         ValueError: a timeline is being recorded already.
@@ -235,7 +235,7 @@ def start(
 
 
 def stop() -> None:
-    """Write what has been recorded, and record no more; without a timeline, do nothing."""
+    """Write the remaining events, and stop recording; without a timeline, do nothing."""
     ending = current
     if ending is not None:
         _forget(ending)
@@ -243,7 +243,7 @@ def stop() -> None:
 
 
 class _Span:
-    """The time that a block takes, as an event."""
+    """Context manager that records the duration of its block."""
 
     def __init__(self, trace: Timeline, row: str, event: str, args: dict[str, Any]) -> None:
         self._trace, self._row, self._event, self._args = trace, row, event, args
@@ -260,7 +260,7 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def span(row: str, event: str, **args: Any) -> contextlib.AbstractContextManager[None]:
-    """Record how long a block takes; arguments are those of `Timeline.complete`."""
+    """Record the duration of a block; arguments as for `Timeline.complete`."""
     return _NOTHING if current is None else _Span(current, row, event, args)
 
 
@@ -271,7 +271,7 @@ def _forget(timeline: Timeline) -> None:
 
 
 def _leave_to_parent() -> None:
-    # The parent's lock would outlive the parent if its child kept the file open.
+    # An open file in the child would keep the parent's lock after the parent's end.
     if current is not None:
         with contextlib.suppress(OSError):
             current.abandon()
@@ -279,7 +279,7 @@ def _leave_to_parent() -> None:
 
 
 def _distance_to_wall_clock() -> int:
-    """Nanoseconds from the monotonic clock to the wall clock, by the tightest of some readings."""
+    """Return wall clock minus monotonic clock in nanoseconds, from the fastest of 16 readings."""
     readings = []
     for _ in range(16):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

@@ -1,14 +1,17 @@
 """A file of Chrome trace events that several processes write together.
 
-The file is a JSON array, and a whole one after every event. Who adds events takes a lock on the
-file, and puts them, with a new closing bracket, in the place of the old one, in one write. So a
-reader that takes the lock (``flock``, shared) never sees anything but valid JSON.
+The file is a JSON array, and complete after every event. A writer locks the file and overwrites the
+closing bracket by its events and a new bracket, in one write. A reader that takes the lock
+(``flock``, shared) therefore always sees valid JSON, also while ranks run or after some have been
+killed.
 
-A reader without the lock may catch a write half way. To make that unlikely, blanks follow the
-bracket while the file is written. A write then stays inside the file, which is far quicker than
-one that makes it grow: while two ranks wrote 200 times a second each, 1 of 23,000 looks at the
-end of the file was unlucky, and 1 of 350 without the blanks. Adding blanks, and cutting them
-off in the end, harms nobody.
+One file per rank, merged at the end, would need no lock; but a killed job would leave nothing under
+the user's path, and the ranks would have to agree on who merges and when.
+
+A reader without the lock may see half of a write. To make that unlikely, blanks follow the bracket
+while the file is open: a write inside the file takes far less time than one that extends it. While
+two ranks wrote 200 times a second each, 1 of 23,000 readings of the end of the file saw half of a
+write, and 1 of 350 without the blanks.
 """
 
 from __future__ import annotations
@@ -26,26 +29,26 @@ from typing import Any, NamedTuple
 
 Event = dict[str, Any]
 
-# A line break stands in JSON text only where one of these is.
+# JSON text has line breaks in these places only.
 _BEGINNING = b"[\n"
 _SEPARATOR = b"\n,"
 _BRACKET = b"\n]"
 _END = _BRACKET + b"\n"
 _BLANKS = 2**14
 _LONGEST_FIRST_LINE = 4096
-# What is searched for the end of the last whole write; no write is that long.
+# Bytes to search for the end of the last complete write; no write is that long.
 _TAIL = 2**24
-# Who writes holds the lock for less than a millisecond, a reader as long as it reads.
+# A writer holds the lock for less than a millisecond, a reader as long as it reads.
 _SECONDS_TO_LOCK = 30.0
 _SECONDS_BETWEEN_TRIES = 1e-3
 
 
 class Run(NamedTuple):
-    """Whose events a file holds; the same on all ranks.
+    """Identity of a timeline, the same on all ranks.
 
     Attributes:
-        job: different in every job.
-        start: counts the job's timelines.
+        job: unique for each job.
+        start: number of the timeline in the job.
     """
 
     job: str
@@ -53,15 +56,15 @@ class Run(NamedTuple):
 
 
 class TraceFile:
-    """The file of a run; the first of its processes replaces what was there.
+    """The trace file of a run; its first process replaces an existing file.
 
-    The file's first event names the run. So processes find out who is the first without a word
-    to each other, and whether or not they share a file system.
+    The file's first event names the run, so that processes find out which is the first without
+    communication, on one file system or several.
 
     Args:
-        path: of the file, in a folder that exists.
-        run: whose events these are.
-        event: this process's first, which has ``args``.
+        path: of the file, in an existing folder.
+        run: the run that the events belong to.
+        event: first event of this process, with ``args``.
 
     Raises:
         OSError: the file cannot be opened, locked or written.
@@ -87,19 +90,19 @@ class TraceFile:
         """Add events in one write.
 
         Raises:
-            OSError: they cannot be written; the file is as it was.
+            OSError: they cannot be written; the file is unchanged.
         """
         with self._locked():
             self._append(events)
 
     def close(self) -> None:
-        """Close the file, without blanks; where others go on, they add new ones."""
+        """Cut off the blanks, and close the file; processes that continue add new blanks."""
         with contextlib.suppress(OSError), self._locked():
             os.ftruncate(self._descriptor, self._end() + len(_END))
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the file; in a forked process this leaves the parent's lock as it is."""
+        """Close the file as it is; in a forked process the parent's lock is unaffected."""
         os.close(self._descriptor)
 
     @contextlib.contextmanager
@@ -107,10 +110,8 @@ class TraceFile:
         deadline = time.monotonic() + _SECONDS_TO_LOCK
         while not self._try_to_lock():
             if time.monotonic() > deadline:
-                held = (
-                    f"Another process has locked it for {_SECONDS_TO_LOCK:g} s (fuser tells which)"
-                )
-                raise OSError(errno.EAGAIN, held)
+                held = f"Another process has locked it for {_SECONDS_TO_LOCK:g} s"
+                raise OSError(errno.EAGAIN, f"{held} (fuser tells which)")
             time.sleep(_SECONDS_BETWEEN_TRIES)
         try:
             yield
@@ -125,7 +126,7 @@ class TraceFile:
         return True
 
     def _holds(self, run: Run) -> bool:
-        """Whether the file is of this run, or of one that faster ranks have begun since."""
+        """Return whether the file belongs to this run or a later one, by faster ranks."""
         head = os.pread(self._descriptor, _LONGEST_FIRST_LINE, len(_BEGINNING))
         try:
             args = json.loads(head.split(b"\n")[0])["args"]
@@ -148,7 +149,7 @@ class TraceFile:
             raise
 
     def _end(self) -> int:
-        """Where the events end, in bytes; what a killed process has left half is cut off."""
+        """Return the offset of the end of the events; cut off an incomplete write."""
         size = os.fstat(self._descriptor).st_size
         for length in (2 * _BLANKS, _TAIL):
             begin = max(size - length, 0)
@@ -167,7 +168,7 @@ class TraceFile:
 
 
 def _encode(events: Sequence[Event]) -> bytes:
-    """Events as one line, without brackets; together they take half the time of one by one."""
+    """Return the events as one line without brackets; this takes half the time of one by one."""
     try:
         text = _encoder.encode(events)
     except ValueError:
@@ -176,7 +177,7 @@ def _encode(events: Sequence[Event]) -> bytes:
 
 
 def _finite(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON has no number for, such as infinity, as text."""
+    """Return the arguments with values that JSON lacks, such as infinity, as text."""
     finite = {}
     for name, value in args.items():
         try:
@@ -188,7 +189,7 @@ def _finite(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other(value: Any) -> int | str:
-    """What JSON does not know: numpy's integers, and anything else as text."""
+    """Convert a value that JSON lacks: numpy's integers to int, anything else to text."""
     try:
         return operator.index(value)
     except TypeError:

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from hvdlite.recipe.device import local_device_index, threads_per_rank
+from hvdlite.recipe.resources import local_device_index, threads_per_rank
 
 
 def pin_device() -> torch.device:

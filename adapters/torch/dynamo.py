@@ -1,7 +1,8 @@
-"""Functions that ``torch.compile`` runs as they are, instead of tracing into them.
+"""Marks for functions that ``torch.compile`` must not trace.
 
-Where compiled code calls one, Dynamo breaks its graph: communication cannot be a part of it. The
-marks cost a call nothing, and need no import of ``torch._dynamo``, which takes a second.
+Dynamo breaks its graph at calls of these functions, because a graph cannot contain communication.
+The marks add nothing to the time of a call, and avoid the import of ``torch._dynamo``, which takes
+a second.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def untraced(function: _Function) -> _Function:
-    """Keep Dynamo out of a function, and out of all that it calls.
+    """Exclude a function, and the functions that it calls, from tracing by Dynamo.
 
-    Where torch is too old for marks (before 2.7), the function is wrapped.
+    Before torch 2.7, which introduced the marks, this wraps the function.
     """
     if not hasattr(_frames, "set_code_exec_strategy"):
         disable = torch._disable_dynamo  # type: ignore[attr-defined]
@@ -32,7 +33,7 @@ def untraced(function: _Function) -> _Function:
 
 
 def untraced_methods(*names: str) -> Callable[[type], type]:
-    """Do the same for some methods of a class, static ones included."""
+    """Return a class decorator that applies `untraced` to methods, also static ones."""
 
     def mark(kind: type) -> type:
         for name in names:
@@ -47,7 +48,7 @@ def untraced_methods(*names: str) -> Callable[[type], type]:
 
 
 def untrace_all(namespace: dict[str, Any], names: Iterable[str]) -> None:
-    """Do the same for the functions of some names in a module."""
+    """Apply `untraced` to the functions of these names in a module's namespace."""
     for name in names:
         if isinstance(namespace[name], FunctionType):
             namespace[name] = untraced(namespace[name])

@@ -1,4 +1,4 @@
-"""Training with PyTorch that goes on after a failure: ``hvd.elastic``."""
+"""Elastic training with PyTorch: ``hvd.elastic``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ElasticSampler", "HostUpdate", "ObjectState", "State", "TorchState",
 
 
 class StateHandler:
-    """Keeps, restores and spreads one object of a `TorchState`; a base for those of one's own.
+    """Base class of handlers, which save, restore and synchronise one object of a `TorchState`.
 
     Args:
         value: the object.
@@ -27,31 +27,31 @@ class StateHandler:
         self.value = value
 
     def save(self) -> None:
-        """Keep a copy of the object's state in memory."""
+        """Copy the object's state in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Return the object to what was saved last."""
+        """Restore the last saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Give all ranks rank 0's state; collective."""
+        """Overwrite the state on all ranks by that of rank 0; collective."""
         raise NotImplementedError
 
     def merge(self) -> None:
-        """Tell all ranks what each has done of the shared work; collective. By default nothing."""
+        """Merge the progress of all ranks; collective. By default nothing."""
 
     def reset(self) -> None:
         """Adapt to a new world; by default nothing."""
 
     def set_value(self, value: Any) -> None:
-        """Go on with another object, and keep its state."""
+        """Replace the object, and save its state."""
         self.value = value
         self.save()
 
 
 class StatefulHandler(StateHandler):
-    """Handles whatever has ``state_dict()`` and ``load_state_dict()``, which pickle can take."""
+    """Handles objects with ``load_state_dict()`` and a ``state_dict()`` that pickle accepts."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -61,7 +61,7 @@ class StatefulHandler(StateHandler):
         self._kept = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        # Some take over the tensors that they are given.
+        # Some objects keep the tensors that they are given.
         self.value.load_state_dict(copy.deepcopy(self._kept))
 
     def sync(self) -> None:
@@ -75,7 +75,7 @@ class ModelStateHandler(StatefulHandler):
     def restore(self) -> None:
         super().restore()
         for parameter in self.value.parameters():
-            parameter.grad = None  # of a step that was given up
+            parameter.grad = None  # of an abandoned step
 
     def sync(self) -> None:
         if has_extra_state(self.value):
@@ -102,10 +102,10 @@ class OptimizerStateHandler(StatefulHandler):
 
 
 class SamplerStateHandler(StatefulHandler):
-    """Handles an `ElasticSampler`; what the ranks have processed is merged."""
+    """Handles an `ElasticSampler`, and merges the samples that the ranks have processed."""
 
     def save(self) -> None:
-        self._kept = self.value.state_dict()  # a copy, made faster than of a set by deepcopy
+        self._kept = self.value.state_dict()  # a copy, made faster than by deepcopy
 
     def restore(self) -> None:
         self.value.load_state_dict(self._kept)
@@ -131,40 +131,40 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Return the pairs of a type and what handles it, in the order in which they are looked at."""
+    """Return the pairs of a type and its handler class, in order of precedence."""
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Replace what `get_handler_registry` returns, for the `TorchState`s to come."""
+    """Replace the registry for future `TorchState` objects."""
     global _registry
     _registry = registry
 
 
 class TorchState(ObjectState):
-    """The state of a model, its optimizer, and whatever belongs to them.
+    """The state of a model, its optimizer, and other objects of the training.
 
-    Of everything that has ``state_dict()`` and ``load_state_dict()`` (models, optimizers,
-    learning rate schedulers, gradient scalers, `ElasticSampler`), a copy of the state is kept
-    in memory; everything else is copied itself. All are attributes::
+    For objects with ``state_dict()`` and ``load_state_dict()`` (models, optimizers, learning rate
+    schedulers, gradient scalers, `ElasticSampler`), it saves a copy of the state in memory; other
+    objects are copied themselves. All are attributes::
 
         state = TorchState(model, optimizer, scheduler=scheduler, epoch=0, batch=0)
         state.model, state.epoch
 
-    A `StateHandler` may be given in the place of an object; the attribute is its ``value``.
-    `set_handler_registry` tells what handles further types.
+    A `StateHandler` may take the place of an object; the attribute is its ``value``.
+    `set_handler_registry` adds handlers for further types.
 
-    A `DistributedOptimizer` must be among them: after a failure in the middle of a step it has
-    to forget that step's gradients. Gradients themselves are not kept, so commit between steps
-    and not while they add up.
+    Include the `DistributedOptimizer`: after a failure in the middle of a step it has to discard
+    that step's gradients. Gradients are not saved, so commit between steps, and not while they
+    accumulate.
 
     Args:
-        model: None: there is none.
-        optimizer: wrapped or not; None: there is none.
-        **kwargs: the other attributes, and their values at the start.
+        model: the model, if any.
+        optimizer: the optimizer, wrapped or not, if any.
+        **kwargs: other attributes and their initial values.
 
     Raises:
-        ValueError: the class has an attribute or a method of such a name.
+        ValueError: the class has an attribute or a method of that name.
     """
 
     def __init__(
@@ -184,21 +184,21 @@ class TorchState(ObjectState):
             setattr(self, name, handler.value)
 
     def save(self) -> None:
-        """Keep copies of the states and of the other attributes."""
+        """Copy the states and the other attributes."""
         super().save()
         for handler in self._current():
             handler.save()
 
     def restore(self) -> None:
-        """Load what was saved last into the objects, and set the other attributes to it."""
+        """Restore the last saved states and attributes."""
         super().restore()
         for handler in self._current():
             handler.restore()
 
     def sync(self) -> None:
-        """Give all ranks rank 0's weights, optimizer and other attributes, and save; collective.
+        """Overwrite all ranks' state by that of rank 0, and save; collective.
 
-        What the ranks' samplers have recorded is merged.
+        The records of the ranks' samplers are merged.
 
         Raises:
             HorovodInternalError: the ranks disagree on parameters, a state cannot be pickled,
@@ -210,18 +210,18 @@ class TorchState(ObjectState):
         self.save()
 
     def merge(self) -> None:
-        """Tell all ranks which samples each has processed, and save; collective."""
+        """Merge the ranks' processed samples, and save; collective."""
         for handler in self._current():
             handler.merge()
         self.save()
 
     def reset(self) -> None:
-        """Adapt to a new world: the optimizer's exchange, and the samplers' shares."""
+        """Adapt the optimizer's exchange and the samplers' shares to a new world."""
         for handler in self._current():
             handler.reset()
 
     def _current(self) -> Iterator[StateHandler]:
-        """The handlers, each of what its attribute is now."""
+        """Yield the handlers, with the current values of their attributes."""
         for name, handler in self._handlers.items():
             handler.value = getattr(self, name)
             yield handler
@@ -237,7 +237,7 @@ def _handler_of(value: Any) -> StateHandler | None:
 
 
 def _has_state(value: Any) -> bool:
-    # A class has the methods as well, and no state.
+    # A class has these methods, too, but no state.
     return not isinstance(value, type) and all(
         callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")
     )

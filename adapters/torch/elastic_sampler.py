@@ -1,4 +1,4 @@
-"""The samples of an epoch, dealt again to another number of ranks in its middle."""
+"""A sampler that redistributes the rest of an epoch when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hvdlite.recipe import Sharding
 
 
 class ElasticSampler(Sampler[int]):
-    """Deals the samples of an epoch that have not been processed yet to the ranks.
+    """A sampler that distributes the unprocessed samples of an epoch over the ranks.
 
-    Every sample comes once per epoch over all ranks, also when the ranks become more or fewer
-    in its middle: what a rank has recorded as processed is not dealt again. The samples of a
+    Every sample comes once per epoch over all ranks, also if the number of ranks changes within
+    the epoch: samples that a rank has recorded as processed do not come again. The samples of a
     step are the next ``batch_size * size`` of the epoch's order, which depends on
     ``(seed, epoch)`` alone.
 
-    A DataLoader puts its own batches together, so every rank must get equally many samples to
-    make equally many steps. Where they do not divide evenly, the first of those dealt are
-    dealt again, to at most ``size - 1`` ranks, as Horovod does. `ShardSampler`, which makes the
-    batches itself, repeats none, but knows no epoch that begins in its middle.
+    A DataLoader assembles its batches itself, so every rank must get the same number of samples
+    to make the same number of steps. If they do not divide evenly, the first ones are repeated
+    on at most ``size - 1`` ranks, as in Horovod. `ShardSampler`, which makes the batches itself,
+    repeats none, but cannot start in the middle of an epoch.
 
     Give it to `TorchState` as one of the keywords, and record each batch::
 
@@ -38,15 +38,14 @@ class ElasticSampler(Sampler[int]):
             state.commit()
 
     Args:
-        dataset: what has a length.
-        shuffle: whether each epoch has an order of its own.
-        seed: of the orders; the same on all ranks.
+        dataset: any object with a length.
+        shuffle: whether to permute the samples anew in each epoch.
+        seed: of the permutations; the same on all ranks.
 
     Attributes:
         epoch: the current one.
-        processed_indices: the samples of this epoch that need not be dealt any more, as far as
-            this rank knows.
-        indices: this rank's share of the others, in the order in which they come.
+        processed_indices: the processed samples of this epoch, as far as this rank knows.
+        indices: this rank's share of the others, in order.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -59,22 +58,22 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing has been processed; on all ranks, after the last one."""
+        """Start an epoch without processed samples; on all ranks, after the previous epoch."""
         self.epoch = epoch
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Take note that a batch of this rank's has been processed.
+        """Record that this rank has processed a batch.
 
         Args:
-            batch_idx: its number, from 0, since the DataLoader was iterated last.
-            batch_size: samples in every batch but a short last one.
+            batch_idx: number of the batch, from 0, in this iteration of the DataLoader.
+            batch_size: samples in every batch except a shorter last one.
         """
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Take note that samples have been processed."""
+        """Record that samples have been processed."""
         self.processed_indices.update(map(int, indices))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -82,20 +81,19 @@ class ElasticSampler(Sampler[int]):
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and what has been processed of it; nothing depends on the ranks."""
+        """Return the epoch and its processed samples, independent of the number of ranks."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another sampler was, of this or of any other number of ranks."""
+        """Continue from the state of a sampler for this or any other number of ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
         self.reset()
 
     def reset(self) -> None:
-        """Deal what has not been processed to the ranks that there are now.
+        """Distribute the unprocessed samples over the current ranks.
 
-        All ranks must know the same to be processed: `TorchState` merges what they have
-        recorded.
+        All ranks must have the same processed samples: `TorchState` merges their records.
         """
         rank, size = world.rank(), world.size()
         order = self._order()
@@ -105,12 +103,12 @@ class ElasticSampler(Sampler[int]):
         share = -(-len(order) // size)
         self.indices = order[rank::size].tolist()
         if len(self.indices) < share:
-            missed = rank - len(order) % size  # of those that get a sample again
+            missed = rank - len(order) % size  # index among the ranks that repeat a sample
             self.indices += islice(cycle(order.tolist()), missed, missed + 1)
 
     def _order(self) -> Any:
         samples = len(self.dataset)
-        # One rank and one batch: the whole epoch in the order that it has for any number of both.
+        # One rank and one batch give the order of the epoch, which depends on neither number.
         whole = Sharding(samples, max(samples, 1), 0, 1, self.shuffle, self.seed, allow_empty=True)
         return np.concatenate([*whole.indices(self.epoch), np.empty(0, np.int64)])
 

@@ -1,4 +1,4 @@
-"""Batches for a DataLoader: every sample once per epoch over all ranks."""
+"""A batch sampler for DataLoader: each sample once per epoch over all ranks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from hvdlite.recipe import Batches, Sharding
 
 
 class ShardSampler(Sampler[list[int]]):
-    """A batch sampler that deals a data set to the ranks.
+    """A batch sampler that distributes a data set over the ranks.
 
     Every rank makes the same number of steps, no batch is empty, and every sample of the
     data set comes exactly once per epoch, the remainder included. Use it as
     ``DataLoader(dataset, batch_sampler=sampler)``.
 
-    Each iteration is one epoch. When its last batch has been taken, the next iteration is the
-    next epoch; an iteration that is given up before (a look at the first batch, say, on one
-    rank) changes nothing. Who ends an epoch early calls `set_epoch`, on all ranks, to go on
-    with the next one. The workers of a DataLoader take batches ahead
-    (``num_workers * prefetch_factor`` and one), so a look at an epoch with no more batches
+    Each iteration is one epoch. After its last batch, the next iteration is the next epoch; an
+    abandoned iteration (for example to look at the first batch, on one rank) changes nothing. To
+    end an epoch early, call `set_epoch` on all ranks. The workers of a DataLoader prefetch
+    batches (``num_workers * prefetch_factor`` and one), so a look at an epoch with no more batches
     than that takes all of them: call `set_epoch` after it, too.
 
     Args:
         dataset: the data set, or its length.
         batch_size: samples per rank and step.
-        shuffle: whether each epoch has an order of its own.
-        seed: of the orders; the same on all ranks.
-        allow_empty: whether there may be fewer samples than ranks. Ranks without a sample
-            make no step then, so this is for evaluation, where a step has no collective.
+        shuffle: whether to permute the samples anew in each epoch.
+        seed: of the permutations; the same on all ranks.
+        allow_empty: whether to accept fewer samples than ranks. Ranks without a sample then
+            make no step, so this is for evaluation, where a step has no collective.
 
     Raises:
-        ValueError: there are fewer samples than ranks, and not ``allow_empty``.
+        ValueError: there are fewer samples than ranks, and ``allow_empty`` is False.
     """
 
     def __init__(
@@ -51,11 +50,11 @@ class ShardSampler(Sampler[list[int]]):
         self._batches = Batches(range(samples), self.sharding)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from 0, that the next iteration gives; alike on all ranks."""
+        """Set the epoch, from 0, of the next iteration: the same on all ranks."""
         self._batches.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A DataLoader cannot make a batch of nothing.
+        # A DataLoader cannot collate an empty batch.
         return (batch for batch in self._batches if batch)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The same state on every rank, and on disk."""
+"""Broadcasts of parameters and optimizer state, and checkpoints with tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdlite.torch.collectives import broadcast_async_
 from hvdlite.torch.handles import synchronize
 from hvdlite.torch.tensors import to_array, to_tensor
 
-# The last part of the keys under which torch files what get_extra_state() returns.
+# The last part of the keys under which torch stores the result of get_extra_state().
 _EXTRA_STATE = "_extra_state"
 
 Parameters = (
@@ -38,18 +38,18 @@ def broadcast_parameters(
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or any other dict,
             list or generator of names and tensors or of tensors alone, or a module (its
-            state_dict). Entries that are None are left alone.
+            state_dict). Entries that are None are skipped.
         root_rank: the rank whose values count.
         process_set: The ranks that take part.
 
     Raises:
-        ValueError: There is no such rank, or ``params`` holds something else, or what a module
-            returns from ``get_extra_state``, which cannot be overwritten in place.
+        ValueError: There is no such rank, or ``params`` holds another type, or the result of a
+            module's ``get_extra_state``, which cannot be overwritten in place.
         HorovodInternalError: The ranks disagree on names, shapes or dtypes.
     """
     engine = runtime.engine(process_set)
     prefix = engine.unnamed("broadcast_parameters")
-    collectives.checked_root(engine, root_rank)  # at once: what follows waits for the others
+    collectives.checked_root(engine, root_rank)  # before waiting for the other ranks
     tensors = [(name, _checked(name, entry)) for name, entry in _named(params) if entry is not None]
     layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     collectives.agree_on(f"{prefix}: its tensors", layout, process_set)
@@ -80,7 +80,7 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
 
 
 def _checked(name: Any, entry: Any) -> torch.Tensor:
-    """Refuse what would stay as it is on this rank, so that ranks train from different states."""
+    """Return the entry if it is a tensor; others would stay different from rank to rank."""
     found = f"rank {world.rank()}: params[{name!r}] is a {type(entry).__name__}"
     if _is_extra_state(name):
         raise ValueError(
@@ -101,7 +101,7 @@ def _is_extra_state(name: Any) -> bool:
 
 
 def has_extra_state(module: torch.nn.Module) -> bool:
-    """Whether a module's state is more than tensors, which `broadcast_parameters` refuses."""
+    """Return whether a module has extra state, which `broadcast_parameters` refuses."""
     return any(_is_extra_state(name) for name in module.state_dict())
 
 
@@ -111,14 +111,14 @@ def broadcast_optimizer_state(
     model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give every rank's optimizer the state and the options of rank ``root_rank``'s.
+    """Overwrite every rank's optimizer state and options by those of rank ``root_rank``.
 
-    No step is taken and no weight is moved, also where the optimizers have no state yet.
+    This takes no step and changes no weight, also if the optimizers have no state yet.
 
     Args:
-        optimizer: any torch optimizer, wrapped or not; on all ranks over the same parameters.
+        optimizer: any torch optimizer, wrapped or not, of the same parameters on all ranks.
         root_rank: the rank whose state counts.
-        model: not needed; accepted because Horovod takes it.
+        model: Ignored; accepted for compatibility with Horovod.
         process_set: The ranks that take part.
 
     Raises:
@@ -135,7 +135,7 @@ def broadcast_optimizer_state(
     }
     engine = runtime.engine(process_set)
     name = engine.unnamed("broadcast_optimizer_state")
-    collectives.checked_root(engine, root_rank)  # at once: what follows waits for the others
+    collectives.checked_root(engine, root_rank)  # before waiting for the other ranks
     described = {
         "the optimizer's class": type(optimizer).__name__,
         "the number of parameter groups": len(groups),

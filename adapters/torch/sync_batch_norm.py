@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of the whole batch, over all ranks."""
+"""Batch normalisation with the statistics of all ranks' batches."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from hvdlite.torch.dynamo import untraced_methods
 
 @untraced_methods("forward")
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation over the batches of all ranks together.
+    """Batch normalisation with the statistics of all ranks' batches.
 
-    In training, mean and variance are those of all ranks' samples, each counted once, so ranks
-    may have batches of different sizes, or none. A layer exchanges a few numbers per channel
-    once in the forward and once in the backward pass; so all ranks run their layers in the same
-    order. In evaluation it does what `torch.nn.BatchNorm2d` does, and exchanges nothing.
+    In training, mean and variance are those of all ranks' samples, each counted once; the batches
+    of the ranks may have different sizes, or be empty. A layer exchanges a few numbers per channel
+    in each forward and backward pass, so all ranks must run their layers in the same order. In
+    evaluation it is equivalent to `torch.nn.BatchNorm2d`, and exchanges nothing.
 
     As in `torch.nn.SyncBatchNorm`, the gradient of the input is that of the sum of all ranks'
-    losses, and those of weight and bias are this rank's part, which a `DistributedOptimizer`
-    averages. Second derivatives are refused.
+    losses; the gradients of weight and bias are this rank's part, which a `DistributedOptimizer`
+    averages. Second derivatives raise an error.
 
     Args:
         num_features: channels, the second axis of inputs of shape (N, C, ...).
         eps: added to the variance.
-        momentum: how much a batch counts in the running statistics; None: as much as each
-            before.
-        affine: whether there are a weight and a bias.
-        track_running_stats: whether there are running statistics, for evaluation.
-        process_set: the ranks whose batches belong together.
+        momentum: weight of a batch in the running statistics; None: cumulative average.
+        affine: whether the layer has a weight and a bias.
+        track_running_stats: whether the layer has running statistics, for evaluation.
+        process_set: the ranks whose batches are normalised together.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """As `convert_sync_batchnorm`, where `torch.nn.SyncBatchNorm` has it."""
+        """Call `convert_sync_batchnorm`; a class method as in `torch.nn.SyncBatchNorm`."""
         return convert_sync_batchnorm(module, process_set)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -116,7 +115,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _next_momentum(self) -> float:
-        """Count a batch; return how much it counts itself."""
+        """Count a batch; return its weight in the running statistics."""
         if not self.track_running_stats or self.num_batches_tracked is None:
             return self.momentum or 0.0
         self.num_batches_tracked.add_(1)
@@ -139,11 +138,11 @@ def convert_sync_batchnorm(
 ) -> torch.nn.Module:
     """Replace every batch normalisation in a module by a `SyncBatchNorm`.
 
-    Parameters, buffers, hooks and the mode stay what they are; a layer that occurs several
-    times stays one. Call it before the optimizer is made or after, but on all ranks.
+    Parameters, buffers, hooks and the mode are preserved; a shared layer stays shared. Call it
+    on all ranks, before or after the optimizer is made.
 
     Args:
-        module: is changed; if it is a batch normalisation itself, the result replaces it.
+        module: modified in place; a batch normalisation itself is replaced by the result.
         process_set: as for `SyncBatchNorm`.
 
     Returns:
@@ -178,13 +177,13 @@ def _converted(
 
 
 class Moments(NamedTuple):
-    """What is known of a batch: one mean and variance per channel.
+    """Mean and variance of all ranks' batches, per channel.
 
     Attributes:
         count: values per channel, on all ranks.
         mean: of shape (C,).
         variance: of shape (C,), biased.
-        name: of the exchange; that of the backward pass begins with it.
+        name: of the exchange; prefix of the name in the backward pass.
     """
 
     count: int  # type: ignore[assignment]  # a tuple's method is called that, too
@@ -194,26 +193,26 @@ class Moments(NamedTuple):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of statistics; 16 bits do not hold them."""
+    """Return the dtype of statistics, for which 16 bits are too few."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _axes(input: torch.Tensor) -> list[int]:
-    """All axes but that of the channels."""
+    """Return all axes except the channel axis."""
     return [axis for axis in range(input.dim()) if axis != 1]
 
 
 @torch.no_grad()
 def _whole_moments(input: torch.Tensor, process_set: ProcessSet) -> Moments:
-    """The moments of all ranks' inputs together.
+    """Return the moments of all ranks' inputs together.
 
-    Ranks send moments about their own means, and not sums of squares, whose difference would
+    Ranks send moments about their own means instead of sums of squares, whose difference would
     lose the variance of values far from 0 (Chan et al. 1979, STAN-CS-79-773).
     """
     name = runtime.engine(process_set).unnamed("sync_batch_norm")
     channels, wide = input.size(1), _wide(input.dtype)
     count = input.numel() // channels if channels else 0
-    # In float64, which counts exactly and adds nothing to the error of the sums.
+    # float64 counts exactly, and does not add to the error of the sums.
     own = torch.zeros(1, 2 * channels + 1, dtype=torch.float64, device=input.device)
     if count:
         variance, mean = torch.var_mean(input.to(wide), _axes(input), correction=0)
@@ -229,7 +228,7 @@ def _whole_moments(input: torch.Tensor, process_set: ProcessSet) -> Moments:
 
 @untraced_methods("forward", "backward")
 class _Normalise(torch.autograd.Function):
-    """The normalisation with given moments, and the gradient through them."""
+    """Normalisation with given moments, differentiable through them."""
 
     @staticmethod
     def forward(
@@ -260,7 +259,7 @@ class _Normalise(torch.autograd.Function):
             of_shift, of_scale = upstream.sum(axes), (upstream * normal).sum(axes)
             of_weight = None if weight is None else of_scale.to(weight.dtype)
             of_bias = None if ctx.bias_dtype is None else of_shift.to(ctx.bias_dtype)
-            # By all ranks, whether this one needs it or not: another does.
+            # All ranks take part, even if this one does not need the result.
             sums = torch.stack([of_shift, of_scale])  # a copy: gradients must not share memory
             whole = allreduce(
                 sums, name=f"{ctx.name}.gradient", op=Sum, process_set=ctx.process_set
@@ -280,7 +279,7 @@ class _Normalise(torch.autograd.Function):
 
 @untraced_methods("forward", "backward")
 class _Once(torch.autograd.Function):
-    """A gradient of the layer, which depends on other tensors but has no gradient itself."""
+    """Identity that marks a gradient of the layer as not differentiable any further."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor | None) -> torch.Tensor:

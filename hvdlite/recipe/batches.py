@@ -1,4 +1,4 @@
-"""One rank's batches of a data set that lies in arrays or in a sequence."""
+"""One rank's batches of a data set in arrays or in a sequence."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from hvdlite.recipe.sharding import Sharding
 class Batches:
     """One rank's batches of a data set; made by `shard`.
 
-    ``len()`` is the number of steps per epoch. Each iteration is one epoch. When its last
-    batch has been taken, the next iteration is the next epoch; an iteration that is given up
-    before (a look at the first batch, say, on one rank) changes nothing. Who ends an epoch
-    early calls `set_epoch`, on all ranks, to go on with the next one. What reads ahead takes
-    batches too.
+    ``len()`` is the number of steps per epoch. Each iteration is one epoch. After its last
+    batch, the next iteration is the next epoch; an abandoned iteration (for example to look at
+    the first batch, on one rank) changes nothing. To end an epoch early, call `set_epoch` on all
+    ranks. Prefetched batches count as taken.
 
     Args:
         data: As for `shard`.
@@ -36,8 +35,8 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         epoch = self._next_epoch
         for step, batch in enumerate(self.epoch(epoch), start=1):
-            # Before the last is yielded: who counts the steps never asks for one more. And not
-            # if another iteration, or `set_epoch`, has moved it meanwhile.
+            # Count before the last batch is yielded, since a loop that counts steps never asks for
+            # another one; but not if another iteration or `set_epoch` has moved the epoch.
             if step == len(self) and self._next_epoch == epoch:
                 self._next_epoch += 1
             yield batch
@@ -47,7 +46,7 @@ class Batches:
         return (_take(self._data, indices) for indices in self.sharding.indices(epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` (from 0) the one that the next iteration yields; alike on all ranks."""
+        """Set the epoch (from 0) of the next iteration: the same on all ranks."""
         self._next_epoch = epoch
 
 
@@ -60,25 +59,25 @@ def shard(
     size: int | None = None,
     allow_empty: bool = False,
 ) -> Batches:
-    """Deal a data set to the ranks; every sample exactly once per epoch, remainder included.
+    """Distribute a data set over the ranks: each sample once per epoch, remainder included.
 
     Args:
         data: An array (first axis: samples), a tuple or dict of arrays of equal length, or a
-            sequence of samples (a list, a map-style data set). Arrays give arrays,
-            a sequence gives lists of its samples, a tuple or dict gives the same of each.
+            sequence of samples (a list, a map-style data set). Batches of arrays are arrays,
+            batches of a sequence lists, batches of a tuple or dict the same of their parts.
         batch_size: Samples per rank and step.
-        shuffle: Whether each epoch has an order of its own; False for evaluation.
+        shuffle: Whether to permute the samples anew in each epoch; False for evaluation.
         seed: Of the permutations; the same on all ranks.
-        rank: The rank to deal to; None: this process's.
+        rank: The rank whose batches to return; None: this process's.
         size: The number of ranks; None: that of the world.
-        allow_empty: Whether ranks may have an empty batch where there are fewer samples than
+        allow_empty: Whether ranks may have an empty batch if there are fewer samples than
             ranks (for evaluation).
 
     Returns:
         The rank's batches, to be iterated once per epoch; see `Batches`.
 
     Raises:
-        ValueError: Lengths disagree, or `Sharding` refuses the numbers.
+        ValueError: Lengths disagree, or a number is out of range (see `Sharding`).
         TypeError: ``data`` has no length or no items.
 
     Example:
@@ -120,7 +119,7 @@ def _take(data: Any, indices: npt.NDArray[np.int64]) -> Any:
         return {key: _take(part, indices) for key, part in data.items()}
     if isinstance(data, tuple):
         return tuple(_take(part, indices) for part in data)
-    if hasattr(data, "iloc"):  # a data frame's own brackets would take columns or labels
+    if hasattr(data, "iloc"):  # a data frame's brackets would take columns or labels
         return data.iloc[indices]
     if hasattr(data, "shape") and hasattr(data, "dtype"):
         return data[indices]

@@ -17,7 +17,7 @@ def scale_lr(lr: float, rule: str = "linear", size: int | None = None) -> float:
     (Krizhevsky 2014, arXiv:1404.5997) is often used for adaptive optimizers.
 
     Args:
-        lr: The rate that is right for one process, finite and not negative.
+        lr: The rate for one process, finite and not negative.
         rule: ``"linear"`` (times size) or ``"sqrt"`` (times the square root of size).
         size: The number of ranks; None: that of the world.
 
@@ -37,15 +37,15 @@ def scale_lr(lr: float, rule: str = "linear", size: int | None = None) -> float:
 def warmup(
     lr: float, warmup_steps: float, rule: str = "linear", size: int | None = None
 ) -> Callable[[float], float]:
-    """Return a schedule that goes gradually from ``lr`` to the scaled rate and stays there.
+    """Return a schedule that rises linearly from ``lr`` to the scaled rate and stays there.
 
     This is the gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2).
     With ``lr=1.0`` it gives the multipliers that torch's ``LambdaLR`` expects.
 
     Args:
-        lr: The rate that is right for one process.
-        warmup_steps: Where the scaled rate is reached, in the unit of the schedule's
-            argument: steps, or epochs (fractions welcome). 0: no warm-up.
+        lr: The rate for one process.
+        warmup_steps: Length of the warm-up, in the unit of the schedule's argument: steps, or
+            epochs (fractions allowed). 0: no warm-up.
         rule: As for `scale_lr`.
         size: The number of ranks; None: that of the world.
 
@@ -63,8 +63,8 @@ def warmup(
             f"warmup_steps={warmup_steps!r}: expected a finite number that is not negative"
         )
 
-    # A function, not an object with state: torch's LambdaLR would put the latter into its
-    # state dict, and a resume on another number of ranks would restore the old target.
+    # A function, because torch's LambdaLR would save a callable object in its state dict, and
+    # a resume on another number of ranks would restore the old target.
     def schedule(step: float) -> float:
         if step >= warmup_steps:
             return target

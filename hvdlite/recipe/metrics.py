@@ -1,4 +1,4 @@
-"""Metrics of all ranks as one average."""
+"""Averages of metrics over all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hvdlite import collectives, world
 from hvdlite.errors import HorovodInternalError
 
 
-class _Report(NamedTuple):
-    """What one rank tells the others."""
+class _Entry(NamedTuple):
+    """The values of one rank, or the reason why it has none."""
 
     values: dict[str, float]
     weight: float
@@ -21,14 +21,14 @@ class _Report(NamedTuple):
 def average_metrics(metrics: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
     """Average metrics over all ranks, each rank weighted by its number of samples.
 
-    Collective: every rank calls it, and every rank gets the same floats. All of it is one
-    exchange, so that an error on one rank is an error on all.
+    Collective: every rank calls it and gets the same floats. It takes one exchange, so that an
+    error on one rank is an error on all.
 
     Args:
-        metrics: Names and scalars (floats, integers, numpy scalars, arrays of no dimension).
+        metrics: Names and scalars (floats, integers, numpy scalars, 0-dimensional arrays).
             The same names on all ranks, in any order.
-        weight: The number of samples behind this rank's values. Values of weight 0 do not
-            count, whatever they are.
+        weight: The number of samples behind this rank's values. Values of weight 0, even NaN,
+            do not count.
 
     Returns:
         The averages, in the order of ``metrics``.
@@ -38,31 +38,31 @@ def average_metrics(metrics: Mapping[str, float], weight: float = 1.0) -> dict[s
             weights are 0.
         HorovodInternalError: The ranks have different names.
     """
-    reports = collectives.allgather_object(_report(metrics, weight), name="average_metrics")
-    _check(reports)
-    total = sum(report.weight for report in reports)
+    entries = collectives.allgather_object(_entry_of(metrics, weight), name="average_metrics")
+    _check(entries)
+    total = sum(entry.weight for entry in entries)
     return {
-        key: sum(r.weight * r.values[key] for r in reports if r.weight > 0) / total
-        for key in reports[world.rank()].values
+        key: sum(r.weight * r.values[key] for r in entries if r.weight > 0) / total
+        for key in entries[world.rank()].values
     }
 
 
-def _report(metrics: Mapping[str, float], weight: float) -> _Report:
-    """Check what is this rank's own, without raising: the others wait for the report."""
+def _entry_of(metrics: Mapping[str, float], weight: float) -> _Entry:
+    """Check this rank's values without raising, since the other ranks wait for its entry."""
     try:
         values = {key: _scalar(f"metric {key!r}", value) for key, value in metrics.items()}
         share = _scalar("weight", weight)
         if not (math.isfinite(share) and share >= 0):
             raise ValueError(f"weight={share!r} is not a number of samples: expected 0 or more")
     except Exception as error:
-        return _Report({}, 0.0, str(error))
-    return _Report(values, share, None)
+        return _Entry({}, 0.0, str(error))
+    return _Entry(values, share, None)
 
 
 def _scalar(name: str, value: Any) -> float:
     shape = tuple(getattr(value, "shape", ()))
     found = type(value).__name__ + (f" of shape {shape}" if shape else "")
-    # float() would read a string, and would drop an imaginary part with a mere warning.
+    # float() would parse a string, and only warn when it drops an imaginary part.
     is_complex = getattr(getattr(value, "dtype", None), "kind", "") == "c"
     if isinstance(value, (str, bytes)) or is_complex or shape:
         raise ValueError(f"{name} is a {found}, expected a real scalar")
@@ -72,16 +72,16 @@ def _scalar(name: str, value: Any) -> float:
         raise ValueError(f"{name} is a {found}, expected a real scalar ({error})") from error
 
 
-def _check(reports: list[_Report]) -> None:
-    """Raise the same error on all ranks if the reports cannot be averaged."""
-    problems = [f"rank {rank}: {r.problem}" for rank, r in enumerate(reports) if r.problem]
+def _check(entries: list[_Entry]) -> None:
+    """Raise the same error on all ranks if the entries cannot be averaged."""
+    problems = [f"rank {rank}: {r.problem}" for rank, r in enumerate(entries) if r.problem]
     if problems:
         raise ValueError("metrics cannot be averaged: " + "; ".join(problems))
-    names = set().union(*(report.values for report in reports))
+    names = set().union(*(entry.values for entry in entries))
     missing = {
         name: ranks
         for name in sorted(names, key=str)
-        if (ranks := [rank for rank, r in enumerate(reports) if name not in r.values])
+        if (ranks := [rank for rank, r in enumerate(entries) if name not in r.values])
     }
     if missing:
         found = "; ".join(f"{name!r} is missing on ranks {r}" for name, r in missing.items())
@@ -89,8 +89,8 @@ def _check(reports: list[_Report]) -> None:
             f"ranks have different metrics: {found}. Pass the same names on all ranks, "
             "with weight 0 where a rank has no samples"
         )
-    if not any(report.weight for report in reports):
+    if not any(entry.weight for entry in entries):
         raise ValueError(
-            f"the weights of all {len(reports)} ranks are 0: pass the number of samples of each "
+            f"the weights of all {len(entries)} ranks are 0: pass the number of samples of each "
             "rank as weight"
         )

@@ -1,4 +1,4 @@
-"""Which samples a rank takes at each step of an epoch."""
+"""Distribution of samples over ranks and steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FROM_WORLD: Any = None
 
 @dataclass(frozen=True)
 class Sharding:
-    """Deals the samples of an epoch to the ranks, every sample exactly once.
+    """Distributes the samples of an epoch over the ranks, every sample exactly once.
 
     The epoch's permutation is cut into global batches of ``batch_size * size`` samples, and
     each global batch into one contiguous slice per rank; slices differ by one sample at most.
@@ -26,18 +26,18 @@ class Sharding:
     the samples of a step depend on ``batch_size * size`` and not on the number of ranks (with
     one exception: ``batch_size`` 1 on several ranks adds the remainder to the last
     batch, because two halves could not give each rank a sample). All ranks make the same
-    number of steps and no rank's batch is empty, so that nobody waits in a collective for a
-    rank that is already done.
+    number of steps and no rank's batch is empty, so that no rank waits in a collective for one
+    that has finished.
 
     Args:
         samples: Number of samples in the whole data set.
         batch_size: Samples per rank and step.
-        rank: The rank to deal to; None: this process's.
+        rank: The rank whose samples to return; None: this process's.
         size: The number of ranks; None: that of the world.
-        shuffle: Whether each epoch has an order of its own; False: the order of the data.
+        shuffle: Whether to permute the samples anew in each epoch; False: keep their order.
         seed: Of the permutations; the same on all ranks.
-        allow_empty: Whether ranks may have an empty batch where there are fewer samples than
-            ranks. Made for evaluation, where a step has no collective.
+        allow_empty: Whether ranks may have an empty batch if there are fewer samples than
+            ranks. For evaluation, where a step has no collective.
 
     Raises:
         ValueError: Fewer samples than ranks and not ``allow_empty``, or an argument that is
@@ -92,12 +92,12 @@ class Sharding:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What to multiply this rank's mean loss with at each step.
+        """The factor of this rank's mean loss at each step.
 
-        A mean over ranks counts each rank alike, although a remainder may give one rank a
-        sample more than another. Multiplied by ``own samples * size / all samples``, the
-        mean over ranks of the ranks' means is the mean over all samples of the step. It is
-        1.0 at every step that divides evenly.
+        A mean over ranks weights all ranks equally, although a remainder may give one rank a
+        sample more than another. With the factor ``own samples * size / all samples``, the mean
+        over the ranks' means is the mean over all samples of the step. The factor is 1.0 at
+        every step that divides evenly.
         """
         return tuple(
             (stop - start) * self.size / total

@@ -10,7 +10,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-from hvdlite.recipe.device import threads_per_rank
+from hvdlite.recipe.resources import threads_per_rank
 
 
 @pytest.mark.slow

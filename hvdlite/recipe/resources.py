@@ -1,4 +1,4 @@
-"""The share of its node that is a rank's own."""
+"""Each rank's share of the cores and accelerators of its node."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hvdlite import collectives, world
 
 
 def threads_per_rank() -> int:
-    """Return how many CPU threads this rank may use without crowding the others.
+    """Return the number of CPU threads for this rank; collective.
 
-    These are the cores that the process may run on, divided by the ranks of the same node
-    that may run on any of them. Collective: every rank calls it.
+    This is the number of cores that the process may run on, divided by the number of ranks of
+    the node that may run on any of them.
 
     Returns:
         At least 1.
@@ -30,17 +30,17 @@ def _fair_share(
 
 
 def local_device_index(devices: Sequence[str]) -> int | None:
-    """Return the index of the accelerator that this rank takes. Collective.
+    """Return the index of the accelerator for this rank; collective.
 
-    Ranks of a node that see the same accelerators take one each, by local rank. Where a
+    Ranks of a node that see the same accelerators take one each, by local rank. If a
     scheduler has given each rank its own, they see different ones, and each takes its first.
 
     Args:
-        devices: What identifies each accelerator that this process sees, in their order
-            (their UUIDs, say).
+        devices: Unique names (such as UUIDs) of the accelerators that this process sees, in
+            order.
 
     Returns:
-        None where no rank sees an accelerator.
+        The index, or None if no rank sees an accelerator.
 
     Raises:
         ValueError: More ranks see some accelerators than there are, or only some ranks see

@@ -7,14 +7,14 @@ import os
 import pytest
 
 import hvdlite as hvd
-from hvdlite.recipe import device, local_device_index, threads_per_rank
+from hvdlite.recipe import local_device_index, resources, threads_per_rank
 from tests.harness import ranks
 
 
 def share(rank, *all_ranks):
     """The threads of one rank, given (node, cores) of all ranks."""
     everyone = [(node, frozenset(cores)) for node, cores in all_ranks]
-    return device._fair_share(everyone[rank], everyone)
+    return resources._fair_share(everyone[rank], everyone)
 
 
 def test_ranks_share_the_cores_of_their_node():
