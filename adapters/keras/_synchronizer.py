@@ -14,7 +14,7 @@ from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import check_not_local, describe_optimizer
 from hvdlite.process_sets import ProcessSet, is_outside
 from hvdlite.reduction import ReduceOp
-from hvdlite.schedule import ExchangeSchedule, ExchangeState, LocalSteps
+from hvdlite.schedule import ExchangeSchedule, ExchangeState, LocalSteps, check_unweighted
 
 LABEL = "DistributedOptimizer of Keras"
 """The same for all optimizers, so that ranks with different variables meet and report it."""
@@ -86,10 +86,7 @@ class Options:
         if batch_size is None:
             return
         if self.schedule is not None:
-            raise ValueError(
-                "batch_size weights the gradients of all ranks, and with a schedule each rank "
-                "steps on its own; leave it out"
-            )
+            check_unweighted(batch_size)
         if accumulates:
             raise ValueError(
                 "batch_size weights the gradients of one call, and here those of several add up "

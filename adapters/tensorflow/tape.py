@@ -13,7 +13,12 @@ from hvdlite.compression import Compression, Reduction, Strategy, check_groups
 from hvdlite.gradients import check_not_local
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
+from hvdlite.schedule import (
+    CompressionArgument,
+    ExchangeSchedule,
+    check_exchange,
+    check_unweighted,
+)
 from hvdlite.tensorflow.rank_ops import divided
 from hvdlite.tensorflow.reducer import Gradient, Reducer
 from hvdlite.tensorflow.replicas import Replicas
@@ -190,12 +195,8 @@ class DistributedGradientTape(tf.GradientTape):
         shared = [n for n, source in enumerate(flat_sources) if id(value_of(source)) not in local]
         if self._schedule is None:
             gradients = self._reduced(gradients, flat_sources, shared, batch_size)
-        elif batch_size is not None:
-            raise ValueError(
-                "batch_size weights the gradients of all ranks, and with a schedule each rank "
-                "steps on its own; leave it out"
-            )
         else:
+            check_unweighted(batch_size)
             gradients = self._scheduled(gradients, flat_sources, shared)
         return tf.nest.pack_sequence_as(sources, gradients)
 

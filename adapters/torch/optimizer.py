@@ -14,7 +14,13 @@ from hvdlite.compression import Compression, Reduction
 from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.schedule import EACH_CHANGE, CompressionArgument, ExchangeSchedule, check_exchange
+from hvdlite.schedule import (
+    EACH_CHANGE,
+    CompressionArgument,
+    ExchangeSchedule,
+    check_exchange,
+    check_unweighted,
+)
 from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.labels import next_label
 from hvdlite.torch.loss import loss_like, value_of_loss
@@ -373,11 +379,7 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 @untraced
 def _before_scheduled_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if "batch_size" in kwargs:
-        raise ValueError(
-            "batch_size weights the gradients of all ranks, and with a schedule or hvd.Adasum each "
-            "rank steps on its own; leave it out"
-        )
+    check_unweighted(kwargs.pop("batch_size", None))
     optimizer._schedule.attach(optimizer._trainable())
     optimizer._schedule.begin()
     return _before_step(optimizer, args, kwargs)

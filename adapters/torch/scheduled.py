@@ -13,7 +13,7 @@ from hvdlite.compression import Reduction, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp
-from hvdlite.schedule import ExchangeSchedule, LocalSteps
+from hvdlite.schedule import ExchangeSchedule, LocalSteps, check_unweighted
 from hvdlite.schedule.local_steps import Moment
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.labels import next_label
@@ -41,11 +41,7 @@ class Scheduled:
         Raises:
             ValueError: ``batch_size`` is given.
         """
-        if batch_size is not None:
-            raise ValueError(
-                "batch_size weights the gradients of all ranks, and with a schedule or hvd.Adasum "
-                "each rank steps on its own; leave it out"
-            )
+        check_unweighted(batch_size)
         if not self._schedule.is_local:
             super().synchronize()  # type: ignore[misc]
 

@@ -7,6 +7,7 @@ from hvdlite.schedule.arguments import (
     Preset,
     check_exchange,
     check_schedule,
+    check_unweighted,
     singa,
 )
 from hvdlite.schedule.exchange_state import ExchangeState
@@ -39,5 +40,6 @@ __all__ = [
     "Weights",
     "check_exchange",
     "check_schedule",
+    "check_unweighted",
     "singa",
 ]

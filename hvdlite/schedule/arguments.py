@@ -166,6 +166,19 @@ def check_schedule(
     return schedule, passes
 
 
+def check_unweighted(batch_size: Any) -> None:
+    """Raise if ``batch_size`` is given to an optimizer or tape with local steps, or with Adasum.
+
+    Raises:
+        ValueError: it is given.
+    """
+    if batch_size is not None:
+        raise ValueError(
+            "batch_size weights the gradients of all ranks, and with a schedule or hvd.Adasum each "
+            "rank steps on its own; leave it out"
+        )
+
+
 def _check_local(
     schedule: ExchangeSchedule, strategy: Strategy, reduction: Reduction, sparse_as_dense: bool
 ) -> None:

@@ -115,7 +115,7 @@ class LocalSteps:
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank makes the next step on its own gradients."""
+        """Return whether each rank makes the next step on its own gradients."""
         return self.schedule.is_local(self.steps)
 
     def add(self, parameters: Sequence[Parameter]) -> None:

@@ -31,7 +31,7 @@ class OuterOptimizer:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether outer gradients leave something behind."""
+        """Return whether a momentum is stored."""
         return bool(self._momentum)
 
     def set_anchor(self, name: str, weight: Any) -> None:

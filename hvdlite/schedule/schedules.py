@@ -210,7 +210,7 @@ class DiLoCo(ExchangeSchedule):
 
     @property
     def remembers(self) -> bool:  # type: ignore[override]
-        """Whether ranks keep the earlier weights or a momentum, which must stay the same."""
+        """Return True if ranks keep anchors or a momentum, which must be the same on all."""
         return self.every > 1 or self.outer_momentum > 0
 
     def is_local(self, steps: int) -> bool:

@@ -52,7 +52,7 @@ def test_a_sequence_gives_lists():
 
 def test_a_frame_is_indexed_by_position():
     class Frame:
-        """What pandas offers: brackets take labels, ``iloc`` takes positions."""
+        """A stand-in for pandas: brackets take labels, ``iloc`` takes positions."""
 
         shape, dtype = (4,), np.dtype(float)
 

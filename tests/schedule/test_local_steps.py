@@ -185,7 +185,7 @@ def test_ranks_that_differ_learn_it_before_the_first_step(size):
 
 @SEVERAL
 def test_a_failed_exchange_leaves_weights_and_loses_nothing(size):
-    """What the ranks disagree on here is how weights travel, which they compare with them."""
+    """The ranks disagree on how weights travel, which they compare when they exchange them."""
     hvd.init()
     for schedule in (Schedule.DiLoCo(2, 1.0, 0.0), Schedule.LocalSGD(2)):
         own = Compression.fp16 if hvd.rank() == 1 else Compression.none
@@ -212,7 +212,7 @@ def test_a_failed_exchange_leaves_weights_and_loses_nothing(size):
 @ranks(2)
 @pytest.mark.parametrize("bad", ["a", "b"])
 def test_a_refused_outer_gradient_leaves_what_the_compression_remembers(bad):
-    """Of the two buckets, one travels before the other is refused."""
+    """One of two buckets travels before the other is refused."""
     hvd.init()
     replica = SimpleNamespace(
         weights={"a": np.zeros(8, np.float32), "b": np.zeros(8, np.float64)}, velocity={}
