@@ -1,4 +1,4 @@
-"""The memory of a CUDA device as torch has it."""
+"""CUDA memory, through torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("hvdlite")
 
 
 class CudaMemory:
-    """One device's.
+    """The memory of one device.
 
     Args:
         cuda: the devices of this process.
@@ -42,21 +42,21 @@ class CudaMemory:
         return self.cuda.view(self.index, tensor.data_ptr(), tensor.numel(), stored, tensor)
 
     def stream(self) -> int:
-        """The address of the stream that the calling thread's work goes to."""
+        """Return the address of the calling thread's current stream."""
         return int(torch.cuda.current_stream(self.index).cuda_stream)
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
-        """Send the calling thread's work to a stream while this lasts."""
+        """Make a stream the calling thread's current one, in a context."""
         if stream == 0:  # for an external stream of address 0 torch takes one of its pool
             return torch.cuda.stream(torch.cuda.default_stream(self.index))
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self.index))
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Once it is free, use a tensor's memory again only after the current stream."""
+        """Reuse a freed tensor's memory only after the current stream's work."""
         tensor.record_stream(torch.cuda.current_stream(self.index))
 
     def check_not_capturing(self, what: str) -> None:
-        """Refuse to exchange while a CUDA graph is captured: its replay would exchange nothing.
+        """Refuse an exchange while a CUDA graph is captured: its replay would exchange nothing.
 
         Args:
             what: the tensor, for the message.
@@ -72,7 +72,7 @@ class CudaMemory:
             )
 
     def join(self, streams: Iterable[int]) -> None:
-        """Let the current stream's later work wait for what other streams have been given."""
+        """Make the current stream wait for the work of other streams."""
         current = self.stream()
         for stream in streams:
             if stream != current:
@@ -80,10 +80,10 @@ class CudaMemory:
                 self.cuda.wait_event(self.index, current, event)
 
     def compare(self, first: torch.Tensor, second: torch.Tensor) -> Callable[[], bool | None]:
-        """Begin to compare two tensors, in which NaN equals NaN.
+        """Begin to compare two tensors; NaN equals NaN.
 
         Returns:
-            What tells whether they are equal; None as long as the device has not found out.
+            A function that returns whether they are equal; None until the device has compared.
         """
         equal = ((first == second) | ((first != first) & (second != second))).all()
         on_host = equal.to("cpu", non_blocking=True)
@@ -93,7 +93,7 @@ class CudaMemory:
 
 
 def find(tensor: torch.Tensor) -> CudaMemory | None:
-    """The memory that a tensor lies in; None: the host's, or it has to go by way of the host."""
+    """Return the device memory of a tensor; None if it is exchanged by the host."""
     if not tensor.is_cuda:
         return None
     cuda = _load()
@@ -101,7 +101,7 @@ def find(tensor: torch.Tensor) -> CudaMemory | None:
 
 
 def lend(tensor: torch.Tensor) -> DeviceArray | None:
-    """A tensor for the collectives of its device; None: its device has none.
+    """Return a tensor for the collectives of its device; None if its device has none.
 
     It shares the tensor's memory, unless that is not contiguous.
     """
@@ -116,7 +116,7 @@ def lend(tensor: torch.Tensor) -> DeviceArray | None:
 def lender(
     tensors: Sequence[torch.Tensor], *factors: float, compression: Strategy = Compression.none
 ) -> Callable[[torch.Tensor], DeviceArray | None] | None:
-    """Return what lends tensors to a reduction that can run on their device.
+    """Return the function that lends tensors to a reduction, if that can run on their device.
 
     Integers that are multiplied are reduced on the host, which sees whether results fit them.
 

@@ -1,4 +1,4 @@
-"""A torch optimizer that steps on the average of all ranks' gradients."""
+"""The optimizer that steps on the average of all ranks' gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from hvdlite.compression import Compression, Reduction
@@ -22,22 +24,20 @@ from hvdlite.schedule import (
     check_unweighted,
 )
 from hvdlite.torch.dynamo import untraced, untraced_methods
-from hvdlite.torch.labels import next_label
-from hvdlite.torch.loss import loss_like, value_of_loss
-from hvdlite.torch.parameter_set import release
+from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Reducer
-from hvdlite.torch.replicas import Replica
-from hvdlite.torch.scaling import average_before_scaling
 from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
 from hvdlite.torch.tensors import CONVERSION
 from hvdlite.torch.wrapping import (
     STATE,
     Wrapped,
+    average_before_scaling,
     change_class,
     check_groups,
     check_optimizer,
     checked_passes,
     names_of,
+    next_label,
 )
 
 
@@ -65,8 +65,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    A `torch.amp.GradScaler` waits for them, too, in ``unscale_()`` and ``step()``: all ranks leave
-    out the step in which one rank's gradients overflow.
+    A `torch.amp.GradScaler` waits for them, too, in ``unscale_()`` and ``step()``: all ranks skip
+    the step in which one rank's gradients overflow.
 
     The optimizer itself is changed and returned: its class becomes a subclass of what it
     was, of the same name, and its state, hooks, groups and schedulers stay as they are. A
@@ -105,8 +105,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             clipped at any time. It takes a copy of the weights.
         gradient_predivide_factor: with Average, the part of the division that happens
             before the sum.
-        num_groups: accepted for Horovod's sake: buckets do what groups are for.
-        groups: likewise; a number, or lists of parameters.
+        num_groups: accepted for compatibility with Horovod: buckets take the place of groups.
+        groups: the same; a number, or lists of parameters.
         sparse_as_dense: exchange sparse gradients as dense ones; the averages are sparse again.
             Else the entries of all ranks are gathered and added up, which pays while they are few;
             they are not compressed.
@@ -142,7 +142,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if is_outside(process_set):
         outside = change_class(optimizer, _Outside)
         outside._parameter_names = names
-        release(names)
+        remove_hooks(names)
         optimizer.register_step_pre_hook(_before_step_outside)
         return optimizer
     reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense, process_set)
@@ -156,7 +156,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._losses = LossExchange(label, reduction.op, process_set)
     average_before_scaling()
     if chosen is None:
-        reducer.replica = Replica(optimizer, reducer.names)
+        reducer.compare_replicas(optimizer)
         reducer.attach(wrapped._trainable())
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_step_post_hook(_after_step)
@@ -172,11 +172,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 @untraced_methods("synchronize", "zero_grad")
 class _Distributed(Wrapped):
-    """What `DistributedOptimizer` adds to an optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to the class of an optimizer."""
 
     _reducer: Reducer
     _skipping: bool
-    _synchronized_by: str  # the method that did it last
+    _synchronized_by: str  # the last method that did
     _losses: LossExchange
     _evaluating: bool  # whether a closure runs
 
@@ -250,7 +250,7 @@ class _Distributed(Wrapped):
         self._reducer.set_passes_per_step(checked_passes(passes))
 
     def _restart(self) -> None:
-        """Give up the step that a failure has interrupted; the next begins anew."""
+        """Abandon the step that a failure has interrupted."""
         self._losses.restart()
         self._reducer.restart()
 
@@ -261,7 +261,7 @@ class _Distributed(Wrapped):
             RuntimeError: their exchange has begun and no step or ``synchronize()`` ended it.
         """
         self._refuse_in_flight("zero_grad()")
-        self._reducer.begin_step()
+        self._reducer.count_anew()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def _refuse_in_flight(self, call: str) -> None:
@@ -272,7 +272,7 @@ class _Distributed(Wrapped):
             )
 
     def _prepare_step(self, batch_size: int | None = None) -> None:
-        """Make sure that what is stepped on is what all ranks agreed on."""
+        """Require averaged gradients, or average them now."""
         if self._reducer.synchronized:
             if batch_size is not None and self._synchronized_by != "step()":
                 raise ValueError(
@@ -293,7 +293,7 @@ class _Distributed(Wrapped):
             self._synchronized_by = "step()"
 
     def _evaluate(self, closure: Callable[[], Any], batch_size: int | None) -> Any:
-        """Run a closure, and return its loss, with that and the gradients exchanged."""
+        """Run a closure, exchange its gradients, and return the loss of all ranks."""
         if self._evaluating:  # a step() that calls its parent's has wrapped the closure twice
             return closure()
         self._evaluating = True
@@ -305,9 +305,9 @@ class _Distributed(Wrapped):
         return self._combine_loss(loss)
 
     def _combine_loss(self, loss: Any) -> Any:
-        own = value_of_loss(loss)
+        own = _value_of_loss(loss)
         total = self._losses.combine(own, self._reducer.weight)
-        return loss if total is None else loss_like(loss, total)
+        return loss if total is None else _loss_like(loss, total)
 
     def _prepare_unscaling(self, enabled: bool) -> None:
         # Also for a scaler that is not enabled: what follows, clipping mostly, is for averages.
@@ -324,11 +324,11 @@ class _Distributed(Wrapped):
 
 
 class _Scheduled(Scheduled, _Distributed):
-    """The same for an optimizer with a schedule, or with Adasum."""
+    """The same methods for an optimizer with a schedule, or with Adasum."""
 
 
 class _Outside(Wrapped):
-    """A distributed optimizer on a rank that is not in its process set, and steps by itself."""
+    """The methods on a rank that is not in the process set, and steps by itself."""
 
     def synchronize(self, batch_size: int | None = None) -> None:
         """Leave the gradients as they are."""
@@ -394,7 +394,7 @@ def _after_scheduled_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _find_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[], Any] | None, Callable[[Any], Any]]:
-    """The closure among ``step``'s arguments (the first is the optimizer), and how to set it."""
+    """Return the closure among ``step``'s arguments, the optimizer first, and a setter."""
     if kwargs.get("closure") is not None:
         return kwargs["closure"], lambda closure: (args, {**kwargs, "closure": closure})
     if len(args) > 1 and callable(args[1]):
@@ -410,3 +410,21 @@ def _warn_of_second_synchronization() -> None:
         "optimizer.skip_synchronize():` around step() to say that this is meant",
         stacklevel=5,
     )
+
+
+def _value_of_loss(loss: Any) -> float | None:
+    """Return a loss as a number; None if it is not one number."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss.item()) if loss.numel() == 1 and not loss.is_complex() else None
+    if isinstance(loss, np.ndarray):
+        return float(loss.item()) if loss.size == 1 and loss.dtype.kind in "fiu" else None
+    return float(loss) if isinstance(loss, Real) and not isinstance(loss, bool) else None
+
+
+def _loss_like(loss: Any, value: float) -> Any:
+    """Return a number as a loss of the type of another; a whole number becomes a float."""
+    if isinstance(loss, torch.Tensor):
+        return torch.full_like(loss.detach(), value)
+    if isinstance(loss, np.ndarray):
+        return np.full_like(loss, value)
+    return type(loss)(value) if isinstance(loss, np.floating) else value

@@ -1,60 +1,69 @@
-"""The averaging of gradients that an optimizer is given."""
+"""The reducer of an optimizer: it averages the gradients of all its parameters over the ranks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hvdlite import gradients, interrupts, runtime
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients import (
+    GradientExchange,
+    ReplicaCheck,
+    describe_optimizer,
+    describe_weights,
+)
 from hvdlite.interrupts import resumable
 from hvdlite.process_sets import ProcessSet
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
-from hvdlite.torch.parameter_set import ParameterSet
-from hvdlite.torch.replicas import Replica
-from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor
+from hvdlite.torch.hooks import GradientHooks
+from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor, to_array
+
+_REMEDY = (
+    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+)
 
 
 class _Finishing(NamedTuple):
     """The progress of `Reducer.finish`.
 
     Attributes:
-        left: the sets that have not ended the step yet.
+        left: the hooks whose exchange has not ended the step yet.
         changed: the names of gradients that were changed after they had been copied.
-        repeated: what to say of those that came too often.
-        errors: of the sets that have ended it.
+        repeated: messages about gradients that arrived too often.
+        errors: of the exchanges that have ended.
     """
 
-    left: list[ParameterSet]
+    left: list[GradientHooks]
     changed: list[str]
     repeated: list[str]
     errors: list[Exception]
 
 
 class Reducer:
-    """Averages the gradients of parameters that it is attached to.
+    """Average the gradients of the parameters that it is attached to.
 
     Args:
         names: of the parameters, in the order of their registration.
         strategy: how gradients travel.
         reduction: sum or average.
-        passes_per_step: backward passes after which a gradient is complete.
-        sparse_as_dense: take sparse gradients, as dense ones.
+        passes_per_step: the number of backward passes after which a gradient is complete.
+        sparse_as_dense: whether to exchange sparse gradients as dense ones.
         process_set: the ranks that take part.
 
     Attributes:
         process_set: as given.
-        replica: what ranks compare of the optimizer; None: its weights may differ between ranks.
+        names: as given; parameters that come later are added.
+        passes_per_step: as given.
     """
-
-    replica: Replica | None = None
 
     def __init__(
         self,
@@ -75,9 +84,10 @@ class Reducer:
         self._synchronized = False
         self._engine = runtime.engine(process_set)
         self._reconnecting = threading.Lock()
-        self._sets: list[ParameterSet] = []
+        self._hooks: list[GradientHooks] = []  # a list for each device and each `attach`
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] | None = None
         self._finishing: _Finishing | None = None
-        self._attached: set[int] = set()  # by id; the sets keep them alive
+        self._attached: set[int] = set()  # by id; the hooks keep them alive
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Exchange these parameters' gradients too, where that is not done yet.
@@ -90,7 +100,7 @@ class Reducer:
             return
         fresh = [parameter for parameter in parameters if id(parameter) not in self._attached]
         for memory, members in self._by_memory(self.in_order(fresh)):
-            self._sets.append(ParameterSet(self, members, memory))
+            self._hooks.append(GradientHooks(self, members, memory))
         self._attached.update(map(id, fresh))
 
     def in_order(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -101,28 +111,28 @@ class Reducer:
         return sorted(parameters, key=order.__getitem__)
 
     def describe(self, parameters: Sequence[torch.Tensor]) -> list[Parameter]:
-        """Return what ranks compare of parameters."""
+        """Describe parameters, for comparison across ranks."""
         return [
             Parameter(self.names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
             for parameter in parameters
         ]
 
     def detach(self) -> None:
-        """Exchange nobody's gradients any more, until `attach` is called again."""
-        for members in self._sets:
-            members.release()
-        self._sets.clear()
+        """Exchange no gradients any more, until `attach` is called again."""
+        for hooks in self._hooks:
+            hooks.remove()
+        self._hooks.clear()
         self._attached.clear()
         self._synchronized = False
 
     @property
     def in_flight(self) -> bool:
-        """Whether gradients have come for which `finish` has not been called."""
-        return self._finishing is not None or any(members.in_flight for members in self._sets)
+        """Return whether gradients have arrived for which `finish` has not been called."""
+        return self._finishing is not None or any(hooks.in_flight for hooks in self._hooks)
 
     @property
     def synchronized(self) -> bool:
-        """Whether the parameters' gradients are averages: `finish` was the last to touch them."""
+        """Return whether the gradients are averages: `finish` was the last to write them."""
         return self._synchronized and not self.in_flight
 
     @synchronized.setter
@@ -130,7 +140,7 @@ class Reducer:
         self._synchronized = value
 
     def finish(self, samples: int | None = None) -> None:
-        """Exchange what is left, and write the averages into the parameters' ``grad``.
+        """Exchange the remaining gradients, and write the averages into the parameters' ``grad``.
 
         Args:
             samples: as in `GradientExchange.finish`.
@@ -140,8 +150,8 @@ class Reducer:
             ValueError: ``samples`` comes after a step without.
             RuntimeError: a gradient was changed after it had been copied. The exchange is
                 ended all the same, so that no other rank waits for this one.
-            BaseException: from a signal's handler. All gradients are on their way then, and
-                another call goes on waiting for the averages.
+            BaseException: from a signal's handler. All gradients have been sent then, and
+                another call continues to wait for the averages.
         """
         interrupts.call(self._finish, samples)
 
@@ -149,11 +159,11 @@ class Reducer:
     def _finish(self, samples: int | None) -> None:
         self.reconnect()
         if self._finishing is None:
-            for members in self._sets:  # so that the next line has nothing to wait for
-                members.exchange.wait_for_order()
-            changed = [name for members in self._sets for name in members.collect()]
-            repeated = [message for members in self._sets for message in members.repeated]
-            self._finishing = _Finishing([*self._sets], changed, repeated, [])
+            for hooks in self._hooks:  # so that the next line has nothing to wait for
+                hooks.exchange.wait_for_order()
+            changed = [name for hooks in self._hooks for name in hooks.collect()]
+            repeated = [message for hooks in self._hooks for message in hooks.repeated]
+            self._finishing = _Finishing([*self._hooks], changed, repeated, [])
         left, changed, repeated, errors = self._finishing
         while left:  # to the last, whatever becomes of one
             try:
@@ -164,8 +174,8 @@ class Reducer:
         self._finishing = None
         if errors:
             raise errors[0]
-        if any(members.exchange.converted for members in self._sets):
-            self._renew()
+        if any(hooks.exchange.converted for hooks in self._hooks):
+            self._attach_anew()
             self._finish(samples)
             return
         if repeated:
@@ -179,43 +189,43 @@ class Reducer:
             )
         self.synchronized = True
 
-    def _renew(self) -> None:
-        """Make the exchanges for what the parameters are now, after ``model.double()``, say."""
-        parameters = [parameter for members in self._sets for parameter in members.parameters]
+    def _attach_anew(self) -> None:
+        """Make the exchanges anew, after ``model.double()`` for example."""
+        parameters = [parameter for hooks in self._hooks for parameter in hooks.parameters]
         self.detach()
         self.attach(parameters)
 
     def set_passes_per_step(self, passes: int) -> None:
         """Set after how many backward passes a gradient is complete."""
         self.passes_per_step = passes
-        self.begin_step()
+        self.count_anew()
 
-    def begin_step(self) -> None:
-        """Count the backward passes anew."""
+    def count_anew(self) -> None:
+        """Reset the counts of backward passes."""
         self.synchronized = False
-        for members in self._sets:
-            members.begin_step()
+        for hooks in self._hooks:
+            hooks.count_anew()
 
     def reconnect(self) -> None:
-        """Follow ``shutdown()`` and ``init()`` into the new world, where a step begins anew."""
+        """Move to the current world after ``shutdown()`` and ``init()``; a step begins anew."""
         with self._reconnecting:  # the first hooks of two devices may come at once
             if runtime.engine(self.process_set) is not self._engine:
                 self.restart()
 
     def restart(self) -> None:
-        """Forget the gradients of a step that was given up, and follow into the current world."""
+        """Forget the gradients of a step that was given up, and move to the current world."""
         self._engine = runtime.engine(self.process_set)
         self._synchronized = False
         self._finishing = None
-        for members in self._sets:
-            members.restart()
+        for hooks in self._hooks:
+            hooks.restart()
 
     def _by_memory(
         self, parameters: Sequence[torch.Tensor]
     ) -> list[tuple[CudaMemory | None, list[torch.Tensor]]]:
-        """Group parameters by device, the host's first; memory: None, by way of the host.
+        """Group parameters by device, the host's first; memory is None for exchanges by the host.
 
-        Autograd has a thread for each device, so the hooks of one group run one after the other.
+        Autograd has a thread for each device, so the hooks of one group run one at a time.
         """
         groups: dict[int, tuple[CudaMemory | None, list[torch.Tensor]]] = {}
         for parameter in parameters:
@@ -227,42 +237,70 @@ class Reducer:
     @property
     def weight(self) -> float:
         """Return the factor of this rank's gradients in the last exchange."""
-        return self._sets[0].exchange.weight if self._sets else 1.0
+        return self._hooks[0].exchange.weight if self._hooks else 1.0
 
     @property
     def op(self) -> ReduceOp:
-        """Sum or average."""
+        """Return the reduction: sum or average."""
         return self._reduction.op
 
     def make_exchange(
         self, label: str, parameters: Sequence[torch.Tensor], memory: CudaMemory | None
     ) -> GradientExchange:
-        """Make the exchange of some parameters, in a memory (None: the host's)."""
+        """Make the exchange of some parameters, in device memory, or None for host memory."""
         return GradientExchange(
             self._engine,
             label,
             self.describe(parameters),
             self._strategy,
             self._reduction,
-            check=None if self.replica is None else self.replica.make_check(parameters),
+            check=None if self._optimizer is None else self._make_check(parameters),
             memory=memory,
             state=self._state,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the compression remembers on this rank; {}: nothing."""
+        """Return the state of the compression on this rank; {} if there is none."""
         saved = gradients.save(self._state, self.process_set)
         return map_leaves(leaf_to_tensor, saved)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned, as far as it is this rank's."""
+        """Load what `state_dict` has returned, as far as it is this rank's."""
         gradients.load(self._state, map_leaves(leaf_to_array, saved), self.op, self.process_set)
 
     def consolidate_exchange_state(self) -> None:
-        """Let all ranks remember the average of what all do; collective."""
+        """Give all ranks the average of their states of the compression; collective."""
         name = runtime.engine(self.process_set).unnamed("consolidate_exchange_state")
         gradients.consolidate(self._state, name, self.process_set)
 
-    def is_apart(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is exchanged as a sparse one, beside the buckets."""
+    def is_sparse(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is exchanged as a sparse one, and not in a bucket."""
         return gradient.layout is torch.sparse_coo and not self._sparse_as_dense
+
+    def compare_replicas(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the ranks compare an optimizer and its weights; call it before `attach`."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def _make_check(self, parameters: Sequence[torch.Tensor]) -> ReplicaCheck:
+        find_optimizer, names = self._optimizer, self.names
+
+        def describe() -> list[tuple[str, Any]]:
+            optimizer = None if find_optimizer is None else find_optimizer()
+            if optimizer is None:
+                return []
+            weights = ((names[each], to_array(each.detach())) for each in parameters)
+            groups = map(_plain_options, optimizer.param_groups)
+            return [
+                *describe_optimizer(type(optimizer).__name__, *groups),
+                *describe_weights(weights),
+            ]
+
+        return ReplicaCheck(describe, _REMEDY)
+
+
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, with numbers in place of tensors of one element."""
+    return {
+        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for name, value in group.items()
+    }

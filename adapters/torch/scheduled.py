@@ -1,4 +1,4 @@
-"""Optimizers whose ranks step by themselves, and exchange weights."""
+"""Optimizers with local steps, whose ranks exchange weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hvdlite.reduction import ReduceOp
 from hvdlite.schedule import ExchangeSchedule, LocalSteps, check_unweighted
 from hvdlite.schedule.local_steps import Moment
 from hvdlite.torch.dynamo import untraced_methods
-from hvdlite.torch.labels import next_label
-from hvdlite.torch.parameter_set import release
+from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.tensors import (
     leaf_to_array,
@@ -26,12 +25,12 @@ from hvdlite.torch.tensors import (
     to_array,
     to_tensor,
 )
-from hvdlite.torch.wrapping import STATE
+from hvdlite.torch.wrapping import STATE, next_label
 
 
 @untraced_methods("synchronize", "average_weights")
 class Scheduled:
-    """What a schedule adds to the class of a distributed optimizer, before that one's methods."""
+    """The methods that a schedule adds to the class of a distributed optimizer, before its own."""
 
     _schedule: OptimizerSchedule
 
@@ -97,7 +96,7 @@ class Scheduled:
         self._schedule.consolidate_exchange_state()
 
     def _restart(self) -> None:
-        """Give up the step that a failure has interrupted; the next begins anew."""
+        """Abandon the step that a failure has interrupted."""
         super()._restart()  # type: ignore[misc]
         self._schedule.restart()
 
@@ -152,11 +151,11 @@ class OptimizerSchedule:
 
     @property
     def is_local(self) -> bool:
-        """Whether the next step is made on this rank's own gradients."""
+        """Return whether the next step is made on this rank's own gradients."""
         return self._steps.is_local
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take care of these parameters too, where that is not done yet; alike on all ranks."""
+        """Attach these parameters, too, if they are not yet; the same ones on all ranks."""
         if properties_of(self._parameters) != self._made_for:
             self._steps.convert(self._reducer.describe(self._parameters))
             self._made_for = properties_of(self._parameters)
@@ -167,21 +166,21 @@ class OptimizerSchedule:
     def _attach(self, fresh: list[torch.Tensor]) -> None:
         fresh = self._reducer.in_order(fresh)
         if self.is_local:
-            release(fresh)
+            remove_hooks(fresh)
         self._parameters += fresh
         self._attached.update(map(id, fresh))
         self._steps.add(self._reducer.describe(fresh))
         self._made_for = properties_of(self._parameters)
 
     def _follow(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let the reducer have the gradients, or have them no more."""
+        """Attach the reducer to the gradients, or detach it, as the next step needs it."""
         if self.is_local:
             self._reducer.detach()
         else:
             self._reducer.attach(parameters)
 
     def begin(self) -> None:
-        """Get ready for a step."""
+        """Prepare for a step."""
         self._steps.begin(self._weights)
 
     def end(self) -> None:
@@ -202,7 +201,7 @@ class OptimizerSchedule:
         self._steps.average(self._weights)
 
     def restart(self) -> None:
-        """Forget a step that was given up."""
+        """Forget an abandoned step."""
         self._steps.restart()
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,22 +209,22 @@ class OptimizerSchedule:
         return map_leaves(leaf_to_tensor, self._steps.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned, here or elsewhere; on all ranks alike."""
+        """Load what `state_dict` has returned on any rank; collective."""
         self._steps.load_state_dict(map_leaves(leaf_to_array, state))
         self._follow(self._parameters)
 
     def consolidate_exchange_state(self) -> None:
-        """Let all ranks remember the average of what the compression has left; collective."""
+        """Give all ranks the average of their states of the compression; collective."""
         self._steps.consolidate_exchange_state()
 
     def _moments(self, number: int) -> Mapping[str, Any]:
-        """What the optimizer keeps for a parameter."""
+        """Return the state that the optimizer keeps for a parameter."""
         state: Mapping[str, Any] = self._optimizer.state.get(self._parameters[number], {})
         return state
 
 
 class TensorWeights:
-    """Tensors as `LocalSteps` takes weights.
+    """Weights for `LocalSteps` in tensors.
 
     Args:
         tensors: one for each parameter; there may come more.
@@ -239,7 +238,7 @@ class TensorWeights:
         self._moments = moments
 
     def read(self, number: int) -> Any:
-        """A weight as an array; one on a device is copied."""
+        """Return a weight as an array; one on a device is copied."""
         return to_array(self._tensors[number].detach())
 
     def write(self, number: int, array: Any) -> None:
@@ -247,7 +246,7 @@ class TensorWeights:
         _copy(self._tensors[number], array)
 
     def moments(self, number: int) -> list[Moment]:
-        """What of the optimizer's has the parameter's shape."""
+        """Return the optimizer's tensors of the parameter's shape."""
         return [
             Moment(key, to_array(tensor.detach()), partial(_copy, tensor))
             for key, tensor in sorted(self._moments(number).items())

@@ -1,9 +1,10 @@
-"""The allreduce of sparse tensors: everybody's entries are gathered, and added up."""
+"""The allreduce of sparse tensors and gradients: all entries are gathered and added up."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
+from hvdlite.torch.collectives import allreduce_async
 from hvdlite.torch.device_memory import lend
 from hvdlite.torch.tensors import dtype_of, taken, to_array, to_tensor, to_tensor_like
 
@@ -25,13 +27,13 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Start to reduce a sparse tensor over all ranks.
 
-    What travels is each rank's entries, so it pays as long as these are few. Entries of one
-    place are added up, here and across ranks, 16-bit floats in float32.
+    Each rank sends its entries, so it pays as long as they are few. Entries with the same index are
+    added up, on a rank and across ranks, 16-bit floats in float32.
 
     Args:
-        tensor: sparse (COO), of a shape, a dtype and a number of sparse axes that are alike
-            on all ranks; with any number of entries. It must not change until the end.
-        name: pairs this call with those of the other ranks; None: by order.
+        tensor: sparse (COO), with any number of entries; its shape, dtype and number of sparse axes
+            are the same on all ranks. It must not change until the end.
+        name: matches this call with those of the other ranks; None: calls are matched by order.
         op: Sum or Average.
         process_set: the ranks that take part.
 
@@ -63,7 +65,7 @@ def sparse_allreduce_async(
 
     def wait() -> torch.Tensor:
         results, errors = [], []
-        for handle in handles:  # to the last, whatever becomes of the first
+        for handle in handles:  # wait for both, even if the first has failed
             try:
                 results.append(taken(handle.wait()))
             except HorovodInternalError as error:
@@ -79,10 +81,10 @@ def sparse_allreduce_async(
 
 
 def empty_like(tensor: torch.Tensor, sparse_axes: int) -> torch.Tensor:
-    """A sparse tensor without entries.
+    """Return a sparse tensor without entries.
 
     Args:
-        tensor: gives shape, dtype and device.
+        tensor: with the shape, dtype and device.
         sparse_axes: how many axes, the first ones, are sparse.
     """
     indices = torch.empty((sparse_axes, 0), dtype=torch.int64, device=tensor.device)
@@ -107,14 +109,14 @@ def _check(tensor: torch.Tensor, op: ReduceOp) -> None:
 
 
 def _coalesced(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with one entry for each place, added up in float32 if it is of 16 bits."""
+    """Return the tensor with one entry per index; 16-bit floats are added up in float32."""
     if tensor.is_coalesced() or tensor.dtype not in (torch.float16, torch.bfloat16):
         return tensor.coalesce()
     return tensor.float().coalesce().to(tensor.dtype)
 
 
 def _described(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """What ranks have to agree on, and then the indices, of shape (entries, sparse axes), flat."""
+    """Return a header that ranks compare, then the indices, (entries, sparse axes), flat."""
     head = torch.tensor(_head(tensor, op), dtype=torch.int64, device="cpu")
     return torch.cat([head, tensor.indices().cpu().t().reshape(-1)])
 
@@ -126,7 +128,7 @@ def _head(tensor: torch.Tensor, op: ReduceOp) -> list[int]:
 def _indices(
     name: str, parts: Sequence[torch.Tensor], own: torch.Tensor, op: ReduceOp
 ) -> torch.Tensor:
-    """All ranks' indices, of shape (sparse axes, entries), if the ranks agree on the rest."""
+    """Return all ranks' indices, of shape (sparse axes, entries), if the headers agree."""
     heads = [part[: 3 + int(part[2])].tolist() for part in parts]
     if any(head != heads[0] for head in heads):
         found = {_text(head): None for head in heads}
@@ -150,7 +152,7 @@ def _text(head: Sequence[int]) -> str:
 def _sum(
     indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor, divisor: int
 ) -> torch.Tensor:
-    """Add up entries, and divide the sums."""
+    """Add up entries and divide the sums."""
     wide = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
     values = values.reshape(indices.shape[1], *like.shape[like.sparse_dim() :]).to(wide)
     if divisor > 1 and not (wide.is_floating_point or wide.is_complex):
@@ -165,7 +167,7 @@ def _sum(
 def _integer_mean(
     indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor, divisor: int
 ) -> torch.Tensor:
-    """Add up entries and divide, cut towards zero, where the sums may not fit the type."""
+    """Add up integers and divide, truncated towards zero, where sums may overflow the type."""
     values = values.long()
     multiples = torch.div(values, divisor, rounding_mode="floor")
     rests = _sparse(indices, values - divisor * multiples, like.shape).coalesce().values()
@@ -178,7 +180,7 @@ def _integer_mean(
 def _sparse(
     indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool | None = None
 ) -> torch.Tensor:
-    # They come from tensors that were made of them before; and torch wants to be told.
+    # The indices come from valid tensors; torch warns unless it is told whether to check them.
     return torch.sparse_coo_tensor(
         indices,
         values,
@@ -187,3 +189,51 @@ def _sparse(
         is_coalesced=is_coalesced,
         check_invariants=False,
     )
+
+
+class SparseGradient(NamedTuple):
+    """The gradient of a parameter whose gradients are sparse, or were so before.
+
+    Attributes:
+        name: of its exchange, the same on all ranks.
+        parameter: whose gradient it is.
+        gradient: of this rank, sparse or dense; None: it counts as zeros.
+        sparse_axes: how many of its axes are sparse on the ranks that have one; None: the ranks'
+            gradients are dense.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    gradient: torch.Tensor | None
+    sparse_axes: int | None
+
+
+def reduce_sparse_gradients(
+    members: Sequence[SparseGradient], op: ReduceOp, process_set: ProcessSet
+) -> None:
+    """Write reduced gradients into parameters' ``grad``; collective, for the same parameters.
+
+    Raises:
+        HorovodInternalError: the ranks disagree, or communication failed; after the last has
+            been waited for.
+    """
+    waits = [_start(member, op, process_set) for member in members]
+    errors: list[Exception] = []
+    for member, wait in zip(members, waits, strict=True):
+        try:
+            member.parameter.grad = wait()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _start(
+    member: SparseGradient, op: ReduceOp, process_set: ProcessSet
+) -> Callable[[], torch.Tensor]:
+    name, parameter, gradient, sparse_axes = member
+    if sparse_axes is not None:
+        own = empty_like(parameter, sparse_axes) if gradient is None else gradient
+        return sparse_allreduce_async(own, name, op, process_set)
+    own = torch.zeros_like(parameter) if gradient is None else gradient
+    return allreduce_async(own.detach(), name=name, op=op, process_set=process_set).wait

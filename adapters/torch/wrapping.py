@@ -1,42 +1,50 @@
-"""What all optimizers have in common that `DistributedOptimizer` returns."""
+"""The base class of wrapped optimizers, and checks of `DistributedOptimizer`'s arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.amp import GradScaler
 
 from hvdlite.arguments import check_count
 from hvdlite.compression import check_groups as check_group_numbers
 from hvdlite.horovod import answers
+from hvdlite.process_sets import ProcessSet, global_process_set
 
-#: Where an optimizer's state dict has what is hvdlite's.
+#: The key of hvdlite's part of an optimizer's state dict.
 STATE = "hvdlite"
+
+_requires_grad = attrgetter("requires_grad")
+
+# Ranks make their optimizers in one order, those of a process set among themselves. The numbers
+# outlive the engine, so that exchanges keep their names whichever is the first to use a new world.
+_numbers: WeakKeyDictionary[ProcessSet, Iterator[int]] = WeakKeyDictionary()
 
 
 class Wrapped:
-    """What `DistributedOptimizer` adds to every optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to every optimizer's class."""
 
     _parameter_names: dict[torch.Tensor, str]
     param_groups: list[dict[str, Any]]
 
     def _trainable(self) -> list[torch.Tensor]:
-        return [
-            parameter
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
+        groups = [group["params"] for group in self.param_groups]
+        return [*filter(_requires_grad, itertools.chain.from_iterable(groups))]
 
     def _prepare_unscaling(self, enabled: bool) -> None:
-        """Get ready for a GradScaler that unscales gradients, or that would if it were enabled."""
+        """Prepare for a GradScaler that unscales gradients, or would do so if it were enabled."""
 
     def _prepare_scaled_step(self, batch_size: int | None) -> None:
-        """Get ready for a GradScaler that decides whether there is a step."""
+        """Prepare for a GradScaler that decides whether a step is taken."""
 
     def _end_scaled_step(self) -> None:
-        """End a step that a GradScaler has taken, or left out."""
+        """End a step that a GradScaler has taken or skipped."""
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy()
@@ -52,7 +60,7 @@ class Wrapped:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot be wrapped.
+    """Require an optimizer that can be wrapped.
 
     Raises:
         TypeError: it is no torch optimizer, or one without torch's step hooks.
@@ -70,9 +78,9 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def change_class(optimizer: torch.optim.Optimizer, addition: type) -> Any:
-    """Let an optimizer be of a subclass, of the same name, that has the addition's methods."""
+    """Change an optimizer's class to a subclass of the same name with the addition's methods."""
     kind = type(optimizer)
-    # Under the alias as in Horovod: there are programs that look for its name in the class's.
+    # Under the alias as in Horovod: some programs look for its name in the class's module.
     module = "horovod.torch.optimizer" if answers("horovod.torch") else kind.__module__
     optimizer.__class__ = type(kind.__name__, (addition, kind), {"__module__": module})
     return optimizer
@@ -82,7 +90,7 @@ def names_of(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
 ) -> dict[torch.Tensor, str]:
-    """Names by parameter, in the order of registration.
+    """Return names by parameter, in the order of registration.
 
     Raises:
         ValueError: they are malformed, one occurs twice, or a parameter has none.
@@ -134,7 +142,7 @@ def check_groups(
     num_groups: int,
     groups: int | Sequence[Sequence[torch.Tensor]] | None,
 ) -> None:
-    """Check Horovod's ways to group gradients, which buckets have no need of.
+    """Check Horovod's arguments for groups of gradients, which buckets do not need.
 
     Raises:
         ValueError: a number is negative, or ``groups`` is something else than a number or lists
@@ -160,3 +168,39 @@ def check_groups(
             if id(parameter) in seen:
                 raise ValueError(f"groups[{number}] has a parameter that stands in groups twice")
             seen.add(id(parameter))
+
+
+def next_label(kind: str, process_set: ProcessSet | None) -> str:
+    """Return a label that no other exchange of the process set has, the same on all its ranks."""
+    numbers = _numbers.setdefault(process_set or global_process_set, itertools.count())
+    return f"{kind} {next(numbers)}"
+
+
+@functools.cache
+def average_before_scaling() -> None:
+    """Make every GradScaler wait for the exchange before it looks at gradients.
+
+    A scaler decides by the gradients whether a step is taken, and by which factor the next loss is
+    scaled. An infinity on one rank is one in the average, so ranks that look at the averages take
+    the same decision. Two methods of torch are replaced; for optimizers that are not distributed
+    they work as before.
+    """
+    unscale, step = GradScaler.unscale_, GradScaler.step
+
+    @functools.wraps(unscale)
+    def unscale_averages(self: GradScaler, optimizer: Any) -> None:
+        if isinstance(optimizer, Wrapped):
+            optimizer._prepare_unscaling(self.is_enabled())
+        unscale(self, optimizer)
+
+    @functools.wraps(step)
+    def step_on_averages(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (isinstance(optimizer, Wrapped) and self.is_enabled()):
+            return step(self, optimizer, *args, **kwargs)
+        optimizer._prepare_scaled_step(kwargs.get("batch_size"))
+        result = step(self, optimizer, *args, **kwargs)
+        optimizer._end_scaled_step()  # the optimizer's hooks are not called if it is skipped
+        return result
+
+    GradScaler.unscale_ = unscale_averages  # type: ignore[method-assign]
+    GradScaler.step = step_on_averages  # type: ignore[method-assign]

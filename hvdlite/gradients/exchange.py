@@ -115,6 +115,11 @@ class GradientExchange:
         """Return whether a step has begun that `finish` has not ended."""
         return any(bucket.has_begun for bucket in self.buckets)
 
+    @property
+    def learns_order(self) -> bool:
+        """Return whether the order in which gradients arrive is recorded."""
+        return self._state is not State.STEADY
+
     def begin(self) -> bool:
         """Open a step, before its first `mark`, or its `finish`; pack the buckets anew.
 

@@ -15,7 +15,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite import runtime, world
 from hvdlite.compression import Compression, Strategy
-from hvdlite.torch import device_memory, parameter_set, tensors
+from hvdlite.torch import device_memory, hooks, tensors
 from tests.simulation import on_all_ranks
 from tests.transport.gpu.fake_memory import DeviceRanks
 
@@ -106,7 +106,7 @@ def run(monkeypatch):
     monkeypatch.setattr(runtime, "engine", lambda process_set=None: here.rank)
     monkeypatch.setattr(world, "rank", lambda: here.rank.rank)
     monkeypatch.setattr(world, "size", lambda: here.size)
-    monkeypatch.setattr(parameter_set, "next_label", next_label)
+    monkeypatch.setattr(hooks, "next_label", next_label)
     monkeypatch.setattr(device_memory, "find", lambda tensor: here.rank.memory)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = []
@@ -338,7 +338,7 @@ def test_steps_on_the_average(run, size):
                 assert torch.equal(parameter.grad, torch.full_like(parameter, mean))
                 expected[number] -= 0.5 * mean
                 torch.testing.assert_close(parameter.detach(), expected[number])
-        (members,) = optimizer._reducer._sets
+        (members,) = optimizer._reducer._hooks
         assert len(members.exchange.buckets.plan) > 2
 
     run(size, train)
@@ -426,7 +426,7 @@ def test_parameters_of_several_devices_do_not_share_buckets(run, monkeypatch):
 
     def train(rank):
         model, optimizer = make_optimizer(rank)
-        sets = optimizer._reducer._sets
+        sets = optimizer._reducer._hooks
         assert [members._memory for members in sets] == [None, rank.memory]
         for step in range(3):
             optimizer.zero_grad()
@@ -525,8 +525,8 @@ def test_without_cupy_devices_share_no_set(run, monkeypatch):
     def train(rank):
         _, optimizer = make_optimizer(rank)
         assert [
-            {parameter.dtype == on_cuda for parameter in members._parameters}
-            for members in optimizer._reducer._sets
+            {parameter.dtype == on_cuda for parameter in members.parameters}
+            for members in optimizer._reducer._hooks
         ] == [{False}, {True}]
 
     run(2, train)

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.torch import changes, slots
+from hvdlite.torch import buffers
 from tests.torch.test_optimizer import batch as make_batch
 from tests.torch.test_optimizer import flat as weights
 from tests.torch.test_optimizer import (
@@ -30,8 +30,8 @@ from tests.torch.test_optimizer import (
 
 
 def let_nothing_be_small(monkeypatch):
-    monkeypatch.setattr(slots, "_LARGE", 0)
-    monkeypatch.setattr(slots, "_HUGE", 64)
+    monkeypatch.setattr(buffers, "_LARGE", 0)
+    monkeypatch.setattr(buffers, "_HUGE", 64)
 
 
 def distributed():
@@ -63,24 +63,24 @@ def test_training_is_the_same(monkeypatch, set_to_none):
 @ranks(2)
 @pytest.mark.parametrize("reset", ["optimizer", "model", "in place"])
 def test_a_gradients_own_memory_is_freed_when_the_next_step_begins(monkeypatch, reset):
-    monkeypatch.setattr(slots, "_LARGE", 0)
+    monkeypatch.setattr(buffers, "_LARGE", 0)
     hvd.init()
     reference = make_model()
     train(reference, sgd(reference), 12, local=False)
     model, optimizer = distributed()
-    (members,) = optimizer._reducer._sets
+    (members,) = optimizer._reducer._hooks
     for step in range(12):
         if reset == "model":
             model.zero_grad()
         else:
             optimizer.zero_grad(set_to_none=reset == "optimizer")
-            assert members._slots._kept == []
+            assert members._buffers._kept == []
         x, y = make_batch(step)
         loss_of(model, own(x), own(y)).backward()
-        assert members._slots._kept == []
+        assert members._buffers._kept == []
         before = [parameter.grad.data_ptr() for parameter in model.parameters()]
         optimizer.step()
-        assert [own.data_ptr() for own in members._slots._kept] == before
+        assert [own.data_ptr() for own in members._buffers._kept] == before
         after = [parameter.grad.data_ptr() for parameter in model.parameters()]
         assert not {*before} & {*after}
     assert relative_error(weights(model), weights(reference)) < 1e-5
@@ -97,13 +97,13 @@ def test_before_the_exchange_a_gradient_is_the_ranks_own(monkeypatch):
         expected = torch.autograd.grad(loss_of(model, own(x), own(y)), list(model.parameters()))
         for parameter, gradient in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
-        (members,) = optimizer._reducer._sets
+        (members,) = optimizer._reducer._hooks
         lent = [
             slot.data_ptr() == parameter.grad.data_ptr()
-            for slot, parameter in zip(members._slots._slots, members._parameters, strict=True)
+            for slot, parameter in zip(members._buffers._slots, members.parameters, strict=True)
         ]
-        large = [parameter.numel() * 4 >= 64 for parameter in members._parameters]
-        assert lent == (large if step >= changes._STEPS_COMPARED else [False] * 6)
+        large = [parameter.numel() * 4 >= 64 for parameter in members.parameters]
+        assert lent == (large if step >= buffers._STEPS_COMPARED else [False] * 6)
         optimizer.step()
 
 
@@ -241,7 +241,7 @@ def test_a_gradient_that_nobody_shares_becomes_its_average_without_a_copy():
 
 @ranks(2, 3)
 def test_a_view_taken_before_the_exchange_has_the_average_after_it(monkeypatch):
-    """And keeps it, also if it is a view of a slot; see `slots._HUGE`."""
+    """And keeps it, also if it is a view of a slot; see `buffers._HUGE`."""
     let_nothing_be_small(monkeypatch)
     hvd.init()
     first, second = (torch.nn.Parameter(torch.zeros(40)) for _ in range(2))
@@ -262,7 +262,7 @@ def test_a_view_taken_before_the_exchange_has_the_average_after_it(monkeypatch):
 @ranks(2)
 def test_without_torchs_count_of_views_all_is_copied(monkeypatch):
     let_nothing_be_small(monkeypatch)
-    monkeypatch.setattr(slots, "_use_count", None)
+    monkeypatch.setattr(buffers, "_use_count", None)
     hvd.init()
     parameter = torch.nn.Parameter(torch.zeros(40))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
@@ -278,16 +278,16 @@ def test_without_torchs_count_of_views_all_is_copied(monkeypatch):
 def lend_all(monkeypatch):
     """Let all gradients be lent, as far as they can be; return the numbers of those that were."""
     found = []
-    lend = slots.Slots._lend
+    lend = buffers.GradientBuffers._lend
 
     def lend_and_spoil(self, number, gradient):
         lend(self, number, gradient)
         self._slots[number].view(-1)[self._unread[number]] = math.nan  # nobody is to read it
         found.append(number)
 
-    monkeypatch.setattr(slots, "LEAST_LENT", 0)
-    monkeypatch.setattr(slots, "_LARGE", 0)
-    monkeypatch.setattr(slots.Slots, "_lend", lend_and_spoil)
+    monkeypatch.setattr(buffers, "LEAST_LENT", 0)
+    monkeypatch.setattr(buffers, "_LARGE", 0)
+    monkeypatch.setattr(buffers.GradientBuffers, "_lend", lend_and_spoil)
     return found
 
 
@@ -544,7 +544,7 @@ def test_descriptors_depend_neither_on_buckets_nor_on_starts():
 
     for _ in range(3):
         step()
-    assert len(optimizer._reducer._sets[0].exchange.buckets.plan) == 100
+    assert len(optimizer._reducer._hooks[0].exchange.buckets.plan) == 100
     assert descriptors() == before
     for _ in range(3):
         hvd.shutdown()
@@ -593,7 +593,7 @@ def test_an_optimizer_that_is_discarded_is_freed(monkeypatch):
                 optimizer.step()
         if number == 1:
             before = descriptors()
-        (members,) = optimizer._reducer._sets
+        (members,) = optimizer._reducer._hooks
         objects = optimizer, optimizer._reducer, members, members.exchange, *model.parameters()
         gone += map(weakref.ref, objects)
         del model, optimizer, members, objects

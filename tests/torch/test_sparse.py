@@ -186,7 +186,7 @@ def test_sparse_tables_take_no_room_in_buckets_after_the_first_step():
         optimizer.zero_grad()
         model(rows_of(hvd.rank(), step), second=True).backward()
         optimizer.step()
-    exchange = optimizer._reducer._sets[0].exchange
+    exchange = optimizer._reducer._hooks[0].exchange
     assert exchange.sparse_parameters == {0, 1}
     assert [exchange.buckets.slot(number).size for number in range(4)] == [0, 0, 6, 2]
 

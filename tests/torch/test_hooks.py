@@ -14,7 +14,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite import timeline
-from hvdlite.torch.arrivals import Arrivals
+from hvdlite.torch.hooks import BucketArrivals
 
 WIDTH = 3
 
@@ -52,10 +52,10 @@ class Training:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
     @property
-    def quick(self):
+    def c_hooks(self):
         """How many gradients have no hook in Python, by bucket."""
-        arrivals = self.optimizer._reducer._sets[0]._arrivals
-        return [len(each.quick_members) for each in arrivals]
+        arrivals = self.optimizer._reducer._hooks[0]._arrivals
+        return [len(each.c_hooks) for each in arrivals]
 
     def backward(self, *branches):
         self._loss(self.model, hvd.rank(), branches).backward()
@@ -91,7 +91,7 @@ def hurried(**arguments):
     training = Training(**arguments)
     for _ in range(5):
         training.step(*BOTH)
-    assert sum(training.quick) == 15  # of 16, in one bucket
+    assert sum(training.c_hooks) == 15  # of 16, in one bucket
     yield training
 
 
@@ -101,7 +101,7 @@ def test_training_is_the_same(set_to_none):
     with hurried() as training:
         for _ in range(5):
             training.step(*BOTH, set_to_none=set_to_none)
-            assert sum(training.quick) == 15
+            assert sum(training.c_hooks) == 15
 
 
 @pytest.mark.slow
@@ -113,10 +113,12 @@ def test_each_bucket_has_one_that_tells_of_the_others(monkeypatch, overlap):
     training = Training()
     for _ in range(8):
         training.step(*BOTH)
-    sizes = [len(members) for members in training.optimizer._reducer._sets[0].exchange.buckets.plan]
+    sizes = [
+        len(members) for members in training.optimizer._reducer._hooks[0].exchange.buckets.plan
+    ]
     assert len(sizes) > 1
-    assert training.quick == [size - 1 if size >= 4 else 0 for size in sizes]
-    assert any(training.quick)
+    assert training.c_hooks == [size - 1 if size >= 4 else 0 for size in sizes]
+    assert any(training.c_hooks)
 
 
 @ranks(2)
@@ -124,22 +126,22 @@ def test_another_order_is_noticed_and_learned():
     with hurried() as training:
         for _ in range(3):
             training.step("second", "first")
-        assert sum(training.quick) == 15
+        assert sum(training.c_hooks) == 15
         for turn in range(10):
             training.step(*BOTH[:: 1 if turn % 2 else -1])
-        assert sum(training.quick) == 0  # no longer worth while
+        assert sum(training.c_hooks) == 0  # no longer worth while
 
 
 @ranks(2, 3)
 def test_gaps_that_come_and_go():
     with hurried() as training:
         training.step("first")
-        assert sum(training.quick) == 0
+        assert sum(training.c_hooks) == 0
         training.step("second")
         training.step("second")
         training.step(*BOTH)
         training.step(*BOTH)
-        assert sum(training.quick) == 15
+        assert sum(training.c_hooks) == 15
         training.step("second")
         training.step(*BOTH)
 
@@ -231,7 +233,7 @@ def test_gradients_that_wait_for_others_are_not_reset_at_first_either(branches):
 def test_more_passes_per_step():
     with hurried() as training:
         training.optimizer.set_backward_passes_per_step(2)
-        assert sum(training.quick) == 0
+        assert sum(training.c_hooks) == 0
         training.optimizer.zero_grad()
         training.backward(*BOTH)
         once = [parameter.grad.clone() for parameter in training.model.parameters()]
@@ -240,7 +242,7 @@ def test_more_passes_per_step():
         for parameter, gradient in zip(training.model.parameters(), once, strict=True):
             expected = hvd.allreduce(2 * gradient)
             torch.testing.assert_close(parameter.grad, expected)
-        assert sum(training.quick) == 0
+        assert sum(training.c_hooks) == 0
 
 
 @ranks(2)
@@ -250,7 +252,7 @@ def test_a_timeline_sees_every_gradient(tmp_path):
         hvd.start_timeline(path)
         training.step(*BOTH)  # zero_grad() comes first, and changes the hooks
         training.step(*BOTH)
-        assert sum(training.quick) == 0
+        assert sum(training.c_hooks) == 0
         hvd.stop_timeline()
         hvd.barrier()
         events = json.loads(pathlib.Path(path).read_text())
@@ -258,7 +260,7 @@ def test_a_timeline_sees_every_gradient(tmp_path):
         assert len(hooks) == hvd.size() * 2 * 16
         for _ in range(2):
             training.step(*BOTH)
-        assert sum(training.quick) == 15
+        assert sum(training.c_hooks) == 15
 
 
 @ranks(2)
@@ -271,7 +273,7 @@ def test_parameters_that_are_wrapped_again_belong_to_the_new_optimizer():
         before.synchronize()  # what it has no hooks for, it still exchanges
         for _ in range(6):
             training.step(*BOTH)
-        assert sum(training.quick) == 15
+        assert sum(training.c_hooks) == 15
 
 
 @ranks(2)
@@ -281,44 +283,44 @@ def test_after_shutdown_and_init():
         hvd.init()
         for _ in range(5):
             training.step(*BOTH)
-        assert sum(training.quick) == 15
+        assert sum(training.c_hooks) == 15
 
 
-class TestArrivals:
+class TestBucketArrivals:
     def test_the_last_small_one_is_not_quick(self):
-        arrivals = Arrivals(range(6), [0, 1, 2, 3, 5])
-        assert [arrivals.tell(number) for number in (5, 4, 3, 0, 2, 1)] == [False] * 5 + [True]
-        assert arrivals.next_quick() == [0, 2, 3, 5]
+        arrivals = BucketArrivals(range(6), [0, 1, 2, 3, 5])
+        assert [arrivals.record(number) for number in (5, 4, 3, 0, 2, 1)] == [False] * 5 + [True]
+        assert arrivals.choose_c_hooks() == [0, 2, 3, 5]
 
     def test_after_a_large_last_one_all_small_ones_are(self):
-        arrivals = Arrivals(range(5), [0, 1, 2, 3])
-        assert [arrivals.tell(number) for number in range(5)] == [False] * 4 + [True]
-        assert arrivals.next_quick() == [0, 1, 2, 3]
+        arrivals = BucketArrivals(range(5), [0, 1, 2, 3])
+        assert [arrivals.record(number) for number in range(5)] == [False] * 4 + [True]
+        assert arrivals.choose_c_hooks() == [0, 1, 2, 3]
 
     def test_not_if_they_are_few_or_some_have_not_come(self):
-        few = Arrivals(range(3), range(3))
-        assert [few.tell(number) for number in range(3)][-1]
-        assert few.next_quick() == []
-        gaps = Arrivals(range(5), range(5))
-        assert not any(gaps.tell(number) for number in range(4))
-        assert gaps.next_quick() == []
+        few = BucketArrivals(range(3), range(3))
+        assert [few.record(number) for number in range(3)][-1]
+        assert few.choose_c_hooks() == []
+        gaps = BucketArrivals(range(5), range(5))
+        assert not any(gaps.record(number) for number in range(4))
+        assert gaps.choose_c_hooks() == []
 
     def test_whoever_tells_knows_of_those_that_came_quickly(self):
-        arrivals = Arrivals(range(5), range(5))
-        arrivals.quick_members = [0, 1, 2, 3]
-        arrivals.quick += [torch.zeros(1) for _ in range(4)]
-        assert arrivals.begun
-        assert arrivals.tell(4)
-        assert arrivals.next_quick() is arrivals.quick_members
+        arrivals = BucketArrivals(range(5), range(5))
+        arrivals.c_hooks = [0, 1, 2, 3]
+        arrivals.unseen += [torch.zeros(1) for _ in range(4)]
+        assert arrivals.has_begun
+        assert arrivals.record(4)
+        assert arrivals.choose_c_hooks() is arrivals.c_hooks
 
     def test_after_three_setbacks_it_is_left(self):
-        arrivals = Arrivals(range(5), range(5))
+        arrivals = BucketArrivals(range(5), range(5))
         for _ in range(3):
-            assert [arrivals.tell(number) for number in range(5)][-1]
-            arrivals.quick_members = arrivals.next_quick()
-            assert len(arrivals.quick_members) == 4
-            arrivals.reset()
-            arrivals.quick_members = arrivals.next_quick()
-            assert arrivals.quick_members == []
-        assert [arrivals.tell(number) for number in range(5)][-1]
-        assert arrivals.next_quick() == []
+            assert [arrivals.record(number) for number in range(5)][-1]
+            arrivals.c_hooks = arrivals.choose_c_hooks()
+            assert len(arrivals.c_hooks) == 4
+            arrivals.begin_step()
+            arrivals.c_hooks = arrivals.choose_c_hooks()
+            assert arrivals.c_hooks == []
+        assert [arrivals.record(number) for number in range(5)][-1]
+        assert arrivals.choose_c_hooks() == []

@@ -1,0 +1,453 @@
+"""Gradient hooks: they send gradients to the other ranks while the backward pass goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvdlite import timeline
+from hvdlite.interrupts import Interrupted, deferred, leave, uninterrupted
+from hvdlite.torch.buffers import ChangeDetector, GradientBuffers
+from hvdlite.torch.dynamo import untraced
+from hvdlite.torch.sparse import SparseGradient, reduce_sparse_gradients
+from hvdlite.torch.tensors import properties_of
+from hvdlite.torch.wrapping import next_label
+
+if TYPE_CHECKING:
+    from hvdlite.torch.device_memory import CudaMemory
+    from hvdlite.torch.reducer import Reducer
+
+# Steps in which a bucket's C hooks did not do, after which it has none any more.
+_MAX_MISSES = 3
+# With fewer gradients than this a bucket has no C hooks: they would not pay.
+_FEWEST = 4
+
+# The hook of each parameter, which belongs to the optimizer that was wrapped last.
+_hooks = WeakTensorKeyDictionary()
+
+
+class BucketArrivals:
+    """The gradients of one bucket that have arrived in the current step, and their hooks.
+
+    At first each gradient has a Python hook. After a step in which all have arrived, the small ones
+    have a C function as their hook, ``unseen.append``, except for the last one: its Python hook
+    finds that all are there. A Python hook takes twice as long, and evicts the backward pass from
+    the processor's caches besides.
+
+    Args:
+        members: of the bucket, by number.
+        small: those members that need no copy as soon as they arrive.
+
+    Attributes:
+        members: as given.
+        seen: those that a Python hook has recorded and that have not been sent, by number.
+        unseen: the parameters whose C hooks were called and whose gradients have not been sent.
+        c_hooks: the members with C hooks in this step.
+        absent: the number of members that no Python hook has recorded.
+        streams: of a device, on which gradients have arrived.
+    """
+
+    def __init__(self, members: Sequence[int], small: Sequence[int]) -> None:
+        self.members = members
+        self._small = small
+        self.unseen: list[torch.Tensor] = []
+        self.c_hooks: list[int] = []
+        self._misses = 0
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        self.seen: list[int] = []
+        self.unseen.clear()
+        self.absent = len(self.members)
+        self.streams: set[int] = set()
+        self._last: int | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether there is something to send."""
+        return bool(self.seen or self.unseen)
+
+    def record(self, number: int) -> bool:
+        """Record a gradient; return whether all have arrived."""
+        self.seen.append(number)
+        self.absent -= 1
+        if self.absent > len(self.unseen):
+            return False
+        self._last = number
+        return True
+
+    def choose_c_hooks(self) -> list[int]:
+        """Return the members that should have C hooks in the next step, judging by this one."""
+        if self._last is None:  # some did not arrive, or the last one has a C hook
+            self._misses += bool(self.c_hooks)
+            return []
+        if self.c_hooks or self._misses >= _MAX_MISSES or len(self._small) < _FEWEST:
+            return self.c_hooks
+        return [number for number in self._small if number != self._last]
+
+
+class GradientHooks:
+    """Parameters that share an exchange, and their hooks.
+
+    The object belongs to its reducer alone, and is freed with it: the garbage collector does not
+    see references from a parameter's hooks, so they must not keep it alive, as it keeps the
+    parameter alive.
+
+    Args:
+        reducer: that it belongs to.
+        parameters: in the order of their registration.
+        memory: of the device on which all of them are exchanged; None: host memory.
+
+    Attributes:
+        parameters: as given.
+        exchange: of their gradients, in the current world.
+        repeated: messages about gradients that arrived too often.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: Sequence[torch.Tensor],
+        memory: CudaMemory | None = None,
+    ) -> None:
+        self._label = next_label("DistributedOptimizer", reducer.process_set)
+        # References back are weak, so that all is freed at once with the optimizer.
+        owner: Reducer = weakref.proxy(reducer)
+        names, members = reducer.names, list(parameters)
+        self._reducer = owner
+        self.parameters = members
+        self._properties = properties_of(members)
+        self._memory = memory
+        self._buffers = GradientBuffers(
+            members,
+            memory,
+            lambda gradient: owner.is_sparse(gradient),
+            lambda number: names[members[number]],
+        )
+        self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
+        self._changes = ChangeDetector(memory)
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._arrivals: list[BucketArrivals] = []
+        self._python_hooks = [self._make_hook(number) for number in range(len(parameters))]
+        self._handles = [self._register(*pair) for pair in enumerate(self._python_hooks)]
+        weakref.finalize(self, _remove, self._handles).atexit = False
+        self.connect()
+        self._begin_step()
+
+    def connect(self) -> None:
+        """Make the exchange in the current world."""
+        self.exchange = self._reducer.make_exchange(self._label, self.parameters, self._memory)
+        self._find_buffers()
+
+    def remove(self) -> None:
+        """Remove this object's hooks."""
+        for parameter, handle in zip(self.parameters, self._handles, strict=True):
+            if _hooks.get(parameter) is handle:  # not another's now
+                _hooks.pop(parameter).remove()
+
+    def restart(self) -> None:
+        """Make the exchange anew, without the gradients that have arrived for the old one."""
+        self._gradients.clear()
+        self._changes.restart()
+        self.connect()
+        self._begin_step()
+
+    @property
+    def in_flight(self) -> bool:
+        """Return whether gradients have arrived for which `finish` has not been called."""
+        return self.exchange.in_flight or any(each.has_begun for each in self._arrivals)
+
+    # Registration
+
+    def _find_buffers(self) -> None:
+        self._buffers.connect(self.exchange)
+        plan = self.exchange.buckets.plan
+        self._bucket_of = {n: index for index, members in enumerate(plan) for n in members}
+        for arrivals in self._arrivals:
+            self._set_c_hooks(arrivals, [])
+        self._arrivals = [
+            BucketArrivals(members, [n for n in members if not self._buffers.large[n]])
+            for members in plan
+        ]
+
+    def _register(self, number: int, hook: Callable[[torch.Tensor], None]) -> Any:
+        parameter = self.parameters[number]
+        if parameter in _hooks:
+            _hooks[parameter].remove()
+        frozen = not parameter.requires_grad
+        if frozen:  # torch takes no hooks then, but keeps those it has
+            parameter.requires_grad_(True)
+        _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        if frozen:
+            parameter.requires_grad_(False)
+        return _hooks[parameter]
+
+    def _set_c_hooks(self, arrivals: BucketArrivals, chosen: list[int]) -> None:
+        """Give some members of a bucket C hooks, and the others Python hooks."""
+        if chosen is arrivals.c_hooks:
+            return
+        before, arrivals.c_hooks = arrivals.c_hooks, chosen
+        for number in {*before} ^ {*chosen}:
+            if _hooks.get(self.parameters[number]) is self._handles[number]:  # not another's now
+                hook = arrivals.unseen.append if number in chosen else self._python_hooks[number]
+                self._handles[number] = self._register(number, hook)
+
+    def _allows_c_hooks(self) -> bool:
+        """Return whether gradients may arrive without a Python hook that looks at each."""
+        return (
+            not self._changes.compares_all
+            and self._memory is None
+            and self._reducer.passes_per_step == 1
+            and timeline.current is None
+        )
+
+    def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        reference = weakref.ref(self)
+
+        @untraced
+        def on_gradient(parameter: torch.Tensor) -> None:
+            hooks = reference()
+            if hooks is None:  # its optimizer is gone
+                return
+            if not hooks._is_open:
+                hooks.exchange.wait_for_order()
+            try:
+                hooks._on_gradient(number)
+            finally:
+                if deferred:
+                    leave()
+
+        return on_gradient
+
+    # The backward pass
+
+    @uninterrupted
+    def _on_gradient(self, number: int) -> None:
+        """Process a gradient that a backward pass has computed."""
+        reducer = self._reducer
+        reducer.synchronized = False
+        passes = self._passes[number] = self._passes[number] + 1
+        if passes == reducer.passes_per_step:
+            if timeline.current is None:
+                self._take(number)
+            else:
+                with timeline.span("step", timeline.HOOK, tensor=self._name(number)):
+                    self._take(number)
+            if self.repeated:
+                raise RuntimeError(self.repeated[0])
+        elif passes > reducer.passes_per_step:
+            raise RuntimeError(self._too_often(number))
+
+    def _too_often(self, number: int) -> str:
+        passes = self._reducer.passes_per_step
+        return (
+            f"the gradient of {self._name(number)!r} was computed more than {passes} times before "
+            "step() or synchronize(); raise backward_passes_per_step to add up gradients"
+        )
+
+    def _name(self, number: int) -> str:
+        return self._reducer.names[self.parameters[number]]
+
+    def _open_step(self) -> None:
+        self._reducer.reconnect()
+        self._is_open = True
+        self._buffers.release()
+        if self.exchange.begin():
+            self._find_buffers()
+        self._is_converted = properties_of(self.parameters) != self._properties
+        if self._is_converted:
+            self.exchange.mark_converted()
+
+    def _take(self, number: int) -> None:
+        """Copy a gradient into its bucket, or leave that until the bucket is complete."""
+        gradient = self.parameters[number].grad
+        if gradient is None:
+            raise RuntimeError(self._buffers.describe_missing([number]))
+        if self._memory is not None:
+            self._memory.check_not_capturing(f"the gradient of {self._name(number)!r}")
+        if not self._is_open:
+            self._open_step()
+        if self._is_converted:
+            return
+        index = self._bucket_of[number]
+        if self._buffers.large[number]:
+            copied = not self._buffers.bring_large(number, not self._changes.compares_all)
+            if not copied:
+                self._changes.sample(number, gradient)
+        elif self._changes.steps == 0:
+            if self._memory is not None:
+                self.exchange.buckets[index].order_writes()
+            self._buffers.copy([number])
+        self._changes.take([number], [gradient])
+        if self._changes.steps == 0:  # its exact order is recorded
+            self._mark([number])
+            return
+        arrivals = self._arrivals[index]
+        if self._memory is not None:
+            arrivals.streams.add(self._memory.stream())
+        if arrivals.record(number):
+            self._complete += 1
+            if self.exchange.buckets.overlaps:
+                self._send([index])
+            elif self._complete == len(self._arrivals):
+                # No bucket leaves before: all at once disturbs the backward pass least.
+                self._send(range(self._complete))
+
+    def _send(self, indices: Iterable[int]) -> None:
+        """Copy the gradients of some buckets that have not been copied yet, and mark all."""
+        small: list[int] = []
+        unseen: list[int] = []
+        for index in indices:
+            arrivals = self._arrivals[index]
+            if self._memory is not None:
+                self._memory.join(arrivals.streams)
+                self.exchange.buckets[index].order_writes()
+            unseen += self._take_unseen(arrivals)
+            small += [number for number in arrivals.seen if not self._buffers.large[number]]
+        if small or unseen:
+            gradients = self._buffers.copy(unseen + small)
+            self._changes.take(unseen, gradients)
+        for index in indices:
+            arrivals = self._arrivals[index]
+            if arrivals.absent or self._buffers.sparse or self.exchange.learns_order:
+                self._mark([*arrivals.seen, *(n for n in unseen if self._bucket_of[n] == index)])
+            else:
+                self.exchange.mark_bucket(index)
+            arrivals.seen = []
+
+    def _mark(self, numbers: Sequence[int]) -> None:
+        found = self._buffers.sparse
+        sparse = {n: found[n].sparse_dim() for n in numbers if n in found}
+        self.exchange.mark(*(n for n in numbers if n not in sparse), sparse=sparse)
+
+    def _take_unseen(self, arrivals: BucketArrivals) -> list[int]:
+        """Return the members whose C hooks were called; each has been once, or too often."""
+        count, numbers = len(arrivals.unseen), arrivals.c_hooks
+        if not count == len(numbers) == len(set(map(id, arrivals.unseen))):
+            arrived = [self._numbers[id(parameter)] for parameter in arrivals.unseen]
+            numbers = list(dict.fromkeys(arrived))
+            if len(numbers) < count:
+                self.repeated += [self._too_often(n) for n in numbers if arrived.count(n) > 1]
+        arrivals.unseen.clear()
+        arrivals.absent -= len(numbers)
+        return numbers
+
+    # The end of a step
+
+    def collect(self) -> list[str]:
+        """Send the gradients that no hook has sent.
+
+        Returns:
+            The names of gradients that were changed after their hook.
+        """
+        if not self._is_open:  # without a gradient, too: the others' buckets may be new ones
+            self._open_step()
+        self._gradients = [parameter.grad for parameter in self.parameters]
+        if self._is_converted:
+            return []
+        for index, arrivals in enumerate(self._arrivals):
+            if arrivals.absent or arrivals.seen:
+                self._send_incomplete(index)
+        changed = self._changes.find(self._gradients, self._buffers.copies)
+        return [self._name(number) for number in changed]
+
+    def _send_incomplete(self, index: int) -> None:
+        """Send the gradients of a bucket of which some are missing."""
+        arrivals = self._arrivals[index]
+        unseen = {self._numbers[id(parameter)] for parameter in arrivals.unseen}
+        for number in arrivals.members:
+            taken = number in unseen or number in self._changes
+            if not taken and self.parameters[number].grad is not None:
+                self._take(number)  # accumulation was cut short
+        if arrivals.has_begun:
+            self._send([index])
+
+    def finish(self, samples: int | None = None) -> None:
+        """Wait for the exchange, and give the averages to the parameters.
+
+        Raises:
+            Interrupted: a signal's handler is to run; this is to be called again.
+        """
+        ended = True
+        try:
+            found = self.exchange.finish(samples)
+        except Interrupted:
+            ended = False
+            raise
+        finally:
+            if ended:
+                self._begin_step()
+                self._changes.steps += 1
+        gradients, self._gradients = self._gradients, []
+        dense = [number for number, anywhere in enumerate(found) if anywhere]
+        averaged = dense
+        if self.exchange.sparse_axes or self.exchange.sparse_parameters:
+            averaged = [n for n in dense if n not in self.exchange.sparse_parameters]
+            self._reduce_sparse(gradients, dense)
+        sparse = self._buffers.update_densified(gradients)
+        for number in self._buffers.find_unfit(gradients, averaged):
+            parameter = self.parameters[number]
+            gradients[number] = parameter.grad = torch.empty_like(parameter)
+        self._buffers.hand_over(gradients, averaged)
+        for number in sparse.keys() & averaged:  # SparseAdam takes no others
+            self.parameters[number].grad = gradients[number].to_sparse(sparse[number])
+
+    @uninterrupted
+    def _reduce_sparse(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
+        """Reduce the gradients that have no slot: all ranks do it for the same parameters."""
+        sparse_axes, weight = self.exchange.sparse_axes, self.exchange.weight
+        if weight != 1.0:  # the average of no samples counts as zeros, whatever is in it
+            gradients = [
+                each * weight if weight and each is not None else None for each in gradients
+            ]
+        numbers = sorted({*sparse_axes} | (self.exchange.sparse_parameters & {*dense}))
+        reduce_sparse_gradients(
+            [
+                SparseGradient(
+                    f"{self._label}: {self._name(number)!r}",
+                    self.parameters[number],
+                    gradients[number],
+                    sparse_axes.get(number),
+                )
+                for number in numbers
+            ],
+            self._reducer.op,
+            self._reducer.process_set,
+        )
+
+    def count_anew(self) -> None:
+        """Reset the counts of backward passes."""
+        self._passes = [0] * len(self.parameters)
+        self._is_open = False
+        self._buffers.release()
+        if not self._allows_c_hooks():
+            for arrivals in self._arrivals:
+                self._set_c_hooks(arrivals, [])
+
+    def _begin_step(self) -> None:
+        allowed = self._allows_c_hooks()
+        for arrivals in self._arrivals:
+            self._set_c_hooks(arrivals, arrivals.choose_c_hooks() if allowed else [])
+            arrivals.begin_step()
+        self.count_anew()
+        self._changes.begin_step()
+        self._buffers.begin_step()
+        self._complete = 0  # the number of buckets that have all their gradients
+        self.repeated: list[str] = []
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def remove_hooks(parameters: Iterable[torch.Tensor]) -> None:
+    """Remove the hooks of parameters, whatever optimizer they belong to."""
+    for parameter in parameters:
+        if parameter in _hooks:
+            _hooks.pop(parameter).remove()
