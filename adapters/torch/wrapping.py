@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -140,7 +140,7 @@ def checked_passes(passes: int) -> int:
 def check_groups(
     optimizer: torch.optim.Optimizer,
     num_groups: int,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    groups: int | list[Any] | None,
 ) -> None:
     """Check Horovod's arguments for groups of gradients, which buckets do not need.
 
@@ -191,7 +191,7 @@ def average_before_scaling() -> None:
     def unscale_averages(self: GradScaler, optimizer: Any) -> None:
         if isinstance(optimizer, Wrapped):
             optimizer._prepare_unscaling(self.is_enabled())
-        unscale(self, optimizer)
+        unscale(self, cast(torch.optim.Optimizer, optimizer))
 
     @functools.wraps(step)
     def step_on_averages(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
