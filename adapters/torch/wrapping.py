@@ -191,14 +191,14 @@ def average_before_scaling() -> None:
     def unscale_averages(self: GradScaler, optimizer: Any) -> None:
         if isinstance(optimizer, Wrapped):
             optimizer._prepare_unscaling(self.is_enabled())
-        unscale(self, cast(torch.optim.Optimizer, optimizer))
+        unscale(self, cast(Any, optimizer))
 
     @functools.wraps(step)
     def step_on_averages(self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not (isinstance(optimizer, Wrapped) and self.is_enabled()):
             return step(self, optimizer, *args, **kwargs)
         optimizer._prepare_scaled_step(kwargs.get("batch_size"))
-        result = step(self, optimizer, *args, **kwargs)
+        result = step(self, cast(Any, optimizer), *args, **kwargs)
         optimizer._end_scaled_step()  # the optimizer's hooks are not called if it is skipped
         return result
 
