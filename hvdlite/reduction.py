@@ -1,4 +1,4 @@
-"""The six reductions: what they are called and what they compute."""
+"""The six reductions, and the scaling of their arguments and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdlite import float16
 
 
 class ReduceOp(IntEnum):
-    """How the values of all ranks become one; the numbers are Horovod's."""
+    """A reduction of all ranks' values; the numbers are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
@@ -26,7 +26,7 @@ class ReduceOp(IntEnum):
     MAX = 4
     PRODUCT = 5
 
-    __hash__ = int.__hash__  # Enum's is written in Python, and asked for with every operation
+    __hash__ = int.__hash__  # Enum's is written in Python, and called with every operation
 
 
 Average = ReduceOp.AVERAGE
@@ -85,7 +85,7 @@ def _is_ours(module: str) -> bool:
 
 
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type in which values of ``dtype`` are added up and scaled.
+    """Return the type in which values of ``dtype`` are added up and scaled.
 
     16-bit floats are accumulated in float32; every other type in itself.
     """
@@ -95,16 +95,16 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` is a real float, bfloat16 included (which numpy calls kind V)."""
+    """Return whether ``dtype`` is a real float, bfloat16 included (numpy's kind V)."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
-@lru_cache  # asked for every tensor that is reduced
+@lru_cache  # called for every tensor that is reduced
 def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
     """Refuse a reduction that has no meaning for ``dtype``.
 
     Raises:
-        ValueError: e.g. the smallest of complex numbers, the average of booleans.
+        ValueError: for example for the minimum of complex numbers, or the average of booleans.
     """
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
         raise ValueError(
@@ -122,7 +122,7 @@ def check(op: ReduceOp, dtype: np.dtype[Any]) -> None:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Multiplication by ``factor`` and division by ``divisor``, in the type fit for it.
+    """Multiplication by ``factor`` and division by ``divisor``, in a suitable type.
 
     16-bit floats are scaled in float32. Integers are scaled in float64 and cut towards
     zero. A division alone is done as one: it is exact for every integer, and the mean of
@@ -135,11 +135,11 @@ class Scaling:
 
     @property
     def is_identity(self) -> bool:
-        """Whether there is nothing to do."""
+        """Return whether values stay unchanged."""
         return self.factor == 1.0 and self.divisor == 1
 
     def apply(self, values: Any) -> Any:
-        """Return ``values`` scaled, in their own dtype; the same array where it can be."""
+        """Return scaled ``values``, in their own dtype; in the same array if possible."""
         if self.is_identity:
             return values
         dtype = values.dtype
@@ -151,7 +151,7 @@ class Scaling:
         return values
 
     def write(self, values: Any, out: Any) -> None:
-        """Write the bits of `apply` into ``out``, for a type that is its own `accumulator`.
+        """Write the result of `apply` into ``out``, for a type that is its own `accumulator`.
 
         Args:
             values: of such a type.
@@ -165,7 +165,7 @@ class Scaling:
         elif self.factor != 1.0:
             np.multiply(values, dtype.type(self.factor / self.divisor), out=out)
         elif dtype.kind == "f" and self.divisor & (self.divisor - 1) == 0:
-            # The same bits as from the division, in less than half of its time.
+            # The same bits as a division, in less than half of its time.
             np.multiply(values, dtype.type(1.0 / self.divisor), out=out)
         else:
             np.divide(values, dtype.type(self.divisor), out=out)
@@ -179,14 +179,14 @@ class Scaling:
 
     def _scale_integers(self, values: Any) -> Any:
         if self.factor == 1.0:
-            # Wide enough for the divisor, too: there may be more ranks than an int8 can count.
+            # Wide enough for the divisor, too: there may be more ranks than fit an int8.
             values = values.astype(np.uint64 if values.dtype.kind == "u" else np.int64, copy=False)
             return (values - np.fmod(values, self.divisor)) // self.divisor
         return np.trunc(values.astype(np.float64) * self.factor / self.divisor)
 
 
 def check_factor(name: str, factor: Any, dtype: np.dtype[Any]) -> float:
-    """Return a factor as a float, if values of ``dtype`` can be multiplied by it.
+    """Return a factor as a float, after a check that values of ``dtype`` can be multiplied by it.
 
     Args:
         name: of the argument, for messages.
@@ -194,7 +194,7 @@ def check_factor(name: str, factor: Any, dtype: np.dtype[Any]) -> float:
         dtype: of the values.
 
     Raises:
-        ValueError: it is not a finite number, or beyond the range of an integer ``dtype``.
+        ValueError: it is not a finite number, or exceeds the range of an integer ``dtype``.
     """
     if type(factor) is float and factor == 1.0:
         return factor

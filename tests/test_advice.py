@@ -1,4 +1,4 @@
-"""Which compression is advised, on links of which the speed is known."""
+"""Advice on compression, on links of known speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPES = {"a": (300, 400), "b": (1000,), "c": (50, 50)}
 
 @dataclass(frozen=True, repr=False)
 class Link(Strategy):
-    """Sends nothing, and takes as long as it would over a link of so many bytes a second."""
+    """A strategy that sends nothing, but takes as long as a link of so many bytes per second."""
 
     bytes_per_second: float
     sends: float = 1.0

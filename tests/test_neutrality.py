@@ -22,7 +22,7 @@ STEPS = 3
 
 
 class Recording(CountingTransport):
-    """Takes down what a rank brings to the collectives that carry gradients."""
+    """A transport that records the arguments of the collectives that carry gradients."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -46,7 +46,7 @@ class Recording(CountingTransport):
 
 
 class World:
-    """A new world, whose gradient lane is taken down."""
+    """A new world, whose gradient lane is recorded."""
 
     def __enter__(self):
         made = []
@@ -84,7 +84,7 @@ def by_pytorch(strategy):
     averages = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        # One after the other, from the last on, which is the order of the plan.
+        # In reverse order, which is that of the plan.
         for name in reversed(SHAPES):
             (parameters[name] * torch.from_numpy(gradient(name, step))).sum().backward()
         optimizer.synchronize()

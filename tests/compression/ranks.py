@@ -15,15 +15,15 @@ SIZES = [1, 2, 3, 4]
 
 
 class Ranks:
-    """The ranks, with what their strategies remember.
+    """The ranks, and the state of their strategies.
 
     Args:
-        size: how many.
-        strategy: alike on all.
-        reduction: likewise.
+        size: the number of ranks.
+        strategy: the same on all.
+        reduction: the same on all.
 
     Attributes:
-        states: what each rank's strategy remembers.
+        states: of each rank's strategy.
     """
 
     def __init__(self, size: int, strategy: Any, reduction: Reduction | None = None) -> None:
@@ -36,9 +36,9 @@ class Ranks:
     def step(
         self, gradients: Sequence[Mapping[str, Any]], absent: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Exchange gradients; return the results, which all ranks have to have alike.
+        """Exchange gradients; return the results, which must be equal on all ranks.
 
-        Those that travel in the same way share a bucket.
+        Gradients of one strategy share a bucket.
 
         Args:
             gradients: of each rank, by name; in the order within their bucket.
@@ -86,7 +86,7 @@ class Ranks:
         return {name: bucket.result_slot(position).copy() for position, name in enumerate(names)}
 
     def residual(self, name: str, key: str = "residual") -> Any:
-        """The sum over the ranks of what they have left to send, in float64."""
+        """Return the sum of all ranks' residuals, in float64."""
         entries = [state.state_dict().get(name, {}) for state in self.states]
         return sum(np.asarray(entry.get(key, 0.0), np.float64) for entry in entries)
 
@@ -94,7 +94,7 @@ class Ranks:
 def gradients_of(
     size: int, shapes: Mapping[str, tuple[int, ...]], step: int = 0, dtype: Any = np.float32
 ) -> list[dict[str, Any]]:
-    """Normally distributed gradients for all ranks, of another magnitude for each name."""
+    """Return normally distributed gradients for all ranks, with a magnitude for each name."""
     return [
         {
             name: np.asarray(

@@ -1,4 +1,4 @@
-"""What sparse strategies must do, in numpy float64 and by plain sorts."""
+"""References for sparse strategies, in numpy float64 and by plain sorts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Selection = Callable[[Any], Any]
 
 
 def largest(values: Any, count: int) -> Any:
-    """The greatest magnitudes' indices, by a stable sort, which puts the first of equals first."""
+    """Return the indices of the greatest magnitudes, by a stable sort."""
     order = np.argsort(-np.abs(values.astype(np.float64)), kind="stable")
     return np.sort(order[:count])
 
 
 def keep(values: Any, indices: Any) -> Any:
-    """Zeros but for some values."""
+    """Return the values at some indices, and zeros elsewhere."""
     kept = np.zeros_like(values)
     kept[indices] = values[indices]
     return kept
 
 
 def joined(gradients: Mapping[str, Any]) -> Any:
-    """All of a rank's gradients, flat, in float64."""
+    """Return all of a rank's gradients, flat, in float64."""
     return np.concatenate([np.ravel(each).astype(np.float64) for each in gradients.values()])
 
 
@@ -72,7 +72,7 @@ class Buckets:
             self.buckets.append(bucket)
 
     def exchange(self, strategy: Any) -> Any:
-        """Return the result, which all ranks have alike."""
+        """Return the result, which is equal on all ranks."""
 
         def on_rank(rank: int) -> None:
             with np.errstate(all="ignore"):
@@ -83,7 +83,7 @@ class Buckets:
         return self.buckets[0].result
 
     def errors(self, strategy: Any) -> list[BaseException]:
-        """Return what each rank raises."""
+        """Return the error of each rank."""
 
         def on_rank(rank: int) -> BaseException | None:
             try:
@@ -96,7 +96,7 @@ class Buckets:
         return on_all_ranks(on_rank, range(len(self.buckets)))
 
     def count_bytes(self, strategy: Any) -> list[int]:
-        """Return how many bytes each rank's message to each other one has."""
+        """Return the bytes of each rank's message to each other one."""
         lengths = [0] * len(self.buckets)
         for rank, transport in enumerate(self.simulation.transports):
             allgather = transport.allgather

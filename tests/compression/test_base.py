@@ -22,7 +22,7 @@ REDUCTIONS = [Reduction(Sum), Reduction(Average), Reduction(Average, 4.0)]
 
 
 def exchange(strategy, arrays, reduction):
-    """What every rank gets, after a check that its gradients are as they were."""
+    """Return the result of every rank, after a check that its gradients are unchanged."""
 
     def on_rank(transport):
         array = arrays[transport.rank]
@@ -94,7 +94,7 @@ def test_an_empty_bucket(strategy):
 
 
 def test_a_class_of_the_users_own_gets_the_type_that_there_is():
-    """Of 16 bits: floats are widened, and integers, which a float has no room for, are not."""
+    """16-bit floats are widened; 16-bit integers are not, since floats have no room for them."""
     seen = []
 
     class Seen:
@@ -135,7 +135,7 @@ def test_what_is_no_strategy_is_refused(other):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", ["none", "fp16", "bf16"])
 def test_adasum_combines_each_tensor_by_itself(size, name):
-    """How much of two gradients is kept depends on their angle, which differs by tensor."""
+    """The angle between two gradients, which differs by tensor, decides how much is kept."""
     shapes = [(3, 4), (), (0, 2), (7,), (1,), (5, 1)]
     tensors = [samples(size, "float64", shape, seed) for seed, shape in enumerate(shapes)]
     tensors[3][0][:] = 0  # a rank without a gradient
@@ -165,7 +165,7 @@ def test_adasum_combines_each_tensor_by_itself(size, name):
 
 
 def test_adasum_sums_what_is_orthogonal_and_averages_what_is_parallel():
-    """Maleki et al. 2020, figure 2; in one bucket, and once more for three ranks."""
+    """Maleki et al. 2020, figure 2; in one bucket, and again for three ranks."""
     a, b = np.array([3.0, 0.0]), np.array([0.0, 5.0])
     assert exchange(Compression.none, [a, b], Reduction(Adasum)).tolist() == [3.0, 5.0]
     assert exchange(Compression.none, [a, a], Reduction(Adasum)).tolist() == [3.0, 0.0]

@@ -1,4 +1,4 @@
-"""Scaled casts; `test_strategy.py` has those without a scale."""
+"""Scaled casts; `test_base.py` has those without a scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ["fp16", "bf16"]
 
 
 def check_close(found, arrays, op, kind):
-    """Rounded once before the sum, and once after it."""
+    """Compare with a sum that is rounded once before and once after."""
     total = np.sum(np.float64(arrays), axis=0)
     expected = total / len(arrays) if op is Average else total
     magnitude = np.abs(np.float64(arrays)).sum(axis=0)
@@ -30,7 +30,7 @@ def check_close(found, arrays, op, kind):
 @pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-7, 1.0, 1e30])
 def test_auto_keeps_everything_in_range(size, kind, op, magnitude):
-    """Values of 1e-7 are subnormal in float16, and those of 1e30 out of range."""
+    """Values of 1e-7 are subnormal in float16; values of 1e30 are out of range."""
     draw = np.random.default_rng(size).uniform(0.5, 1.0, (size, 37))
     arrays = (draw * magnitude).astype(np.float32)
     found = Ranks(size, Cast(kind, scale="auto"), Reduction(op)).step([{"a": a} for a in arrays])

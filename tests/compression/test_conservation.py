@@ -18,12 +18,12 @@ STEPS = 6
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
 def test_nothing_is_lost(strategy, size, op):
-    """Over steps, a checkpoint, and buckets that are packed in another way."""
+    """It holds over several steps, a checkpoint, and buckets that are packed anew."""
     ranks = Ranks(size, strategy, Reduction(op))
     divisor = size if op is Average else 1
     given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     applied = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    # Residuals are rounded to the type of what is added to them and taken from them.
+    # Residuals are rounded to the dtype of the gradients.
     largest = dict.fromkeys(SHAPES, 1e-30)
     for step in range(STEPS):
         gradients = gradients_of(size, SHAPES, step)

@@ -34,7 +34,7 @@ class Paper:
         self.v = [{} for _ in range(size)]
 
     def step(self, gradients):
-        """The sum over the ranks of what they send, by name."""
+        """Return the sum of the ranks' entries that are sent, by name."""
         sums = {name: np.zeros(np.shape(each)) for name, each in gradients[0].items()}
         for rank in range(self.size):
             own = {name: np.asarray(g, np.float64) for name, g in gradients[rank].items()}
@@ -108,7 +108,7 @@ def test_of_all_types(dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
 def test_without_momentum_nothing_is_lost(size, op):
-    """Over steps, a checkpoint, and buckets that are packed in another way."""
+    """It holds over several steps, a checkpoint, and buckets that are packed anew."""
     ranks = Ranks(size, DeepGradientCompression(0.05, momentum=0.0), Reduction(op))
     divisor = size if op is Average else 1
     applied = {name: np.zeros(shape) for name, shape in SHAPES.items()}
@@ -152,7 +152,7 @@ def test_what_a_rank_has_no_gradient_of_goes_on_with_its_momentum():
 
 
 def test_weighted_gradients():
-    """Which lie where the result comes to lie."""
+    """Weighted gradients are in the memory of the result."""
     bucket = Bucket([Parameter("a", (3,), np.dtype(np.float64))], Reduction())
     bucket.send[...] = [4, 8, 2]
     for expected in ([0, 4, 0], [3 + 2, 0, 0]):
@@ -198,7 +198,7 @@ def check_unchanged(ranks, before):
 
 
 def test_warm_up():
-    """Of 10000 entries: 0.25 * (0.001 / 0.25) ** (step / 4), as the paper has it by epochs."""
+    """Of 10000 entries 0.25 * (0.001 / 0.25) ** (step / 4) are sent; the paper counts epochs."""
     strategy = DeepGradientCompression(0.001, warm_up_steps=4, warm_up_ratio=0.25)
     ranks = Ranks(1, strategy)
     counts = []
@@ -213,7 +213,7 @@ def test_warm_up():
     [(3e38, "float32", 1.0), (1e-30, "float32", 1e-31), (1e200, "float64", 2.0)],
 )
 def test_clipping_where_squares_are_out_of_range(value, dtype, clip):
-    """Three and four make five."""
+    """Use a triangle of 3, 4 and 5."""
     gradient = np.array([0.75, -1.0], dtype) * np.array(value, dtype)
     found = Ranks(1, DeepGradientCompression(1.0, clip_norm=clip)).step([{"a": gradient}])["a"]
     np.testing.assert_allclose(found, [0.6 * clip, -0.8 * clip], 1e-6)

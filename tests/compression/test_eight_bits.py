@@ -14,7 +14,7 @@ COUNTS = [1, 2, 15, 16, 17, 1003]
 
 
 def nearest_float8(values):
-    """e4m3 as the paper has it: steps of 2**(e - 3), and of 2**-9 below 2**-6; ties to even."""
+    """Round to e4m3: steps of 2**(e - 3), and of 2**-9 below 2**-6; ties to even."""
     exponents = np.floor(np.log2(np.maximum(np.abs(values), 2.0**-6)))
     steps = 2.0 ** (exponents - 3)
     return np.clip(np.rint(values / steps) * steps, -448, 448)
@@ -48,9 +48,9 @@ KINDS = pytest.mark.parametrize(
 @pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_rounded_summed_rounded(kind, largest, nearest, size, count, op, dtype):
-    """By slices that begin with a block: so blocks are those of the whole bucket."""
+    """Slices begin with a block, so that blocks are those of the whole bucket."""
     generator = np.random.default_rng([size, count])
-    # Of magnitudes over six decades, so that there are subnormal numbers of 8 bits, too.
+    # Magnitudes over six decades include subnormal numbers of 8 bits.
     arrays = [
         (generator.standard_normal(count) * 10.0 ** generator.integers(-5, 1, count)).astype(dtype)
         for _ in range(size)
@@ -98,7 +98,7 @@ def test_the_greatest_of_a_block_is_exact(kind, largest, nearest):
 
 
 def test_rounding_is_that_of_ml_dtypes_ties_and_subnormals_included():
-    """What is scaled by 448 here is so without rounding."""
+    """The scaling by 448 is exact here."""
     array = np.concatenate([np.arange(-(2**14), 2**14 + 1) / 2**14, np.arange(2**10) / 2**23])
     array = np.concatenate([[1.0], array]).astype(np.float32)
     scaled = array * np.float32(448)

@@ -88,7 +88,7 @@ def test_no_more_than_two_buckets(strategy):
     strategy = strategy.choose(parameters[0])
     bucket = Bucket(parameters, Reduction())
     np.random.default_rng(0).standard_normal(out=bucket.send, dtype=np.float32)
-    exchange_bucket(strategy, bucket, Loopback())  # after it, there is what it remembers
+    exchange_bucket(strategy, bucket, Loopback())  # which allocates its state
     bucket.count += 1
     tracemalloc.start()
     try:

@@ -59,12 +59,12 @@ def matrix(array):
     [(np.float64, 1e-9), (np.float32, 3e-4), (np.float16, 2e-3), (ml_dtypes.bfloat16, 2e-2)],
 )
 def test_steps_are_those_of_the_paper(size, op, dtype, accuracy):
-    """Each from the Q of the one before, with what that left out."""
+    """Each step starts from the Q of the one before, and adds its residual."""
     ranks = Ranks(size, ErrorFeedback(PowerSGD(2, min_compression=1.0)), Reduction(op))
     divisor = size if op is Average else 1
     shapes = {**SHAPES, "bias": (5,)}
     ranks.step(gradients_of(size, shapes, dtype=dtype))
-    # Where it starts is its own affair, and so is the first step.
+    # The reference takes its start, and the first step, from the strategy.
     state = ranks.states[0].state_dict()
     references = {name: Reference(state[name]["q"], size) for name in SHAPES}
     for name, reference in references.items():
@@ -83,7 +83,7 @@ def test_steps_are_those_of_the_paper(size, op, dtype, accuracy):
 
 
 def test_the_first_step_is_a_projection_of_the_average():
-    """Onto the column space of its products with random vectors: within it, nothing is lost."""
+    """Project onto the column space of products with random vectors, in which nothing is lost."""
     size, gradients = 3, gradients_of(3, SHAPES, dtype=np.float64)
     found = Ranks(size, PowerSGD(3)).step(gradients)
     for name, result in found.items():
@@ -97,7 +97,7 @@ def test_the_first_step_is_a_projection_of_the_average():
 @pytest.mark.parametrize(("dtype", "accuracy"), [(np.float32, 1e-5), (np.float64, 1e-13)])
 @pytest.mark.parametrize("size", SIZES)
 def test_an_average_of_lower_rank_is_exact(size, dtype, accuracy):
-    """Also where it has fewer dimensions than there are columns of the factors."""
+    """It holds even if the rank is below the number of the factors' columns."""
     draw = np.random.default_rng(size)
     left = draw.standard_normal((30, 2))
     gradients = [{"a": (left @ draw.standard_normal((2, 50))).astype(dtype)} for _ in range(size)]
@@ -110,7 +110,7 @@ def test_an_average_of_lower_rank_is_exact(size, dtype, accuracy):
 
 
 def test_steps_on_the_same_gradient_find_its_best_approximation():
-    """Power iteration, by the warm start; without that, each step begins anew."""
+    """Warm starts make it a power iteration; without them each step starts anew."""
     gradients = gradients_of(2, {"a": (40, 60)}, dtype=np.float64)
     average = sum(own["a"] for own in gradients) / 2
     values = np.linalg.svd(average, compute_uv=False)
@@ -133,10 +133,10 @@ def test_factors_depend_on_no_bucket_and_are_as_large_as_they_say():
         alone = apart.step([{name: own[name]} for own in gradients])
         np.testing.assert_array_equal(alone[name], results[name])
     calls = together.simulation.calls[0]
-    # Two allreduces by slices, whatever the number of matrices, and no word besides.
+    # Two allreduces by slices, whatever the number of matrices, and nothing else.
     assert calls == ["alltoall"] * 4
     kept = together.states[0].state_dict()
-    # What is kept is no part of the arrays that travel.
+    # State shares no memory with the arrays that are sent.
     assert _factor(together, "a", SHAPES["a"]).base is None
     assert {name: kept[name]["q"].shape for name in SHAPES} == {
         "a": (31, 2),
@@ -205,7 +205,7 @@ def test_a_rank_above_the_matrix_is_its_rank():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_zeros_are_zeros_and_not_for_ever(dtype):
-    """Nor is what was of lower rank, when Q starts from where it ended."""
+    """A low rank is not for ever, either, although Q starts from where it ended."""
     shapes = {"a": (20, 30)}
     ranks = Ranks(2, ErrorFeedback(PowerSGD(2)))
     zeros = [{"a": np.zeros((20, 30), dtype)}] * 2
@@ -230,7 +230,7 @@ def test_what_no_rank_has_a_gradient_of_keeps_its_factor():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_that_stands_in_has_no_factor_and_disturbs_none(size):
-    """A rank that has joined sends zeros: it is as if it had had them all the time."""
+    """A rank that has joined sends zeros, and the others see it as one with zeros all the time."""
     results = []
     for forgets in (False, True):
         ranks = Ranks(size, PowerSGD(2))
@@ -256,7 +256,7 @@ def test_what_is_not_finite_is_refused_by_name_on_all_ranks(bad, size):
     words = rf"the gradient of 'b' is not finite on rank {size - 1}, .* lower the learning rate"
     with pytest.raises(GradientError, match=words):
         ranks.step(gradients)
-    # All ranks have come as far, and remember what they did.
+    # All ranks have come equally far, with their state unchanged.
     assert len(set(map(tuple, ranks.simulation.calls))) == 1
     for earlier, state in zip(before, ranks.states, strict=True):
         for name, entry in state.state_dict().items():
@@ -266,7 +266,7 @@ def test_what_is_not_finite_is_refused_by_name_on_all_ranks(bad, size):
 
 
 def test_it_is_refused_where_products_do_not_tell(monkeypatch):
-    """As with a library that does not multiply by 0."""
+    """Some libraries do not multiply by 0."""
     matmul = np.matmul
     monkeypatch.setattr(np, "matmul", lambda a, *others, **out: matmul(_finite(a), *others, **out))
     gradients = gradients_of(2, SHAPES)
@@ -345,7 +345,7 @@ print(hashlib.sha256(basis.tobytes() + out.tobytes()).hexdigest())
 
 
 def test_results_do_not_depend_on_the_processor():
-    """As numpy and its library are told to take it for an older one."""
+    """Tell numpy and its library to use only the instructions of an older processor."""
     older = {
         "OPENBLAS_CORETYPE": "Sandybridge",
         # By the names of earlier and of later versions.
@@ -377,7 +377,7 @@ def test_orthonormal_columns():
 
 
 def test_orthonormal_columns_of_nearly_parallel_vectors():
-    """Where one pass of Gram and Schmidt would leave them far from that."""
+    """One pass of Gram and Schmidt would leave them far from orthonormal."""
     draw = np.random.default_rng(0)
     base = draw.standard_normal((50, 1))
     found = orthonormal(base + 1e-10 * draw.standard_normal((50, 4)))

@@ -10,7 +10,7 @@ COUNTS = [*range(18), 1001]
 
 
 def by_hand(codes, bits):
-    """Bit by bit, the lowest first."""
+    """Pack bit by bit, the lowest first."""
     number = sum(int(code) << bits * place for place, code in enumerate(codes))
     return number.to_bytes((len(codes) * bits + 7) // 8, "little")
 

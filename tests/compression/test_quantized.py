@@ -1,4 +1,4 @@
-"""What all strategies promise that write every value in a few bits."""
+"""Properties of all strategies that send every value in a few bits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bucket_of(array, unsent=False, name="a"):
 
 
 def coded(strategy, array, count=0, rank=0, name="a"):
-    """What a rank sends."""
+    """Return the message of a rank."""
     bucket = bucket_of(array, name=name)
     bucket.count = count
     codec = strategy.codec(bucket, rank)
@@ -83,7 +83,7 @@ def test_results_have_the_dtype_and_are_alike_and_near(strategy, size, dtype):
         parts = [each[name].astype(np.float64) for each in gradients]
         assert result.shape == SHAPES[name]
         assert result.dtype == gradients[0][name].dtype
-        bound = sum(np.linalg.norm(part) for part in parts) + 1  # of what a value may become
+        bound = sum(np.linalg.norm(part) for part in parts) + 1  # of the results
         assert (np.abs(result.astype(np.float64)) <= 2 * bound).all()
 
 
@@ -91,7 +91,7 @@ def test_results_have_the_dtype_and_are_alike_and_near(strategy, size, dtype):
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 2**15 + 3])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_unsent_is_the_difference_to_what_is_sent(strategy, count, dtype):
-    """Whatever the randomness, and also where the gradients are in the memory of the result."""
+    """It is, whatever the random numbers, and even if gradients are in the result's memory."""
     array = normal(count, dtype)
     bucket = bucket_of(array, unsent=True)
     strategy.exchange(bucket, Loopback())
@@ -141,7 +141,7 @@ def test_all_ranks_refuse_what_one_cannot_send(strategy, bad):
 @every_strategy
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_the_largest_and_the_smallest_numbers(strategy, dtype):
-    """One rank's are coded without an overflow on the way; its result is finite, and of the sign.
+    """One rank's are encoded without overflow; its result is finite, and has the sign.
 
     Of QSGD not the largest: a norm may be out of range.
     """
@@ -163,9 +163,9 @@ def test_the_largest_and_the_smallest_numbers(strategy, dtype):
 
 @every_strategy
 def test_what_overflows_in_a_sum_is_seen(strategy):
-    """Never a finite number that has nothing to do with the sum."""
+    """The result is not a finite number that has nothing to do with the sum."""
     if isinstance(strategy, (TwoBit, MajorityVote)):
-        return  # which send no such numbers
+        return  # they send no such numbers
     arrays = [{"a": np.full(8, 3e38, np.float32)}] * 4
     result = Ranks(4, strategy, Reduction(Sum)).step(arrays)["a"]
     # TernGrad and QSGD may round to 0.
@@ -222,7 +222,7 @@ def test_generators_of_steps_differ():
 
 @every_strategy
 def test_the_bytes_do_not_depend_on_the_values(strategy):
-    """Nor on whether there is a state: a rank that has joined sends zeros of the same length."""
+    """Nor on state: a rank that has joined sends zeros of the same length."""
     for count in (0, 1, 9, 50):
         assert len(coded(strategy, np.zeros(count, np.float32))) == len(
             coded(strategy, normal(count), count=3)

@@ -12,7 +12,7 @@ from tests.references import dtype_of
 
 
 def drawn(strategy, size=200, step=0):
-    """The indices that are drawn, as they show in the result."""
+    """Return the indices that are drawn, as the result shows them."""
     buckets = Buckets([np.arange(1.0, size + 1)])
     buckets.buckets[0].count = step
     return np.flatnonzero(buckets.exchange(strategy))
@@ -26,7 +26,7 @@ def test_the_reduction_of_some_entries(size, dtype, op, ratio, percent):
     gradients = gradients_of(size, SHAPES, dtype=dtype_of(dtype))
     found = Ranks(size, RandomK(ratio), Reduction(op)).step(gradients)
     own = [joined(each) for each in gradients]
-    # Of one rank's ones, since sums may be 0.
+    # From one rank's ones, since sums may be 0.
     ones = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
     indices = np.flatnonzero(joined(Ranks(1, RandomK(ratio)).step([ones])))
     assert indices.size == -(-own[0].size * percent // 100)
@@ -44,7 +44,7 @@ def test_what_is_not_sent_is_told():
         np.testing.assert_array_equal(bucket.send, row)
 
 
-def test_lots_follow_the_step_the_seed_and_the_names_and_nothing_else():
+def test_entries_depend_on_the_step_the_seed_and_the_names_alone():
     first = drawn(RandomK(0.1))
     np.testing.assert_array_equal(first, drawn(RandomK(0.1)))
     assert first.tolist() != drawn(RandomK(0.1), step=1).tolist()
@@ -65,7 +65,7 @@ def test_steps_are_counted():
 
 @pytest.mark.parametrize("ratio", [0.05, 0.5, 0.8])
 def test_all_entries_are_drawn_alike(ratio):
-    """A number of drawings, of which each entry's has a binomial distribution."""
+    """The number of times that an entry is drawn has a binomial distribution."""
     steps, size = 400, 60
     times = np.zeros(size)
     pairs = np.zeros((size, size))
@@ -76,7 +76,7 @@ def test_all_entries_are_drawn_alike(ratio):
         pairs[np.ix_(chosen, chosen)] += 1
     spread = np.sqrt(steps * ratio * (1 - ratio))
     assert np.abs(times - steps * ratio).max() < 4.5 * spread
-    # Nor does one entry draw its neighbour along.
+    # Neighbours are drawn independently.
     together = ratio * (size * ratio - 1) / (size - 1)
     apart = np.sqrt(steps * together * (1 - together))
     assert np.abs(np.diag(pairs, 1) - steps * together).max() < 4.5 * apart
@@ -84,7 +84,7 @@ def test_all_entries_are_drawn_alike(ratio):
 
 @pytest.mark.parametrize("op", [Average, Sum], ids=lambda op: op.name)
 def test_unbiased(op):
-    """Of 41 entries 11: each times 41/11, since each is drawn in 11 of 41 steps."""
+    """11 of 41 entries are sent, times 41/11, since each is drawn in 11 of 41 steps."""
     rows = [np.arange(1.0, 42.0), -(np.arange(3.0, 44.0) ** 2)]
     buckets = Buckets(rows, Reduction(op))
     for bucket in buckets.buckets:
@@ -111,7 +111,7 @@ def test_a_rank_without_state_draws_with_the_others():
     np.testing.assert_array_equal(together, drawn(RandomK(0.1), step=7))
 
 
-def test_other_lots_on_other_ranks_are_found_out():
+def test_different_entries_on_another_rank_are_detected():
     buckets = Buckets([np.ones(200)] * 3)
     buckets.buckets[1].count = 1
     for rank, error in enumerate(buckets.errors(RandomK(0.1))):
@@ -122,7 +122,7 @@ def test_other_lots_on_other_ranks_are_found_out():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_refused_by_name_on_all_ranks(bad):
-    """Also where it is not drawn."""
+    """It is refused even if it is not drawn."""
     rows = [np.ones(500), np.ones(500)]
     rows[0][499] = bad
     for error in Buckets(rows).errors(RandomK(0.01)):

@@ -23,13 +23,13 @@ MANY = 20000
 
 
 def numbers(name, step, rank, seed=0):
-    """The random numbers of one rank in one step."""
+    """Return the random numbers of one rank in one step."""
     entropy = [seed, step, zlib.crc32(name.encode()), rank]
     return np.random.Generator(np.random.SFC64(entropy))
 
 
 def normal(size, count, dtype):
-    """Of magnitudes over four decades."""
+    """Return normally distributed arrays with magnitudes over four decades."""
     generator = np.random.default_rng([size, count])
     return [
         (generator.standard_normal(count) * 10.0 ** generator.integers(-3, 1, count)).astype(dtype)
@@ -38,7 +38,7 @@ def normal(size, count, dtype):
 
 
 def rounded(values, uniform):
-    """Round down, and up with the probability of what is left."""
+    """Round down, or up with the probability of the fractional part."""
     below = np.floor(values)
     return below + (uniform < values - below)
 
@@ -76,7 +76,7 @@ def natural(values, uniform):
 
 
 class Fixed:
-    """Random numbers that are all the same."""
+    """A generator whose random numbers are all the same."""
 
     def __init__(self, number):
         self.number = number
@@ -101,7 +101,7 @@ class TestStochasticRounding:
 
 
 def check_gathered(strategy, reference, arrays, steps=2):
-    """Compare the average of what the ranks send over some steps."""
+    """Compare the averages of the ranks' messages over several steps."""
     ranks = Ranks(len(arrays), strategy)
     for step in range(steps):
         found = ranks.step([{"a": array} for array in arrays])["a"]
@@ -193,7 +193,7 @@ class TestNatural:
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("count", [1, 9, 1003])
     def test_sums_are_rounded_once_more(self, size, count):
-        """By who adds up a slice, with the numbers that come after those for the gradients."""
+        """The rank that adds up a slice uses the numbers after those for the gradients."""
         arrays = normal(size, count, np.float32)
         found = Ranks(size, Natural()).step([{"a": array} for array in arrays])["a"]
         generators = [numbers("a", 0, rank) for rank in range(size)]
@@ -234,7 +234,7 @@ class TestNatural:
 
 
 def alone(strategy, array, step):
-    """What becomes of an array on a single rank."""
+    """Return the result of an array on a single rank."""
     bucket = Bucket([Parameter("a", array.shape, array.dtype)], Reduction())
     bucket.send[...], bucket.count = array, step
     with np.errstate(all="ignore"):  # as the engine has it

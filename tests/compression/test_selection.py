@@ -1,4 +1,4 @@
-"""The greatest entries, against a stable sort."""
+"""Search for the greatest entries, against a stable sort."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def values_of(kind, size, dtype):
         "infinite": np.where(np.abs(normal) > 2, np.copysign(np.inf, normal), normal),
         "subnormal": normal * np.finfo(dtype).smallest_subnormal * 4,
         "heavy": generator.standard_cauchy(size),
-        # All that is not 0 stands in every 512th place.
+        # Only every 512th value is not 0.
         "column": np.where(np.arange(size) % 512 == 7, normal, 0),
-        # Half of what is wanted lies above what all others are.
+        # Half of the wanted values lie above a plateau of all others.
         "plateau": np.where(np.arange(size) % 200 == 0, 2, 1) * np.sign(normal),
     }[kind]
     return np.ascontiguousarray(made).astype(dtype)

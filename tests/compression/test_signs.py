@@ -88,7 +88,7 @@ class TestMajorityVote:
         assert Ranks(3, MajorityVote()).step(gradients)["a"].tolist() == [-1.0, 1.0, 1.0]
 
     def test_a_tie_moves_nothing(self):
-        """Whatever the scale, of which no multiple of ranks may be left over."""
+        """A tie is exactly 0, whatever the scale."""
         rows = np.array([[1, 1, -1], [1, -1, 1], [-1, 1, 1], [-1, -1, -1]], np.float32)
         for scale in (1.0, 0.1, 1e-40):
             found = Ranks(4, MajorityVote(scale)).step([{"a": row} for row in rows])["a"]
@@ -116,7 +116,7 @@ class TestTwoBit:
         assert found.tolist() == [0.5, -0.5, 0.0, 0.0, 0.0, 0.5, -0.5]
 
     def test_what_is_left_adds_up_until_it_is_sent(self):
-        """As MXNet has it: 0.2 reaches a threshold of 0.5 in the third step."""
+        """As in MXNet: 0.2 reaches a threshold of 0.5 in the third step."""
         ranks = Ranks(1, ErrorFeedback(TwoBit(0.5)))
         gradient = {"a": np.full(3, 0.2, np.float32)}
         sent = [float(ranks.step([gradient])["a"][0]) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""What sparse strategies have in common."""
+"""Common properties of sparse strategies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_exchange_takes_less_memory_than_two_buckets(strategy):
     parameters = [Parameter(name, (2**19,), np.dtype(np.float32)) for name in "ab"]
     bucket = Bucket(parameters, Reduction())
     bucket.send[...] = np.random.default_rng(0).standard_normal(bucket.send.size)
-    strategy.exchange(bucket, Loopback())  # which makes what is kept
+    strategy.exchange(bucket, Loopback())  # which allocates its state
     tracemalloc.start()
     try:
         strategy.exchange(bucket, Loopback())

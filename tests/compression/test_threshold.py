@@ -47,7 +47,7 @@ def test_nobody_sends_anything():
 
 @ranks(3, timeout=30)
 def test_messages_of_different_lengths_between_processes():
-    """Rank 0 has none to send; rank 1 has all but a few, which takes more than a chunk."""
+    """Rank 0 has none to send; rank 1 has nearly all, which takes more than a chunk."""
     hvd.init()
     count = 300_000
     rows = [np.zeros(count), np.arange(count) - 7.0, np.arange(count) % 5.0]

@@ -24,7 +24,7 @@ NAN, INF = np.nan, np.inf
 
 
 def select(own, strategy, counts):
-    """What a rank is to send of its gradients."""
+    """Return the part of a rank's gradients that it must send."""
     if strategy.per == "bucket":
         flat = joined(own)
         return keep(flat, largest(flat, counts(flat.size)))

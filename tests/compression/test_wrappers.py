@@ -1,4 +1,4 @@
-"""What goes around a strategy, and what decides between several."""
+"""Strategies that build on others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parameter(*shape, dtype=np.float32, name="a"):
 
 
 class Silent(Strategy):
-    """Tells nobody what it has not sent."""
+    """A strategy that does not report what it has not sent."""
 
     def exchange(self, bucket, transport):
         raise NotImplementedError
@@ -45,7 +45,7 @@ class TestErrorFeedback:
 
     @pytest.mark.parametrize(("inner", "found"), [(Compression.TopK, "TopK"), ("fp16", "'fp16'")])
     def test_what_is_no_strategy_is_refused(self, inner, found):
-        """A class whose settings were forgotten, say, of which properties are true."""
+        """For example a class whose settings were forgotten; its properties are true."""
         for wrap in (ErrorFeedback, lambda inner: WarmUp(inner, 3)):
             with pytest.raises(TypeError, match=f"{found} is no strategy; give one with its set"):
                 wrap(inner)
@@ -60,7 +60,7 @@ class TestErrorFeedback:
 
     @pytest.mark.parametrize("cast", [Compression.fp16, Compression.bf16, Cast("fp16", "auto")])
     def test_an_overflow_comes_once(self, cast):
-        """As where a GradScaler leaves that step out, and goes on with a smaller scale."""
+        """As with a GradScaler, which skips that step, and continues with a smaller scale."""
         ranks = Ranks(2, ErrorFeedback(cast))
         ones = {"a": np.ones(4, np.float32)}
         bad = {"a": np.array([1, np.inf, -np.inf, np.nan], np.float32)}
@@ -164,7 +164,7 @@ class TestByParameter:
 
 
 def test_16_bit_gradients_are_computed_with_in_float32():
-    """Their own type would lose what the residual is to keep."""
+    """Their own type would lose the residual."""
     ranks = Ranks(2, WarmUp(Cast("bf16"), 0), Reduction(Average))
     values = gradients_of(2, {"a": (20,)}, dtype=np.float16)
     found = ranks.step(values)["a"]
