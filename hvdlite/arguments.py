@@ -1,4 +1,4 @@
-"""Checks of the settings that a user passes; each names the argument and what it has to be."""
+"""Checks of numeric arguments; each error names the argument and its allowed values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
-    """Refuse what is not an integer, of numpy's types or Python's.
+    """Require least <= value <= most, and an integer of Python's or numpy's types.
 
     Raises:
         ValueError: it is not, below ``least`` or above ``most``.
@@ -24,7 +24,7 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse what is not a finite number above 0.
+    """Require 0 < value < infinity.
 
     Raises:
         ValueError: it is not.
@@ -34,7 +34,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_ratio(name: str, value: Any) -> None:
-    """Refuse what is not a part of a whole.
+    """Require 0 < value <= 1.
 
     Raises:
         ValueError: it is not above 0 and at most 1.
@@ -46,7 +46,7 @@ def check_ratio(name: str, value: Any) -> None:
 
 
 def check_momentum(name: str, value: Any) -> None:
-    """Refuse what is not a factor of a sum that remains finite.
+    """Require 0 <= value < 1.
 
     Raises:
         ValueError: it is not from 0 to below 1.
@@ -56,7 +56,7 @@ def check_momentum(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, *choices: str) -> None:
-    """Refuse what is not one of some words.
+    """Require one of the choices.
 
     Raises:
         ValueError: it is not.
@@ -66,7 +66,7 @@ def check_choice(name: str, value: Any, *choices: str) -> None:
 
 
 def _number(value: Any) -> Any:
-    """What can be compared with numbers, but is not between any two if it is none."""
+    """Return a number; NaN, which no range contains, for anything else."""
     return value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
 
 

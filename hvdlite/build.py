@@ -1,4 +1,4 @@
-"""What this installation can do: Horovod's queries, which scripts ask before they choose."""
+"""Horovod's queries for the features of an installation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdlite.transport.gpu.cuda import Cuda
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI allows calls from several threads.
+    """Return whether MPI allows calls from several threads.
 
     Raises:
         NotInitializedError: before ``init()`` (a ``ValueError``).
@@ -21,49 +21,49 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether ranks are joined by MPI, as they always are."""
+    """Return whether MPI connects the ranks; always, if it is installed."""
     return mpi_built()
 
 
 def mpi_built() -> bool:
-    """Whether mpi4py is installed."""
+    """Return whether mpi4py is installed."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """False: hvdlite does not use gloo."""
+    """Return False: hvdlite does not use gloo."""
     return False
 
 
 def gloo_built() -> bool:
-    """False: hvdlite does not use gloo."""
+    """Return False: hvdlite does not use gloo."""
     return False
 
 
 def nccl_built() -> int:
-    """NCCL's version code, e.g. 22707; 0 without an NCCL that can be used."""
+    """Return NCCL's version code, e.g. 22707; 0 without a usable NCCL."""
     cuda = _cuda()
     return 0 if cuda is None else cuda.nccl_version()
 
 
 def ddl_built() -> bool:
-    """False: hvdlite does not use IBM's DDL."""
+    """Return False: hvdlite does not use IBM's DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: hvdlite does not use Intel's oneCCL."""
+    """Return False: hvdlite does not use Intel's oneCCL."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether cupy for CUDA is installed; this machine may have no device all the same."""
+    """Return whether cupy for CUDA is installed, with or without a device."""
     cuda = _cuda()
     return cuda is not None and not cuda.is_rocm()
 
 
 def rocm_built() -> bool:
-    """Whether cupy for ROCm is installed."""
+    """Return whether cupy for ROCm is installed."""
     cuda = _cuda()
     return cuda is not None and cuda.is_rocm()
 

@@ -8,10 +8,10 @@
     │   ├── MismatchError          two ranks submitted different things under one name
     │   └── GradientError          values that cannot be exchanged in the way asked for
     ├── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
-    └── LauncherError              processes that were started together are no job to MPI
+    └── LauncherError              MPI takes processes that were started together for separate jobs
     ValueError
     ├── NotInitializedError        a call before ``init()``
-    ├── UnsupportedError           what a call does not do; also a NotImplementedError
+    ├── UnsupportedError           a request that a call does not support; a NotImplementedError
     ├── SettingsError              an environment variable that cannot be read
     ├── StartError                 ``hvdliterun`` or ``hvdlite.run`` cannot start a job
     └── CheckpointError            a checkpoint that is damaged, foreign or does not fit
@@ -24,11 +24,11 @@ from __future__ import annotations
 
 
 class HorovodInternalError(RuntimeError):
-    """A collective failed, a rank is gone, or the ranks disagree."""
+    """A failed collective, a rank that is gone, or ranks that disagree."""
 
 
 class RankGoneError(HorovodInternalError):
-    """Another rank has ended, or has said that it takes part in nothing any more."""
+    """Another rank has ended, or has announced that it takes part in nothing any more."""
 
 
 class MismatchError(HorovodInternalError):
@@ -36,27 +36,26 @@ class MismatchError(HorovodInternalError):
 
 
 class GradientError(HorovodInternalError):
-    """Values cannot be exchanged in the way that is asked for.
+    """Values that cannot be exchanged as requested.
 
-    A gradient is not a number, say, or factors take integers out of the range of their type.
-
-    All ranks raise it together, in the midst of an operation that they have all left in the same
-    place, so that communication goes on.
+    For example, a gradient is not a number, or factors take integers out of the range of their
+    type. All ranks raise it together and leave the operation at the same point, so that
+    communication goes on.
     """
 
 
 class UnsupportedError(ValueError, NotImplementedError):
-    """An argument that is valid elsewhere asks for what a call does not do.
+    """A valid argument that this call does not support.
 
-    As Horovod's errors for it, it is also a RuntimeError.
+    Like Horovod's errors for this, it is also a RuntimeError.
     """
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
-    """The set of hosts has changed; training goes on after a re-initialisation.
+    """A change of the hosts; training goes on after a re-initialisation.
 
     Args:
-        skip_sync: True where the state needs no synchronisation (hosts were only removed).
+        skip_sync: True if the state needs no synchronisation (hosts were only removed).
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -69,14 +68,14 @@ class LauncherError(RuntimeError):
 
 
 class NotInitializedError(ValueError):
-    """A call that needs the world came before ``init()``."""
+    """A call before ``init()`` that needs the world."""
 
     def __init__(self) -> None:
         super().__init__("hvdlite has not been initialized; call hvd.init() first")
 
 
 class SettingsError(ValueError):
-    """An environment variable holds a value that hvdlite cannot read."""
+    """An environment variable with a value that hvdlite cannot read."""
 
 
 class StartError(ValueError):
@@ -95,4 +94,4 @@ class StartError(ValueError):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, foreign, or does not fit what it is loaded into."""
+    """A checkpoint that is damaged, foreign, or does not fit its target."""

@@ -1,4 +1,4 @@
-"""An exception that ends a rank ends its job, for the others would wait for it."""
+"""Uncaught exceptions: one that ends a rank ends its job, since the others would wait for it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ import hvdlite
 from hvdlite import timeline
 from hvdlite.errors import HorovodInternalError, LauncherError, RankGoneError
 
-# Seconds in which ranks that fail together say so, before one of them ends the job.
+# Seconds in which ranks that fail together print their errors, before one of them ends the job.
 _OTHERS = 0.5
 
 _CONSEQUENCE = "consequence"
 
 
-class Place(NamedTuple):
-    """Where an exception ends a job.
+class JobRank(NamedTuple):
+    """This process as a rank of a job, which an exception ends.
 
     Attributes:
         rank: this rank.
@@ -43,20 +43,20 @@ class Place(NamedTuple):
 
 
 _installed = False
-_find_place: Callable[[], Place | None] | None = None
+_find_job_rank: Callable[[], JobRank | None] | None = None
 _reported: BaseException | None = None
 _claims: list[socket.socket] = []
 
 
-def install(find_place: Callable[[], Place | None]) -> None:
-    """Have uncaught exceptions of the main thread end the job; once in a process.
+def install(find_job_rank: Callable[[], JobRank | None]) -> None:
+    """Make uncaught exceptions of the main thread end the job; once per process.
 
     Args:
-        find_place: returns the rank in the job; None where an exception concerns this process
+        find_job_rank: returns the rank and its job; None if an exception concerns this process
             alone.
     """
-    global _installed, _find_place
-    _find_place = find_place
+    global _installed, _find_job_rank
+    _find_job_rank = find_job_rank
     if _installed:
         return
     _installed = True
@@ -68,16 +68,16 @@ def install(find_place: Callable[[], Place | None]) -> None:
         if isinstance(error, LauncherError):
             _write(f"hvdlite: {error}\n")
             return
-        place = _place()
-        if place is None:
+        job_rank = _job_rank()
+        if job_rank is None:
             previous(kind, error, trace)
             return
-        # A hook that was installed later has called this one, and may have put a buffer of its own
-        # in the place of standard error: let it finish.
+        # A hook that was installed later has called this one, and may have replaced standard error
+        # by a buffer of its own: let it finish.
         outermost = sys.excepthook is hook
         try:
             _reported = error
-            _report(place, error, users and partial(users, kind, error, trace))
+            _report(job_rank, error, users and partial(users, kind, error, trace))
         finally:
             if outermost:
                 _end_job(error)
@@ -88,47 +88,47 @@ def install(find_place: Callable[[], Place | None]) -> None:
     register(_end_after_other_hooks)
 
 
-def _place() -> Place | None:
-    return _find_place() if _find_place else None
+def _job_rank() -> JobRank | None:
+    return _find_job_rank() if _find_job_rank else None
 
 
 def _end_after_other_hooks() -> None:
-    """End the job where a hook that stands in front of ours has dealt with the exception."""
-    error, place = getattr(sys, "last_value", None), _place()
-    if place is None or not isinstance(error, BaseException) or not _has_ended_program():
+    """End the job if a hook that was installed later has handled the exception."""
+    error, job_rank = getattr(sys, "last_value", None), _job_rank()
+    if job_rank is None or not isinstance(error, BaseException) or not _has_ended_program():
         return
     try:
         if error is not _reported:
-            _write(_line(place, error))
+            _write(_line(job_rank, error))
     finally:
         _end_job(error)
 
 
 def _has_ended_program() -> bool:
-    """Return whether the last exception was uncaught; pytest and IPython keep theirs, too."""
+    """Return whether the last exception was uncaught; pytest and IPython keep caught ones, too."""
     trace: TracebackType | None = getattr(sys, "last_traceback", None)
     return trace is not None and trace.tb_frame.f_back is None
 
 
-def _report(place: Place, error: BaseException, print_it: Callable[[], object] | None) -> None:
-    """Print the traceback, or one line where another rank has printed its like.
+def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], object] | None) -> None:
+    """Print the traceback, or one line if another rank has printed the same.
 
     Args:
-        place: this rank.
-        error: what ends it.
-        print_it: the user's own way to print the traceback, from before ours.
+        job_rank: this rank.
+        error: the exception that ends it.
+        print_it: prints the traceback with the hook that the user had installed before.
     """
     text = "".join(traceback.format_exception(error))
     if all(isinstance(one, HorovodInternalError) for one in chain(error)):
-        # It tells of another rank, or all ranks have got it.
-        first = _claim(place.job, _CONSEQUENCE) and not isinstance(error, RankGoneError)
+        # It is about another rank, or all ranks have raised it.
+        first = _claim(job_rank.job, _CONSEQUENCE) and not isinstance(error, RankGoneError)
     else:
-        _claim(place.job, _CONSEQUENCE)
-        first = _claim(place.job, text)
+        _claim(job_rank.job, _CONSEQUENCE)
+        first = _claim(job_rank.job, text)
     if not first:
-        _write(_line(place, error))
+        _write(_line(job_rank, error))
         return
-    header = f"hvdlite: rank {place.rank} of {place.size} ends the job:\n"
+    header = f"hvdlite: rank {job_rank.rank} of {job_rank.size} ends the job:\n"
     if print_it:
         _write(header)
         print_it()
@@ -137,16 +137,16 @@ def _report(place: Place, error: BaseException, print_it: Callable[[], object] |
         _write(header + text)
 
 
-def _line(place: Place, error: BaseException) -> str:
+def _line(job_rank: JobRank, error: BaseException) -> str:
     lines = "".join(traceback.format_exception_only(error)).splitlines()
     # The text of an error from TensorFlow's graphs has a traceback in it, and ours after that.
     summary = ([line for line in lines if "Error: " in line] or lines)[-1].strip()
     where = _users_line(error)
-    return f"hvdlite: rank {place.rank} of {place.size} ends the job: {summary}{where}\n"
+    return f"hvdlite: rank {job_rank.rank} of {job_rank.size} ends the job: {summary}{where}\n"
 
 
 def _users_line(error: BaseException) -> str:
-    """The last line of the user's own code that an exception came through."""
+    """Return the last line of the user's own code in an exception's traceback."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
     others = ("<frozen", *(os.path.join(path, "") for path in (*hvdlite.__path__, *installed)))
     own = [
@@ -158,7 +158,7 @@ def _users_line(error: BaseException) -> str:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that its traceback tells of."""
+    """Yield an exception and its causes and contexts, as a traceback shows them."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -171,7 +171,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 def _claim(job: str, text: str) -> bool:
     """Return whether this rank is the first of its job on this host to claim a text.
 
-    A claim is the name of a socket, which nobody connects to and which goes when its process ends.
+    A claim is the name of a socket, to which nobody connects. It vanishes when its process ends.
     """
     name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
     claim = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, whoever else writes or reads them."""
+"""Atomic replacement of files, safe against other readers and writers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS_TO_LIVE = 24 * 3600
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that takes the place of ``path`` when the ``with`` block has ended.
+    """Write a file that replaces ``path`` when the ``with`` block has ended.
 
     ``path`` is at every moment either the old or the new file; the old one where the block raises,
     or the process ends. Several processes may do so at once: the last one to end wins.
@@ -47,10 +47,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def replacing_by_name(path: Path) -> Iterator[Path]:
-    """As `replacing`, for a library that opens its file itself, and goes by the end of its name.
+    """Replace a file as `replacing` does, for a library that opens files itself, by their suffix.
 
-    It gets the name of a temporary file; if it writes none, nothing is replaced. What dead writers
-    leave is removed after a day, since nothing tells sooner that they are dead.
+    It gets the name of a temporary file; if it writes none, nothing is replaced. Files of dead
+    writers are removed after a day, since nothing tells sooner that they are dead.
     """
     suffix = "".join(path.suffixes[-2:])
     stem = f".{path.name.removesuffix(suffix)}."
@@ -72,7 +72,7 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
 
 
 def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
-    """Create a file of this writer's own beside ``path``, locked for as long as it is open.
+    """Create a temporary file of this writer beside ``path``, locked for as long as it is open.
 
     Another job may write to the same path: one that a scheduler has started again, while the one
     before still ends.

@@ -1,11 +1,11 @@
-"""Signal handlers that wait while the main thread must not be interrupted.
+"""Deferred signal handlers: they wait while the main thread must not be interrupted.
 
 Python runs a handler in the main thread between any two bytecodes, also while that thread runs a
 round of a lane, and an exception from there would leave the round half done. Python has no way to
 block handlers. So every handler gets a `_Handler` around it, which looks at the stack: inside a
 function that is marked as `uninterrupted` the signal is only noted. Its handler runs as soon as
-the main thread has left that function, or a wait in it, which raises `Interrupted`. For this a call
-pays no more than a look at `deferred`, which is nearly always empty.
+the main thread has left that function, or a wait in it, which raises `Interrupted`. The cost for a
+call is one check of `deferred`, which is nearly always empty.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hvdlite.errors import HorovodInternalError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
 
-#: The signals whose handlers wait, and since when.
+#: The signals whose handlers wait, with the time of their arrival.
 deferred: dict[int, float] = {}
-# An exchange of data ends soon, since all ranks are there. If it does not, because a peer was
-# stopped, handlers run all the same after so many seconds; one that raises ends communication.
+# An exchange of data ends soon, since all ranks take part. If it does not, because a peer was
+# stopped, handlers run after so many seconds nevertheless; one that raises ends communication.
 _LONGEST_SECONDS = 5.0
 
-# What is uninterrupted, and whether it is resumable.
+# The uninterrupted functions; True: the function is resumable.
 _codes: dict[CodeType, bool] = {}
-_raised: list[BaseException] = []  # by handlers that could wait no longer
+_raised: list[BaseException] = []  # by overdue handlers
 # By way of which `signal.signal` and `signal.getsignal` set and get handlers, whenever they were
 # imported.
 _signal = importlib.import_module("_signal")
@@ -42,24 +42,24 @@ _set, _get = _signal.signal, _signal.getsignal
 
 
 class Interrupted(BaseException):
-    """A wait has ended early, so that a signal's handler can run; it can be taken up again."""
+    """A wait has ended early so that a signal's handler can run; the wait can be resumed."""
 
 
 class Worker(Protocol):
-    """Something that may have to go on with what an exception has abandoned."""
+    """An object that can complete work that an exception has interrupted."""
 
     def take_over(self) -> None:
-        """See to it that nothing stays undone which the main thread has begun."""
+        """Complete the work that the main thread has begun."""
 
 
-#: Told when a handler has raised: nobody may wait for what the main thread has submitted.
+#: Called when a handler has raised: nobody may be waiting for the main thread's submissions.
 workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def uninterrupted(function: _Function) -> _Function:
-    """Mark a function as one during which no handler runs, and in which waits go on to their end.
+    """Mark a function: no handler runs during it, and its waits are not interrupted.
 
-    Its caller calls `leave` afterwards, in any case and without being marked itself.
+    Its caller, which is not marked itself, always calls `leave` afterwards.
     """
     assert isinstance(function, FunctionType)
     _codes[function.__code__] = False
@@ -67,19 +67,20 @@ def uninterrupted(function: _Function) -> _Function:
 
 
 def resumable(function: _Function) -> _Function:
-    """Mark a function as one during which no handler runs, and which is left in a wait.
+    """Mark a function: no handler runs during it, but a wait in it may be interrupted.
 
-    `Interrupted` passes through it then; called again, it goes on. Its caller is `call`.
+    `Interrupted` then passes through it; when `call`, its caller, calls it again, it continues.
     """
     _codes[uninterrupted(function).__code__] = True
     return function
 
 
 def call(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Call a `resumable` function, again after each wait in it that handlers have ended.
+    """Call a `resumable` function, again after each wait that handlers have interrupted.
 
     Raises:
-        BaseException: what it or a handler raises. After the latter, it may be called again.
+        BaseException: any exception of the function or of a handler. After that of a handler it
+            may be called again.
     """
     while True:
         try:
@@ -92,14 +93,14 @@ def call(function: Callable[..., _Result], *arguments: Any) -> _Result:
 
 
 def run_deferred() -> bool:
-    """Run the handlers for which a wait of the main thread is to end, if this is that thread.
+    """Run the deferred handlers, if this is the main thread.
 
     Returns:
-        Whether any has run.
+        True if any has run.
 
     Raises:
         Interrupted: a caller, which is `resumable`, has to be left first.
-        BaseException: whatever a handler raises. Those after it run when this is called next.
+        BaseException: any exception of a handler. The remaining ones run in the next call.
     """
     if not is_due():
         return False
@@ -113,13 +114,13 @@ def run_deferred() -> bool:
 
 
 def leave() -> None:
-    """Run the handlers that have waited, unless a caller is uninterrupted: then its caller does."""
+    """Run the deferred handlers, unless a caller is uninterrupted: then its caller runs them."""
     if is_due() and _find_inside(sys._getframe(1)) is None:
         _run_all()
 
 
 def is_from_handler(error: BaseException) -> bool:
-    """Return whether a handler, and not the call itself, has raised the exception at hand."""
+    """Return whether a signal's handler has raised an exception."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code is _call.__code__:
@@ -134,7 +135,7 @@ def is_due() -> bool:
 
 
 def run_overdue() -> None:
-    """Run the handlers that have waited too long for an exchange of data to end, in its midst.
+    """Run the handlers that have waited too long for the end of an exchange of data.
 
     Raises:
         HorovodInternalError: a handler has raised; `run_deferred` will raise the same.
@@ -154,10 +155,10 @@ def run_overdue() -> None:
 
 
 def install() -> None:
-    """Put all handlers of this process behind a `_Handler`, now and later, until `uninstall`.
+    """Wrap all signal handlers of this process in a `_Handler`, now and later, until `uninstall`.
 
-    ``signal.getsignal`` goes on to return what was given to ``signal.signal``. In another thread
-    than the main one, which may set no handlers, this is about later ones only.
+    ``signal.getsignal`` still returns the handler that ``signal.signal`` was given. Only the main
+    thread may set handlers; called in another thread, this affects later handlers only.
     """
     vars(_signal).update(signal=_wrapping_signal, getsignal=_unwrapping_getsignal)
     _exchange_handlers(_wrapped)
@@ -170,7 +171,7 @@ def uninstall() -> None:
 
 
 def _note_fork() -> None:
-    """In a forked child: leave to its parent what that has begun, with locks that stay taken."""
+    """Forget the parent's unfinished work in a forked child, where its locks stay locked."""
     deferred.clear()
     workers.clear()
 
@@ -179,10 +180,10 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Handler:
-    """A handler of the user's, called at once or later.
+    """A user's handler, called at once or later.
 
     Args:
-        handler: which takes the signal's number and the frame that it has interrupted.
+        handler: takes the signal's number and the frame that it has interrupted.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
@@ -196,7 +197,7 @@ class _Handler:
 
 
 def _find_inside(frame: FrameType | None) -> CodeType | None:
-    """The innermost function on a stack that is uninterrupted."""
+    """Return the innermost uninterrupted function on a stack."""
     while frame is not None:
         if frame.f_code in _codes:
             return frame.f_code
@@ -211,7 +212,7 @@ def _run_all() -> None:
         if not number:
             raise _raised.pop()
         handler = _unwrapped(_get(number))
-        if callable(handler):  # else it has been taken away meanwhile
+        if callable(handler):  # else it has been removed meanwhile
             _call(handler, number, sys._getframe(1))
 
 

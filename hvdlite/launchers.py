@@ -1,4 +1,4 @@
-"""Launchers that start N processes which MPI does not join: N jobs of one rank."""
+"""Detection of launchers whose processes MPI does not connect: N jobs of one rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SLURM = (
 
 
 class Launcher(NamedTuple):
-    """The variables by which a launcher's processes know that there are several of them.
+    """A launcher, and the variables that tell its processes their number.
 
     Attributes:
         name: the launcher, in messages.
         sizes: variables with the number of processes.
-        rank: the variable with the process's rank. Without it the others say nothing: batch
-            systems and users set them for processes, too, that are alone.
-        otherwise: how else to start the script, beside hvdliterun.
+        rank: the variable with the process's rank. Without it the others mean nothing: batch
+            systems and users also set them for single processes.
+        otherwise: another way to start the script, beside hvdliterun.
         rank_counts: whether a rank above 0 is enough, because not all versions set a size.
     """
 
@@ -37,7 +37,7 @@ class Launcher(NamedTuple):
     rank_counts: bool = False
 
     def found(self, environment: Mapping[str, str]) -> tuple[str, int]:
-        """Return the variable that tells of several processes, and how many; else ``("", 0)``."""
+        """Return the variable that shows several processes, and their number; else ``("", 0)``."""
         if self.rank not in environment:
             return "", 0
         counts = {name: _number(environment, name) for name in self.sizes}
@@ -50,7 +50,7 @@ class Launcher(NamedTuple):
 # MPI's own process managers.
 _MANAGERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-# The most particular first: Flux, PALS and srun set PMI_SIZE as well.
+# The most specific first: Flux, PALS and srun set PMI_SIZE as well.
 _LAUNCHERS = (
     Launcher("Flux", ("FLUX_JOB_SIZE",), "FLUX_TASK_RANK", "with `flux run -o mpi=...`"),
     Launcher("PALS", ("PALS_SIZE", "PALS_LOCAL_SIZE"), "PALS_RANKID", _OTHER_MPI, True),
@@ -108,7 +108,7 @@ def _number(environment: Mapping[str, str], variable: str) -> int:
 
 
 def _command(count: int, environment: Mapping[str, str]) -> str:
-    """The command line that starts this process's script on ``count`` ranks (0: not known)."""
+    """Return the command line for this process's script on ``count`` ranks (0: unknown)."""
     here = _number(environment, "LOCAL_WORLD_SIZE")
     hosts = ["-H", f"host1:{here},host2:{here},..."] if 0 < here < count else []
     program, *arguments = getattr(sys, "orig_argv", None) or ["python", "train.py"]

@@ -120,7 +120,7 @@ def init(
     given = () if isinstance(process_sets, str) else process_sets or ()
     wanted = [_as_process_set(each) for each in given]
     values = settings.read()
-    failures.install(_place)
+    failures.install(_job_rank)
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:
         launchers.check(MPI.COMM_WORLD.size)
@@ -274,9 +274,9 @@ def _hook() -> None:
         atexit.register(shutdown)
 
 
-def _place() -> failures.Place | None:
+def _job_rank() -> failures.JobRank | None:
     """Return the rank whose exceptions end the job; None in a forked child, or on a rank alone."""
     if world.forked:
         return None
     rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
-    return failures.Place(rank, size, _run.job) if size > 1 else None
+    return failures.JobRank(rank, size, _run.job) if size > 1 else None

@@ -79,7 +79,7 @@ def _overlap(text: str) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be set from outside: field ``x`` is ``HVDLITE_X``, else ``HOROVOD_X``."""
+    """All settings; field ``x`` is read from ``HVDLITE_X``, else from ``HOROVOD_X``."""
 
     #: Bytes after which a gradient bucket is closed.
     fusion_threshold: int = field(
@@ -87,8 +87,8 @@ class Settings:
     )
     #: Bytes after which the first bucket is closed; small, so that exchange starts early.
     first_bucket_size: int = field(default=2**20, metadata=_count("a number of bytes, 0 or more"))
-    #: Whether buckets are exchanged while the backward pass goes on: "1", "0", or "auto", where a
-    #: rank has a core to spare for it or waits for a network.
+    #: Exchange buckets during the backward pass: "1", "0", or "auto": if a rank has a core to spare
+    #: for it or waits for a network.
     overlap: str = field(default="auto", metadata={"parse": _overlap, "allowed": "0, 1 or auto"})
     #: Milliseconds that a lane's thread lets submissions come together before it turns to them,
     #: if nobody waits for them meanwhile.
@@ -98,8 +98,8 @@ class Settings:
     )
     #: Named calls that are kept ready for the next time; 0: none.
     cache_capacity: int = field(default=1024, metadata=_count("a number of calls, 0 or more"))
-    #: What it is when ranks find, with the second exchange of gradients, that their weights or
-    #: their optimizers differ: "error", "warn", or "off", where they do not compare them.
+    #: The reaction to weights or optimizers that differ between ranks, which compare them with the
+    #: second exchange of gradients: "error", "warn", or "off": they do not compare them.
     check_ranks: str = field(default="error", metadata=_one_of("error", "warn", "off"))
     #: Exchanges after which they compare them again, and again after as many; 0: only once.
     check_ranks_every: int = field(
@@ -142,7 +142,7 @@ class Settings:
     timeline: str = field(
         default="", metadata={"parse": _timeline, "allowed": "the path of a file, or empty"}
     )
-    #: Whether that timeline marks each round of communication.
+    #: Mark each round of communication in that timeline.
     timeline_mark_cycles: bool = field(default=False, metadata=_FLAG)
     #: Verbosity of the ``hvdlite`` logger.
     log_level: str = field(
@@ -150,8 +150,8 @@ class Settings:
     )
 
 
-# What would have ranks that differ in it run different collectives, or wait in vain for what the
-# others bring to one.
+# Settings with which ranks that differ in them would run different collectives, or would wait for
+# ever.
 _SAME_EVERYWHERE = (
     "shared_memory",
     "force_local_size",
@@ -162,7 +162,7 @@ _SAME_EVERYWHERE = (
 
 
 def compare(settings: Settings, comm: Any) -> None:
-    """Refuse settings that would have the ranks do different things; collective.
+    """Require the same value on all ranks for settings that decide on collectives; collective.
 
     Args:
         settings: this rank's.
@@ -247,7 +247,7 @@ _SILENT = re.compile(
 
 
 def ignored(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Say for each variable that is set and has no effect why that is, in one line each."""
+    """Return one line for each variable that is set and has no effect, with the reason."""
     known = {entry.name.upper() for entry in fields(Settings)}
     lines = []
     for variable in sorted(environment):

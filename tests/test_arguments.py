@@ -1,4 +1,4 @@
-"""Settings of any type are either taken or refused with a word of what is expected."""
+"""Arguments of any type are either accepted or refused with the expected values."""
 
 from __future__ import annotations
 

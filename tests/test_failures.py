@@ -1,4 +1,4 @@
-"""How ranks tell of the exceptions that end them, and that the job ends."""
+"""Ranks report the exceptions that end them, and end the job."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_no_rank_loses_an_error_of_its_own():
         if hvd.rank() == 0:
             raise KeyError("zero")
         if hvd.rank() == 1:
-            # Of one's own, although communication has the last word.
+            # An error of this rank, although communication raises the last one.
             try:
                 raise ValueError("one")
             finally:
@@ -130,7 +130,7 @@ def test_no_rank_loses_an_error_of_its_own():
     assert count(lines, "KeyError: 'zero'") == 1
     assert count(lines, "TypeError: the same") == 2
     assert count(lines, "ends the job: TypeError: the same (") == 1
-    # Of rank 1 only if it has noticed before the job has ended.
+    # One for rank 1 only if it failed before the job ended.
     assert count(lines, "Traceback") == 2 + 2 * count(lines, "ValueError: one")
 
 
@@ -172,11 +172,13 @@ def test_the_line_says_where_the_users_own_code_has_failed():
 
 
 def test_the_line_has_the_error_that_a_longer_text_tells_of():
-    place = failures.Place(1, 2, "job")
+    job_rank = failures.JobRank(1, 2, "job")
     text = "Graph execution error:\n\nDetected at node\nMismatchError: shape\n\t [[node]]"
-    assert failures._line(place, RuntimeError(text)).endswith("job: MismatchError: shape\n")
-    assert failures._line(place, KeyError("x\ny")).endswith("ends the job: KeyError: 'x\\ny'\n")
-    assert failures._line(place, KeyboardInterrupt()).endswith("ends the job: KeyboardInterrupt\n")
+    assert failures._line(job_rank, RuntimeError(text)).endswith("job: MismatchError: shape\n")
+    assert failures._line(job_rank, KeyError("x\ny")).endswith("ends the job: KeyError: 'x\\ny'\n")
+    assert failures._line(job_rank, KeyboardInterrupt()).endswith(
+        "ends the job: KeyboardInterrupt\n"
+    )
 
 
 def test_only_what_comes_from_other_ranks_is_a_consequence(monkeypatch):
@@ -186,7 +188,7 @@ def test_only_what_comes_from_other_ranks_is_a_consequence(monkeypatch):
 
     def lines(error, job):
         written.clear()
-        failures._report(failures.Place(1, 2, job), error, None)
+        failures._report(failures.JobRank(1, 2, job), error, None)
         return len(written[0].splitlines())
 
     gone, other = RankGoneError("rank 0 has ended"), HorovodInternalError("x")

@@ -21,7 +21,7 @@ from tests.harness import ranks, run_script
 
 
 class Stop(Exception):  # noqa: N818
-    """What a user's handler raises."""
+    """An exception of a user's handler."""
 
 
 def stop(*_):
@@ -41,13 +41,24 @@ def handling(handler, seconds=0.0, again=0.0):
 
 
 def interrupt(call, error=Stop):
-    """Call something that waits for ranks that come later, and have a handler raise there."""
+    """Call a function that waits for ranks that come later, and have a handler raise there."""
+    seen = 0
 
     def handler(*_):
-        raise error("save and go")
+        nonlocal seen
+        seen += has_begun()
+        if seen == 2:  # the second time, so that a call with several operations has submitted all
+            raise error("save and go")
 
-    with handling(handler, 0.1), pytest.raises(error, match="save and go"):
+    with handling(handler, 0.05, 0.05), pytest.raises(error, match="save and go"):
         call()
+
+
+def has_begun():
+    """Return whether an operation or a shutdown waits for other ranks."""
+    if runtime._ending is not None:
+        return True
+    return any(engine.named._queue.operations for engine in runtime._sets._engines.values())
 
 
 def start(monkeypatch, **variables):
@@ -321,7 +332,7 @@ class TestDeferred:
 
 @ranks(1)
 def test_a_forked_child_does_not_wait_for_threads_that_it_lacks():
-    """What its parent had begun, and the signals that came meanwhile, are its parent's."""
+    """Its parent's unfinished work and signals stay with the parent."""
     hvd.init()
     lock = runtime.engine().named._lock
 

@@ -12,7 +12,7 @@ from hvdlite import launchers
 from hvdlite.errors import LauncherError
 from tests.harness.mpirun import ROOT
 
-# What each sets for rank 1 of 4 processes on two hosts.
+# The variables of rank 1 of 4 processes on two hosts.
 TORCHRUN = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
 FOREIGN = {
     "torchrun": TORCHRUN,

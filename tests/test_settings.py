@@ -96,7 +96,7 @@ def test_empty_means_not_set(name):
 
 def test_what_has_no_effect_gets_a_line_each():
     assert settings.ignored({f"HOROVOD_{name.upper()}": "1" for name in GOOD}) == []
-    # What Horovod's build reads, what horovodrun sets, what is empty, and what the launcher reads.
+    # Variables of Horovod's build, of horovodrun, empty ones, and those of the launcher.
     names = "HOROVOD_WITH_PYTORCH HOROVOD_GPU_OPERATIONS HOROVOD_CUDA_HOME HOROVOD_RANK"
     names += " HOROVOD_GLOO_RENDEZVOUS_ADDR HOROVOD_CONTROLLER HVDLITE_MPIRUN PATH"
     assert (

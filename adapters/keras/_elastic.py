@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvdlite.elastic.state import State
-from hvdlite.elastic.variables import VariableState
+from hvdlite.elastic.state import State, VariableState
 from hvdlite.keras._values import variables_of
 
 

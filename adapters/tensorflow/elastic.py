@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdlite import elastic
 from hvdlite.elastic import HostUpdate, ObjectState, State
-from hvdlite.elastic.variables import VariableState
+from hvdlite.elastic.state import VariableState
 from hvdlite.keras._elastic import KerasState
 from hvdlite.tensorflow.errors import named_by
 

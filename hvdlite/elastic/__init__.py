@@ -1,9 +1,8 @@
-"""Training that goes on after a failure: a state that is kept, and a loop that returns to it."""
+"""Elastic training: a state with commits, and a loop that returns to the last one."""
 
 from __future__ import annotations
 
-from hvdlite.elastic.objects import ObjectState
 from hvdlite.elastic.run import run
-from hvdlite.elastic.state import HostUpdate, State
+from hvdlite.elastic.state import HostUpdate, ObjectState, State
 
 __all__ = ["HostUpdate", "ObjectState", "State", "run"]

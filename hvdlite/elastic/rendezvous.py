@@ -1,4 +1,4 @@
-"""Where ranks come together when their lanes have failed."""
+"""The meeting of ranks whose lanes have failed, and the new world that they form."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from hvdlite import runtime, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import RankGoneError
 
@@ -14,10 +15,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 20e-3
 
 
 class Rendezvous:
-    """A meeting point of ranks that ends in time, whatever has become of the others.
+    """A meeting of all ranks with a time limit, even if ranks have died.
 
     It has a communicator of its own, made while all ranks live, and uses it for messages from
-    rank to rank only: unlike a collective, they tell who has not come.
+    rank to rank only: unlike a collective, they tell which rank has not come.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
@@ -36,7 +37,7 @@ class Rendezvous:
         self._gone: str | None = None
 
     def meet(self, message: Any) -> list[Any]:
-        """Exchange messages with all ranks; return theirs, by rank, once all know that all came.
+        """Exchange messages with all ranks; return all messages by rank when all ranks have come.
 
         Raises:
             RankGoneError: a rank has left or died, or has not come in time; the message says
@@ -49,15 +50,15 @@ class Rendezvous:
         return messages
 
     def leave(self, reason: str) -> None:
-        """Tell all ranks that this one does not come any more, and why.
+        """Tell all ranks that this one will not come any more, and why.
 
-        Where it leaves because another one is gone, they hear of that one.
+        If it leaves because another rank is gone, they are told about that rank.
         """
         reason = self._gone or f"rank {self.comm.rank} has left elastic training ({reason})"
         for rank in self._others():
             try:
                 self._sent.append(self.comm.isend(reason, rank, _LEFT))
-            except self._mpi.Exception:  # to a rank that has died: nobody to tell
+            except self._mpi.Exception:  # that rank has died
                 continue
 
     def close(self) -> None:
@@ -90,7 +91,7 @@ class Rendezvous:
         return [received[rank] for rank in range(self.comm.size)]
 
     def _try(self, rank: int, call: Any, *args: Any) -> Any:
-        """Call something that MPI refuses where the other rank has died."""
+        """Call a function that raises an MPI error if the other rank has died."""
         try:
             return call(*args)
         except self._mpi.Exception as error:
@@ -102,3 +103,26 @@ class Rendezvous:
             f"rank {self.comm.rank}: {what}, and a world without it cannot be formed yet; see "
             "what ended it, start the job again, and load the last checkpoint"
         )
+
+
+def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
+    """End the world of this rank and form one with all ranks that were in it; collective.
+
+    Every rank comes here in the end, because pending operations fail as soon as one rank has shut
+    down. Only this function decides which ranks form the new world.
+
+    Args:
+        rendezvous: over the ranks of the old world.
+        report: this rank's message to the others.
+
+    Returns:
+        The reports of all ranks, by rank.
+
+    Raises:
+        RankGoneError: a rank has died, has left, or does not come.
+    """
+    process_sets = runtime.process_sets().added if world.is_initialized() else []
+    runtime.shutdown()
+    reports = rendezvous.meet(report)
+    runtime.init(rendezvous.comm, process_sets)
+    return reports

@@ -1,4 +1,4 @@
-"""The loop that returns to the last commit."""
+"""The training loop that returns to the last commit after a failure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from hvdlite import collectives, mpi, runtime, world
-from hvdlite.elastic.rendezvous import Rendezvous
-from hvdlite.elastic.reset import reset
+from hvdlite.elastic.rendezvous import Rendezvous, reset
 from hvdlite.elastic.state import State
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -26,7 +25,7 @@ _Result = TypeVar("_Result")
 def run(
     func: Callable[Concatenate[_State, _Rest], _Result],
 ) -> Callable[Concatenate[_State, _Rest], _Result]:
-    """Make a training function go on after failures, from the last commit of its state.
+    """Make a training function continue after failures, from the last commit of its state.
 
     All ranks call the function together, after ``init()``::
 
@@ -39,23 +38,23 @@ def run(
 
         train(hvd.elastic.ObjectState(epoch=0))
 
-    First the state is given to all ranks. When ``HorovodInternalError`` ends the function, on
-    whichever ranks, all return to their last commit, form the world again, and call the
-    function again. ``HostsUpdatedInterrupt`` does the same without going back. The ranks
-    return together: where one fails at the very end, the others do its last steps again.
+    First all ranks get the state of rank 0. When ``HorovodInternalError`` ends the function on
+    any rank, all ranks return to their last commit, form the world again, and call the function
+    again. ``HostsUpdatedInterrupt`` does the same without returning to the commit. The ranks
+    return together: if one fails at the very end, all repeat the last steps.
 
-    A rank that has died cannot be done without yet: the others raise ``RankGoneError``, which
-    names it. Nor do the ranks fail for ever: after ``HVDLITE_ELASTIC_RETRIES`` (3) failures in
-    a row without a commit between them, the next is raised.
+    Training cannot continue without a rank that has died: the others raise ``RankGoneError``,
+    which names it. After ``HVDLITE_ELASTIC_RETRIES`` (3) failures in a row without a commit
+    between them, the next failure is raised.
 
     Args:
-        func: takes a `State` first, and whatever else it is called with.
+        func: the training function; its first argument is a `State`.
     """
 
     @functools.wraps(func)
     def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         settings = runtime.engine().settings
-        collectives.barrier(name="elastic.start")  # unlike what follows, it tells who is missing
+        collectives.barrier(name="elastic.start")  # it names missing ranks, unlike the steps below
         comm = world.current().comm.Dup()
         rendezvous = Rendezvous(mpi.load(), comm, settings.elastic_timeout)
         attempts = _Attempts(state, rendezvous, settings.elastic_retries)
@@ -70,7 +69,7 @@ def run(
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others when they form the world again."""
+    """A rank's message to the others when they form the world again."""
 
     error: str  # empty: none, the hosts have changed
     failures: int
@@ -78,7 +77,7 @@ class _Report(NamedTuple):
 
 
 class _Attempts:
-    """The calls of a training function, and what is between them."""
+    """The calls of a training function, and the recovery between them."""
 
     def __init__(self, state: State, rendezvous: Rendezvous, retries: int) -> None:
         self._state = state
@@ -108,7 +107,7 @@ class _Attempts:
             is_new = True
 
     def _prepare(self, is_new: bool) -> None:
-        """Make the state fit for the world, and the same on all ranks."""
+        """Adapt the state to the world, and make it the same on all ranks."""
         if is_new:
             self._state.on_reset()
         if self._skip_sync:
@@ -124,17 +123,17 @@ class _Attempts:
         self._rendezvous.close()
 
     def _fail(self, error: HorovodInternalError) -> _Report:
-        """Return to the last commit, and say so."""
+        """Return to the last commit, and describe the failure to the others."""
         self._failures = self._failures + 1 if self._state.commits == self._commits else 1
         self._commits = self._state.commits
         self._state.restore()
         return _Report(_brief(error), self._failures, False)
 
     def _learn(self, reports: list[_Report], failure: HorovodInternalError | None) -> None:
-        """Go by what all ranks have told.
+        """Evaluate the messages of all ranks.
 
         Raises:
-            HorovodInternalError: they fail again and again; on all of them.
+            HorovodInternalError: too many failures in a row; on all ranks.
         """
         self._skip_sync = all(report.skip_sync for report in reports)
         # A rank may have failed once more than others, which had not begun yet.
@@ -158,6 +157,6 @@ class _Attempts:
 
 
 def _brief(error: HorovodInternalError) -> str:
-    """What has happened, without the pages that a framework may have put around it."""
+    """Return the error's message without the text that a framework has put around it."""
     named = _NAMED.search(str(error))
     return named[1] if named else str(error)

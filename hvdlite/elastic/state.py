@@ -1,21 +1,24 @@
-"""What training can return to after a failure."""
+"""States that training can return to after a failure."""
 
 from __future__ import annotations
 
 import abc
+import copy
 import enum
 import queue
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from hvdlite import collectives
+from hvdlite.arrays import describe
 from hvdlite.errors import HostsUpdatedInterrupt
 from hvdlite.reduction import Max
 
 
 class HostUpdate(enum.IntFlag):
-    """How the set of hosts has changed; both at once is possible."""
+    """The kind of a change of the hosts; both kinds may come at once."""
 
     NONE = 0
     REMOVED = 1
@@ -23,13 +26,13 @@ class HostUpdate(enum.IntFlag):
 
 
 class State(abc.ABC):
-    """What a training function needs to go on: `run` saves, restores and spreads it.
+    """The state of a training function, which `run` saves, restores and synchronises.
 
-    A class of one's own defines `save`, `restore` and `sync`, and calls
+    A subclass defines `save`, `restore` and `sync`, and calls
     ``super().__init__()``.
 
     Attributes:
-        commits: how many there have been.
+        commits: the number of commits so far.
     """
 
     def __init__(self) -> None:
@@ -39,7 +42,7 @@ class State(abc.ABC):
         self._last_update = 0.0
 
     def commit(self) -> None:
-        """Keep the state as it is now, and look whether the set of hosts has changed; collective.
+        """Keep the current state, and check for a change of the hosts; collective.
 
         The ranks meet first, so that none keeps a step that another has not finished.
 
@@ -64,31 +67,31 @@ class State(abc.ABC):
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Return to what was saved last."""
+        """Return to the last saved state."""
 
     @abc.abstractmethod
     def sync(self) -> None:
         """Give all ranks the state of rank 0, and save it; collective."""
 
     def merge(self) -> None:  # noqa: B027 - most states have nothing to merge
-        """Tell all ranks what each has done of the shared work; collective.
+        """Share each rank's part of the work with all ranks; collective.
 
-        This is the part of `sync` that is needed whenever ranks have changed, also where all
-        of them have the same weights. By default nothing.
+        This is the part of `sync` that is needed whenever ranks have changed, even if all of
+        them have the same weights. By default it does nothing.
         """
 
     def reset(self) -> None:  # noqa: B027 - nor anything to adapt
-        """Adapt to a new world, before the callbacks are called; by default nothing."""
+        """Adapt to a new world, before the callbacks are called; by default do nothing."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Add functions to be called, without arguments, when a new world has been formed.
 
-        They adapt what depends on the number of ranks: the learning rate, say.
+        They adapt values that depend on the number of ranks, such as the learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Called by `run` on every rank when a new world has been formed."""
+        """Adapt to a new world; called by `run` on every rank."""
         self._host_messages = queue.SimpleQueue()  # the new world knows of them
         self.reset()
         for callback in self._reset_callbacks:
@@ -100,13 +103,13 @@ class State(abc.ABC):
         One rank that is told is enough.
 
         Args:
-            timestamp: when, in seconds; what is not newer than the last update is ignored.
+            timestamp: time in seconds; an update that is not newer than the last one is ignored.
             update_res: a `HostUpdate`.
         """
         self._host_messages.put((timestamp, update_res))
 
     def check_host_updates(self) -> None:
-        """Look whether any rank has been told of a change of the hosts; collective.
+        """Check whether any rank has been told of a change of the hosts; collective.
 
         Raises:
             HostsUpdatedInterrupt: yes; on all ranks in the same call.
@@ -123,3 +126,124 @@ class State(abc.ABC):
         self._last_update = newest
         if any(found):
             raise HostsUpdatedInterrupt(skip_sync=not found[1])
+
+
+class ObjectState(State):
+    """A state whose parts are its attributes, anything that can be copied and pickled.
+
+    Example::
+
+        state = ObjectState(epoch=0, batch=0)
+        state.epoch += 1
+        state.commit()
+
+    Args:
+        bcast_object: a function that returns rank 0's object on all ranks; None: hvdlite's.
+        get_rank: not needed; accepted because Horovod takes it.
+        **kwargs: the attributes, and their values at the start.
+
+    Raises:
+        ValueError: the class has an attribute or a method of such a name.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self._bcast_object = bcast_object or _broadcast
+        self._names = tuple(kwargs)
+        for name, value in kwargs.items():
+            if hasattr(self, name):
+                raise ValueError(
+                    f"{name!r} is a part of {type(self).__name__} already; give the value another "
+                    "name"
+                )
+            setattr(self, name, value)
+        self._saved: dict[str, Any] = {}
+        ObjectState.save(self)
+
+    def save(self) -> None:
+        """Keep deep copies of the attributes."""
+        self._saved = copy.deepcopy(self._values())
+
+    def restore(self) -> None:
+        """Set the attributes to their saved values."""
+        self._set(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Set the attributes to those of rank 0, and save them; collective.
+
+        Raises:
+            HorovodInternalError: a value cannot be pickled, or communication failed.
+        """
+        self._set(self._bcast_object(self._values()))
+        ObjectState.save(self)
+
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class VariableState(ObjectState):
+    """A state of variables that have ``numpy()`` and ``assign()``, and of other attributes.
+
+    A subclass defines `variables_kept`.
+
+    Args:
+        **kwargs: as for `ObjectState`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._kept: list[tuple[Any, Any]] = []
+        self._keep_values()
+
+    def variables_kept(self) -> Sequence[Any]:
+        """Return the variables that are saved and restored."""
+        raise NotImplementedError
+
+    def variables_shared(self) -> Sequence[Any]:
+        """Return the variables that `sync` gives to all ranks; by default all."""
+        return self.variables_kept()
+
+    def save(self) -> None:
+        """Keep copies of the variables' values and of the other attributes."""
+        super().save()
+        self._keep_values()
+
+    def restore(self) -> None:
+        """Assign the saved values."""
+        super().restore()
+        for variable, value in self._kept:
+            variable.assign(value)
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's variables and other attributes, and save them; collective.
+
+        Raises:
+            HorovodInternalError: the ranks disagree on the variables, or communication failed.
+        """
+        super().sync()
+        variables = self.variables_shared()
+        arrays = [np.asarray(variable.numpy()) for variable in variables]
+        layout = [
+            (getattr(variable, "path", None) or variable.name, describe(array))
+            for variable, array in zip(variables, arrays, strict=True)
+        ]
+        collectives.agree_on("elastic.variables", layout)
+        for number, (variable, array) in enumerate(zip(variables, arrays, strict=True)):
+            variable.assign(collectives.broadcast(array, 0, f"elastic.variable.{number}"))
+        self.save()
+
+    def _keep_values(self) -> None:
+        self._kept = [(v, np.array(v.numpy())) for v in self.variables_kept()]
+
+
+def _broadcast(value: Any) -> Any:
+    return collectives.broadcast_object(value, 0, "elastic.objects")

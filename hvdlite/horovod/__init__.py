@@ -1,4 +1,4 @@
-"""Scripts written for Horovod run as they are: their ``import horovod...`` finds hvdlite.
+"""The alias: scripts written for Horovod run unchanged, with hvdlite as ``horovod``.
 
 ::
 
@@ -6,11 +6,11 @@
     mpirun -np 4 python -m hvdlite.horovod train.py
     mpirun -np 4 python -m hvdlite.horovod -m pytest test_training.py
 
-and only then: nothing changes for a script that is started otherwise.
+Scripts that are started in any other way are not affected.
 
 ::
 
-    names      Horovod's modules, and what of hvdlite answers for each
+    names      Horovod's modules, and the modules of hvdlite that provide their contents
     finder     imports them
     util       helpers that other libraries import from Horovod
     data       data loaders that read ahead

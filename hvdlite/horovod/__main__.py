@@ -18,7 +18,7 @@ _USAGE = (
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
-    """Run what the arguments say as Python itself would; return its global names."""
+    """Run a script, module or code as Python itself would; return its global names."""
     if arguments[:1] in ([], ["-h"], ["--help"]):
         print(_USAGE, file=sys.stdout if arguments else sys.stderr)
         sys.exit(0 if arguments else 2)
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         sys.exit(f"hvdlite.horovod: {option} needs an argument; {_USAGE}")
     if option not in ("-m", "-c") and option.startswith("-"):
         sys.exit(f"hvdlite.horovod: {option}: not known here; Python's options come before -m")
-    # Python has put the current folder first for our own sake; `-P` has it put nothing there.
+    # Python has put the current folder first because of `-m hvdlite.horovod`; not with `-P`.
     own_folder = not getattr(sys.flags, "safe_path", False)
     if option == "-m":
         sys.argv = rest
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
 
 
 def _run(source: str | bytes, name: str, module: ModuleType) -> dict[str, Any]:
-    """Run code as the main module; runpy would not tell its path as Python does."""
+    """Run code as the main module, with the path that Python gives it; runpy sets another."""
     sys.modules["__main__"] = module
     exec(compile(source, name, "exec", dont_inherit=True), vars(module))
     return vars(module)

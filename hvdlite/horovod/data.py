@@ -14,7 +14,7 @@ _SECONDS_TO_STOP = 10.0
 
 
 class BaseDataLoader:
-    """A loader of batches; a subclass has ``_iterate`` and ``__len__``."""
+    """A loader of batches; a subclass defines ``_iterate`` and ``__len__``."""
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -29,21 +29,21 @@ class BaseDataLoader:
             yield self._process_batch(batch)
 
     def _process_batch(self, batch: Any) -> Any:
-        """Return what is made of a batch in the thread that uses it."""
+        """Process a batch in the thread that uses it, and return the result."""
         return batch
 
 
 class AsyncDataLoaderMixin:
     """Read a loader's batches ahead in a thread; put it before the loader among the bases.
 
-    Unlike Horovod's, each pass has a thread of its own: what a pass that was given up has read
-    ahead is not in the next one, and nothing is printed.
+    Unlike in Horovod, each pass has a thread of its own: batches that an abandoned pass has read
+    ahead are not part of the next one, and nothing is printed.
 
     Args:
         async_loader_queue_size: Batches to read ahead; 0: none, and no thread.
         debug_data_loader: Without effect.
         args: The loader's own arguments.
-        kwargs: Likewise.
+        kwargs: The loader's own keyword arguments.
 
     Example::
 
@@ -70,7 +70,7 @@ class AsyncDataLoaderMixin:
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
-        """End the passes that are under way, and their threads."""
+        """End all running passes and their threads."""
         for reader in list(self._readers):
             reader.stop()
             reader.thread.join(_SECONDS_TO_STOP)
@@ -90,11 +90,11 @@ class AsyncDataLoaderMixin:
 
 
 class _Reader:
-    """A thread that reads ahead, and the iterator over what it has read.
+    """A thread that reads ahead, and an iterator over the items it has read.
 
     Args:
-        source: Called in the thread; what it returns is iterated over there.
-        size: How many items may lie ready.
+        source: Called in the thread, which iterates over the result.
+        size: The maximal number of items read ahead.
     """
 
     def __init__(self, source: Callable[[], Iterable[Any]], size: int) -> None:
@@ -135,7 +135,7 @@ class _Reader:
                         return
                     self._ready.append(item)
                     self._changed.notify_all()
-        except BaseException as error:  # for who iterates
+        except BaseException as error:  # raised by the iterator
             self._failure = error
         finally:
             with self._changed:

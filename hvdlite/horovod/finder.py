@@ -1,4 +1,4 @@
-"""Finds Horovod's modules in hvdlite."""
+"""The import hook that finds Horovod's modules in hvdlite."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 from hvdlite.horovod.names import ANSWERS, REASONS, VERSION
 
 BOOTSTRAP = str(Path(__file__).with_name("bootstrap"))
-"""A folder for PYTHONPATH, by which Python installs the finder when it starts."""
+"""A folder for PYTHONPATH: Python installs the finder from it at its start."""
 
 
 def install() -> None:
-    """Have ``import horovod`` find hvdlite, in this process and in those that it starts.
+    """Make ``import horovod`` find hvdlite, in this process and in those that it starts.
 
-    An installed Horovod is not looked at. Processes that are started with another environment,
+    An installed Horovod is ignored. Processes that are started with another environment,
     or a Python that ignores PYTHONPATH (``-I``, ``-E``), are not reached.
 
     Raises:
@@ -57,7 +57,7 @@ def with_bootstrap(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def answers(name: str) -> bool:
-    """Return whether a module of Horovod's has been imported that hvdlite has made."""
+    """Return whether a module of this name has been imported through hvdlite's finder."""
     return isinstance(getattr(sys.modules.get(name), "__loader__", None), Finder)
 
 
@@ -67,7 +67,7 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of Horovod's; None: the module is not Horovod's.
+        """Return the spec of one of Horovod's modules; None for any other module.
 
         Raises:
             ModuleNotFoundError: hvdlite has no answer for it.
@@ -77,17 +77,17 @@ class Finder(MetaPathFinder, Loader):
         if fullname not in ANSWERS:
             parent = sys.modules.get(fullname.rpartition(".")[0])
             # Without the name, by which `from horovod.x import y` would take it for its own
-            # question and answer that in fewer words.
+            # question and answer it with a shorter message.
             raise ModuleNotFoundError(_no_answer(fullname, parent))
         # All are packages, and what lies in them is for the finder to say.
         origin = f"hvdlite ({ANSWERS[fullname].module})"
         return ModuleSpec(fullname, self, origin=origin, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """An ordinary module will do."""
+        """Leave it to Python to make an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Fill it with what hvdlite has.
+        """Fill the module with the names that hvdlite provides.
 
         Raises:
             ImportError: the module of hvdlite cannot be imported, or has none of it.
@@ -98,7 +98,7 @@ class Finder(MetaPathFinder, Loader):
             found.update(_answer(module.__name__, "hvdlite.horovod.util", answer.util))
         if module.__name__ in ("horovod", "horovod.version"):
             found["__version__"] = VERSION
-        module.__doc__ = f"What hvdlite has of {module.__name__}."
+        module.__doc__ = f"The part of {module.__name__} that hvdlite provides."
         vars(module).update(found)
         vars(module)["__all__"] = [name for name in found if not name.startswith("_")]
         vars(module)["__getattr__"] = functools.partial(_missing, module)
@@ -122,7 +122,7 @@ def _answer(name: str, module: str, wanted: Sequence[str]) -> dict[str, Any]:
 
 
 def _missing(module: ModuleType, name: str) -> Any:
-    """A module inside another, as Horovod imports most of its own; or what is not there."""
+    """Return a module inside another, which Horovod would have imported; else raise."""
     inner = f"{module.__name__}.{name}"
     if inner in ANSWERS:
         try:

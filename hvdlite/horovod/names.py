@@ -1,20 +1,20 @@
-"""Horovod's modules, and what of hvdlite answers for each."""
+"""Horovod's modules, and the modules of hvdlite that provide their contents."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 VERSION = "0.28.1"
-"""What ``horovod.__version__`` says: the release whose interface hvdlite has."""
+"""The value of ``horovod.__version__``: the release whose interface hvdlite has."""
 
 
 class Answer(NamedTuple):
-    """What a module of Horovod's is made of.
+    """The contents of one of Horovod's modules.
 
     Attributes:
         module: the module of hvdlite; empty: a package that only holds others.
-        names: what it takes of that; none: all that is public.
-        util: what it takes of ``hvdlite.horovod.util`` besides.
+        names: the names that it takes from that module; none: all public ones.
+        util: names that it takes from ``hvdlite.horovod.util`` in addition.
     """
 
     module: str
@@ -63,7 +63,7 @@ ANSWERS: dict[str, Answer] = {
     "horovod": Answer("hvdlite", ("run",)),
     "horovod.runner": Answer("hvdlite", ("run",)),
     "horovod.version": Answer(""),
-    # What all frameworks share.
+    # All frameworks.
     "horovod.common": Answer(""),
     "horovod.common.basics": Answer("hvdlite", _BASICS),
     "horovod.common.elastic": Answer("hvdlite.elastic"),
@@ -139,4 +139,4 @@ REASONS: dict[str, str] = {
     "horovod.ray": "start the job with hvdliterun, or call hvdlite.run()",
     "horovod.spark": "start the job with hvdliterun, or call hvdlite.run()",
 }
-"""What to do instead of a module that has no answer."""
+"""The remedy for each module that hvdlite does not provide."""

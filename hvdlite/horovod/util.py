@@ -56,7 +56,7 @@ EXTENSIONS = ["tensorflow", "torch"]
 
 
 def get_ext_suffix() -> str:
-    """Return how the file names of extension modules end."""
+    """Return the suffix of extension modules' file names."""
     return sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 

@@ -1,4 +1,4 @@
-"""What ``hvdliterun --check-build`` prints: what is installed here, and in which version."""
+"""The report of ``hvdliterun --check-build``: the installed software and its versions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SECONDS_TO_ANSWER = 60
 
 
 def report(environment: Mapping[str, str]) -> str:
-    """Describe the installation; nothing that is missing or broken raises."""
+    """Describe the installation; a missing or broken part is a remark, not an error."""
     sections = {
         "Available Frameworks": _frameworks(),
         "Available Controllers": [_controller()],
@@ -56,7 +56,7 @@ def _controller() -> str:
 
 
 def _libraries() -> list[str]:
-    """The library that mpi4py loads, then the wheels that bring one."""
+    """Return rows for the library that mpi4py loads and for the wheels that bring one."""
     found, answer = _ask([sys.executable, "-c", _ASK_LIBRARY])
     rows = [_row("loaded by mpi4py", answer if found else None, "" if found else answer)]
     for distribution, name in _WHEELS.items():
@@ -86,7 +86,7 @@ def _importable(module: str) -> bool:
 
 
 def _version(distributions: Sequence[str]) -> str:
-    """The version of the first of these that is installed; empty: none is."""
+    """Return the version of the first of these that is installed; empty: none is."""
     for distribution in distributions:
         try:
             return metadata.version(distribution)
@@ -96,7 +96,7 @@ def _version(distributions: Sequence[str]) -> str:
 
 
 def _ask(command: Sequence[str]) -> tuple[bool, str]:
-    """Run a program apart, for it may crash; tell whether it went well, and its last line."""
+    """Run a program, which may crash; return whether it succeeded, and its last line."""
     try:
         answer = subprocess.run(
             command,

@@ -12,7 +12,7 @@ from hvdlite.launch.hosts import Host, all_local
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
-# What belongs to one shell, one login or one host, or is the MPI library's own to carry.
+# Variables of one shell, one login or one host, and those that the MPI library carries itself.
 _STAYS = re.compile(
     r"_|PWD|OLDPWD|SHLVL|HOSTNAME|HOST|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TERMCAP|TTY|DISPLAY"
     r"|LS_COLORS|PS[1-4]|PROMPT_COMMAND|HIST\w*|COLUMNS|LINES|TMPDIR"
@@ -24,10 +24,10 @@ _BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID")
 
 
 def exported(environment: Mapping[str, str]) -> list[str]:
-    """The names of the variables that go along to other hosts, sorted.
+    """Return the sorted names of the variables that the ranks on other hosts get.
 
-    Left at home is what describes this shell, login or host, what mpirun carries itself,
-    and what mpirun cannot carry: a value of several lines.
+    Left out are those that describe this shell, login or host, those that mpirun carries itself,
+    and those that mpirun cannot carry: values of several lines.
     """
     return sorted(
         name
@@ -37,12 +37,12 @@ def exported(environment: Mapping[str, str]) -> list[str]:
 
 
 def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
-    """Tell whether all ranks run here: where no host is named, a batch system may have others."""
+    """Return whether all ranks run here; without named hosts, a batch system may choose others."""
     return all_local(hosts) and (bool(hosts) or not any(name in environment for name in _BATCH))
 
 
 def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which ``import hvdlite`` finds hvdlite in this folder, too.
+    """Return the environment in which ``import hvdlite`` finds hvdlite in this folder, too.
 
     In the folder that holds a checkout called hvdlite, ``python -c`` and ``python -m`` take that
     for the package, unless its own folder is on the path: an editable install comes last.

@@ -27,8 +27,8 @@ from hvdlite.launch.server import Failure, Server, serving
 
 _START_TIMEOUT = 120.0
 _ROOT = str(Path(__file__).resolve().parents[2])
-# What a rank of another job, or an MPI that runs in this process, has in its environment: an
-# mpirun that sees it takes itself for a part of that.
+# Variables of a rank of another job, or of an MPI that runs in this process: an mpirun that sees
+# them takes itself for a part of that job.
 _OF_A_RANK = re.compile(
     r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HVDLITE_LAUNCH)\w+"
 )
@@ -88,12 +88,12 @@ def run(
         accuracies = hvdlite.run(train, args=(0.1,), num_proc=4)
 
     Args:
-        func: the function. To call ``hvd.init()`` is its own affair.
+        func: the function, which calls ``hvd.init()`` itself if it needs it.
         args: its arguments.
         kwargs: its keyword arguments.
         num_proc: the number of ranks; default: 1.
-        hosts: where they run, as in ``hvdliterun -H``: ``"host1:2,host2:2"``; default: here, or
-            where the batch system says.
+        hosts: the hosts of the ranks, as in ``hvdliterun -H``: ``"host1:2,host2:2"``; default: this
+            one, or the choice of the batch system.
         hostfile: instead of ``hosts``, a file with one ``host slots=N`` per line.
         output_filename: a folder; what rank N prints goes to the files ``rank.N/stdout`` and
             ``rank.N/stderr`` in it, and is not shown.

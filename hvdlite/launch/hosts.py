@@ -78,7 +78,7 @@ def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
 
 
 def all_local(hosts: Sequence[Host]) -> bool:
-    """Tell whether every host is this machine (also where none is named)."""
+    """Return whether every host is this machine; True for an empty list."""
     here = socket.gethostname()
     names = _LOOPBACK | {here, here.partition(".")[0]}
     return all(host.name in names for host in hosts)

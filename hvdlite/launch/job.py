@@ -79,7 +79,7 @@ def follow(
     streams: Sequence[int | None] = (None, None, None),
     check: Callable[[], object] = lambda: None,
 ) -> Ending:
-    """Run mpirun to its end, and see to it that it ends when it should.
+    """Run mpirun to its end, and end it when a rank or a signal demands it.
 
     Args:
         arguments: mpirun's command line.
@@ -135,7 +135,7 @@ def _start(
     def follow_launcher() -> None:
         die_with_parent(launcher, signal.SIGTERM)
         if not at_terminal:
-            # What signals a whole group, as batch systems do, is to reach mpirun once.
+            # A batch system signals a whole group; mpirun must get the signal once only.
             os.setpgid(0, 0)
 
     stdin, stdout, stderr = streams
@@ -154,7 +154,7 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave no job behind when waiting for it was given up."""
+    """End a job that nobody waits for any more."""
     if process.poll() is None:
         process.terminate()
         try:

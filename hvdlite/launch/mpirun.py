@@ -1,4 +1,4 @@
-"""mpirun: where it is, which MPI it belongs to, and how that one is called."""
+"""mpirun: where it is, which MPI it belongs to, and how to call it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECONDS_TO_ANSWER = 20
 
 @dataclass(frozen=True)
 class Launch:
-    """What mpirun is asked for.
+    """The job that mpirun starts.
 
     Attributes:
         num_proc: number of processes.
@@ -47,9 +47,9 @@ class Mpirun(ABC):
         version: its version, as ``5.0.11``.
     """
 
-    #: What ``mpirun --version`` prints, as a regular expression.
+    #: A regular expression that matches the output of ``mpirun --version``.
     banner: ClassVar[str]
-    #: The signal on which it ends a job at once and without a word, if there is one.
+    #: The signal on which it ends a job at once and prints nothing, if there is one.
     quiet_end: ClassVar[signal.Signals | None] = None
     #: Arguments by which it puts the time before each line of output; empty: it cannot.
     timestamps: ClassVar[Sequence[str]] = ()
@@ -64,11 +64,11 @@ class Mpirun(ABC):
 
     @abstractmethod
     def arguments(self, launch: Launch) -> list[str]:
-        """The command line that starts ``launch``."""
+        """Return the command line that starts ``launch``."""
 
     @abstractmethod
     def settings(self, root: bool, here: bool) -> dict[str, str]:
-        """The variables it should see unless the user has set them.
+        """Return the variables that it needs and that the user may override.
 
         Args:
             root: whether the user is root.
@@ -90,14 +90,14 @@ class OpenMPI(Mpirun):
     network_variables = ("OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include")
 
     def arguments(self, launch: Launch) -> list[str]:
-        """The command line that starts ``launch``."""
+        """Return the command line that starts ``launch``."""
         hosts = ["--host", _joined(launch.hosts)] if launch.hosts else []
         exported = [word for name in launch.exported for word in ("-x", name)]
         numbers = ["-np", str(launch.num_proc)]
         return [self.path, *numbers, *hosts, *exported, *launch.extra, *launch.command]
 
     def settings(self, root: bool, here: bool) -> dict[str, str]:
-        """The variables it should see unless the user has set them."""
+        """Return the variables that it needs and that the user may override."""
         allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
         # The search for a network takes a second, and one host needs none.
         network = {"OMPI_MCA_btl": "^ofi"} if here else {}
@@ -145,14 +145,14 @@ class MPICH(Mpirun):
     network_variables = ("HYDRA_IFACE", "FI_TCP_IFACE")
 
     def arguments(self, launch: Launch) -> list[str]:
-        """The command line that starts ``launch``."""
+        """Return the command line that starts ``launch``."""
         hosts = ["-hosts", _joined(launch.hosts)] if launch.hosts else []
         exported = ["-genvall"] if launch.exported else []
         numbers = ["-np", str(launch.num_proc)]
         return [self.path, *numbers, *hosts, *exported, *launch.extra, *launch.command]
 
     def settings(self, root: bool, here: bool) -> dict[str, str]:
-        """The variables it should see unless the user has set them."""
+        """Return the variables that it needs and that the user may override."""
         return {}
 
     def networks(self, names: Sequence[str]) -> dict[str, str]:
@@ -168,7 +168,7 @@ class IntelMPI(MPICH):
     network_variables = ("I_MPI_HYDRA_IFACE", "FI_TCP_IFACE")
 
     def arguments(self, launch: Launch) -> list[str]:
-        """The command line that starts ``launch``: one section for each host."""
+        """Return the command line that starts ``launch``: one section for each host."""
         if not launch.hosts:
             return super().arguments(launch)
         words = [self.path, *(["-genvall"] if launch.exported else []), *launch.extra]
@@ -182,7 +182,7 @@ class IntelMPI(MPICH):
         return words
 
     def settings(self, root: bool, here: bool) -> dict[str, str]:
-        """The variables it should see unless the user has set them."""
+        """Return the variables that it needs and that the user may override."""
         return {"I_MPI_PIN": "0"}
 
 
@@ -219,7 +219,7 @@ def find(environment: Mapping[str, str]) -> str:
 
 
 def detect(path: str) -> Mpirun:
-    """Ask an mpirun what it is.
+    """Find out which flavour an mpirun is.
 
     Raises:
         StartError: it cannot be run, or belongs to no MPI that is known here.
@@ -248,7 +248,7 @@ def detect(path: str) -> Mpirun:
 
 
 def recognise(path: str, text: str) -> Mpirun | None:
-    """Choose the flavour by what ``mpirun --version`` printed; None: unknown."""
+    """Choose the flavour by the output of ``mpirun --version``; None: unknown."""
     version = re.search(r"\d+\.\d+[\w.]*", text)
     for flavour in FLAVOURS.values():
         if re.search(flavour.banner, text):
@@ -257,12 +257,12 @@ def recognise(path: str, text: str) -> Mpirun | None:
 
 
 def name_of(mpirun: Mpirun) -> str:
-    """The name of a flavour, as in ``FLAVOURS``."""
+    """Return the name of a flavour, as in ``FLAVOURS``."""
     return next(name for name, kind in FLAVOURS.items() if kind is type(mpirun))
 
 
 def _home() -> str:
-    """This user's home, without which Open MPI does not even tell its version."""
+    """Return this user's home: without it Open MPI does not even print its version."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_dir
     except KeyError:  # Containers give out user ids that have no entry.

@@ -53,17 +53,17 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The last of its spellings."""
+        """Return the last of its spellings."""
         return self.spellings.split()[-1]
 
     @property
     def opposite(self) -> str:
-        """The flag that says the opposite."""
+        """Return the flag for the opposite."""
         return self.flag.replace("--", "--no-", 1)
 
     @property
     def name(self) -> str:
-        """The attribute of parsed options with its value."""
+        """Return the attribute of parsed options that holds its value."""
         return self.flag.lstrip("-").replace("-", "_")
 
 
@@ -248,7 +248,7 @@ GROUPS: dict[str, Sequence[Option]] = {
         Option("--jsrun", instead="mpirun starts the ranks; see -H for their hosts"),
     ),
 }
-# With what the names of the options begin that a section of a config file has.
+# The sections of a config file, and the beginning of their options' names.
 _SECTIONS = {
     "autotune": "autotune_",
     "controller": "",
@@ -270,8 +270,7 @@ _ALL = [option for options in GROUPS.values() for option in options]
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse a command line, and the config file that it names.
 
-    An option that is given several times counts as the last one says; what the command line says
-    counts more than the file.
+    The last occurrence of an option counts; the command line overrides the file.
 
     Raises:
         StartError: the file cannot be read.
@@ -297,7 +296,7 @@ def without_effect(options: argparse.Namespace) -> Iterator[str]:
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that the options stand for."""
+    """Return the environment variables that the options set."""
     found = {}
     for option in _ALL:
         value = option.of(options)
@@ -313,7 +312,7 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def ssh_arguments(options: argparse.Namespace) -> str:
-    """Return the arguments for ssh that the options stand for."""
+    """Return the arguments for ssh that the options set."""
     values = ((option, option.of(options)) for option in _ALL if option.ssh)
     return " ".join(option.ssh.format(value) for option, value in values if value is not None)
 
@@ -335,7 +334,7 @@ def mpirun_arguments(options: argparse.Namespace) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A mistake on the command line takes one line, whoever notices it.
+    """A parser that reports each mistake in one line.
 
     Attributes:
         source: where the words come from, if not from the command line.
@@ -389,7 +388,7 @@ def _add(group: Any, option: Option) -> None:
 
 
 def _configured(path: str) -> Iterator[str]:
-    """Yield the words of a command line that says what a config file does."""
+    """Yield the words of a command line that is equivalent to a config file."""
     known = {option.name: option for option in _ALL}
     for section, key, value in _entries(path):
         name = _SECTIONS[section] + key if section in _SECTIONS else ""

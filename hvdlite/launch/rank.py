@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-# What each process manager calls a rank and the number of ranks.
+# The names that process managers give to the rank and to the number of ranks.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
@@ -31,14 +31,14 @@ _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _OTHERS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGCHLD}
 _WATCHED = _ENDING | _OTHERS
 
-# How Open MPI's process manager starts to end a job, be it only for MPI_Abort.
+# The first signals of Open MPI's process manager when it ends a job, also for MPI_Abort.
 _FIRST_SIGNS = _ENDING | {signal.SIGCONT}
 
 # Seconds that mpirun has to read a rank's last lines, to pass them on, and to end the job.
 _READ = 2.0
 _PASS_ON = 0.3
 _END = 8.0
-# Seconds that a rank has to end after the first word of it.
+# Seconds that a rank has to end after it began to leave.
 _LEAVE = 5.0
 
 _MOST_AT_ONCE = 1 << 16
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when its parent dies, however that happens.
+    """Have the kernel signal this process when its parent dies in any way.
 
     Args:
         parent: process id of the parent, known for certain.
@@ -102,7 +102,7 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def rank_here() -> int:
-    """The rank that the process manager has given this process; 0 without one."""
+    """Return the rank that the process manager has given this process; 0 without one."""
     return int(_first(_RANK, "0"))
 
 
@@ -123,7 +123,7 @@ def describe(who: str, code: int) -> str:
 
 
 def shell_code(code: int) -> int:
-    """The exit code as a shell counts it: 128 + n for signal n."""
+    """Return the exit code as a shell counts it: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
 
 
@@ -268,7 +268,7 @@ def _run(command: list[str], output: str, folder: str, mask: Iterable[int]) -> N
         if output:
             _redirect(output)
         subject = command[0]
-        # Tells a rank that it may just exit: the job ends, and more quietly than by MPI_Abort.
+        # A rank that sees it may just exit: the job ends, with fewer messages than by MPI_Abort.
         os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
         os.environ[FOLDER] = folder
         # Python ignores these, and an ignored signal stays so in the command.
@@ -296,7 +296,7 @@ def _redirect(output: str) -> None:
 
 
 def _wait(child: int, manager: int) -> tuple[int, set[int]]:
-    """Wait for the command; tell how it ended, and by what signs the manager had ended it."""
+    """Wait for the command; return how it ended, and the signals that the manager had sent."""
     signs: set[int] = set()
     while True:
         info = signal.sigwaitinfo(_WATCHED)
@@ -314,7 +314,7 @@ def _wait(child: int, manager: int) -> tuple[int, set[int]]:
 
 
 def _end_group() -> None:
-    """The manager was killed: leave nothing behind, not even the command's own children."""
+    """Kill the command and its children, because the manager was killed."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -366,8 +366,8 @@ def _report(channel: Any, code: int, folder: str, under_way: bool) -> None:
 def _abort(code: int) -> None:
     """Have MPICH's process manager end the job, as MPI_Abort does (a message of PMI-1).
 
-    It goes on when a rank that is not using MPI fails, and takes leave at length of one that
-    is.
+    Otherwise the manager continues after the failure of a rank that does not use MPI, and prints a
+    long message about one that does.
     """
     if "PMI_FD" not in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
         return

@@ -96,7 +96,7 @@ def unpicklable_result():
 
 
 class FailsToLoad:
-    """What can be pickled and not unpickled."""
+    """An object that can be pickled, but not unpickled."""
 
     def __reduce__(self):
         return int, ("not a number",)
@@ -136,7 +136,7 @@ def grandchild():
 
 
 def numbered(index, folder, word):
-    """What `spawn` calls; its result cannot be pickled, and nobody wants it."""
+    """Write a file for each rank; the result cannot be pickled, but `spawn` drops it."""
     hvd.init()
     total = hvd.allreduce(np.float64([index]), op=hvd.Sum)
     (folder / str(index)).write_text(f"{hvd.rank()} {hvd.size()} {float(total[0])} {word}")

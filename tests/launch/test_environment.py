@@ -13,7 +13,7 @@ def test_exported():
         "HVDLITE_LOG_LEVEL": "debug",
         "FOO": "a b;c='d'",
         "EMPTY": "",
-        # Of this shell, login or host, or mpirun's own:
+        # Variables of this shell, login or host, or of mpirun:
         "_": "/bin/env",
         "PWD": "/",
         "SHLVL": "1",

@@ -1,4 +1,4 @@
-"""Scripts that import horovod: what they get, and where."""
+"""Scripts that import horovod get hvdlite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def python(*arguments, cwd=ROOT, path=(), **options):
 
 
 def under_horovod(code, **options):
-    """What some code prints when horovod is hvdlite."""
+    """Run code with the alias, and return the lines that it prints."""
     done = python("-m", "hvdlite.horovod", "-c", code, **options)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()

@@ -1,4 +1,4 @@
-"""The watch over mpirun, with small programs in its place."""
+"""The watch over mpirun, with small programs instead of mpirun."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monke
 )
 def test_signals_to_the_launcher(server, capfd, number, code):
     previous = signal.getsignal(number)
-    # What a rank reports after that is a consequence, not the reason.
+    # A rank's later report is a consequence, not the reason.
     script = f"""
 import signal, sys, time
 sys.path.append({os.path.dirname(protocol.__file__)!r})

@@ -1,4 +1,4 @@
-"""The process around a rank, with this process in the place of mpirun."""
+"""The process around a rank; this process takes the role of mpirun."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_rank_that_began_to_leave_before_is_named_before(server):
 
 
 def test_its_note_stays_until_the_launcher_knows(monkeypatch, tmp_path):
-    """Else the process around a rank that failed because of it could be first."""
+    """Otherwise the process around a rank that failed because of it could be first."""
     note = tmp_path / f"{rank.LEAVING}7"
     note.touch()
     noted = []
@@ -212,7 +212,7 @@ def test_the_command_gets_default_signals():
     own, found = signal_masks(Path("/proc/self/status").read_text()), signal_masks(out)
     assert found["SigBlk"] == 0
     python_ignores = 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1
-    # What else this process ignores, its starter wants ignored.
+    # The process that started this one wants the other ignored signals ignored.
     assert found["SigIgn"] == own["SigIgn"] & ~python_ignores
 
 

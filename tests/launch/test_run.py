@@ -88,7 +88,7 @@ def test_the_first_of_several_exceptions(first):
 
 
 def test_what_only_tells_of_another_ranks_end_counts_last():
-    """As a lane raises it, which has noticed that a rank is gone."""
+    """A lane raises such an error when it notices that a rank is gone."""
     lost = HorovodInternalError("'x' failed: rank 1 has died")
     lost.__cause__ = RankGoneError("rank 1 has died")
     sent = [RemoteError.of(error, HOST, "raised", True) for error in (lost, KeyError("reason"))]
