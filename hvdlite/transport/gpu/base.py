@@ -238,7 +238,7 @@ class DeviceTransport(ABC):
             raise ValueError("Adasum is not defined for pieces of arrays; use allreduce")
         self._check_entered()
         rows = self._cuda.empty(self.size * result.size, result.dtype)
-        self.alltoall([as_bytes(piece) for piece in pieces], _cut(as_bytes(rows), self.size))
+        self.alltoall([as_bytes(piece) for piece in pieces], equal_parts(as_bytes(rows), self.size))
         self._cuda.reduce(rows, result, op, scaling, dtype or result.dtype)
 
     @abstractmethod
@@ -270,6 +270,7 @@ class DeviceTransport(ABC):
         """Free the resources of the transport, unless it has been aborted; collective."""
 
 
-def _cut(array: Any, parts: int) -> list[Any]:
-    step = array.size // parts
-    return [array[part * step : (part + 1) * step] for part in range(parts)]
+def equal_parts(array: Any, count: int) -> list[Any]:
+    """Cut an array into parts of the same size; the remainder is in none of them."""
+    step = array.size // count
+    return [array[number * step : (number + 1) * step] for number in range(count)]

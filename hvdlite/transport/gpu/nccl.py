@@ -14,7 +14,7 @@ from hvdlite.arrays import as_bytes
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
-from hvdlite.transport.gpu.base import DeviceTransport, Work
+from hvdlite.transport.gpu.base import DeviceTransport, Work, equal_parts
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.reduce import is_integer_mean
@@ -176,7 +176,7 @@ class NCCLTransport(DeviceTransport):
                     pointer, self._cuda.pointer(whole), nbytes, _BYTE, self.stream.ptr
                 )
         if scattered:
-            for part, source in zip(result, _slices(whole, nbytes, self.size), strict=True):
+            for part, source in zip(result, equal_parts(whole, self.size), strict=True):
                 self._cuda.copy(part, source)
 
     def broadcast(self, array: Any, root: int) -> None:
@@ -232,12 +232,12 @@ class NCCLTransport(DeviceTransport):
         step, left = divmod(send.size, self.size)
         if step:
             mine = result[self.rank * step : (self.rank + 1) * step]
-            self.reducescatter(_slices(send, step, self.size), mine, op, scaling, kind)
-            gathered = [as_bytes(part) for part in _slices(result, step, self.size)]
+            self.reducescatter(equal_parts(send, self.size), mine, op, scaling, kind)
+            gathered = [as_bytes(part) for part in equal_parts(result, self.size)]
             self.allgather(as_bytes(mine), gathered)
         if left:
             rows = self._cuda.empty(self.size * left, send.dtype)
-            gathered = [as_bytes(row) for row in _slices(rows, left, self.size)]
+            gathered = [as_bytes(row) for row in equal_parts(rows, self.size)]
             self.allgather(as_bytes(send[-left:]), gathered)
             self._cuda.reduce(rows, result[-left:], op, scaling, kind)
 
@@ -264,10 +264,6 @@ class NCCLTransport(DeviceTransport):
             raise
         except Exception as error:
             self.abort(_describe(error))
-
-
-def _slices(array: Any, step: int, count: int) -> list[Any]:
-    return [array[number * step : (number + 1) * step] for number in range(count)]
 
 
 def _describe(error: Exception) -> str:
