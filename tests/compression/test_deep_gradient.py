@@ -198,7 +198,7 @@ def check_unchanged(ranks, before):
 
 
 def test_warm_up():
-    """Of 10000 entries 0.25 * (0.001 / 0.25) ** (step / 4) are sent; the paper counts epochs."""
+    """Each step sends 0.25 * (0.001 / 0.25) ** (step / 4) of all; the paper counts epochs."""
     strategy = DeepGradientCompression(0.001, warm_up_steps=4, warm_up_ratio=0.25)
     ranks = Ranks(1, strategy)
     counts = []
