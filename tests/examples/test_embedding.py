@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 def _train(size, *arguments):
     """Train with one global batch size and learning rate, whatever the number of ranks."""
-    options = ("--batch-size", 60 // size, "--lr", 0.02 / size, "--epochs", 5, "--warmup-epochs", 0)
+    options = ("--batch-size", 60 // size, "--lr", 0.02 / size, "--epochs", 8, "--warmup-epochs", 0)
     return train("pytorch_embedding.py", size, *options, *arguments)
 
 
