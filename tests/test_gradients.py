@@ -445,6 +445,32 @@ class TestSingleBuckets:
                     check_reduction(made.result_slot(n), theirs, hvd.Average)
 
     @TWO
+    @pytest.mark.parametrize("lends", [False, True])
+    def test_neighbours_as_one_array(self, monkeypatch, lends):
+        if lends:
+            monkeypatch.setattr(buckets, "LEAST_LENT", 0)
+        hvd.init()
+        made = exchange("model", model())
+        for step in range(2):
+            for index, members in enumerate(made.plan):
+                whole = [gradient(made, n, step, hvd.rank()) for n in members]
+                own = [each.reshape(-1) for each in whole]
+                size = sum(each.size for each in own)
+                with pytest.raises(ValueError, match="the gradient of 'p"):
+                    made.start_bucket(index, {members[0]: np.zeros(size + 1, own[0].dtype)})
+                if len(members) > 1:
+                    with pytest.raises(ValueError, match="the gradient of 'p"):
+                        made.start_bucket(index, {members[0]: np.zeros(size - 1, own[0].dtype)})
+                joint = np.concatenate(own) if len(own) > 1 else whole[0]
+                made.start_bucket(index, {members[0]: joint})
+            for index, members in enumerate(made.plan):
+                assert made.finish_bucket(index).all()
+                for n in members:
+                    check_reduction(made.result_slot(n), gradients(made, n, step), hvd.Average)
+                joint = made.result_of(members).reshape(-1)
+                assert joint.tolist() == made.result(index).tolist()
+
+    @TWO
     def test_a_disagreement(self):
         hvd.init()
         made = exchange("model", model(11 + hvd.rank())).buckets

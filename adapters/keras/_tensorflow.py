@@ -11,11 +11,10 @@ from hvdlite.compression import Parameter
 from hvdlite.keras._synchronizer import LABEL, Synchronizer
 from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.device import pin_device
-from hvdlite.tensorflow.rank_ops import divided
-from hvdlite.tensorflow.reducer import Gradient, Reducer
-from hvdlite.tensorflow.replicas import Replicas
-from hvdlite.tensorflow.scheduled import VariableSteps, describe
+from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, divided
+from hvdlite.tensorflow.local_steps import VariableSteps
 from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, value_of
+from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
 
 __all__ = ["CONVERSION", "Backend", "as_dense", "as_it_is", "is_traced", "pin_device"]
 
@@ -30,14 +29,14 @@ class Backend:
     def __init__(self, synchronizer: Synchronizer) -> None:
         options = synchronizer.options
         self._process_set = options.process_set
-        self._reducer = Reducer(
+        self._allreduce = GradientAllreduce(
             options.strategy,
             options.reduction,
             options.sparse_as_dense,
             options.process_set,
             LABEL,
             synchronizer.state.state,
-            Replicas(synchronizer.describe_optimizer) if options.replicates else None,
+            ReplicaChecks(synchronizer.describe_optimizer) if options.replicates else None,
         )
 
     @as_it_is
@@ -45,7 +44,7 @@ class Backend:
         self, gradients: Sequence[Gradient], variables: Sequence[Any], batch_size: Any = None
     ) -> list[Gradient]:
         """Return the gradients reduced over all ranks; None where no rank has one."""
-        return self._reducer.reduce(gradients, variables, batch_size)
+        return self._allreduce.reduce(gradients, variables, batch_size)
 
     def divide_by_size(self, gradient: Gradient) -> Gradient:
         """Return a gradient, or None, divided by the number of ranks."""
@@ -53,7 +52,7 @@ class Backend:
 
     def describe(self, variables: Sequence[Any]) -> list[Parameter]:
         """Return names, shapes and dtypes of variables."""
-        return describe(variables)
+        return list(parameters_of(variables))
 
     def local_steps(
         self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]

@@ -18,15 +18,15 @@ from hvdlite.tensorflow import elastic
 from hvdlite.tensorflow.collectives import allgather, allreduce, barrier, broadcast, join
 from hvdlite.tensorflow.data import shard, sharded
 from hvdlite.tensorflow.device import gpu_available, pin_device
+from hvdlite.tensorflow.exchange_state import (
+    consolidate_exchange_state,
+    exchange_state_dict,
+    load_exchange_state_dict,
+)
 from hvdlite.tensorflow.grouped import (
     grouped_allgather,
     grouped_allreduce,
     grouped_reducescatter,
-)
-from hvdlite.tensorflow.memory import (
-    consolidate_exchange_state,
-    exchange_state_dict,
-    load_exchange_state_dict,
 )
 from hvdlite.tensorflow.objects import allgather_object, broadcast_object, broadcast_object_fn
 from hvdlite.tensorflow.optimizer import DistributedOptimizer

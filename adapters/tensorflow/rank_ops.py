@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,16 +33,6 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 def set_size(process_set: ProcessSet) -> tf.Tensor:
     """The number of ranks in a process set that this one is in, as an int32 tensor."""
     return _number(lambda: engine(process_set).size)
-
-
-def divided(gradient: Any, process_set: ProcessSet) -> Any:
-    """Return a gradient, which may be None or slices, divided by the number of ranks."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = divided(gradient.values, process_set)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(set_size(process_set), gradient.dtype)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:

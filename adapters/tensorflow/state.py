@@ -16,8 +16,8 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.tensorflow.graphs import for_session
-from hvdlite.tensorflow.names import name_of
 from hvdlite.tensorflow.tensors import as_it_is, engine, like, run, to_array, to_tensor
+from hvdlite.tensorflow.variables import name_of
 
 _log = logging.getLogger("hvdlite")
 

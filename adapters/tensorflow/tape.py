@@ -19,15 +19,14 @@ from hvdlite.schedule import (
     check_exchange,
     check_unweighted,
 )
-from hvdlite.tensorflow.rank_ops import divided
-from hvdlite.tensorflow.reducer import Gradient, Reducer
-from hvdlite.tensorflow.replicas import Replicas
-from hvdlite.tensorflow.scheduled import VariableSteps, steps_of
+from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, divided
+from hvdlite.tensorflow.local_steps import VariableSteps, local_steps_of
 from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, value_of
+from hvdlite.tensorflow.variables import ReplicaChecks
 
 _LABEL = "DistributedGradientTape"
 # Of all tapes, which are made anew for every step.
-_replicas = Replicas()
+_checks = ReplicaChecks()
 _FORGOTTEN = (
     "the step before has not ended, so ranks would train apart; with a schedule, call "
     "tape.end_step() after the optimizer has applied what tape.gradient() returned, once for each "
@@ -120,13 +119,13 @@ class DistributedGradientTape(tf.GradientTape):
         reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
         strategy, self._schedule = _checked(compression, schedule, reduction, sparse_as_dense)
         may_differ = self._schedule is not None or reduction.op is ReduceOp.ADASUM
-        self._reducer = Reducer(
+        self._allreduce = GradientAllreduce(
             strategy,
             reduction,
             sparse_as_dense,
             process_set,
             _LABEL,
-            replicas=None if may_differ else _replicas,
+            checks=None if may_differ else _checks,
         )
         self._exchange = strategy, reduction, process_set, _LABEL
         self._sparse_as_dense = sparse_as_dense
@@ -213,7 +212,7 @@ class DistributedGradientTape(tf.GradientTape):
             for number in {*range(len(result))}.difference(shared):
                 check_not_local(batch_size)
                 result[number] = divided(gradients[number], self._process_set)
-        reduced = self._reducer.reduce(
+        reduced = self._allreduce.reduce(
             [gradients[number] for number in shared],
             [sources[number] for number in shared],
             batch_size,
@@ -233,7 +232,9 @@ class DistributedGradientTape(tf.GradientTape):
                     "a schedule exchanges what the sources are, and one is no variable but "
                     f"{variable!r}; leave out the schedule, or the source"
                 )
-        steps = steps_of([sources[number] for number in shared], self._schedule, *self._exchange)
+        steps = local_steps_of(
+            [sources[number] for number in shared], self._schedule, *self._exchange
+        )
         self._steps = VariableSteps(steps, variables)
         self._steps.begin(_FORGOTTEN)
         return self._steps.gradients(

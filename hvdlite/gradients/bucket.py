@@ -120,11 +120,12 @@ class GradientBucket(Operation):
         self._kinds_here[:] = self._all_dense
         self.absent = 0
 
-    def unread(self, position: int, among: slice) -> slice:
-        """Return the elements of a gradient that no other rank reads.
+    def unread(self, start: int, stop: int, among: slice) -> slice:
+        """Return the elements of a part of the bucket that no other rank reads, counted from there.
 
         Args:
-            position: its parameter's.
+            start: where the part begins in the bucket.
+            stop: where it ends.
             among: such elements of the bucket, for strategies that read no more than dense
                 reduction does.
         """
@@ -132,7 +133,6 @@ class GradientBucket(Operation):
         is_plain = self.strategy.is_identity and reduction.before.is_identity
         if not is_plain or reduction.op is ReduceOp.ADASUM:
             return slice(0, 0)
-        start, stop = self.arrays.bounds[position : position + 2]
         first, last = max(among.start, start), min(among.stop, stop)
         return slice(first - start, last - start) if first < last else slice(0, 0)
 

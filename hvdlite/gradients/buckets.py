@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -204,7 +205,8 @@ class GradientBuckets:
         bucket, position = self._places[number]
         if self._memory is not None:
             return slice(0, 0)
-        return bucket.unread(position, self.lane.unread(bucket.arrays.send.size))
+        start, stop = bucket.arrays.bounds[position : position + 2]
+        return bucket.unread(start, stop, self.lane.unread(bucket.arrays.send.size))
 
     def lend(self, number: int, first: int, part: Any) -> None:
         """Let the exchange read `unread` elements of a gradient where they lie, without a copy.
@@ -240,7 +242,8 @@ class GradientBuckets:
 
         Args:
             index: the bucket's position in ``plan``.
-            gradients: those of this rank, by the parameter's number. They must not change until
+            gradients: those of this rank, by the parameter's number. Neighbours in the bucket may
+                come as one flat array, by the first one's number. They must not change until
                 `finish_bucket`.
             samples: the number of samples that the gradients are averages of; None: all ranks
                 count the same, also those that have joined.
@@ -261,7 +264,6 @@ class GradientBuckets:
         try:
             for number, gradient in gradients.items():
                 self._copy_or_lend(number, gradient)
-                bucket.mark(self._places[number][1])
             bucket.samples = samples
             if index == 0:
                 self.check = check
@@ -272,16 +274,32 @@ class GradientBuckets:
             raise
 
     def _copy_or_lend(self, number: int, gradient: Any) -> None:
-        """Copy what other ranks read of a gradient, and lend the rest if that pays."""
-        slot = self._checked_slot(number, gradient)
-        unread = self.unread(number) if gradient.nbytes >= LEAST_LENT else slice(0, 0)
-        if unread.start == unread.stop or gradient.dtype != slot.dtype:
-            slot[...] = gradient
-            return
+        """Mark a gradient, copy what other ranks read of it, and lend the rest if that pays."""
+        bucket, first = self._places[number]
+        arrays = bucket.arrays
+        start, stop = arrays.bounds[first], arrays.bounds[first] + gradient.size
+        end = bisect_left(arrays.bounds, stop, first + 1)  # the position after the last gradient's
+        shape = self.parameters[number].shape if end == first + 1 else (stop - start,)
+        if gradient.shape != shape or end == len(arrays.bounds) or arrays.bounds[end] != stop:
+            raise ValueError(
+                f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
+                f"expected {describe(arrays.send_slot(first))}, as the parameter is"
+            )
+        for position in range(first, end):
+            bucket.mark(position)
+        bucket.order_writes()
         flat = gradient.reshape(-1)  # a copy where it is not contiguous, which is as good
+        unread = slice(0, 0)
+        is_host = self._memory is None
+        if is_host and gradient.nbytes >= LEAST_LENT and gradient.dtype == arrays.send.dtype:
+            unread = bucket.unread(start, stop, self.lane.unread(arrays.send.size))
+        slot = arrays.send[start:stop]
+        if unread.start == unread.stop:
+            slot[...] = flat
+            return
         for part in (slice(0, unread.start), slice(unread.stop, None)):
-            slot.reshape(-1)[part] = flat[part]
-        self.lend(number, unread.start, flat[unread])
+            slot[part] = flat[part]
+        arrays.lent[start + unread.start] = flat[unread]
 
     def finish_bucket(self, index: int) -> Any:
         """Wait for a bucket that has been started.
@@ -316,6 +334,17 @@ class GradientBuckets:
         The memory is the caller's as long as needed: the next exchange uses another.
         """
         return self._buckets[index].arrays.result
+
+    def result_of(self, numbers: Sequence[int]) -> Any:
+        """Return the average of a gradient in its shape, or those of neighbours in a bucket, flat.
+
+        The memory is the caller's, as that of `result`.
+        """
+        if len(numbers) == 1:
+            return self.result_slot(numbers[0])
+        bucket, first = self._places[numbers[0]]
+        bounds = bucket.arrays.bounds
+        return bucket.arrays.result[bounds[first] : bounds[first + len(numbers)]]
 
     def compare(self, check: ReplicaCheck | None = None) -> None:
         """Compare the parameters as `start_bucket` does, where there is no bucket.

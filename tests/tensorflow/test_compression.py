@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
 from hvdlite.compression import Compression, ErrorFeedback
-from hvdlite.tensorflow import memory
+from hvdlite.tensorflow.exchange_state import _states, exchange_state
 from tests.tensorflow.modes import close, each_mode, in_mode
 
 SHAPE = (6, 5)
@@ -85,7 +85,7 @@ def test_a_rank_outside_the_process_set_remembers_nothing():
     hvd.init()
     first, variable = hvd.add_process_set([0]), tf.Variable(0.0)
     try:
-        state = memory.state_of([variable])
+        state = exchange_state([variable])
         state.consolidate(first)
         assert not state.state_dict(first)
     finally:
@@ -97,12 +97,12 @@ def test_what_is_remembered_is_forgotten_with_any_of_the_variables():
     """Another one may have the identity of one that is gone."""
     hvd.init()
     first, second = tf.Variable(0.0), tf.Variable(0.0)
-    before = len(memory._states)
-    assert memory.state_of([first, second]) is memory.state_of([first, second])
-    assert len(memory._states) == before + 1
+    before = len(_states)
+    assert exchange_state([first, second]) is exchange_state([first, second])
+    assert len(_states) == before + 1
     del second
     gc.collect()
-    assert len(memory._states) == before
+    assert len(_states) == before
 
 
 @ranks(1)

@@ -10,7 +10,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-from hvdlite.tensorflow import scheduled
+from hvdlite.tensorflow import local_steps
 from tests.keras.counting import exchanges, same_on_all_ranks
 from tests.schedule import models
 from tests.schedule.models import MOMENTUM, RATE, SHAPES
@@ -211,14 +211,14 @@ def test_ranks_with_different_schedules():
 def test_steps_are_counted_for_variables_as_long_as_they_live():
     hvd.init()
     gc.collect()
-    before = len(scheduled._steps)
+    before = len(local_steps._steps)
     training = Training(hvd.Schedule.LocalSGD(every=3))
     training.run(2)
-    assert len(scheduled._steps) == before + 1
-    assert list(scheduled._steps.values())[-1].steps == 2
+    assert len(local_steps._steps) == before + 1
+    assert list(local_steps._steps.values())[-1].steps == 2
     del training
     gc.collect()
-    assert len(scheduled._steps) == before
+    assert len(local_steps._steps) == before
 
 
 @ranks(1)

@@ -51,6 +51,33 @@ def alike(gradients, expected, tolerance=1e-6):
     return all(close(g, e, tolerance) for g, e in zip(flat, expected, strict=True))
 
 
+@ranks(2, 3)
+@each_mode
+def test_small_and_large_gradients_side_by_side(mode):
+    """Neighbours that are small travel as one tensor; those in between are empty, large or None."""
+    hvd.init()
+    shapes = [(3,), (), (0, 2), (5,), (300, 100), (2, 2), (7,), (20000,), (4,), (3, 1)]
+    without = {6}
+    variables = [tf.Variable(tf.zeros(shape)) for shape in shapes]
+    factors = [tf.constant(np.random.default_rng(n).normal(size=s)) for n, s in enumerate(shapes)]
+
+    def step(value):
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = sum(
+                value * tf.reduce_sum(variable * tf.cast(factor, tf.float32))
+                for n, (variable, factor) in enumerate(zip(variables, factors, strict=True))
+                if n not in without
+            )
+        return tape.gradient(loss, variables)
+
+    step = in_mode(mode, step)
+    mean = (hvd.size() + 1) / 2
+    for _ in range(2):
+        found = step(tf.constant(hvd.rank() + 1.0))
+        for n, (each, factor) in enumerate(zip(found, factors, strict=True)):
+            assert each is None if n in without else close(each, mean * factor.numpy())
+
+
 @ranks(1, 2, 3, 4)
 @each_mode
 def test_gradients_are_those_of_the_union_of_the_batches(mode):

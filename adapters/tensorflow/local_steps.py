@@ -1,4 +1,4 @@
-"""Steps that ranks make by themselves on TensorFlow's variables, eagerly and in ``tf.function``."""
+"""Schedules of local steps on TensorFlow's variables, in eager mode and inside ``tf.function``."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.compression import Parameter, Reduction, Strategy
+from hvdlite.compression import Reduction, Strategy
 from hvdlite.process_sets import ProcessSet
 from hvdlite.schedule import ExchangeSchedule, LocalSteps
 from hvdlite.schedule.local_steps import Moment
+from hvdlite.tensorflow.exchange_state import exchange_state
+from hvdlite.tensorflow.gradients import Gradient, densified
 from hvdlite.tensorflow.graphs import refuse_session
-from hvdlite.tensorflow.memory import ByVariables, state_of
-from hvdlite.tensorflow.names import unique_names
-from hvdlite.tensorflow.reducer import Gradient
-from hvdlite.tensorflow.tensors import dtype_of, run, value_of
-
-_Values = Sequence[tf.Tensor]
+from hvdlite.tensorflow.tensors import run, value_of
+from hvdlite.tensorflow.variables import WeakVariablesDict, parameters_of
 
 
 class VariableSteps:
-    """The steps by which some variables change.
+    """Steps of `LocalSteps` that change TensorFlow variables.
 
-    Inside ``tf.function`` whatever depends on the number of steps is decided when the graph runs.
+    Inside ``tf.function``, all that depends on the number of steps is decided when the graph runs.
 
     Args:
-        steps: that are followed.
-        variables: one for each of their parameters.
-        moments: for each variable those of the optimizer that are averaged with it, by name.
+        steps: Count the steps and exchange the variables.
+        variables: One for each parameter of the steps.
+        moments: For each variable, the optimizer's variables that are averaged with it, by name.
 
     Raises:
-        NotImplementedError: in a graph for a ``tf.compat.v1.Session``.
+        NotImplementedError: In a graph for a ``tf.compat.v1.Session``.
     """
 
     def __init__(
@@ -47,14 +45,14 @@ class VariableSteps:
         self._moments = list(moments) or [{} for _ in variables]
 
     def begin(self, forgotten: str | None = None) -> None:
-        """Get ready for a step.
+        """Begin a step.
 
         Args:
-            forgotten: what to say if the step before has not ended; None: it may be begun anew.
+            forgotten: The error message if the step before has not ended; None: that is no error.
 
         Raises:
-            ValueError: the step before has not ended.
-            HorovodInternalError: the ranks differ, or communication failed.
+            ValueError: The step before has not ended.
+            HorovodInternalError: The ranks differ, or communication failed.
         """
 
         def begin(*arrays: Any) -> list[Any]:
@@ -72,42 +70,44 @@ class VariableSteps:
         reduce: Callable[[], list[Gradient]],
         sparse_as_dense: bool = False,
     ) -> list[Gradient]:
-        """Return the gradients that the step is made on.
+        """Return the gradients for the step: this rank's own, or reduced ones.
 
         Args:
-            own: those of this rank.
-            reduce: makes those of all ranks of them, by `Reducer`.
-            sparse_as_dense: whether that makes dense ones of sparse ones.
+            own: This rank's gradients.
+            reduce: Returns the gradients of all ranks.
+            sparse_as_dense: Whether it converts sparse gradients to dense ones.
         """
         if self.steps.schedule.is_local(0):  # and so are all steps
             return list(own)
+
+        def of_this_rank(gradients: Sequence[Gradient]) -> list[Gradient]:
+            return densified(gradients) if sparse_as_dense else list(gradients)
+
         if tf.executing_eagerly():
-            return _alike(own, sparse_as_dense) if self.steps.is_local else reduce()
+            return of_this_rank(own) if self.steps.is_local else reduce()
         here = [number for number, gradient in enumerate(own) if gradient is not None]
 
-        def of_all() -> list[Gradient]:
+        def of_all_ranks() -> list[Gradient]:
             reduced = reduce()
             return [reduced[number] for number in here]
 
-        def of_this_rank() -> list[Gradient]:
-            return _alike([own[number] for number in here], sparse_as_dense)
-
         is_local = self._ask(lambda: self.steps.is_local)
-        chosen = tf.cond(is_local, of_this_rank, of_all)
+        local = [own[number] for number in here]
+        chosen = tf.cond(is_local, lambda: of_this_rank(local), of_all_ranks)
         result: list[Gradient] = [None] * len(own)
         for number, gradient in zip(here, chosen, strict=True):
             result[number] = gradient
         return result
 
     def end(self) -> None:
-        """Count a step, which has changed the variables, and exchange what is due.
+        """Count a step, after it has changed the variables, and exchange them if that is due.
 
         Raises:
-            HorovodInternalError: the ranks differ, or communication failed.
+            HorovodInternalError: The ranks differ, or communication failed.
         """
         due = self._ask(self.steps.count)
         if not tf.executing_eagerly():
-            tf.cond(due, self._exchange, _nothing)
+            tf.cond(due, self._exchange, lambda: tf.constant(False))
         elif due:
             self._exchange()
 
@@ -115,7 +115,7 @@ class VariableSteps:
         """Average all variables now.
 
         Raises:
-            HorovodInternalError: as `end`.
+            HorovodInternalError: The ranks differ, or communication failed.
         """
         self._update(self.steps.average)
 
@@ -130,7 +130,7 @@ class VariableSteps:
         return tf.constant(True)
 
     def _update(self, exchange: Callable[[_Arrays], None]) -> None:
-        """Run an exchange on the variables' values, and assign what comes of them."""
+        """Exchange the variables' values, and assign the results."""
         names = [(n, key) for n, own in enumerate(self._moments) for key in sorted(own)]
         targets = self._variables + [self._moments[number][key] for number, key in names]
         changed: list[int] = list(range(len(targets)))
@@ -154,14 +154,14 @@ class VariableSteps:
 
 
 class _Arrays:
-    """Weights as `LocalSteps` takes them: arrays that came as arguments.
+    """Weights for `LocalSteps`: the arguments of a Python function, and what replaces them.
 
     Args:
-        arrays: of the variables, and then of what the optimizer keeps.
-        moments: where those are among the arrays, by the number of the variable and the name.
+        arrays: The values of the variables, followed by those of the optimizer's variables.
+        moments: The positions of the latter, by the number of their variable and their name.
 
     Attributes:
-        written: what replaces some of them, by position.
+        written: New values, by position.
     """
 
     def __init__(self, arrays: Sequence[Any], moments: dict[tuple[int, str], int]) -> None:
@@ -186,33 +186,11 @@ class _Arrays:
         return lambda array: self.write(position, array)
 
 
-def _read(variables: Sequence[tf.Variable]) -> _Values:
+def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(variable) for variable in variables]
 
 
-def _alike(gradients: Sequence[Gradient], sparse_as_dense: bool) -> list[Gradient]:
-    """Gradients of this rank, dense where they would be so if they were of all ranks."""
-    return [
-        tf.convert_to_tensor(gradient)
-        if sparse_as_dense and isinstance(gradient, tf.IndexedSlices)
-        else gradient
-        for gradient in gradients
-    ]
-
-
-def _nothing() -> tf.Tensor:
-    return tf.constant(False)
-
-
-def describe(variables: Sequence[Any]) -> list[Parameter]:
-    """What is known of variables, of Keras or of TensorFlow."""
-    return [
-        Parameter(name, tuple(variable.shape), dtype_of(variable.dtype))
-        for name, variable in zip(unique_names(variables), variables, strict=True)
-    ]
-
-
-def steps_of(
+def local_steps_of(
     variables: Sequence[Any],
     schedule: ExchangeSchedule,
     strategy: Strategy,
@@ -220,26 +198,26 @@ def steps_of(
     process_set: ProcessSet,
     label: str,
 ) -> LocalSteps:
-    """The steps of these variables so far, for tapes, which are made anew for every step.
+    """Return the steps of some variables so far, for tapes, which are made anew for every step.
 
-    They are forgotten with the first of the variables that is no more.
+    They are dropped with the first of the variables.
 
     Args:
-        variables: on all ranks in the same order, of the same names, shapes and dtypes.
-        schedule: as `LocalSteps` has it, like all that follow.
-        strategy: see there.
-        reduction: see there.
-        process_set: see there.
-        label: see there.
+        variables: On all ranks in the same order, with the same names, shapes and dtypes.
+        schedule: As for `LocalSteps`, and so are the others.
+        strategy: The compression of exchanges.
+        reduction: Sum or average.
+        process_set: The ranks that take part.
+        label: The name of the exchanges in messages.
     """
     inner = [value_of(variable) for variable in variables]
     key = (*map(id, inner), schedule, strategy, reduction, process_set, label)
     if key not in _steps:
         steps = LocalSteps(schedule, strategy, reduction, label, process_set)
-        steps.add(describe(variables))
-        state_of(variables).follow(steps)
+        steps.add(parameters_of(variables))
+        exchange_state(variables).follow(steps)
         _steps.keep(key, steps, inner)
     return _steps[key]
 
 
-_steps: ByVariables[LocalSteps] = ByVariables()
+_steps: WeakVariablesDict[LocalSteps] = WeakVariablesDict()

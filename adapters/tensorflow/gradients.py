@@ -1,0 +1,470 @@
+"""The exchange of gradients in buckets, in eager mode and inside ``tf.function``.
+
+In a graph, one operation for each bucket starts its exchange when its gradients are computed, and a
+last one waits for all of them. Small gradients that are neighbours in a bucket enter and leave
+Python as one tensor, because TensorFlow concatenates and splits them faster than Python does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import tensorflow as tf
+
+from hvdlite import HorovodInternalError, MismatchError, collectives, runtime, world
+from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
+from hvdlite.engine import Engine
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.gradients import (
+    GradientBuckets,
+    ReplicaCheck,
+    check_weighted,
+    checked_samples,
+    describe_sources,
+    plan_for,
+)
+from hvdlite.interrupts import leave, uninterrupted
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.reduction import ReduceOp
+from hvdlite.tensorflow.collectives import allreduce
+from hvdlite.tensorflow.exchange_state import exchange_state
+from hvdlite.tensorflow.graphs import in_order, numbered, together
+from hvdlite.tensorflow.rank_ops import set_size
+from hvdlite.tensorflow.tensors import engine, run
+from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+# A program that makes one model after the other must not keep the buckets of all of them.
+_MOST_EXCHANGES = 32
+# Bytes from which on a gradient enters and leaves Python by itself, without a copy.
+_SMALL = 2**16
+
+
+class GradientAllreduce:
+    """Reduces the gradients of any list of sources over all ranks.
+
+    Dense gradients travel in buckets. ``tf.IndexedSlices`` are gathered, unless they are to be
+    exchanged as dense gradients. A source without a gradient counts as zeros if another rank has
+    a dense gradient for it.
+
+    Args:
+        strategy: The compression of buckets.
+        reduction: Sum, average or Adasum.
+        sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to dense gradients.
+        process_set: The ranks that take part.
+        label: The name of the exchanges in messages.
+        state: The state of the compression for all sources; None: one for each list of variables.
+        checks: Compare the sources across ranks; None: they may differ.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        reduction: Reduction,
+        sparse_as_dense: bool,
+        process_set: ProcessSet = global_process_set,
+        label: str = "DistributedGradientTape",
+        state: StrategyState | None = None,
+        checks: ReplicaChecks | None = None,
+    ) -> None:
+        self._strategy = strategy
+        self._reduction = reduction
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._label = label
+        self._state = state
+        self._checks = checks
+
+    def reduce(
+        self, gradients: Sequence[Gradient], sources: Sequence[Any], samples: Any = None
+    ) -> list[Gradient]:
+        """Return the reduced gradients.
+
+        Args:
+            gradients: This rank's gradients.
+            sources: What the gradients belong to: names, shapes and dtypes equal on all ranks.
+            samples: The number of samples that this rank's gradients are averages of, a number or
+                a scalar tensor, which weights the average over the ranks; None, on all ranks:
+                all ranks count the same.
+
+        Raises:
+            ValueError: ``samples`` is not a number of samples, or the reduction is no average.
+            NotImplementedError: There are ``tf.IndexedSlices``, and Adasum or ``samples``.
+            MismatchError: The ranks disagree.
+            HorovodInternalError: Communication failed.
+        """
+        engine(self._process_set)
+        weight = [] if samples is None else [_samples(samples, self._reduction)]
+        if self._sparse_as_dense:
+            gradients = densified(gradients)
+        slices = {
+            position: gradient
+            for position, gradient in enumerate(gradients)
+            if isinstance(gradient, tf.IndexedSlices)
+        }
+        if slices and self._reduction.op is ReduceOp.ADASUM:
+            raise NotImplementedError(
+                "hvd.Adasum is not defined for tf.IndexedSlices; use sparse_as_dense=True"
+            )
+        if slices and samples is not None:
+            raise NotImplementedError(
+                "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
+            )
+        spec = ExchangeSpec(
+            numbered(self._label, self._process_set),
+            parameters_of(sources),
+            frozenset(slices),
+            self._strategy,
+            self._reduction,
+            self._process_set,
+            self._state_of(sources),
+        )
+        dense = {
+            number: gradient
+            for number, position in enumerate(spec.dense)
+            if (gradient := gradients[position]) is not None
+        }
+        check = self._checks and self._checks.of(sources, self._process_set)
+        reduced: list[Gradient] = [None] * len(gradients)
+        with in_order():
+            for number, gradient in _BucketExchange(spec, dense, weight, check).run().items():
+                reduced[spec.dense[number]] = gradient
+            for position, gradient in slices.items():
+                reduced[position] = _gather(spec, position, gradient)
+        return reduced
+
+    def _state_of(self, sources: Sequence[Any]) -> StrategyState | None:
+        if not self._strategy.stateful:
+            return None
+        return exchange_state(sources).state if self._state is None else self._state
+
+
+def densified(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Return gradients with ``tf.IndexedSlices`` converted to dense tensors."""
+    return [
+        tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+        for gradient in gradients
+    ]
+
+
+def divided(gradient: Gradient, process_set: ProcessSet) -> Gradient:
+    """Return a gradient divided by the number of ranks."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = divided(gradient.values, process_set)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(set_size(process_set), gradient.dtype)
+
+
+def _samples(samples: Any, reduction: Reduction) -> tf.Tensor:
+    """Return a number of samples as a tensor; the value of a graph's tensor is checked there."""
+    check_weighted(reduction.op)
+    if not tf.is_tensor(samples) or tf.executing_eagerly():
+        return tf.constant(checked_samples(samples), tf.int64)
+    if not samples.dtype.is_integer or samples.shape.rank not in (0, None):
+        raise ValueError(f"batch_size is {samples}; expected a scalar of an integer type")
+    return tf.cast(samples, tf.int64)
+
+
+@dataclass(frozen=True)
+class ExchangeSpec:
+    """Everything that must be equal on all ranks for their gradients to be exchanged.
+
+    Attributes:
+        label: Common to all exchanges of a kind, so that ranks whose exchanges differ meet under
+            it and learn the difference.
+        parameters: Of all sources.
+        sparse: The positions in ``parameters`` whose gradients are gathered.
+        strategy: The compression of dense gradients.
+        reduction: Sum, average or Adasum.
+        process_set: The ranks that take part.
+        state: The state of the compression for the sources; None: it has none.
+    """
+
+    label: str
+    parameters: tuple[Parameter, ...]
+    sparse: frozenset[int]
+    strategy: Strategy
+    reduction: Reduction
+    process_set: ProcessSet = field(compare=False)  # it chooses the engine
+    state: StrategyState | None = None  # each has an identity, and so an exchange, of its own
+
+    @cached_property
+    def dense(self) -> tuple[int, ...]:
+        """Return the positions in ``parameters`` of those that travel in buckets."""
+        return tuple(
+            position for position in range(len(self.parameters)) if position not in self.sparse
+        )
+
+    @cached_property
+    def in_buckets(self) -> list[Parameter]:
+        """Return the parameters that travel in buckets."""
+        return [self.parameters[position] for position in self.dense]
+
+    def connect(self) -> GradientBuckets:
+        """Return the buckets in the current world; they are made once."""
+        exchanges = _exchanges.setdefault(runtime.engine(self.process_set), OrderedDict())
+        if self not in exchanges:
+            exchanges[self] = GradientBuckets(
+                runtime.engine(self.process_set),
+                self.label,
+                self.in_buckets,
+                self.strategy,
+                self.reduction,
+                also=describe_sources(self.parameters, self.sparse),
+                state=self.state,
+            )
+            if len(exchanges) > _MOST_EXCHANGES:
+                exchanges.popitem(last=False)
+        exchanges.move_to_end(self)
+        return exchanges[self]
+
+    @cached_property
+    def _hash(self) -> int:
+        fields = self.label, self.parameters, self.sparse, self.strategy, self.reduction
+        return hash((*fields, self.state))
+
+    def __hash__(self) -> int:
+        # Looked up for every bucket of every step, and the parameters may be many.
+        return self._hash
+
+
+# By engine: a new world begins with none, and the old one's go with it.
+_exchanges: WeakKeyDictionary[Engine, OrderedDict[ExchangeSpec, GradientBuckets]] = (
+    WeakKeyDictionary()
+)
+
+
+class _BucketExchange:
+    """The exchange of dense gradients: now, or by operations of a graph.
+
+    Args:
+        spec: Of the exchange.
+        gradients: This rank's, by their numbers among the parameters in buckets.
+        weight: The number of samples, if ranks are weighted.
+        check: Compares the sources across ranks.
+    """
+
+    def __init__(
+        self,
+        spec: ExchangeSpec,
+        gradients: Mapping[int, tf.Tensor],
+        weight: Sequence[tf.Tensor],
+        check: ReplicaCheck | None,
+    ) -> None:
+        self._spec = spec
+        self._gradients = gradients
+        self._weight = weight
+        self._check = check
+        self._eager = tf.executing_eagerly()
+        settings = engine(spec.process_set).settings
+        self._plan = plan_for(spec.in_buckets, spec.strategy, settings)
+        self._runs = [list(self._runs_of(members)) for members in self._plan]
+        self._foreign: list[int] = []  # gradients that only other ranks have; in eager mode
+
+    def _runs_of(self, members: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the gradients of a bucket that are here: small neighbours together, in graphs."""
+        small: list[int] = []
+        for number in members:
+            nbytes = self._spec.in_buckets[number].nbytes if number in self._gradients else 0
+            if 0 < nbytes < _SMALL and not self._eager:
+                small.append(number)
+                continue
+            if small:
+                yield small
+                small = []
+            if number in self._gradients:
+                yield [number]
+        if small:
+            yield small
+
+    def run(self) -> dict[int, tf.Tensor]:
+        """Return the reduced gradients, in eager mode also those that only other ranks have."""
+        if not self._plan:
+            spec, check = self._spec, self._check
+            run(lambda: _compare(spec, check), [], [], spec.process_set)
+        here = [number for runs in self._runs for numbers in runs for number in numbers]
+        own = [self._gradients[number] for number in here]
+        results = self._differentiable(own) if own else self._exchange(own)
+        return dict(zip((*here, *self._foreign), results, strict=True))
+
+    def _differentiable(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Exchange gradients such that second derivatives are reduced as the first ones are."""
+        reduction, process_set = self._spec.reduction, self._spec.process_set
+
+        @tf.custom_gradient
+        def call(*own: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., list[tf.Tensor]]]:
+            def gradient(*upstream: Any) -> list[tf.Tensor]:
+                return [
+                    allreduce(tf.convert_to_tensor(each), op=reduction.op, process_set=process_set)
+                    for each in upstream[: len(own)]
+                ]
+
+            return self._exchange(own), gradient
+
+        return list(call(*own))
+
+    def _exchange(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        try:
+            self._start(own)
+        finally:
+            leave()
+        # All buckets have started before the first is waited for. One that nobody waits for would
+        # be in the way of the next step.
+        return together(self._finish())
+
+    @uninterrupted  # a step is sent whole, or not at all
+    def _start(self, own: Sequence[tf.Tensor]) -> None:
+        tensors = iter(own)
+        spec, plan, check = self._spec, self._plan, self._check
+        for index, runs in enumerate(self._runs):
+            joined = [_concatenate([next(tensors) for _ in numbers]) for numbers in runs]
+            start = _starter(spec, plan, index, [numbers[0] for numbers in runs], check)
+            run(start, [*joined, *self._weight], [], spec.process_set)
+
+    def _finish(self) -> list[tf.Tensor]:
+        parameters = self._spec.in_buckets
+        runs = [numbers for runs in self._runs for numbers in runs]
+        foreign = self._foreign if self._eager else None
+        shapes = [[parameters[number].shape for number in numbers] for numbers in runs]
+        specs = [
+            tf.TensorSpec(_joined_shape(each), tf.as_dtype(parameters[numbers[0]].dtype))
+            for each, numbers in zip(shapes, runs, strict=True)
+        ]
+        finish = _finisher(self._spec, self._plan, runs, foreign)
+        found = run(finish, [], specs, self._spec.process_set)
+        results = []
+        for tensor, each in zip(found, shapes, strict=False):
+            results += _split(tensor, each)
+        return [*results, *found[len(runs) :]]
+
+
+# The graph keeps the functions that follow, so they refer to none of its tensors.
+
+
+def _starter(
+    spec: ExchangeSpec,
+    plan: list[list[int]],
+    index: int,
+    numbers: Sequence[int],
+    check: ReplicaCheck | None,
+) -> Callable[..., list[Any]]:
+    """Return a function of gradients, and of a weight, that starts the exchange of a bucket."""
+
+    def start(*arrays: Any) -> list[Any]:
+        exchange = spec.connect()  # in the world in which the graph runs
+        if exchange.plan != plan:
+            raise HorovodInternalError(
+                f"rank {world.rank()}: the sizes of buckets (HVDLITE_FUSION_THRESHOLD, "
+                "HVDLITE_FIRST_BUCKET_SIZE) have changed since a tf.function was traced; make the "
+                "function anew after init()"
+            )
+        gradients = dict(zip(numbers, map(np.asarray, arrays), strict=False))
+        samples = map(checked_samples, arrays[len(numbers) :])
+        exchange.start_bucket(index, gradients, *samples, check=check)
+        return []
+
+    return start
+
+
+def _finisher(
+    spec: ExchangeSpec,
+    plan: list[list[int]],
+    runs: Sequence[Sequence[int]],
+    foreign: list[int] | None,
+) -> Callable[[], list[Any]]:
+    """Return a function that waits for all buckets and returns the averages.
+
+    Args:
+        spec: Of the exchange.
+        plan: Its buckets.
+        runs: The numbers of the gradients that are wanted; neighbours are returned flat.
+        foreign: Gets the gradients that only other ranks have, which then come last; None: they
+            are refused, because a graph's structure is fixed.
+    """
+
+    def finish() -> list[Any]:
+        exchange = spec.connect()
+        here = {number for numbers in runs for number in numbers}
+        for index, members in enumerate(plan):
+            presence = exchange.finish_bucket(index)
+            if foreign is None:
+                _check_presence(exchange, members, presence)
+            else:
+                anywhere = zip(members, presence.any(axis=0), strict=True)
+                foreign.extend(number for number, has in anywhere if has and number not in here)
+        return [exchange.result_of(numbers) for numbers in (*runs, *([n] for n in foreign or ()))]
+
+    return finish
+
+
+def _compare(spec: ExchangeSpec, check: ReplicaCheck | None) -> list[Any]:
+    """Compare the ranks' sources, as the first bucket does, where there is no bucket."""
+    spec.connect().compare(check)
+    return []
+
+
+def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence: Any) -> None:
+    """Refuse a gradient that only some ranks have: the graphs' structures are fixed."""
+    if presence.all():
+        return
+    for position in np.flatnonzero(presence.any(axis=0) & ~presence.all(axis=0)):
+        have = np.flatnonzero(presence[:, position]).tolist()
+        lack = np.flatnonzero(~presence[:, position]).tolist()
+        raise MismatchError(
+            f"the gradient of {exchange.parameters[members[position]].name!r} is None on "
+            f"{ranks_text(lack)} but not on {ranks_text(have)}, and a tf.function cannot turn one "
+            "into the other; on all ranks, call gradient(..., "
+            "unconnected_gradients=tf.UnconnectedGradients.ZERO)"
+        )
+
+
+def _concatenate(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return several tensors as a flat one, and a single one as it is."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
+
+
+def _split(tensor: tf.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[tf.Tensor]:
+    """Undo `_concatenate`."""
+    if len(shapes) == 1:
+        return [tensor]
+    parts = tf.split(tensor, [math.prod(shape) for shape in shapes])
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _gather(spec: ExchangeSpec, position: int, gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Gather the slices of all ranks."""
+    parameter = spec.parameters[position]
+    name = f"{spec.label}: {parameter.name!r}"
+    process_set, reduction = spec.process_set, spec.reduction
+
+    def gather(values: Any, indices: Any) -> list[Any]:
+        handles = [
+            collectives.allgather_async(values, f"{name} values", process_set=process_set),
+            collectives.allgather_async(indices, f"{name} indices", process_set=process_set),
+        ]
+        all_values, all_indices = [handle.wait() for handle in handles]
+        return [reduction.whole(engine(process_set).size).apply(all_values), all_indices]
+
+    specs = [
+        tf.TensorSpec((None, *parameter.shape[1:]), gradient.values.dtype),
+        tf.TensorSpec((None,), tf.int64),
+    ]
+    indices = tf.cast(gradient.indices, tf.int64)
+    gathered = run(gather, [gradient.values, indices], specs, process_set)
+    return tf.IndexedSlices(*gathered, gradient.dense_shape)

@@ -1,0 +1,141 @@
+"""TensorFlow's and Keras' variables: names, descriptions, and values that are kept for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from hvdlite.compression import Parameter
+from hvdlite.gradients import ReplicaCheck, describe_weights
+from hvdlite.process_sets import ProcessSet
+from hvdlite.tensorflow.tensors import dtype_of, to_array, value_of
+
+_REMEDY = (
+    "hvd.broadcast_variables(model.variables, root_rank=0), and the same with "
+    "optimizer.variables (in Keras, model.fit(..., "
+    "callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)]) does both)"
+)
+
+_Value = TypeVar("_Value")
+
+
+def name_of(variable: Any, number: int) -> str:
+    """Return the path of a Keras variable, the name of a ``tf.Variable``, or a tensor's number."""
+    path = getattr(variable, "path", None)
+    if isinstance(path, str):
+        return path
+    if isinstance(variable, tf.Variable):
+        return str(variable.name).removesuffix(":0")
+    return f"tensor {number}"
+
+
+def unique_names(variables: Sequence[Any]) -> list[str]:
+    """Return the variables' names; repeated ones are numbered: ``w``, ``w#1``, ``w#2``."""
+    seen: Counter[str] = Counter()
+    names = []
+    for number, variable in enumerate(variables):
+        name = name_of(variable, number)
+        names.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return names
+
+
+def parameters_of(variables: Sequence[Any]) -> tuple[Parameter, ...]:
+    """Describe variables of TensorFlow or Keras, or tensors.
+
+    Raises:
+        ValueError: A tensor's static shape is not fully known, in a graph.
+    """
+    return tuple(
+        Parameter(name, _shape(name, variable), dtype_of(variable.dtype))
+        for name, variable in zip(unique_names(variables), variables, strict=True)
+    )
+
+
+def _shape(name: str, variable: Any) -> tuple[int, ...]:
+    shape = tf.TensorShape(variable.shape)
+    if not shape.is_fully_defined():
+        if not tf.executing_eagerly():
+            raise ValueError(
+                f"{name!r} has the static shape {shape} inside tf.function, and buckets need to "
+                "know all of it; give it one with tf.ensure_shape, or call gradient() eagerly"
+            )
+        shape = tf.convert_to_tensor(variable).shape
+    return tuple(shape.as_list())
+
+
+class WeakVariablesDict(dict[tuple[Any, ...], _Value]):
+    """Values for lists of variables, by keys that contain the variables' identities.
+
+    A value is dropped with the first of its variables.
+    """
+
+    def keep(self, key: tuple[Any, ...], value: _Value, variables: Sequence[Any]) -> None:
+        """Add a value until the first of the variables is gone."""
+        self[key] = value
+        itself = weakref.ref(self)  # what belongs to one optimizer goes with that
+        for variable in variables:
+            weakref.finalize(variable, _drop, itself, key)
+
+
+def _drop(reference: weakref.ref[WeakVariablesDict[Any]], key: tuple[Any, ...]) -> None:
+    values = reference()
+    if values is not None:
+        values.pop(key, None)
+
+
+class ReplicaChecks:
+    """The comparisons across ranks of the variables that an optimizer, or tapes, train.
+
+    Args:
+        describe_optimizer: Returns what is compared beside the variables.
+    """
+
+    def __init__(self, describe_optimizer: Callable[[], list[tuple[str, Any]]] = list) -> None:
+        self._describe_optimizer = describe_optimizer
+        self._checks: WeakVariablesDict[ReplicaCheck] = WeakVariablesDict()
+
+    def of(self, sources: Sequence[Any], process_set: ProcessSet) -> ReplicaCheck | None:
+        """Return the comparison of some variables; None: there is nothing to compare.
+
+        Args:
+            sources: Variables of TensorFlow or Keras; others are left out.
+            process_set: The ranks that take part.
+        """
+        inner = [value_of(source) for source in sources]
+        variables = [variable for variable in inner if isinstance(variable, tf.Variable)]
+        # In a graph for a session, no function could read them.
+        if not variables or not tf.compat.v1.executing_eagerly_outside_functions():
+            return None
+        key = (id(process_set), *map(id, variables))
+        if key not in self._checks:
+            check = ReplicaCheck(self._describer(sources, inner), _REMEDY)
+            self._checks.keep(key, check, variables)
+        return self._checks[key]
+
+    def _describer(
+        self, sources: Sequence[Any], inner: Sequence[Any]
+    ) -> Callable[[], list[tuple[str, Any]]]:
+        named = [
+            (name, weakref.ref(variable))
+            for name, variable in zip(unique_names(sources), inner, strict=True)
+            if isinstance(variable, tf.Variable)
+        ]
+
+        def describe() -> list[tuple[str, Any]]:
+            # Also called by the Python function of a graph, where eager mode is on.
+            living = ((name, variable()) for name, variable in named)
+            weights = ((name, _read(each)) for name, each in living if each is not None)
+            return [*self._describe_optimizer(), *describe_weights(weights)]
+
+        return describe
+
+
+def _read(variable: tf.Variable) -> Any:
+    """View the value of a variable unseen by tapes and functions."""
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    return to_array(value)
