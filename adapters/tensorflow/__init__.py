@@ -13,9 +13,21 @@ except ImportError as error:
     ) from error
 
 from hvdlite import common
-from hvdlite.common import *  # noqa: F403 - what all adapters offer
+from hvdlite.common import *  # noqa: F403 - the names common to all adapters
 from hvdlite.tensorflow import elastic
-from hvdlite.tensorflow.collectives import allgather, allreduce, barrier, broadcast, join
+from hvdlite.tensorflow.checkpoint import TensorCheckpoint, assign_variables, checkpoint
+from hvdlite.tensorflow.collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    join,
+    reducescatter,
+)
 from hvdlite.tensorflow.data import shard, sharded
 from hvdlite.tensorflow.device import gpu_available, pin_device
 from hvdlite.tensorflow.exchange_state import (
@@ -23,12 +35,15 @@ from hvdlite.tensorflow.exchange_state import (
     exchange_state_dict,
     load_exchange_state_dict,
 )
-from hvdlite.tensorflow.grouped import (
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
+from hvdlite.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
 )
-from hvdlite.tensorflow.objects import allgather_object, broadcast_object, broadcast_object_fn
 from hvdlite.tensorflow.optimizer import DistributedOptimizer
 from hvdlite.tensorflow.rank_ops import (
     local_rank_op,
@@ -37,16 +52,7 @@ from hvdlite.tensorflow.rank_ops import (
     rank_op,
     size_op,
 )
-from hvdlite.tensorflow.scattering import alltoall, reducescatter
-from hvdlite.tensorflow.state import (
-    TensorCheckpoint,
-    assign_variables,
-    broadcast_,
-    broadcast_variables,
-    checkpoint,
-)
 from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from hvdlite.tensorflow.version1 import BroadcastGlobalVariablesHook, broadcast_global_variables
 
 __all__ = [
     *common.__all__,

@@ -1,8 +1,12 @@
-"""The collectives on TensorFlow tensors, in eager mode and inside ``tf.function``."""
+"""Collectives on TensorFlow tensors, in eager mode and inside ``tf.function``.
+
+Each family has one differentiable function of a list of tensors, which serves the call for one
+tensor and the one for a group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,8 @@ from hvdlite.tensorflow.tensors import (
     to_tensor,
 )
 
+_Factors = tuple[float, float]
+
 
 def allreduce(
     tensor: Any,
@@ -41,86 +47,135 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks: ``postscale * op(prescale * tensor)``.
 
-    Gradients flow through it: they are reduced by the same op. Min, Max and Product have
-    no gradient here and raise in the backward pass.
+    Gradients flow through it: they are reduced by the same op. Min, Max and Product have no
+    gradient here and raise in the backward pass.
 
-    What all collectives raise is the same in eager mode and out of a ``tf.function``, and both
-    hvdlite's and TensorFlow's: a MismatchError is a HorovodInternalError and a
+    All collectives raise the same errors in eager mode and out of a ``tf.function``, and each is
+    both hvdlite's and TensorFlow's: a MismatchError is a HorovodInternalError and a
     ``tf.errors.FailedPreconditionError``; any other HorovodInternalError is a
-    ``tf.errors.UnknownError``; what is ValueError here is a ``tf.errors.InvalidArgumentError``.
+    ``tf.errors.UnknownError``; a ValueError is a ``tf.errors.InvalidArgumentError``.
 
     Args:
-        tensor: a tensor, variable or array of any shape, alike on all ranks; bool, integers,
+        tensor: A tensor, variable or array of any shape, the same on all ranks; bool, integers,
             floats of 16 to 64 bits; complex for Sum and Average. Or ``tf.IndexedSlices``,
             whose values and indices are gathered instead, without compression.
-        average: deprecated; True is Average, False is Sum.
-        device_dense: accepted for Horovod's sake, without effect; so is ``device_sparse``.
-        compression: how floats travel.
-        op: one of the six reductions; None is Average.
-        prescale_factor: multiplies the tensor before the reduction.
-        postscale_factor: multiplies the result.
-        name: pairs this call with those of the other ranks; None: by order.
-        process_set: the ranks that take part.
-        ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
+        average: Deprecated; True is Average, False is Sum.
+        device_dense: Accepted as in Horovod, without effect.
+        device_sparse: Accepted as in Horovod, without effect.
+        compression: How floats travel.
+        op: One of the six reductions; None is Average.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        name: Pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
+        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
 
     Returns:
-        A new tensor, alike to the bit on all ranks (slices of slices).
+        A new tensor, bitwise the same on all ranks (slices for slices).
 
     Raises:
-        ValueError: ``op`` and ``average`` contradict, the reduction has no meaning for the
-            dtype, or an operation of this name is still on its way.
-        NotImplementedError: slices, and an op that is not Sum or Average, or a factor.
-        MismatchError: the ranks disagree.
-        HorovodInternalError: communication failed.
+        ValueError: ``op`` and ``average`` contradict each other, the reduction is not defined for
+            the dtype, or an operation of this name is still in flight.
+        NotImplementedError: Slices with an op other than Sum and Average, or with a factor.
+        MismatchError: The ranks disagree.
+        HorovodInternalError: Communication failed.
     """
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
+    factors = prescale_factor, postscale_factor
     if isinstance(tensor, tf.IndexedSlices):
-        if prescale_factor != 1.0 or postscale_factor != 1.0:
-            raise NotImplementedError("tf.IndexedSlices are reduced without scaling factors")
-        return _allreduce_slices(tensor, chosen, name, process_set)
-    factors = (prescale_factor, postscale_factor)
-    return _allreduce(tensor, name, strategy, chosen, factors, process_set)
+        return _allreduce_slices(tensor, chosen, factors, name, process_set)
+    return _allreduce([tensor], False, name, strategy, chosen, factors, process_set)[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Strategy = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Reduce several tensors over all ranks as one unit; see `allreduce`.
+
+    No tensor is reduced before every rank has submitted all, and if one is refused, all are.
+    ``tf.IndexedSlices`` among them are gathered one by one.
+
+    Args:
+        tensors: At least one, of any shapes and dtypes, the same on all ranks.
+
+    Raises:
+        ValueError: As `allreduce`; there is no tensor.
+        MismatchError: The ranks disagree.
+        HorovodInternalError: Communication failed.
+    """
+    chosen = reduction.choose(average, op)
+    strategy = check_strategy(compression, CONVERSION)
+    factors = prescale_factor, postscale_factor
+    results = _checked(tensors)
+    dense = [n for n, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
+    for number, each in enumerate(results):
+        if isinstance(each, tf.IndexedSlices):
+            own = None if name is None else f"{name}.{number}"
+            results[number] = _allreduce_slices(each, chosen, factors, own, process_set)
+    if dense:
+        chunk = [results[number] for number in dense]
+        reduced = _allreduce(chunk, True, name, strategy, chosen, factors, process_set)
+        for number, result in zip(dense, reduced, strict=True):
+            results[number] = result
+    return results
 
 
 @as_it_is
 def _allreduce(
-    tensor: Any,
+    tensors: Sequence[Any],
+    grouped: bool,
     name: str | None,
     compression: Strategy,
     op: ReduceOp,
-    factors: tuple[float, float] = (1.0, 1.0),
-    process_set: ProcessSet = global_process_set,
-) -> tf.Tensor:
-    def reduce(array: Any) -> list[Any]:
-        result = collectives.allreduce(
-            array,
-            name=name,
-            op=op,
-            prescale_factor=factors[0],
-            postscale_factor=factors[1],
-            compression=compression,
-            process_set=process_set,
-        )
-        return [result]
+    factors: _Factors,
+    process_set: ProcessSet,
+) -> list[tf.Tensor]:
+    def reduce(*arrays: Any) -> list[Any]:
+        options: dict[str, Any] = {"compression": compression, "process_set": process_set}
+        if grouped:
+            return collectives.grouped_allreduce(arrays, None, name, op, *factors, **options)
+        return [collectives.allreduce(arrays[0], None, name, op, *factors, **options)]
 
     @tf.custom_gradient
-    def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
-        def gradient(upstream: Any) -> tf.Tensor:
-            check_differentiable("allreduce", op)
-            back = gradient_name(name)
-            return _allreduce(upstream, back, compression, op, factors, process_set)
+    def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        def gradient(*upstream: Any) -> list[tf.Tensor]:
+            if op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
+                raise _no_gradient("grouped_allreduce" if grouped else "allreduce", op)
+            back = _backward_name(name)
+            return _allreduce(upstream, grouped, back, compression, op, factors, process_set)
 
-        (result,) = run(reduce, [tensor], [like(tensor)], process_set)
-        return result, gradient
+        return run(reduce, tensors, list(map(like, tensors)), process_set), gradient
 
-    return differentiable(to_tensor(tensor))
+    return list(differentiable(*map(to_tensor, tensors)))
+
+
+def _averaged(
+    tensors: Sequence[Any], grouped: bool, name: str | None, process_set: ProcessSet
+) -> list[tf.Tensor]:
+    return _allreduce(tensors, grouped, name, Compression.none, Average, (1.0, 1.0), process_set)
 
 
 @as_it_is
 def _allreduce_slices(
-    slices: tf.IndexedSlices, op: ReduceOp, name: str | None, process_set: ProcessSet
+    slices: tf.IndexedSlices,
+    op: ReduceOp,
+    factors: _Factors,
+    name: str | None,
+    process_set: ProcessSet,
 ) -> tf.IndexedSlices:
+    if factors != (1.0, 1.0):
+        raise NotImplementedError("tf.IndexedSlices are reduced without scaling factors")
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise NotImplementedError(
             f"tf.IndexedSlices are reduced by Sum or Average, not {op.name.capitalize()}; "
@@ -138,7 +193,7 @@ def _allreduce_slices(
 def _integer_mean(
     values: tf.Tensor, indices: tf.Tensor, size: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Add up the slices of one index and divide, cut towards zero; the sums need not fit."""
+    """Add up the slices of each index and divide, rounding towards zero; sums need not fit."""
     places, position = tf.unique(indices)
     count = tf.size(places)
     wide = values.dtype if values.dtype == tf.uint64 else tf.int64
@@ -152,7 +207,6 @@ def _integer_mean(
     return tf.cast(mean, values.dtype), places
 
 
-@as_it_is
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -165,39 +219,67 @@ def allgather(
     (the average, as in Horovod, although the sum is the derivative of the ranks' total).
 
     Args:
-        tensor: all axes but the first alike on all ranks; a scalar counts as one row.
-        name: pairs this call with those of the other ranks; None: by order.
-        process_set: the ranks that take part.
-        ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
+        tensor: All axes but the first are the same on all ranks; a scalar counts as one row.
+        name: Pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
+        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
 
     Raises:
-        MismatchError: the ranks disagree.
-        HorovodInternalError: communication failed.
+        MismatchError: The ranks disagree.
+        HorovodInternalError: Communication failed.
     """
+    return _allgather([tensor], False, name, process_set)[0]
 
-    def gather(array: Any) -> list[Any]:
-        whole, rows = engine(process_set).run(
-            "allgather",
-            name,
-            lambda name: describe_allgather(array, name, with_rows=True),
-        )
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
+    return _allgather(_checked(tensors), True, name, process_set)
+
+
+@as_it_is
+def _allgather(
+    tensors: Sequence[Any], grouped: bool, name: str | None, process_set: ProcessSet
+) -> list[tf.Tensor]:
+    def gather(*arrays: Any) -> list[Any]:
+        if grouped:
+            found = collectives.grouped_allgather_async(
+                arrays, name, with_rows=True, process_set=process_set
+            ).wait()
+        else:
+            found = [
+                engine(process_set).run(
+                    "allgather",
+                    name,
+                    lambda name: describe_allgather(arrays[0], name, with_rows=True),
+                )
+            ]
         rank = engine(process_set).rank
-        start = sum(rows[:rank])
-        return [whole, np.int64(start), np.int64(start + rows[rank])]
+        bounds = [
+            np.array([sum(rows[:rank]), sum(rows[: rank + 1])], np.int64) for _, rows in found
+        ]
+        return [*(whole for whole, _ in found), *bounds]
 
     @tf.custom_gradient
-    def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
-        bound = tf.TensorSpec((), tf.int64)
-        specs = [rows_like(tensor), bound, bound]
-        whole, start, stop = run(gather, [tensor], specs, process_set)
+    def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        specs = [*map(rows_like, tensors), *[tf.TensorSpec((2,), tf.int64)] * len(tensors)]
+        found = run(gather, tensors, specs, process_set)
+        wholes, bounds = found[: len(tensors)], found[len(tensors) :]
 
-        def gradient(upstream: Any) -> tf.Tensor:
-            reduced = _average(upstream, gradient_name(name), process_set)
-            return tf.reshape(reduced[start:stop], tf.shape(tensor))
+        def gradient(*upstream: Any) -> list[tf.Tensor]:
+            reduced = _averaged(upstream, grouped, _backward_name(name), process_set)
+            return [
+                tf.reshape(whole[bound[0] : bound[1]], tf.shape(tensor))
+                for whole, bound, tensor in zip(reduced, bounds, tensors, strict=True)
+            ]
 
-        return whole, gradient
+        return wholes, gradient
 
-    return differentiable(to_tensor(tensor))
+    return list(differentiable(*map(to_tensor, tensors)))
 
 
 @as_it_is
@@ -214,16 +296,16 @@ def broadcast(
     the others zeros.
 
     Args:
-        tensor: shape and dtype alike on all ranks.
-        root_rank: the rank whose values count.
-        name: pairs this call with those of the other ranks; None: by order.
-        process_set: the ranks that take part.
-        ignore_name_scope: accepted for Horovod's sake: names never get a scope's prefix.
+        tensor: The shape and dtype are the same on all ranks.
+        root_rank: The rank whose values are sent.
+        name: Pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
+        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
 
     Raises:
-        ValueError: there is no such rank.
-        MismatchError: the ranks disagree.
-        HorovodInternalError: communication failed.
+        ValueError: There is no such rank.
+        MismatchError: The ranks disagree.
+        HorovodInternalError: Communication failed.
     """
 
     def spread(array: Any) -> list[Any]:
@@ -232,7 +314,7 @@ def broadcast(
     @tf.custom_gradient
     def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
-            reduced = _average(upstream, gradient_name(name), process_set)
+            (reduced,) = _averaged([upstream], False, _backward_name(name), process_set)
             return tf.where(tf.equal(rank_op(), root_rank), reduced, tf.zeros_like(reduced))
 
         (result,) = run(spread, [tensor], [like(tensor)], process_set)
@@ -241,17 +323,174 @@ def broadcast(
     return differentiable(to_tensor(tensor))
 
 
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send some rows of a tensor to every rank, and receive some of theirs.
+
+    Gradients flow through it, back to where the rows came from.
+
+    Args:
+        tensor: It has at least one axis; all but the first are the same on all ranks.
+        splits: The number of rows for each rank that takes part, in their order: integers that
+            add up to the number of rows. None sends the same number to all.
+        name: Pairs this call with those of the other ranks; None pairs by order.
+        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
+        process_set: The ranks that take part.
+
+    Returns:
+        The received rows, in the order of the ranks that sent them; with ``splits`` given, a
+        pair of these and an int32 tensor with the number of rows from each rank.
+
+    Raises:
+        ValueError: The splits do not fit, or an operation of this name is still in flight.
+        MismatchError: The ranks disagree.
+        HorovodInternalError: Communication failed.
+    """
+    rows, received = _alltoall(tensor, splits, name, process_set)
+    return rows if splits is None else (rows, received)
+
+
+@as_it_is
+def _alltoall(
+    tensor: Any, splits: Any, name: str | None, process_set: ProcessSet
+) -> tuple[tf.Tensor, tf.Tensor]:
+    def exchange(array: Any, *counts: Any) -> list[Any]:
+        given = np.asarray(counts[0]) if counts else None
+        return list(collectives.alltoall(array, given, name, process_set=process_set))
+
+    counts = [] if splits is None else [tf.convert_to_tensor(splits)]
+
+    @tf.custom_gradient
+    def differentiable(
+        tensor: tf.Tensor,
+    ) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
+        specs = [rows_like(tensor), tf.TensorSpec((None,), tf.int32)]
+        rows, received = run(exchange, [tensor, *counts], specs, process_set)
+
+        def gradient(upstream: Any, _: Any = None) -> tf.Tensor:
+            back, _ = _alltoall(upstream, received, _backward_name(name), process_set)
+            return tf.reshape(back, tf.shape(tensor))
+
+        return (rows, received), gradient
+
+    rows, received = differentiable(to_tensor(tensor))
+    return rows, received
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Strategy = Compression.none,
+    op: ReduceOp | int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """Reduce a tensor over all ranks, and return this rank's rows of the result.
+
+    Gradients flow through it, for Sum and Average: those of all rows are gathered and, as in
+    Horovod, multiplied by the number of ranks for Sum (although it is Average that divides).
+
+    Args:
+        tensor: It has at least one axis; shape and dtype are the same on all ranks. If the rows
+            cannot be divided evenly, the first ranks get one more.
+        device_dense: Accepted as in Horovod, without effect.
+        compression: How floats travel: ``Compression.none``, ``.fp16`` or ``.bf16``.
+        op: Average, Sum, Min, Max or Product.
+        name: Pairs this call with those of the other ranks; None pairs by order.
+        process_set: The ranks that take part.
+        ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+
+    Raises:
+        ValueError: ``op`` is Adasum or not defined for the dtype, or an operation of this name is
+            still in flight.
+        MismatchError: The ranks disagree.
+        HorovodInternalError: Communication failed.
+    """
+    check_strategy(compression)
+    chosen = reduction.choose(None, op)
+    factors = prescale_factor, postscale_factor
+    return _reducescatter([tensor], False, compression, chosen, name, process_set, factors)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Strategy = Compression.none,
+    op: ReduceOp | int = Average,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[tf.Tensor]:
+    """Reduce and scatter several tensors as one unit; see `reducescatter`, `grouped_allreduce`."""
+    check_strategy(compression)
+    chosen = reduction.choose(None, op)
+    factors = prescale_factor, postscale_factor
+    tensors = _checked(tensors)
+    return _reducescatter(tensors, True, compression, chosen, name, process_set, factors)
+
+
+@as_it_is
+def _reducescatter(
+    tensors: Sequence[Any],
+    grouped: bool,
+    compression: Strategy,
+    op: ReduceOp,
+    name: str | None,
+    process_set: ProcessSet,
+    factors: _Factors,
+) -> list[tf.Tensor]:
+    def reduce(*arrays: Any) -> list[Any]:
+        options: dict[str, Any] = {"compression": compression, "process_set": process_set}
+        if grouped:
+            return collectives.grouped_reducescatter(arrays, name, op, *factors, **options)
+        return [collectives.reducescatter(arrays[0], name, op, *factors, **options)]
+
+    @tf.custom_gradient
+    def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
+        def scaled(upstream: tf.Tensor) -> tf.Tensor:
+            factor = tf.cast(factors[0] * factors[1], upstream.dtype)
+            if op is ReduceOp.SUM:
+                factor *= tf.cast(set_size(process_set), upstream.dtype)
+            return upstream * factor
+
+        def gradient(*upstream: Any) -> list[tf.Tensor]:
+            if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+                raise _no_gradient("reducescatter", op)
+            own = list(map(scaled, upstream))
+            wholes = _allgather(own, grouped, _backward_name(name), process_set)
+            return [
+                tf.reshape(whole, tf.shape(tensor))
+                for whole, tensor in zip(wholes, tensors, strict=True)
+            ]
+
+        return run(reduce, tensors, list(map(rows_like, tensors)), process_set), gradient
+
+    return list(differentiable(*map(to_tensor, tensors)))
+
+
 @as_it_is
 def barrier(
     process_set: ProcessSet = global_process_set, name: str | None = None
 ) -> tf.Operation | None:
-    """Return when every rank has called it; inside ``tf.function``, when it has run it.
+    """Wait until every rank has called it; inside ``tf.function``, until every rank has run it.
 
-    In a graph for a ``tf.compat.v1.Session`` return the operation that waits for the others.
+    In a graph for a ``tf.compat.v1.Session``, return the operation that waits for the others.
 
     Args:
-        process_set: the ranks that take part.
-        name: pairs this call with those of the other ranks; None: by order.
+        process_set: The ranks that take part.
+        name: Pairs this call with those of the other ranks; None pairs by order.
     """
 
     def meet() -> list[Any]:
@@ -264,13 +503,13 @@ def barrier(
 
 @as_it_is
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> tf.Tensor:
-    """Tell that this rank has no more data, and wait until all ranks do so.
+    """Announce that this rank has no more data, and wait until all ranks have joined.
 
-    See `hvdlite.join`. Inside ``tf.function``, it is done when that runs.
+    See `hvdlite.join`. Inside ``tf.function``, it happens when the graph runs.
 
     Args:
-        device: accepted for Horovod's sake, without effect.
-        process_set: the ranks that take part.
+        device: Accepted as in Horovod, without effect.
+        process_set: The ranks that take part.
 
     Returns:
         The rank that joined last, the same on all; an int32 tensor.
@@ -283,19 +522,22 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> tf.T
     return last
 
 
-def check_differentiable(call: str, op: ReduceOp) -> None:
-    """Refuse to make a gradient where there is none."""
-    if op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
-        raise NotImplementedError(
-            f"{call} with op={op.name.capitalize()} has no gradient; wrap its input in "
-            "tf.stop_gradient, or use Sum or Average"
-        )
+def _checked(tensors: Sequence[Any]) -> list[Any]:
+    if isinstance(tensors, tf.Tensor | tf.Variable):
+        raise TypeError("expected a list of tensors, found a tensor")
+    listed = list(tensors)
+    if not listed:
+        raise ValueError("a grouped collective needs one tensor at least; found none")
+    return listed
 
 
-def _average(tensor: Any, name: str | None, process_set: ProcessSet) -> tf.Tensor:
-    return _allreduce(tensor, name, Compression.none, Average, process_set=process_set)
+def _no_gradient(call: str, op: ReduceOp) -> NotImplementedError:
+    return NotImplementedError(
+        f"{call} with op={op.name.capitalize()} has no gradient; wrap its input in "
+        "tf.stop_gradient, or use Sum or Average"
+    )
 
 
-def gradient_name(name: str | None) -> str | None:
-    """What the exchange of the gradient is called."""
+def _backward_name(name: str | None) -> str | None:
+    """Return the name of the collective in the backward pass."""
     return None if name is None else f"{name}.gradient"

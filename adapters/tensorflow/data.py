@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -130,3 +130,48 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
         return batches.apply(tf.data.experimental.assert_cardinality(sharding.steps))
 
     return apply
+
+
+# Horovod's data service for tf.data, in whose place TensorFlow has one of its own.
+
+_NO_SERVICE = (
+    "hvdlite has no {}; start tf.data.experimental.service.DispatchServer and WorkerServer in "
+    "processes of their own, and let each rank do "
+    "dataset.apply(tf.data.experimental.service.distribute(processing_mode, service=address)). Or "
+    "let hvd.shard(dataset) deal samples to the ranks, which need no service"
+)
+
+
+class TfDataServiceConfig:
+    """The configuration of Horovod's data service, which hvdlite does not have.
+
+    Raises:
+        NotImplementedError: Always; the message says what to use instead.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse_service("TfDataServiceConfig")
+
+    @classmethod
+    def read(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError, as the constructor does."""
+        _refuse_service("TfDataServiceConfig")
+
+
+def tf_data_service(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise NotImplementedError, as `TfDataServiceConfig` does."""
+    _refuse_service("tf_data_service")
+
+
+def send_to_data_service(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise NotImplementedError, as `TfDataServiceConfig` does."""
+    _refuse_service("send_to_data_service")
+
+
+def compute_worker_fn(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raise NotImplementedError, as `TfDataServiceConfig` does."""
+    _refuse_service("compute_worker_fn")
+
+
+def _refuse_service(name: str) -> NoReturn:
+    raise NotImplementedError(_NO_SERVICE.format(name))

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,7 +40,7 @@ from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.tensors import engine, run
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 # A program that makes one model after the other must not keep the buckets of all of them.
 _MOST_EXCHANGES = 32
@@ -132,7 +132,7 @@ class GradientAllreduce:
             for number, position in enumerate(spec.dense)
             if (gradient := gradients[position]) is not None
         }
-        check = self._checks and self._checks.of(sources, self._process_set)
+        check = None if self._checks is None else self._checks.of(sources, self._process_set)
         reduced: list[Gradient] = [None] * len(gradients)
         with in_order():
             for number, gradient in _BucketExchange(spec, dense, weight, check).run().items():
@@ -369,8 +369,9 @@ def _starter(
                 "function anew after init()"
             )
         gradients = dict(zip(numbers, map(np.asarray, arrays), strict=False))
-        samples = map(checked_samples, arrays[len(numbers) :])
-        exchange.start_bucket(index, gradients, *samples, check=check)
+        weight = arrays[len(numbers) :]
+        samples = checked_samples(weight[0]) if weight else None
+        exchange.start_bucket(index, gradients, samples, check)
         return []
 
     return start
@@ -417,7 +418,7 @@ def _check_presence(exchange: GradientBuckets, members: Sequence[int], presence:
     """Refuse a gradient that only some ranks have: the graphs' structures are fixed."""
     if presence.all():
         return
-    for position in np.flatnonzero(presence.any(axis=0) & ~presence.all(axis=0)):
+    for position in np.flatnonzero(presence.any(axis=0) & ~presence.all(axis=0)).tolist():
         have = np.flatnonzero(presence[:, position]).tolist()
         lack = np.flatnonzero(~presence[:, position]).tolist()
         raise MismatchError(

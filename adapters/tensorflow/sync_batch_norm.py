@@ -1,47 +1,49 @@
-"""Batch normalization over the batches of all ranks, as a layer of the Keras that is in use."""
+"""Batch normalization over the batches of all ranks, as a layer of the Keras in use."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.reduction import Sum
+from hvdlite.tensorflow.collectives import allgather, allreduce
 from hvdlite.tensorflow.errors import ArgumentError
 from hvdlite.tensorflow.graphs import refuse_session
-from hvdlite.tensorflow.moments import moments
-from hvdlite.tensorflow.tensors import to_tensor
+from hvdlite.tensorflow.tensors import as_it_is, to_tensor
 
 # Keras 3, or tf_keras where TF_USE_LEGACY_KERAS is set.
 keras = tf.keras
 
 
 @keras.utils.register_keras_serializable(package="hvdlite")
-class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
-    """``BatchNormalization`` whose statistics in training are those of all ranks' batches.
+class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[name-defined]
+    """``BatchNormalization`` that uses the statistics of all ranks' batches in training.
 
-    Forward and backward pass each take one small exchange, in which all ranks must take part;
-    their batches may have different sizes, also 0, and different masks. Floats of 16 bits are
-    normalized in float32. In inference it is the layer that it derives from, so a program without
-    hvdlite can load a saved model, if it gives Keras a layer of this name::
+    The forward and the backward pass each make one small exchange, in which all ranks must take
+    part; their batches may have different sizes, including 0, and different masks. 16-bit floats
+    are normalized in float32. In inference it is the layer that it derives from, so a program
+    without hvdlite can load a saved model if it gives Keras a layer of this name::
 
         @keras.saving.register_keras_serializable(package="hvdlite")
         class SyncBatchNormalization(keras.layers.BatchNormalization):
             pass
 
     Args:
-        axis: of the channels, one number.
-        momentum: of the moving statistics, which are the same on all ranks.
-        epsilon: is added to the variance.
-        fused: accepted for Horovod's sake, if it is False or None.
-        process_set: the ranks that take part. It is not saved.
-        kwargs: all other arguments of ``keras.layers.BatchNormalization``.
+        axis: The axis of the channels, one number.
+        momentum: The momentum of the moving statistics, which are the same on all ranks.
+        epsilon: Added to the variance.
+        fused: Accepted as in Horovod, if it is False or None.
+        process_set: The ranks that take part. It is not saved.
+        kwargs: All other arguments of ``keras.layers.BatchNormalization``.
 
     Raises:
-        ValueError: Keras runs on another backend than TensorFlow; several axes, a fused layer,
-            batch renormalization or virtual batches are asked for. In training: inside a
+        ValueError: Keras' backend is not TensorFlow, or the arguments ask for several axes, a
+            fused layer, batch renormalization or virtual batches. In training: inside a
             function that XLA compiles, or in the scope of a strategy with several replicas.
-        MismatchError: when it is called in training, the ranks disagree on the channels.
+        MismatchError: In training, the ranks disagree on the channels.
     """
 
     def __init__(
@@ -73,13 +75,13 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
             return super().call(inputs, training=False)
         refuse_session("SyncBatchNormalization in training")
         inputs = to_tensor(inputs)
-        # Those that are narrower have too few digits for sums, and too small a range for squares.
+        # Narrower floats have too few digits for sums, and too small a range for squares.
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)
         axis = _only(self.axis) % x.shape.rank
         if mask is not None:
             mask = _with_channels(mask, x)
         axes = [other for other in range(x.shape.rank) if other != axis]
-        mean, variance = moments(x, axes, mask, self._process_set)
+        mean, variance = _moments(x, axes, mask, self._process_set)
         self._move(self.moving_mean, mean)
         self._move(self.moving_variance, variance)
         shape = [x.shape[axis] if other == axis else 1 for other in range(x.shape.rank)]
@@ -119,3 +121,94 @@ def _check_backend() -> None:
             f"this SyncBatchNormalization needs TensorFlow as Keras' backend, which is {backend}; "
             "set KERAS_BACKEND=tensorflow"
         )
+
+
+@as_it_is
+def _moments(
+    x: tf.Tensor,
+    axes: Sequence[int],
+    mask: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the mean and the variance of all ranks' elements along some axes.
+
+    Each rank sums its own elements in two passes, and the parts are combined as in Chan, Golub and
+    LeVeque (1983, "Algorithms for computing the sample variance"), so a large mean takes no
+    digits from a small variance. There is one exchange, of three float64 for each channel, and
+    one of two numbers in the backward pass, which gives the gradient of the sum of all ranks'
+    losses and has no derivative itself.
+
+    Args:
+        x: float32 or float64; the axes that stay have the same sizes on all ranks, the others
+            any size, including 0.
+        axes: The axes to reduce, from 0.
+        mask: Selects elements, with a shape that can be broadcast to that of ``x``; None: all.
+        process_set: The ranks that take part.
+
+    Returns:
+        Mean and (biased) variance, with the reduced axes kept as 1.
+    """
+    if mask is not None:
+        mask = tf.broadcast_to(tf.cast(mask, tf.bool), tf.shape(x))
+
+    @tf.custom_gradient
+    def differentiable(x: tf.Tensor) -> tuple[Any, Callable[..., tf.Tensor]]:
+        joint = _combine(_local(x, axes, mask), process_set)
+        count, mean, variance = (tf.cast(each, x.dtype) for each in joint)
+
+        @tf.custom_gradient
+        def gradient(*upstream: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+            of_mean, of_variance = tf.unstack(
+                allreduce(tf.stack(upstream), op=Sum, process_set=process_set)
+            )
+            slope = _counted(of_mean + 2.0 * of_variance * (x - mean), mask)
+            return tf.math.divide_no_nan(slope, count), _refuse
+
+        return (mean, variance), gradient
+
+    mean, variance = differentiable(x)
+    return mean, variance
+
+
+def _counted(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    return values if mask is None else tf.where(mask, values, tf.zeros_like(values))
+
+
+def _local(x: tf.Tensor, axes: Sequence[int], mask: tf.Tensor | None) -> list[tf.Tensor]:
+    """Return this rank's count, mean, and sum of squared deviations per channel, in float64."""
+    if mask is None:
+        ones = tf.ones([1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)])
+        elements = tf.reduce_prod([tf.shape(x, tf.int64)[axis] for axis in axes])
+        count = tf.cast(ones, tf.float64) * tf.cast(elements, tf.float64)
+    else:
+        count = tf.reduce_sum(tf.cast(mask, tf.float64), axes, keepdims=True)
+
+    def sum_of(values: tf.Tensor) -> tf.Tensor:
+        return tf.cast(tf.reduce_sum(values, axes, keepdims=True), tf.float64)
+
+    rough = tf.cast(tf.math.divide_no_nan(sum_of(_counted(x, mask)), count), x.dtype)
+    # The rounding error of the mean is as large as many a deviation.
+    deviations = _counted(x - rough, mask)
+    rest = tf.math.divide_no_nan(sum_of(deviations), count)
+    squares = sum_of(tf.square(deviations)) - count * tf.square(rest)
+    return [count, tf.cast(rough, tf.float64) + rest, tf.maximum(squares, 0.0)]
+
+
+def _combine(
+    local: list[tf.Tensor], process_set: ProcessSet
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return count, mean and variance of all ranks' elements from what `_local` returned."""
+    parts = allgather(tf.stack(local)[tf.newaxis], process_set=process_set)
+    counts, means, all_squares = tf.unstack(parts, num=3, axis=1)
+    total = tf.reduce_sum(counts, 0)
+    joint = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), total)
+    between = counts * tf.square(means - joint)
+    variance = tf.math.divide_no_nan(tf.reduce_sum(all_squares + between, 0), total)
+    return total, joint, variance
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "the statistics of SyncBatchNormalization have no second derivative; use "
+        "keras.layers.BatchNormalization where you need one"
+    )

@@ -1,4 +1,4 @@
-"""A gradient tape whose gradients are those of all ranks."""
+"""A gradient tape that reduces gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FORGOTTEN = (
 class DistributedGradientTape(tf.GradientTape):
     """A ``tf.GradientTape`` around another one, whose ``gradient`` averages over all ranks.
 
-    Both ways to use it are alike, eagerly and inside ``tf.function``::
+    There are two equivalent ways to use it, in eager mode and inside ``tf.function``::
 
         with tf.GradientTape() as tape:
             loss = ...
@@ -47,18 +47,18 @@ class DistributedGradientTape(tf.GradientTape):
         with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
             ...
 
-    A source without a gradient counts as zeros where another rank has one; where no rank
-    has one, its gradient is None. Inside ``tf.function`` ranks must agree on which are None
-    (a MismatchError says so), because graphs have a fixed structure. A gradient that
-    is ``tf.IndexedSlices`` on one rank must be so on all, unless ``sparse_as_dense``.
+    A source without a gradient counts as zeros if another rank has one; if no rank has one, its
+    gradient is None. Inside ``tf.function`` ranks must agree on which gradients are None (or a
+    MismatchError is raised), because graphs have a fixed structure. A gradient that is
+    ``tf.IndexedSlices`` on one rank must be so on all, unless ``sparse_as_dense``.
 
-    Functions with ``jit_compile=True`` are refused while they are traced: XLA cannot compile
-    the exchange. So are strategies of ``tf.distribute`` with several replicas.
+    Functions with ``jit_compile=True`` are refused while they are traced, because XLA cannot
+    compile the exchange. So are strategies of ``tf.distribute`` with several replicas.
 
-    With the second exchange of its sources' gradients the ranks compare those that are variables
+    With the second exchange of its sources' gradients, the ranks compare their variables
     (``HVDLITE_CHECK_RANKS=error``, ``warn`` or ``off``): a forgotten broadcast is an error.
 
-    ``jacobian`` and ``batch_jacobian`` are those of this rank alone.
+    ``jacobian`` and ``batch_jacobian`` are not reduced.
 
     With a ``schedule`` of local steps, ``gradient`` returns this rank's own gradients, and the
     sources, which have to be variables, are exchanged in ``end_step``::
@@ -68,30 +68,32 @@ class DistributedGradientTape(tf.GradientTape):
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         tape.end_step()
 
-    Steps are counted for a list of sources: it is the same, in the same order, in each step.
+    Steps are counted per list of sources, which must be the same, in the same order, in each step.
 
     Args:
-        gradtape: the tape that records; persistent or not.
-        device_dense: accepted for Horovod's sake, without effect; so is ``device_sparse``.
-        compression: how dense gradients travel.
-        sparse_as_dense: exchange ``tf.IndexedSlices`` as dense gradients, instead of
+        gradtape: The tape that records; persistent or not.
+        device_dense: Accepted as in Horovod, without effect.
+        device_sparse: Accepted as in Horovod, without effect.
+        compression: How dense gradients travel.
+        sparse_as_dense: Exchange ``tf.IndexedSlices`` as dense gradients, instead of
             gathering the slices of all ranks.
         op: Average or Sum.
-        gradient_predivide_factor: with Average, the part of the division that happens
+        gradient_predivide_factor: With Average, the part of the division that happens
             before the sum.
-        num_groups: accepted for Horovod's sake: buckets do what groups are for.
-        groups: likewise.
-        process_set: the ranks that take part. The gradients of any other rank stay its own, as in
+        num_groups: Accepted as in Horovod; buckets do what groups are for.
+        groups: Accepted as in Horovod; buckets do what groups are for.
+        process_set: The ranks that take part. The gradients of any other rank stay its own, as in
             Horovod, and so do its variables with a schedule.
-        scale_local_gradients: divide the gradients of local sources by the number of ranks,
+        scale_local_gradients: Divide the gradients of local sources by the number of ranks,
             so that they count as much as an average does. In a local step they stay whole.
-        schedule: when to exchange what, one of ``hvd.Schedule``; None: gradients, for every
-            step.
+        schedule: Decides what is exchanged and when, one of ``hvd.Schedule``; None: gradients,
+            for every step.
 
     Raises:
-        ValueError: the tape is distributed already, an argument is out of range, or the schedule
-            does not go together with another one.
-        TypeError: it is no tape, ``compression`` is no strategy, or ``schedule`` is none.
+        ValueError: The tape is distributed already, an argument is out of range, or the schedule
+            cannot be combined with another argument.
+        TypeError: ``gradtape`` is not a tape, ``compression`` is not a strategy, or ``schedule``
+            is not a schedule.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class DistributedGradientTape(tf.GradientTape):
         scale_local_gradients: bool = True,
         schedule: ExchangeSchedule | None = None,
     ) -> None:
-        # The parent's constructor is left out: all state is the inner tape's.
+        # The parent's constructor is not called: the inner tape holds all state.
         if not isinstance(gradtape, tf.GradientTape):
             raise TypeError(f"expected a tf.GradientTape, found {type(gradtape).__name__}")
         if isinstance(gradtape, DistributedGradientTape):
@@ -127,7 +129,7 @@ class DistributedGradientTape(tf.GradientTape):
             _LABEL,
             checks=None if may_differ else _checks,
         )
-        self._exchange = strategy, reduction, process_set, _LABEL
+        self._step_options = strategy, reduction, process_set, _LABEL
         self._sparse_as_dense = sparse_as_dense
         self._steps: VariableSteps | None = None
         self._process_set = process_set
@@ -140,13 +142,13 @@ class DistributedGradientTape(tf.GradientTape):
         self._local_sources.append(source)
 
     def register_local_layer(self, layer: Any) -> None:
-        """Keep the gradients of a layer's variables to this rank, also of those to be made yet.
+        """Keep the gradients of a layer's variables, present and future ones, to this rank.
 
         Args:
-            layer: of Keras, or a ``tf.Module``; with all that it contains.
+            layer: A Keras layer or a ``tf.Module``, with all that it contains.
 
         Raises:
-            TypeError: it is something else.
+            TypeError: It is something else.
         """
         if not hasattr(layer, "variables"):
             raise TypeError(f"expected a layer or a tf.Module, found {layer!r}")
@@ -164,27 +166,27 @@ class DistributedGradientTape(tf.GradientTape):
         """Compute gradients as ``tf.GradientTape.gradient``, and reduce them over all ranks.
 
         Args:
-            target: what is differentiated.
-            sources: variables (Keras' too) or tensors, in any nested structure; on all ranks
-                in the same order, of the same names, shapes and dtypes.
-            output_gradients: for each element of ``target``, a factor.
-            unconnected_gradients: whether a source that the target does not depend on gets
-                None or zeros.
-            batch_size: of how many samples this rank's gradients are averages, a number or a
-                scalar tensor. Each rank's gradient then counts as much as it has samples, and the
-                result is the gradient of all samples. Given on all ranks, or on none.
+            target: The tensors to differentiate.
+            sources: Variables (Keras' too) or tensors, in any nested structure; on all ranks
+                in the same order, with the same names, shapes and dtypes.
+            output_gradients: A factor for each element of ``target``.
+            unconnected_gradients: Return None or zeros for a source that the target does not
+                depend on.
+            batch_size: The number of samples that this rank's gradients are averages of, a number
+                or a scalar tensor. Each rank's gradient is then weighted by it, and the result is
+                the gradient of all samples. Given on all ranks, or on none.
 
         Returns:
             Reduced gradients in the structure of ``sources``.
 
         Raises:
-            MismatchError: the ranks disagree.
-            HorovodInternalError: communication failed.
-            ValueError: inside a function that XLA compiles, or in the scope of a strategy of
-                ``tf.distribute`` with several replicas; with a schedule also where the step
-                before has not ended, or a source is no variable. ``batch_size`` is no number of
-                samples, or comes with a schedule, another op than Average, or local sources whose
-                gradients are divided by the number of ranks.
+            MismatchError: The ranks disagree.
+            HorovodInternalError: Communication failed.
+            ValueError: Inside a function that XLA compiles, or in the scope of a strategy of
+                ``tf.distribute`` with several replicas; with a schedule also if the step before
+                has not ended, or a source is not a variable. ``batch_size`` is not a number of
+                samples, or is combined with a schedule, another op than Average, or local sources
+                whose gradients are divided by the number of ranks.
         """
         own = self._inner.gradient(target, sources, output_gradients, unconnected_gradients)
         if is_outside(self._process_set):
@@ -196,7 +198,7 @@ class DistributedGradientTape(tf.GradientTape):
             gradients = self._reduced(gradients, flat_sources, shared, batch_size)
         else:
             check_unweighted(batch_size)
-            gradients = self._scheduled(gradients, flat_sources, shared)
+            gradients = self._scheduled(self._schedule, gradients, flat_sources, shared)
         return tf.nest.pack_sequence_as(sources, gradients)
 
     def _reduced(
@@ -206,7 +208,7 @@ class DistributedGradientTape(tf.GradientTape):
         shared: Sequence[int],
         batch_size: Any = None,
     ) -> list[Gradient]:
-        """The gradients of all ranks; those that are not shared are divided instead."""
+        """Return the gradients reduced over all ranks; local ones are divided instead."""
         result = list(gradients)
         if self._scale_local_gradients:
             for number in {*range(len(result))}.difference(shared):
@@ -222,9 +224,13 @@ class DistributedGradientTape(tf.GradientTape):
         return result
 
     def _scheduled(
-        self, gradients: Sequence[Gradient], sources: Sequence[Any], shared: Sequence[int]
+        self,
+        schedule: ExchangeSchedule,
+        gradients: Sequence[Gradient],
+        sources: Sequence[Any],
+        shared: Sequence[int],
     ) -> list[Gradient]:
-        """This rank's own gradients, or those of all ranks, whichever the step is made on."""
+        """Return the gradients that the schedule has the step made on: own or reduced ones."""
         variables = [value_of(sources[number]) for number in shared]
         for variable in variables:
             if not isinstance(variable, tf.Variable):
@@ -232,9 +238,8 @@ class DistributedGradientTape(tf.GradientTape):
                     "a schedule exchanges what the sources are, and one is no variable but "
                     f"{variable!r}; leave out the schedule, or the source"
                 )
-        steps = local_steps_of(
-            [sources[number] for number in shared], self._schedule, *self._exchange
-        )
+        own = [sources[number] for number in shared]
+        steps = local_steps_of(own, schedule, *self._step_options)
         self._steps = VariableSteps(steps, variables)
         self._steps.begin(_FORGOTTEN)
         return self._steps.gradients(
@@ -245,13 +250,13 @@ class DistributedGradientTape(tf.GradientTape):
 
     @as_it_is
     def end_step(self) -> None:
-        """With a schedule: exchange the sources, if that is due; the optimizer has changed them.
+        """Exchange the sources if the schedule says so, after the optimizer has changed them.
 
         Call it once after each `gradient`. Without a schedule of local steps it does nothing.
 
         Raises:
             ValueError: `gradient` has not been called.
-            HorovodInternalError: the ranks disagree, or communication failed.
+            HorovodInternalError: The ranks disagree, or communication failed.
         """
         if self._schedule is not None and not is_outside(self._process_set):
             self._scheduled_steps("end_step").end()
@@ -260,12 +265,12 @@ class DistributedGradientTape(tf.GradientTape):
     def average_weights(self) -> None:
         """Average the sources over all ranks now: before an evaluation, or at the end.
 
-        Afterwards they are the same bits on all ranks. All ranks call it, between the same steps.
-        Those of a rank outside the process set stay its own.
+        Afterwards they are bitwise the same on all ranks. All ranks call it, between the same
+        steps. The sources of a rank outside the process set stay its own.
 
         Raises:
             ValueError: `gradient` has not been called, or there is no schedule of local steps.
-            HorovodInternalError: the ranks disagree, or communication failed.
+            HorovodInternalError: The ranks disagree, or communication failed.
         """
         if not is_outside(self._process_set):
             self._scheduled_steps("average_weights").average()
@@ -278,7 +283,7 @@ class DistributedGradientTape(tf.GradientTape):
         return self._steps
 
     def _locals(self) -> set[int]:
-        """The identities of all local sources; layers are asked now, when they are built."""
+        """Return the identities of all local sources; layers are built by now."""
         of_layers = [variable for layer in self._local_layers for variable in layer.variables]
         return {id(value_of(source)) for source in (*self._local_sources, *of_layers)}
 
@@ -299,7 +304,7 @@ class DistributedGradientTape(tf.GradientTape):
         self._inner.watch(tensor)
 
     def watched_variables(self) -> Any:
-        """The variables that are watched."""
+        """Return the variables that the tape watches."""
         return self._inner.watched_variables()
 
     def stop_recording(self) -> AbstractContextManager[None]:
@@ -307,15 +312,15 @@ class DistributedGradientTape(tf.GradientTape):
         return self._inner.stop_recording()
 
     def reset(self) -> None:
-        """Forget what has been recorded."""
+        """Discard the recorded operations."""
         self._inner.reset()
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``tf.GradientTape.jacobian``; nothing is exchanged."""
+        """Compute ``tf.GradientTape.jacobian``; nothing is exchanged."""
         return self._inner.jacobian(*args, **kwargs)
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``tf.GradientTape.batch_jacobian``; nothing is exchanged."""
+        """Compute ``tf.GradientTape.batch_jacobian``; nothing is exchanged."""
         return self._inner.batch_jacobian(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -342,11 +347,12 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     """Return a `DistributedGradientTape` that leaves some layers' gradients to their rank.
 
     Args:
-        gradtape: as there, like all other arguments.
-        local_layers: a layer or ``tf.Module``, or several; built or not.
+        gradtape: As for `DistributedGradientTape`, like all other arguments.
+        local_layers: A layer or ``tf.Module``, or several; built or not.
 
     Raises:
-        ValueError, TypeError: as there; and one of the layers is none.
+        ValueError, TypeError: As for `DistributedGradientTape`; or there is no layer where one is
+            expected.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -375,7 +381,11 @@ def _checked(
     reduction: Reduction,
     sparse_as_dense: bool,
 ) -> tuple[Strategy, ExchangeSchedule | None]:
-    """The strategy, and the schedule if it has local steps, and a tape can follow it."""
+    """Return the strategy, and the schedule if it has local steps.
+
+    Raises:
+        ValueError: A tape cannot follow the schedule.
+    """
     strategy, chosen, passes = check_exchange(
         compression, schedule, CONVERSION, reduction, 1, sparse_as_dense
     )

@@ -23,6 +23,11 @@ _REMEDY = (
 _Value = TypeVar("_Value")
 
 
+def is_variable(value: Any) -> bool:
+    """Return whether a value is a variable of TensorFlow or Keras."""
+    return hasattr(value, "assign") and hasattr(value, "dtype")
+
+
 def name_of(variable: Any, number: int) -> str:
     """Return the path of a Keras variable, the name of a ``tf.Variable``, or a tensor's number."""
     path = getattr(variable, "path", None)

@@ -107,11 +107,11 @@ ANSWERS: dict[str, Answer] = {
     "horovod.tensorflow": Answer("hvdlite.tensorflow", util=_UTIL),
     "horovod.tensorflow.data": Answer(""),
     "horovod.tensorflow.data.compute_service": Answer(
-        "hvdlite.tensorflow.data_service",
+        "hvdlite.tensorflow.data",
         ("TfDataServiceConfig", "tf_data_service", "send_to_data_service"),
     ),
     "horovod.tensorflow.data.compute_worker": Answer(
-        "hvdlite.tensorflow.data_service", ("compute_worker_fn",)
+        "hvdlite.tensorflow.data", ("compute_worker_fn",)
     ),
     "horovod.tensorflow.compression": Answer("hvdlite.compression", _COMPRESSORS),
     "horovod.tensorflow.elastic": Answer("hvdlite.tensorflow.elastic"),
