@@ -1,4 +1,4 @@
-"""One rank's batches as a ``tf.data.Dataset``."""
+"""Sharded data as a ``tf.data.Dataset``."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def shard(
     exactly once per epoch over all ranks, the remainder included (see `Sharding`).
 
     Each iteration over the dataset is one epoch. When its last batch has been taken, the next
-    iteration is the next epoch, in an order of its own; an iteration that is given up before
-    (a look at the first batch, say, on one rank) changes nothing. Ranks must end their epochs
-    alike. ``prefetch(n)`` takes ``n`` batches ahead, so a look at an epoch with no more batches
+    iteration is the next epoch, in a new order; an iteration that is abandoned before
+    (a look at the first batch, say, on one rank) changes nothing. All ranks must end the same
+    epochs. ``prefetch(n)`` takes ``n`` batches ahead, so a look at an epoch with no more batches
     than that takes all of them: look at the data another way.
 
     Args:
-        data: an array or tensor (first axis: samples), or a tuple or dict of some, nested
-            as you like; they stay where they are, and batches are gathered by index.
-        batch_size: samples per rank and step.
-        shuffle: whether each epoch has an order of its own; False for evaluation.
-        seed: of the orders; the same on all ranks.
-        first_epoch: the epoch, from 0, that the first iteration gives; to resume a training, or
-            to go on, with a new dataset, after an epoch that was ended early.
-        allow_empty: whether ranks may have an empty batch where there are fewer samples than
+        data: An array or tensor (first axis: samples), or a tuple or dict of them, arbitrarily
+            nested; the data are not copied, and batches are gathered by index.
+        batch_size: Samples per rank and step.
+        shuffle: Shuffle each epoch anew; False for evaluation.
+        seed: The seed of the shuffling; the same on all ranks.
+        first_epoch: The epoch, from 0, of the first iteration; to resume training, or to
+            continue, with a new dataset, after an epoch that was ended early.
+        allow_empty: Allow ranks to have an empty batch if there are fewer samples than
             ranks; for evaluation.
 
     Returns:
         A dataset of batches in the structure of ``data``, of known types and cardinality.
 
     Raises:
-        ValueError: lengths disagree, or there are fewer samples than ranks and not
+        ValueError: Lengths disagree, or there are fewer samples than ranks and not
             ``allow_empty``.
 
     Example::
@@ -79,20 +79,20 @@ def _spec(array: Any) -> tf.TensorSpec:
 def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Return a transformation of a dataset of samples into one of this rank's batches.
 
-    Batches are dealt as `shard` does without shuffling. Every rank runs through all
-    samples, so put what is expensive behind it; ``dataset.shuffle(n, seed=...)`` before it
-    gives each epoch an order of its own, if all ranks use one seed there and, where they call
+    Batches are dealt as by `shard` without shuffling. Every rank reads all samples, so put
+    expensive transformations behind it; ``dataset.shuffle(n, seed=...)`` before it
+    gives each epoch a new order, if all ranks use the same seed there and, if they call
     it, in ``tf.random.set_seed`` (which ``keras.utils.set_random_seed`` does too).
 
     Args:
-        batch_size: samples per rank and step.
+        batch_size: Samples per rank and step.
 
     Returns:
-        What ``dataset.apply`` takes. The dataset must be finite, of known cardinality, and in
-        the same order on all ranks.
+        A transformation for ``dataset.apply``. The dataset must be finite, of known cardinality,
+        and in the same order on all ranks.
 
     Raises:
-        ValueError: from ``apply``: the cardinality is unknown or infinite, or there are
+        ValueError: From ``apply``: the cardinality is unknown or infinite, or there are
             fewer samples than ranks.
 
     Example::

@@ -1,4 +1,4 @@
-"""One accelerator for each rank, or its share of the cores."""
+"""An accelerator, or a share of the cores, for each rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _log = logging.getLogger("hvdlite")
 def pin_device() -> tf.config.PhysicalDevice:
     """Bind this process to the accelerator of its local rank, and return it; collective.
 
-    Its memory is taken as it is needed. Without accelerators it is the CPU, and TensorFlow
-    is told to use as many threads as leave the node's other ranks their cores, unless the
-    program has set a number. Call it right after ``init()``: TensorFlow fixes its devices
-    and threads when it runs its first operation.
+    TensorFlow allocates its memory as needed. Without accelerators the device is the CPU, and
+    TensorFlow gets this rank's share of the node's cores as threads, unless the program has set
+    a number. Call it right after ``init()``: TensorFlow fixes its devices and threads when it runs
+    its first operation.
 
     Raises:
-        ValueError: the node has fewer accelerators than ranks, or only some ranks see any.
-        RuntimeError: TensorFlow has taken all accelerators already.
+        ValueError: The node has fewer accelerators than ranks, or only some ranks see any.
+        RuntimeError: TensorFlow has initialised all accelerators already.
     """
     threads = threads_per_rank()
     gpus = tf.config.list_physical_devices("GPU")
@@ -44,7 +44,7 @@ def pin_device() -> tf.config.PhysicalDevice:
 
 
 def gpu_available(ext_base_name: str = "tensorflow", verbose: bool = False) -> bool:
-    """Return whether TensorFlow sees a GPU; the arguments are accepted for Horovod's sake."""
+    """Return whether TensorFlow sees a GPU; the arguments have no effect, as in Horovod."""
     return bool(tf.config.list_physical_devices("GPU"))
 
 
@@ -66,6 +66,6 @@ def _set_threads(threads: int) -> None:
 
 
 def _identities(gpus: list[tf.config.PhysicalDevice]) -> list[str]:
-    """What tells the accelerators of a node apart, whichever of them a process sees."""
+    """Return names that are unique among the accelerators of a node."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[: len(gpus)] if visible else [gpu.name for gpu in gpus]

@@ -1,4 +1,4 @@
-"""Training with TensorFlow that goes on after a failure: ``hvd.elastic``."""
+"""Elastic training with TensorFlow: ``hvd.elastic``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "Tensor
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Make a training function go on after failures: `hvdlite.elastic.run`, for graphs too.
 
-    A graph's errors have lost the class that they had in Python; it is found in their text.
+    The errors of a graph have lost the class that they had in Python; it is found in their text.
     """
 
     @functools.wraps(func)
@@ -37,16 +37,16 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TensorFlowState(VariableState):
-    """The state of variables and of other attributes.
+    """The elastic state of variables and of other attributes.
 
     Args:
         variables: ``tf.Variable`` or Keras variables, in any nested structure; the attribute
             ``variables``.
-        session: of TensorFlow 1; not supported.
-        **kwargs: the other attributes, and their values at the start.
+        session: Of TensorFlow 1; not supported.
+        **kwargs: The other attributes, and their initial values.
 
     Raises:
-        ValueError: there are no variables, a session is given, or the class has an attribute or
+        ValueError: There are no variables, a session is given, or the class has an attribute or
             a method of such a name.
     """
 
@@ -64,7 +64,7 @@ class TensorFlowState(VariableState):
         super().__init__(**kwargs)
 
     def variables_kept(self) -> Sequence[Any]:
-        """The variables, one after the other."""
+        """Return the variables in a list."""
         return list(tf.nest.flatten(self.variables))
 
 

@@ -2,18 +2,18 @@
 
 ::
 
-    what has happened                   what is raised            it is also
+    cause                               class                     TensorFlow's class
     the ranks disagree                  MismatchError             FailedPreconditionError
     a gradient that cannot be sent      GradientError             InvalidArgumentError
     a bad argument on this rank         ArgumentError             InvalidArgumentError
     a rank is gone, or MPI has failed   HorovodInternalError      UnknownError
 
-All but `ArgumentError` are subclasses of hvdlite's classes of the same names; that is a
+They are subclasses of hvdlite's classes of the same names, except `ArgumentError`, which is a
 ValueError. The right column is in ``tf.errors``. So a script may catch either kind.
 
-A graph knows status codes instead of exceptions: what Python raises in one of its operations
-becomes text under the code UNKNOWN or INVALID_ARGUMENT, and the caller of the graph gets the class
-that belongs to the code. Here the class that the text names is put in its place.
+A graph has status codes instead of exceptions: an exception in one of its Python operations becomes
+text under the code UNKNOWN or INVALID_ARGUMENT, and the caller of the graph gets the class
+that belongs to the code. This module replaces it by the class that the text names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 
 
 class _Constructor:
-    """Makes an error as TensorFlow does; or of its message alone, as Keras copies errors."""
+    """A constructor with TensorFlow's arguments, or the message only, as Keras copies errors."""
 
     # The names are those by which AutoGraph recognises what it can copy.
     def __init__(
@@ -54,19 +54,19 @@ class HorovodInternalError(_Constructor, tf.errors.UnknownError, errors.HorovodI
 
 
 class GradientError(_Constructor, tf.errors.InvalidArgumentError, errors.GradientError):
-    """A gradient cannot be exchanged in the way that is asked for, on all ranks."""
+    """A gradient cannot be exchanged as requested, on all ranks."""
 
 
 class ArgumentError(_Constructor, tf.errors.InvalidArgumentError, ValueError):
-    """An argument that this rank alone can tell to be wrong."""
+    """An argument is wrong, which this rank can tell by itself."""
 
 
 class UnsupportedError(ArgumentError, errors.UnsupportedError):
-    """An argument asks for what a call does not do."""
+    """An argument asks for something that the call does not support."""
 
 
 def translated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Wrap a function that calls the core: what it raises becomes one of the classes here."""
+    """Wrap a function that calls the core such that it raises the classes of this module."""
 
     @functools.wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -106,7 +106,7 @@ _NAMED = re.compile(rf"(?<!\S)({'|'.join(name for _, name in _KINDS)}): ")
 
 
 def named_by(error: Exception) -> Exception:
-    """The error in the class that its text names; itself where it names none of ours."""
+    """Return an error as the class that its text names; itself if that is none of these classes."""
     if not isinstance(error, tf.errors.OpError):
         return error
     named = _NAMED.search(error.message)
@@ -117,10 +117,10 @@ def named_by(error: Exception) -> Exception:
 
 
 def _translate_calls_of_graphs() -> None:
-    """Have `named_by` see what TensorFlow raises for a graph.
+    """Apply `named_by` to the errors that TensorFlow raises for a graph.
 
-    There is no public place for that: of a Python operation's exceptions TensorFlow keeps five
-    built-in classes. Should these go, a graph's errors have the code's class and the same text.
+    There is no public hook for that. If a later TensorFlow lacks these methods, a graph's errors
+    have the class of the code, and the same text.
     """
     try:
         from tensorflow.python.client.session import BaseSession

@@ -1,4 +1,4 @@
-"""Operations of graphs that call Python."""
+"""Graph operations that call Python, inside ``tf.function`` and for sessions."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _FOREIGN = (
     "(save_weights, tf.train.Checkpoint)"
 )
 
-# The operation after which the next one has to run; None: they are in no order.
+# The operation after which the next one has to run; None: operations are not ordered.
 _last: ContextVar[list[tf.Operation] | None] = ContextVar("last", default=None)
 
 
 def call_python(
     function: Callable[..., Any], tensors: Sequence[tf.Tensor], specs: Sequence[tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    """Make an operation that calls a function of arrays, and return what that returns.
+    """Make an operation that calls a function of arrays, and return its results.
 
     It differs from ``tf.numpy_function`` in the key under which the graph finds the function. There
-    it is the number of calls before, which in a process that loads an exported graph is the key of
-    whatever function has this number there. Here nothing else ever has the key, and TensorFlow's
-    message for a key that is unknown contains what to do.
+    the key is the number of earlier calls, so a process that loads an exported graph would call
+    any function of its own that has this number. Here the key is unique, and it says what to do,
+    because TensorFlow's message for an unknown key contains the key.
 
     Args:
-        function: takes arrays, and returns a list of them; it must not change what it gets.
-        tensors: its arguments. Neither they nor the results are copied.
-        specs: dtypes and shapes of the results.
+        function: Takes arrays, which it must not change, and returns a list of arrays.
+        tensors: Its arguments. They are not copied, and neither are large results.
+        specs: The dtypes and shapes of the results.
     """
     key = _FOREIGN.format(uuid.uuid4().hex)
     _py_funcs._funcs[key] = function  # by a weak reference
@@ -58,7 +58,7 @@ def call_python(
 
 
 def for_session() -> bool:
-    """Return whether operations are made for a graph that a ``tf.compat.v1.Session`` runs."""
+    """Return whether the current graph is one for a ``tf.compat.v1.Session``."""
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
@@ -68,19 +68,19 @@ def call_python_in_session(
     specs: Sequence[tf.TensorSpec],
     process_set: ProcessSet | None,
 ) -> list[tf.Tensor]:
-    """Do what `call_python` does in a graph for a ``tf.compat.v1.Session``.
+    """Make the same operation as `call_python`, in a graph for a ``tf.compat.v1.Session``.
 
     A session runs operations in any order, in few threads. So a function that waits for other ranks
     gets a thread of its own: ranks whose only thread waits, each in another operation, would wait
-    for ever. TensorFlow has such threads for data sets: this one has one element, which is the
-    tensors, and maps the function over it. And an operation without a name gets one here, from its
-    number in the graph.
+    for ever. TensorFlow has such threads for data sets: the function is mapped over a data set
+    with one element, the tensors. An operation without a name gets one here, from its number in
+    the graph.
 
     Args:
-        function: see there, like what follows.
-        tensors: see there.
-        specs: see there.
-        process_set: the ranks that take part; None: no other rank does.
+        function: As for `call_python`, and so are the next two.
+        tensors: Its arguments.
+        specs: The dtypes and shapes of the results.
+        process_set: The ranks that take part; None: no other rank.
     """
     place = None if process_set is None else f"graph.{_count(process_set.process_set_id)}"
 
@@ -121,9 +121,9 @@ def call_python_in_session(
 
 @contextmanager
 def in_order() -> Iterator[None]:
-    """Have operations that are made here run one after the other, in a graph for a session too.
+    """Run the operations that are made in this context one after the other, for sessions too.
 
-    ``tf.function`` sees to that by itself.
+    ``tf.function`` does so in any case.
     """
     token = _last.set([])
     try:
@@ -133,7 +133,7 @@ def in_order() -> Iterator[None]:
 
 
 def together(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return tensors that exist when all operations so far have run; to be called `in_order`."""
+    """Return tensors that exist when all operations of this `in_order` context have run."""
     if not for_session():
         return list(tensors)
     with tf.control_dependencies(_last.get()):
@@ -141,19 +141,19 @@ def together(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def numbered(label: str, process_set: ProcessSet) -> str:
-    """Return a label of one's own for each exchange in a graph for a session; elsewhere as it is.
+    """Return a label; in a graph for a session, one of its own for each exchange.
 
-    Exchanges of one label must not overlap, and nothing keeps a session from that.
+    Exchanges with the same label must not overlap, and a session may run them at the same time.
     """
     count = _count((label, process_set.process_set_id)) if for_session() else 0
     return f"{label} {count + 1}" if count else label
 
 
 def refuse_session(what: str) -> None:
-    """Refuse what depends on the order of operations, which a session does not keep.
+    """Refuse a feature that depends on the order of operations, which a session does not keep.
 
     Raises:
-        NotImplementedError: operations are made for a graph that a session runs.
+        NotImplementedError: The current graph is one for a session.
     """
     if for_session():
         raise NotImplementedError(
@@ -163,7 +163,7 @@ def refuse_session(what: str) -> None:
 
 
 def _count(key: Any) -> int:
-    """Return how often this has been asked for in the graph."""
+    """Return how often this was called before with the same key in the graph."""
     graph = _outermost_graph()
     if not hasattr(graph, "_hvdlite_counts"):
         graph._hvdlite_counts = Counter()
@@ -173,7 +173,7 @@ def _count(key: Any) -> int:
 
 
 def _outermost_graph() -> tf.Graph:
-    """The graph that the current one is a function in; functions live as long as it does."""
+    """Return the graph that contains the current one; functions live as long as it does."""
     graph, outer = None, tf.compat.v1.get_default_graph()
     while outer is not None:
         graph = outer

@@ -1,4 +1,4 @@
-"""Optimizers of every kind that TensorFlow users have, on the average of all ranks' gradients."""
+"""Distributed optimizers: those of TensorFlow 1 and of either Keras."""
 
 from __future__ import annotations
 
@@ -36,37 +36,39 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Make an optimizer average its gradients over all ranks before it applies them.
 
-    Optimizers of Keras 3 and of legacy Keras become what `hvdlite.tensorflow.keras` makes of
-    them. One of ``tf.compat.v1.train`` averages in ``compute_gradients``, and so in ``minimize``:
-    eagerly, inside ``tf.function``, and in graphs for a ``tf.compat.v1.Session``.
+    Optimizers of Keras 3 and of legacy Keras are wrapped as by `hvdlite.tensorflow.keras`. An
+    optimizer of ``tf.compat.v1.train`` averages in ``compute_gradients``, and so in ``minimize``:
+    in eager mode, inside ``tf.function``, and in graphs for a ``tf.compat.v1.Session``.
 
     Args:
-        optimizer: any of these; it is changed, and keeps its state.
-        name: accepted for Horovod's sake, without effect; so are ``use_locking`` and the devices.
-        use_locking: see above.
-        device_dense: see above.
-        device_sparse: see above.
-        compression: how dense gradients travel.
-        sparse_as_dense: exchange ``tf.IndexedSlices`` as dense gradients.
-        backward_passes_per_step: steps whose gradients add up before an exchange; Keras alone.
+        optimizer: Any of these; it is changed, and keeps its state.
+        name: Accepted as in Horovod, without effect.
+        use_locking: Accepted as in Horovod, without effect.
+        device_dense: Accepted as in Horovod, without effect.
+        device_sparse: Accepted as in Horovod, without effect.
+        compression: How dense gradients travel.
+        sparse_as_dense: Exchange ``tf.IndexedSlices`` as dense gradients.
+        backward_passes_per_step: Steps whose gradients add up before an exchange; Keras only.
         op: Average or Sum.
-        gradient_predivide_factor: with Average, the part of the division that happens before
+        gradient_predivide_factor: With Average, the part of the division that happens before
             the sum.
-        average_aggregated_gradients: whether gradients of several steps are averaged, not summed.
-        num_groups: accepted for Horovod's sake: buckets do what groups are for.
-        groups: likewise.
-        process_set: the ranks that take part.
-        scale_local_gradients: divide the gradients of local variables by the number of ranks.
-        schedule: when to exchange what, one of ``hvd.Schedule``; local steps in Keras alone.
+        average_aggregated_gradients: Average the gradients of several steps instead of adding
+            them up.
+        num_groups: Accepted as in Horovod; buckets do what groups are for.
+        groups: Accepted as in Horovod; buckets do what groups are for.
+        process_set: The ranks that take part.
+        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+        schedule: Decides what is exchanged and when, one of ``hvd.Schedule``; local steps need
+            Keras.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: it is distributed already, an argument is out of range, or the schedule does
-            not go together with another one.
-        TypeError: it is none of these optimizers, ``compression`` is no strategy, or
-            ``schedule`` is none.
+        ValueError: It is distributed already, an argument is out of range, or the schedule
+            cannot be combined with another argument.
+        TypeError: It is none of these optimizers, ``compression`` is not a strategy, or
+            ``schedule`` is not a schedule.
     """
     return ADAPTER.DistributedOptimizer(
         optimizer,
@@ -88,13 +90,13 @@ def _distribute(optimizer: Any, options: Options) -> Any:
     """Make an optimizer of TensorFlow 1 or of any Keras distributed.
 
     Raises:
-        ValueError, TypeError: as for `DistributedOptimizer`.
+        ValueError, TypeError: As for `DistributedOptimizer`.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _distribute_v1(optimizer, options)
     if isinstance(optimizer, str):
         optimizer = tf.keras.optimizers.get(optimizer)
-    # Neither Keras is imported for the other's sake.
+    # Importing one Keras must not import the other.
     if "tf_keras" in sys.modules:
         from hvdlite.keras import _legacy
 
@@ -116,14 +118,14 @@ ADAPTER = KerasAdapter(CONVERSION, _distribute, _load_model)
 
 
 class _DistributedV1(Distributed):
-    """What `DistributedOptimizer` adds to the class of a ``tf.compat.v1.train.Optimizer``."""
+    """The methods that `DistributedOptimizer` adds to a ``tf.compat.v1.train.Optimizer``."""
 
     @as_it_is
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Compute gradients as TensorFlow does, and average them over all ranks.
 
         Raises:
-            HorovodInternalError: the ranks disagree, or communication failed.
+            HorovodInternalError: The ranks disagree, or communication failed.
         """
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]

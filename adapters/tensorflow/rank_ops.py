@@ -1,4 +1,4 @@
-"""Ranks and sizes as tensors, found out each time that a graph runs."""
+"""Ranks and sizes as tensors, evaluated each time that a graph runs."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from hvdlite.tensorflow.tensors import as_it_is, engine, run
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """The rank as an int32 tensor; ``name`` is accepted for Horovod's sake, here and below."""
+    """Return the rank as an int32 tensor; ``name`` has no effect, here and below."""
     return _number(world.rank)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """The number of ranks in a process set as an int32 tensor.
+    """Return the number of ranks in a process set as an int32 tensor.
 
     Args:
-        process_set_id: of the set; 0 is that of all ranks.
-        name: accepted for Horovod's sake.
+        process_set_id: The number of the set; 0 is the set of all ranks.
+        name: Accepted as in Horovod, without effect.
 
     Raises:
-        ValueError: there is no such set; from a graph, when it runs.
+        ValueError: There is no such set; out of a graph, when it runs.
     """
     return _number(lambda: len(_find(process_set_id).ranks or ()))
 
 
 def set_size(process_set: ProcessSet) -> tf.Tensor:
-    """The number of ranks in a process set that this one is in, as an int32 tensor."""
+    """Return the number of ranks in a process set of this rank, as an int32 tensor."""
     return _number(lambda: engine(process_set).size)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """The local rank as an int32 tensor."""
+    """Return the local rank as an int32 tensor."""
     return _number(world.local_rank)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """The number of ranks on this node as an int32 tensor."""
+    """Return the number of ranks on this node as an int32 tensor."""
     return _number(world.local_size)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Whether this rank belongs to a process set, as an int32 tensor: 1 or 0.
+    """Return whether this rank belongs to a process set, as an int32 tensor: 1 or 0.
 
     Args:
-        process_set_id: of the set; 0 is that of all ranks.
-        name: accepted for Horovod's sake.
+        process_set_id: The number of the set; 0 is the set of all ranks.
+        name: Accepted as in Horovod, without effect.
 
     Raises:
-        ValueError: there is no such set; from a graph, when it runs.
+        ValueError: There is no such set; out of a graph, when it runs.
     """
     return _number(lambda: bool(_find(process_set_id).included()))
 

@@ -1,4 +1,4 @@
-"""TensorFlow tensors as numpy arrays and back, in eager mode and inside ``tf.function``."""
+"""Conversion between TensorFlow tensors and numpy arrays, and Python functions in graphs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hvdlite.engine import Engine
 from hvdlite.tensorflow.errors import ArgumentError, translated
 from hvdlite.tensorflow.graphs import call_python, call_python_in_session, for_session
 
-#: Keeps AutoGraph from rewriting a function of ours, and what it calls, when it is traced.
+#: Keeps AutoGraph from rewriting a function of hvdlite, and its callees, when it is traced.
 as_it_is = tf.autograph.experimental.do_not_convert
 
 
 def engine(process_set: Any = None) -> Engine:
-    """The engine that collectives of a process set go through.
+    """Return the engine of a process set.
 
     Raises:
-        ValueError: before ``init()`` and after ``shutdown()``.
-        ArgumentError: this rank is not in the process set; in the scope of a ``tf.distribute``
+        ValueError: Before ``init()`` and after ``shutdown()``.
+        ArgumentError: This rank is not in the process set; in the scope of a ``tf.distribute``
             strategy with several replicas.
     """
     _refuse_replicas()
@@ -33,7 +33,7 @@ def engine(process_set: Any = None) -> Engine:
     except NotInitializedError as error:
         if tf.executing_eagerly():
             raise
-        # AutoGraph would put a class of its own in the place of one that it does not know.
+        # AutoGraph replaces classes that it does not know by one of its own.
         raise ValueError(str(error)) from None
 
 
@@ -41,7 +41,7 @@ def to_tensor(value: Any) -> tf.Tensor:
     """Return a tensor of numbers for a tensor, a variable (Keras' too) or an array.
 
     Raises:
-        TypeError: it holds strings or handles, or is ragged or sparse.
+        TypeError: It holds strings or handles, or is ragged or sparse.
     """
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         raise TypeError(
@@ -58,7 +58,7 @@ def to_tensor(value: Any) -> tf.Tensor:
 
 
 def to_array(tensor: tf.Tensor) -> Any:
-    """View an eager tensor as a read-only array; one on an accelerator is copied."""
+    """View an eager tensor as a read-only array; copy it from an accelerator."""
     # A scalar has no memory of its own that numpy could view in every dtype.
     return np.asarray(tensor if tensor.shape.rank else tensor.numpy())
 
@@ -69,18 +69,18 @@ def _cast(tensor: Any, dtype: Any) -> Any:
     return tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor
 
 
-#: Of tensors that a compression class of the user's own gets and returns.
+#: For the tensors that a compression class of the user gets and returns.
 CONVERSION = Conversion(tf.convert_to_tensor, to_array)
 
 
 def value_of(variable: Any) -> Any:
-    """What a Keras variable stands for; others as they are."""
+    """Return the ``tf.Variable`` inside a Keras variable; other values are returned as they are."""
     inner = getattr(variable, "value", None)
     return inner if isinstance(inner, tf.Variable) else variable
 
 
 def dtype_of(dtype: Any) -> np.dtype[Any]:
-    """The numpy dtype for a TensorFlow dtype or its name; bfloat16 is ``ml_dtypes``'."""
+    """Return the numpy dtype of a TensorFlow dtype or its name; bfloat16 is from ``ml_dtypes``."""
     return np.dtype(tf.as_dtype(dtype).as_numpy_dtype)
 
 
@@ -93,20 +93,20 @@ def run(
     """Run a function of arrays on tensors.
 
     In eager mode it runs at once. Inside ``tf.function`` it becomes one operation of the
-    graph; those operations run in the order in which they were made. In a graph for a
-    ``tf.compat.v1.Session`` they do so if they are made `graphs.in_order`.
+    graph; these operations run in the order in which they were made. In a graph for a
+    ``tf.compat.v1.Session`` they do so if they are made within `graphs.in_order`.
 
     Args:
-        function: takes an array for each tensor, which it must not change, and returns
-            arrays that nobody changes afterwards: TensorFlow goes on using their memory.
-        tensors: what it works on.
-        specs: dtypes and shapes of what it returns.
-        process_set: the ranks that take part; None: all.
+        function: Takes an array for each tensor, which it must not change, and returns
+            arrays that are not changed afterwards, because TensorFlow goes on using their memory.
+        tensors: Its arguments.
+        specs: The dtypes and shapes of its results.
+        process_set: The ranks that take part; None: all.
 
     Raises:
-        ValueError: before ``init()``, or inside a function that XLA compiles.
-        MismatchError, HorovodInternalError, ArgumentError: the function raises, in hvdlite's
-            core; those of `hvdlite.tensorflow.errors`. Out of a graph, when it runs.
+        ValueError: Before ``init()``, or inside a function that XLA compiles.
+        MismatchError, HorovodInternalError, ArgumentError: From the function, in the classes of
+            `hvdlite.tensorflow.errors`; out of a graph, when it runs.
     """
     engine(process_set)
     function = translated(function)
@@ -120,12 +120,12 @@ def run(
 
 
 def like(tensor: tf.Tensor) -> tf.TensorSpec:
-    """The dtype and the static shape of a tensor."""
+    """Return the dtype and the static shape of a tensor."""
     return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def rows_like(tensor: tf.Tensor) -> tf.TensorSpec:
-    """The same with any number of rows; a scalar counts as one."""
+    """Return the same with any number of rows; a scalar counts as one row."""
     if tensor.shape.rank is None:
         return tf.TensorSpec(None, tensor.dtype)
     return tf.TensorSpec(tf.TensorShape([None]).concatenate(tensor.shape[1:]), tensor.dtype)

@@ -1,4 +1,4 @@
-"""``horovod.tensorflow.util``, as far as scripts use it."""
+"""The functions of ``horovod.tensorflow.util`` that scripts use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 
 def refs_to_vars(refs: Iterable[Any]) -> list[Any]:
-    """Return the variables of hashable references; what is no reference stays as it is."""
+    """Return the variables of hashable references; other values are kept."""
     return [ref.deref() if hasattr(ref, "deref") else ref for ref in refs]
 
 
