@@ -72,13 +72,13 @@ class TensorFlowKerasState(KerasState):
     """A Keras model's state; Horovod's arguments.
 
     Args:
-        model: see `hvdlite.keras.elastic.KerasState`; Keras 3 or legacy Keras.
-        optimizer: likewise.
-        backend: not needed; accepted because Horovod takes it.
-        **kwargs: the other attributes, and their values at the start.
+        model: As for `hvdlite.keras.elastic.KerasState`; of Keras 3 or legacy Keras.
+        optimizer: As for `hvdlite.keras.elastic.KerasState`.
+        backend: Accepted as in Horovod, without effect.
+        **kwargs: The other attributes, and their initial values.
 
     Raises:
-        ValueError: the model has not been built, or the class has an attribute or a method of
+        ValueError: The model has not been built, or the class has an attribute or a method of
             such a name.
     """
 

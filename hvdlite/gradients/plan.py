@@ -9,6 +9,9 @@ from hvdlite.arrays import describe
 from hvdlite.compression import Parameter, Reduction, Strategy
 from hvdlite.settings import Settings
 
+#: Bytes. TensorFlow copies an array that does not lie at a multiple of it.
+ALIGNMENT = 64
+
 
 def plan_buckets(
     parameters: Sequence[Parameter],
@@ -29,7 +32,8 @@ def plan_buckets(
             None: all are of one kind.
 
     Returns:
-        For each bucket, in the order of exchange, the positions of its parameters.
+        For each bucket, in the order of exchange, the positions of its parameters: first those
+        whose sizes are multiples of `ALIGNMENT`, so that they all lie aligned.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
@@ -44,7 +48,10 @@ def plan_buckets(
         else:
             open_buckets[kind] = (members, filled)
     buckets += [members for members, _ in open_buckets.values()]
-    return buckets
+    return [
+        sorted(members, key=lambda position: parameters[position].nbytes % ALIGNMENT != 0)
+        for members in buckets
+    ]
 
 
 def plan_for(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdlite.compression import Parameter
-from hvdlite.gradients.plan import plan_buckets
+from hvdlite.gradients.plan import ALIGNMENT, plan_buckets
 
 
 def parameters(*sizes, dtype="float32"):
@@ -53,5 +53,13 @@ def test_every_parameter_is_in_one_bucket(seed):
     plan = plan_buckets(made, cap=int(generator.integers(0, 500)), first_cap=64)
     assert sorted(member for bucket in plan for member in bucket) == list(range(len(made)))
     for bucket in plan:
-        assert bucket == sorted(bucket, reverse=True)
+        aligned = [member for member in bucket if made[member].nbytes % ALIGNMENT == 0]
+        rest = [member for member in bucket if member not in aligned]
+        assert bucket == sorted(aligned, reverse=True) + sorted(rest, reverse=True)
         assert len({made[member].dtype for member in bucket}) == 1
+
+
+def test_in_a_bucket_what_keeps_the_others_aligned_comes_first():
+    assert plan_buckets(parameters(16, 10, 32, 3, 48), cap=10**6, first_cap=10**6) == [
+        [4, 2, 0, 3, 1]
+    ]
