@@ -450,7 +450,7 @@ class TestSingleBuckets:
         if lends:
             monkeypatch.setattr(buckets, "LEAST_LENT", 0)
         hvd.init()
-        made = exchange("model", model())
+        made = exchange("model", model()).buckets
         for step in range(2):
             for index, members in enumerate(made.plan):
                 whole = [gradient(made, n, step, hvd.rank()) for n in members]
