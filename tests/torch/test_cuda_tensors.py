@@ -118,8 +118,6 @@ def run(monkeypatch):
         made.append(ranks)
 
         def enter(rank):
-            names = itertools.count()
-            rank.unnamed = lambda kind: f"{kind} {next(names)}"
             here.rank, here.size = rank, size
             here.numbers = itertools.count()
             return function(SimpleNamespace(rank=rank.rank, size=size, memory=rank.memory))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
 
-from hvdlite.engine import Lane
+from hvdlite.engine import Engine, Lane
 from hvdlite.engine.device import DeviceArray
 from hvdlite.settings import Settings
 from hvdlite.transport.simulated import Simulation
@@ -108,17 +110,17 @@ class DeviceRanks:
             Lane(name, simulation.transports[rank], self.settings)
             for name, simulation in zip(("gradients", "named"), self.simulations, strict=True)
         )
-        return SimpleNamespace(
-            rank=rank,
-            size=len(self.simulations[0].transports),
-            world=SimpleNamespace(
-                ranks=range(len(self.simulations[0].transports)), comm=SimpleNamespace(rank=rank)
-            ),
-            gradients=gradients,
-            named=named,
-            settings=self.settings,
-            memory=make_memory(FakeCuda(self.node, str(rank))),
+        engine = Engine.__new__(Engine)  # which would connect transports
+        size = len(self.simulations[0].transports)
+        engine.world = SimpleNamespace(
+            ranks=range(size), comm=SimpleNamespace(rank=rank, size=size)
         )
+        engine.gradients, engine.named = gradients, named
+        engine.settings = self.settings
+        engine.memory = make_memory(FakeCuda(self.node, str(rank)))
+        engine._counters = defaultdict(itertools.count)
+        engine._counting = threading.Lock()
+        return engine
 
     def block(self, rank):
         """Keep what the rank submits from now on from being executed."""
