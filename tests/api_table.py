@@ -347,7 +347,7 @@ def _functions_of(path: Path) -> Iterator[Function]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             texts[node.targets[0].id] = _text(lines, node)
     for name, (_, prefix) in defined.items():
-        is_test = name.startswith("test_") or path.name.endswith("checks.py")
+        is_test = name.startswith("test_")
         if is_test and not name.startswith("_"):
             called = [text for other, text in texts.items() if _calls(texts[name], other, name)]
             label = f"{path.relative_to(ROOT)}::{prefix}{name}"

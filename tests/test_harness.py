@@ -329,9 +329,15 @@ def test_ranks_refuses_bad_numbers(arguments):
         ranks(*arguments)
 
 
-def test_ranks_refuses_environment_of_a_shared_job():
-    with pytest.raises(ValueError, match="fresh=True"):
-        ranks(2, env={"A": "1"})
+@pytest.mark.parametrize("number", [1, 2])
+@ranks(2, env={"HARNESS_TEST": "shared"})
+def test_jobs_are_shared_by_environment(number):
+    assert os.environ["HARNESS_TEST"] == "shared"
+    _seen.append(number)
+    assert _seen == [1, 2][:number]
+
+
+_seen = []
 
 
 def test_run_script_returns_code_and_output():

@@ -45,17 +45,15 @@ def ranks(
         *sizes: The numbers of ranks.
         fresh: Start a job for this test alone and let it end as a script does, through atexit.
         timeout: Seconds after which the ranks' stacks are reported and the job is ended.
-        env: Environment variables of a fresh job.
+        env: Environment variables of the job, which tests with the same ones share.
         fast: The numbers of ranks under ``pytest --fast``; by default 2, or else the smallest.
 
     Raises:
-        ValueError: No number of ranks is given, one is below 1, env is given without fresh, or
-            fast has a number that is not among the sizes.
+        ValueError: No number of ranks is given, one is below 1, or fast has a number that is not
+            among the sizes.
     """
     if not sizes or min(sizes) < 1:
         raise ValueError(f"ranks{sizes}: give numbers of ranks of at least 1, as in @ranks(1, 2)")
-    if env and not fresh:
-        raise ValueError("ranks(env=...) needs fresh=True: a shared job is already running")
     if not set(fast) <= set(sizes):
         raise ValueError(f"ranks{sizes}: fast={fast} may have only these numbers of ranks")
     return pytest.mark.ranks(

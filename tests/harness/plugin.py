@@ -15,16 +15,17 @@ from tests.harness.messages import Report, Request
 
 
 class Jobs:
-    """The jobs of a session, by number of ranks, started when first used."""
+    """The jobs of a session, by number of ranks and environment, started when first used."""
 
     def __init__(self) -> None:
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[tuple[int, str], Job] = {}
 
-    def get(self, size: int) -> Job:
-        """Return a running job of `size` ranks."""
-        if size not in self._jobs or not self._jobs[size].alive:
-            self._jobs[size] = Job(size)
-        return self._jobs[size]
+    def get(self, size: int, env: Mapping[str, str]) -> Job:
+        """Return a running job of `size` ranks with these environment variables."""
+        key = (size, _words(env))
+        if key not in self._jobs or not self._jobs[key].alive:
+            self._jobs[key] = Job(size, env)
+        return self._jobs[key]
 
     def end(self) -> None:
         """End all jobs, which takes as long as the slowest."""
@@ -91,6 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if size and not mark.kwargs["fresh"]:
                 folder = item.path.parent.name
                 group = f"{size} ranks {folder if folder in _FRAMEWORKS else ''}"
+                group += _words(mark.kwargs["env"])
                 item.add_marker(pytest.mark.xdist_group(group.strip()))
     deselected = [item for item in items if not _is_chosen(item)]
     if deselected:
@@ -124,6 +126,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         )
     _conclude(reports, mark.kwargs["timeout"])
     return True
+
+
+def _words(env: Mapping[str, str]) -> str:
+    return "".join(f" {name}={value}" for name, value in sorted(env.items()))
 
 
 def _is_chosen(item: pytest.Item) -> bool:
@@ -185,7 +191,7 @@ def _pickling_error(value: Any) -> Exception | None:
 def _run(item: pytest.Function, request: Request, options: Mapping[str, Any]) -> list[Report]:
     size, timeout = _size(item), options["timeout"]
     if not options["fresh"]:
-        return item.config.stash[_JOBS].get(size).run(request, timeout)
+        return item.config.stash[_JOBS].get(size, options["env"]).run(request, timeout)
     job = Job(size, options["env"])
     start = time.monotonic()
     reports = job.run(request, timeout)

@@ -11,8 +11,7 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as hvd
-from tests.keras import replica_checks
-from tests.keras.counting import close, exchanges, same_on_all_ranks
+from tests.keras.measures import check_replicas, close, exchanges, same_on_all_ranks
 
 BATCH, STEPS = 4, 6
 keras = tf.keras
@@ -58,12 +57,12 @@ def check_fit(optimizer, expected, steps=STEPS, model=None):
     assert close(model.get_weights(), expected)
 
 
-def legacy_keras_it_is():
+def test_legacy_keras_it_is():
     assert keras.Model.__module__.startswith("tf_keras")
     assert "keras" not in sys.modules
 
 
-def fit_exchanges_in_every_step():
+def test_fit_exchanges_in_every_step():
     for kind in KINDS:
         optimizer = kind(0.1, momentum=0.9)
         wrapped = hvd.DistributedOptimizer(optimizer)
@@ -79,7 +78,7 @@ def fit_exchanges_in_every_step():
         )
 
 
-def loops_of_ones_own():
+def test_loops_of_ones_own():
     for kind in KINDS:
         expected = reference(kind(0.1))
         for mode in (lambda step: step, tf.function):
@@ -100,7 +99,7 @@ def loops_of_ones_own():
             assert same_on_all_ranks(model.get_weights())
 
 
-def uneven_batches_give_the_gradient_of_their_union():
+def test_uneven_batches_give_the_gradient_of_their_union():
     sizes = [1 + 3 * rank for rank in range(hvd.size())]
     x, y = (array[: sum(sizes)] for array in data())
     rows = slice(sum(sizes[: hvd.rank()]), sum(sizes[: hvd.rank() + 1]))
@@ -126,7 +125,7 @@ def uneven_batches_give_the_gradient_of_their_union():
                 optimizer.apply_gradients(pairs, batch_size=1)
 
 
-def backward_passes_add_up():
+def test_backward_passes_add_up():
     # As many samples in one batch.
     for kind in KINDS:
         draw = np.arange(BATCH * STEPS * hvd.size()).reshape(STEPS // 2, 2, BATCH, hvd.size())
@@ -142,7 +141,7 @@ def backward_passes_add_up():
             assert int(optimizer.iterations) == STEPS
 
 
-def steps_that_overflow_on_one_rank_are_skipped_on_all():
+def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
     scaling = keras.mixed_precision.LossScaleOptimizer
     x, y = data()
     bad = y.copy()
@@ -168,7 +167,7 @@ def steps_that_overflow_on_one_rank_are_skipped_on_all():
         assert close(model.get_weights(), reference(kind(0.1), passes=2))
 
 
-def what_was_trained_before_and_what_is_saved():
+def test_what_was_trained_before_and_what_is_saved():
     for kind in KINDS:
         x, y = data()
         expected, model = make_model(), make_model()
@@ -199,7 +198,7 @@ def what_was_trained_before_and_what_is_saved():
         assert close(loaded.get_weights(), expected.get_weights())
 
 
-def callbacks():
+def test_callbacks():
     class Spy(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             alike.append(same_on_all_ranks(self.model.get_weights()))
@@ -229,7 +228,7 @@ def callbacks():
         assert same_on_all_ranks(model.get_weights())
 
 
-def momentum_is_corrected_when_the_rate_changes():
+def test_momentum_is_corrected_when_the_rate_changes():
     rates = [0.1, 0.1, 0.2, 0.05]
     for kind in KINDS:
         weight = tf.Variable([0.0])
@@ -246,7 +245,7 @@ def momentum_is_corrected_when_the_rate_changes():
             assert abs(float(weight[0]) - expected) < 1e-6
 
 
-def schedules_of_local_steps():
+def test_schedules_of_local_steps():
     mean = sum(1.0 + rank for rank in range(hvd.size())) / hvd.size()
     for kind in KINDS:
         for mode in (lambda step: step, tf.function):
@@ -283,7 +282,7 @@ def _variables(optimizer):
     return optimizer.variables() if callable(optimizer.variables) else optimizer.variables
 
 
-def schedules_and_loss_scaling():
+def test_schedules_and_loss_scaling():
     scaling = keras.mixed_precision.LossScaleOptimizer
     schedule = hvd.Schedule.LocalSGD(every=2)
     for kind in KINDS:
@@ -294,7 +293,7 @@ def schedules_and_loss_scaling():
             inside.apply_gradients([(tf.ones(1), tf.Variable([0.0]))])
 
 
-def what_is_refused():
+def test_what_is_refused():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(ValueError, match="wrap it once"):
         hvd.DistributedOptimizer(optimizer)
@@ -306,7 +305,7 @@ def what_is_refused():
     hvd.broadcast_global_variables(0, model=model)
 
 
-def local_layers_are_not_exchanged():
+def test_local_layers_are_not_exchanged():
     for kind in KINDS:
         model, alone = make_model(), make_model()
         x, y = (own(array)[:BATCH] for array in data())
@@ -321,7 +320,7 @@ def local_layers_are_not_exchanged():
         assert not same_on_all_ranks(model.get_weights()[:2])
 
 
-def local_variables_are_not_broadcast():
+def test_local_variables_are_not_broadcast():
     model = make_model(seed=hvd.rank())
     before = model.get_weights()
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(
@@ -338,7 +337,7 @@ def local_variables_are_not_broadcast():
         hvd.callbacks.BroadcastGlobalVariablesCallback(0, "", model.weights[0])
 
 
-def gradients_are_averaged_once_by_whoever_comes_first():
+def test_gradients_are_averaged_once_by_whoever_comes_first():
     mean = np.arange(1, hvd.size() + 1).mean()
     plain = keras.optimizers.legacy.SGD
     scaling = keras.mixed_precision.LossScaleOptimizer
@@ -388,26 +387,6 @@ def gradients_are_averaged_once_by_whoever_comes_first():
         assert close([session.run(weight)], [[1 - mean / 10, 2 - mean / 10]])
 
 
-def replicas_that_differ_are_refused():
+def test_replicas_that_differ_are_refused():
     x, y = map(own, data())
-    replica_checks.check(hvd, keras, KINDS, make_model, fit, x, y, BATCH)
-
-
-CHECKS = [
-    legacy_keras_it_is,
-    fit_exchanges_in_every_step,
-    loops_of_ones_own,
-    uneven_batches_give_the_gradient_of_their_union,
-    backward_passes_add_up,
-    steps_that_overflow_on_one_rank_are_skipped_on_all,
-    what_was_trained_before_and_what_is_saved,
-    callbacks,
-    momentum_is_corrected_when_the_rate_changes,
-    schedules_of_local_steps,
-    schedules_and_loss_scaling,
-    what_is_refused,
-    local_layers_are_not_exchanged,
-    replicas_that_differ_are_refused,
-    local_variables_are_not_broadcast,
-    gradients_are_averaged_once_by_whoever_comes_first,
-]
+    check_replicas(hvd, keras, KINDS, make_model, fit, x, y, BATCH)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
-from tests.keras.checks import BATCH, STEPS, data, fit, make_model, own
-from tests.keras.counting import close, exchanges, same_on_all_ranks
+from tests.keras.measures import close, exchanges, same_on_all_ranks
+from tests.keras.models import BATCH, STEPS, data, fit, make_model, own
 
 #: By hand: 30, then 6, 6 and 1 elements.
 PARTS = [[0], [1, 2, 3]]
@@ -69,7 +69,7 @@ def trained(schedule, make=sgd, **options):
     return model, optimizer, sum("bucket" in name for name in count)
 
 
-def post_local_sgd_in_fit():
+def test_post_local_sgd_in_fit():
     model, optimizer, buckets = trained(hvd.Schedule.LocalSGD(every=3, start=2))
     assert buckets == 3  # two of gradients, one of weights
     expected = Simulation()
@@ -85,7 +85,7 @@ def post_local_sgd_in_fit():
     assert close(model.get_weights(), expected.weights())
 
 
-def diloco_in_fit():
+def test_diloco_in_fit():
     def make():
         return keras.optimizers.Adam(0.05)
 
@@ -100,7 +100,7 @@ def diloco_in_fit():
     assert close(model.get_weights(), expected.weights())
 
 
-def partial_synchronisation_in_fit():
+def test_partial_synchronisation_in_fit():
     for momentum in (False, True):
         model, _, buckets = trained(hvd.Schedule.PartialSync(parts=2, momentum=momentum))
         assert buckets == STEPS
@@ -111,7 +111,7 @@ def partial_synchronisation_in_fit():
         assert close(model.get_weights(), expected.weights())
 
 
-def steps_by_train_on_batch_and_local_layers():
+def test_steps_by_train_on_batch_and_local_layers():
     x, y = data()
     model = make_model()
     optimizer = hvd.PartialDistributedOptimizer(
@@ -127,14 +127,14 @@ def steps_by_train_on_batch_and_local_layers():
     assert close(model.get_weights(), expected.weights())
 
 
-def accumulation_is_that_of_backward_passes():
+def test_accumulation_is_that_of_backward_passes():
     first, _, count = trained(hvd.Schedule.Accumulate(2))
     second, _, same = trained(None, backward_passes_per_step=2)
     assert count == same == STEPS // 2
     assert close(first.get_weights(), second.get_weights(), 0.0)
 
 
-def what_schedules_refuse():
+def test_what_schedules_refuse():
     local = hvd.Schedule.LocalSGD(every=2)
 
     def wrap(optimizer, schedule=local, **options):
@@ -160,13 +160,3 @@ def what_schedules_refuse():
     model = make_model()
     with pytest.raises(Exception, match="a LossScaleOptimizer leaves out the step"):
         fit(model, scaling(wrap(sgd())), *map(own, data()), BATCH)
-
-
-CHECKS = [
-    post_local_sgd_in_fit,
-    diloco_in_fit,
-    partial_synchronisation_in_fit,
-    steps_by_train_on_batch_and_local_layers,
-    accumulation_is_that_of_backward_passes,
-    what_schedules_refuse,
-]

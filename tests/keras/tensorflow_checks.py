@@ -10,11 +10,11 @@ import tensorflow as tf
 import hvdlite.keras as hvd
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as tf_keras_hvd
-from tests.keras.checks import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
-from tests.keras.counting import close, exchanges, same_on_all_ranks
+from tests.keras.measures import close, exchanges, same_on_all_ranks
+from tests.keras.models import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
 
 
-def every_adapter_makes_the_same_optimizer():
+def test_every_adapter_makes_the_same_optimizer():
     expected = reference(keras.optimizers.SGD(0.1))
     for adapter in (tf_hvd, tf_keras_hvd):
         check_fit(adapter.DistributedOptimizer(tf.keras.optimizers.SGD(0.1)), expected)
@@ -25,7 +25,7 @@ def every_adapter_makes_the_same_optimizer():
         check_fit(optimizer, scaled)
 
 
-def several_steps_in_one_execution():
+def test_several_steps_in_one_execution():
     model = make_model()
     model.compile(
         optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)),
@@ -39,7 +39,7 @@ def several_steps_in_one_execution():
     assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)))
 
 
-def eager_fit():
+def test_eager_fit():
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True
@@ -53,7 +53,7 @@ def eager_fit():
     assert close(model.get_weights(), expected)
 
 
-def embeddings():
+def test_embeddings():
     def make():
         model = keras.Sequential(
             [keras.Input((2,), dtype="int32"), keras.layers.Embedding(7, 3), keras.layers.Dense(1)]
@@ -76,7 +76,7 @@ def embeddings():
         assert same_on_all_ranks(model.get_weights())
 
 
-def xla_in_a_loop_of_ones_own_is_refused():
+def test_xla_in_a_loop_of_ones_own_is_refused():
     model = make_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build(model.trainable_variables)
@@ -92,7 +92,7 @@ def xla_in_a_loop_of_ones_own_is_refused():
     )
 
 
-def a_gradient_that_only_some_ranks_have_in_a_graph():
+def test_a_gradient_that_only_some_ranks_have_in_a_graph():
     model = make_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build(model.trainable_variables)
@@ -110,11 +110,34 @@ def a_gradient_that_only_some_ranks_have_in_a_graph():
         step()
 
 
-CHECKS = [
-    every_adapter_makes_the_same_optimizer,
-    several_steps_in_one_execution,
-    eager_fit,
-    embeddings,
-    xla_in_a_loop_of_ones_own_is_refused,
-    a_gradient_that_only_some_ranks_have_in_a_graph,
-]
+def test_optimizers_of_tensorflow_1():
+    def train(optimizer, values):
+        weight = tf.Variable([1.0, 2.0])
+        for value in values:
+            optimizer.minimize(lambda value=value: tf.reduce_sum(weight * value), var_list=[weight])
+        return weight.numpy()
+
+    kind = tf.compat.v1.train.MomentumOptimizer
+    wrapped = tf_hvd.DistributedOptimizer(kind(0.1, 0.9))
+    assert isinstance(wrapped, kind)
+    with exchanges() as count:
+        found = train(wrapped, [1.0 + hvd.rank(), 3.0 - hvd.rank()])
+    assert len(count) == 2
+    assert found.tolist() == train(kind(0.1, 0.9), [1.5, 2.5]).tolist()
+    with pytest.raises(ValueError, match="needs a Keras optimizer"):
+        tf_hvd.DistributedOptimizer(kind(0.1, 0.9), backward_passes_per_step=2)
+    with pytest.raises(ValueError, match="it needs a Keras optimizer"):
+        tf_hvd.DistributedOptimizer(kind(0.1, 0.9), schedule=hvd.Schedule.LocalSGD(every=2))
+    with pytest.raises(ValueError, match="wrap it once"):
+        tf_hvd.DistributedOptimizer(wrapped)
+    with pytest.raises(TypeError, match="expected a Keras optimizer, found float"):
+        tf_hvd.DistributedOptimizer(0.1)
+
+
+def test_the_adapter_of_tf_keras_has_all_that_the_one_of_keras_has():
+    assert set(hvd.__all__) <= set(tf_keras_hvd.__all__)
+    for adapter in (hvd, tf_keras_hvd):
+        assert all(hasattr(adapter, name) for name in adapter.__all__)
+    names = {name for name in vars(hvd.callbacks) if name.endswith(("Callback", "Checkpoint"))}
+    assert len(names) == 5
+    assert all(getattr(tf_keras_hvd.callbacks, name).__doc__ for name in names)

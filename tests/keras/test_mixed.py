@@ -21,6 +21,7 @@ pytestmark = [
 SAMPLES, STEPS = 32, 6
 
 
+@pytest.mark.slow
 @ranks(2, fresh=True, timeout=400)
 def test_pytorch_and_tensorflow():
     os.environ["KERAS_BACKEND"] = ["torch", "tensorflow"][_rank()]

@@ -1,8 +1,4 @@
-"""What must hold of training with Keras 3 on whichever framework it runs on.
-
-Each check runs on every rank of a job. Expected weights come from Keras itself: the same
-training without hvdlite, in one process, on the union of the ranks' batches.
-"""
+"""Training by Keras 3's ``fit`` and ``train_on_batch``, on whichever framework it runs on."""
 
 import copy
 import gc
@@ -15,64 +11,11 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.compression import ErrorFeedback
-from tests.keras import replica_checks
-from tests.keras.counting import close, exchanges, flat, same_on_all_ranks
-
-BATCH, STEPS = 4, 6
-TORCH = keras.backend.backend() == "torch"
+from tests.keras.measures import check_replicas, close, exchanges, flat, same_on_all_ranks
+from tests.keras.models import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
 
 
-def data(scale=1.0):
-    """Inputs and targets of all ranks for STEPS steps; row i belongs to rank i % size."""
-    draw = np.random.default_rng(0).normal
-    rows = BATCH * STEPS * hvd.size()
-    x = draw(size=(rows, 5)).astype(np.float32)
-    return x, (scale * np.sin(x.sum(axis=1, keepdims=True))).astype(np.float32)
-
-
-def own(array):
-    return array[hvd.rank() :: hvd.size()]
-
-
-def make_model(seed=1):
-    model = keras.Sequential(
-        [
-            keras.Input((5,)),
-            keras.layers.Dense(6, activation="tanh", name="first"),
-            keras.layers.Dense(1, name="second"),
-        ]
-    )
-    draw = np.random.default_rng(seed).normal
-    model.set_weights([draw(size=weight.shape) / 2 for weight in model.get_weights()])
-    return model
-
-
-def fit(model, optimizer, x, y, batch, jit_compile=False, **options):
-    model.compile(optimizer=optimizer, loss="mse", jit_compile=jit_compile)
-    options = {"epochs": 1, "shuffle": False, "verbose": 0, **options}
-    return model.fit(x, y, batch_size=batch, **options)
-
-
-def reference(optimizer, **options):
-    """The weights that one process ends with, which has all ranks' batches."""
-    model = make_model()
-    fit(model, optimizer, *data(), BATCH * hvd.size(), **options)
-    return model.get_weights()
-
-
-def check_fit(optimizer, expected, steps=STEPS, **options):
-    """Train by fit; the weights are as expected, alike on all ranks, and exchanged each step."""
-    model = make_model()
-    with exchanges() as count:
-        fit(model, optimizer, *map(own, data()), BATCH, **options)
-    assert len(count) == steps, count
-    assert same_on_all_ranks(model.get_weights())
-    assert close(model.get_weights(), expected)
-    assert not close(model.get_weights(), make_model().get_weights(), 1e-3)
-    return model
-
-
-def fit_exchanges_in_every_step():
+def test_fit_exchanges_in_every_step():
     def make():
         return keras.optimizers.SGD(0.1, momentum=0.9)
 
@@ -85,18 +28,18 @@ def fit_exchanges_in_every_step():
     check_fit(wrapped, reference(make()))
 
 
-def an_optimizer_may_be_named():
+def test_an_optimizer_may_be_named():
     check_fit(hvd.DistributedOptimizer("adam"), reference("adam"))
 
 
-def schedules_stay():
+def test_schedules_stay():
     def make():
         return keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.2, 1, 0.8))
 
     check_fit(hvd.DistributedOptimizer(make()), reference(make()))
 
 
-def train_on_batch():
+def test_train_on_batch():
     x, y = data()
     expected, model = make_model(), make_model()
     expected.compile(optimizer=keras.optimizers.Adam(0.05), loss="mse", jit_compile=False)
@@ -111,7 +54,7 @@ def train_on_batch():
     assert close(model.get_weights(), expected.get_weights())
 
 
-def clipping_works_on_the_averages():
+def test_clipping_works_on_the_averages():
     for clip in ({"clipnorm": 0.05}, {"global_clipnorm": 0.1}, {"clipvalue": 0.02}):
         check_fit(
             hvd.DistributedOptimizer(keras.optimizers.SGD(2.0, **clip)),
@@ -119,7 +62,7 @@ def clipping_works_on_the_averages():
         )
 
 
-def weight_decay_and_moving_averages():
+def test_weight_decay_and_moving_averages():
     def make():
         return keras.optimizers.AdamW(
             0.05, weight_decay=0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4
@@ -128,7 +71,7 @@ def weight_decay_and_moving_averages():
     check_fit(hvd.DistributedOptimizer(make()), reference(make()))
 
 
-def keras_adds_up_and_one_exchange_is_made_for_an_update():
+def test_keras_adds_up_and_one_exchange_is_made_for_an_update():
     def make(**options):
         return keras.optimizers.SGD(0.2, momentum=0.5, gradient_accumulation_steps=3, **options)
 
@@ -136,7 +79,7 @@ def keras_adds_up_and_one_exchange_is_made_for_an_update():
         check_fit(hvd.DistributedOptimizer(make(**options)), reference(make(**options)), STEPS // 3)
 
 
-def backward_passes_add_up():
+def test_backward_passes_add_up():
     average = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     wrapped = hvd.DistributedOptimizer(
         keras.optimizers.SGD(0.1), backward_passes_per_step=2, average_aggregated_gradients=True
@@ -147,7 +90,7 @@ def backward_passes_add_up():
     check_fit(wrapped, reference(total), STEPS // 2)
 
 
-def backward_passes_of_a_built_optimizer():
+def test_backward_passes_of_a_built_optimizer():
     built = keras.optimizers.SGD(0.1)
     model = make_model()
     built.build(model.trainable_variables)
@@ -159,7 +102,7 @@ def backward_passes_of_a_built_optimizer():
     assert close(model.get_weights(), expected)
 
 
-def sums_and_compression():
+def test_sums_and_compression():
     scaled = reference(keras.optimizers.SGD(0.02 * hvd.size()))
     check_fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.02), op=hvd.Sum), scaled)
     model = make_model()
@@ -171,7 +114,7 @@ def sums_and_compression():
     assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)), 1e-2)
 
 
-def steps_that_overflow_on_one_rank_are_skipped_on_all():
+def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
     def inside():
         return keras.optimizers.LossScaleOptimizer(
             hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), initial_scale=2.0**10
@@ -201,7 +144,7 @@ def steps_that_overflow_on_one_rank_are_skipped_on_all():
         assert close(model.get_weights(), skipping.get_weights())
 
 
-def mixed_precision_of_a_model():
+def test_mixed_precision_of_a_model():
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = make_model()
@@ -220,7 +163,7 @@ def mixed_precision_of_a_model():
     assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)), 2e-2)
 
 
-def loss_scaling_around_accumulation():
+def test_loss_scaling_around_accumulation():
     def make(wrap):
         inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
         return keras.optimizers.LossScaleOptimizer(wrap(inner), initial_scale=2.0**8)
@@ -228,7 +171,7 @@ def loss_scaling_around_accumulation():
     check_fit(make(hvd.DistributedOptimizer), reference(make(lambda inner: inner)))
 
 
-def a_model_that_was_trained_before_its_optimizer_was_wrapped():
+def test_a_model_that_was_trained_before_its_optimizer_was_wrapped():
     expected, model = make_model(), make_model()
     x, y = data()
     # In batches of the size that follows: a compiled step would be used again.
@@ -250,7 +193,7 @@ def a_model_that_was_trained_before_its_optimizer_was_wrapped():
     assert close(model.get_weights(), expected.get_weights())
 
 
-def local_layers_are_not_exchanged():
+def test_local_layers_are_not_exchanged():
     x, y = data()
     for scale in (True, False):
         model, alone = make_model(), make_model()
@@ -271,13 +214,13 @@ def local_layers_are_not_exchanged():
         assert close([moved[2]], [whole.get_weights()[2]])
 
 
-def keras_and_other_optimizers_are_as_they_were():
+def test_keras_and_other_optimizers_are_as_they_were():
     with exchanges() as count:
         fit(make_model(), keras.optimizers.SGD(0.1), *map(own, data()), BATCH)
     assert count == []
 
 
-def what_is_refused():
+def test_what_is_refused():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     refusals = [
         (ValueError, "wrap it once", lambda: hvd.DistributedOptimizer(optimizer)),
@@ -309,13 +252,7 @@ def what_is_refused():
     assert flat([v.numpy() for v in optimizer.variables]).size == 2
 
 
-def replicas_that_differ_are_refused():
-    x, y = map(own, data())
-    kinds = [keras.optimizers.SGD]
-    replica_checks.check(hvd, keras, kinds, make_model, fit, x, y, BATCH)
-
-
-def an_optimizer_that_is_discarded_is_freed():
+def test_an_optimizer_that_is_discarded_is_freed():
     """With what its compression remembers, although the variables live on."""
     weights = [keras.Variable(np.zeros(3, np.float32), name=name) for name in "ab"]
     for compression in (hvd.Compression.none, ErrorFeedback(hvd.Compression.fp16)):
@@ -328,7 +265,7 @@ def an_optimizer_that_is_discarded_is_freed():
         assert [each() for each in gone] == [None, None]
 
 
-def a_gradient_is_left_out_by_nobody():
+def test_a_gradient_is_left_out_by_nobody():
     """Keras applies as many gradients as there are, each rank its own, and says nothing."""
     for scaled in (False, True):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
@@ -346,25 +283,7 @@ def a_gradient_is_left_out_by_nobody():
         assert not any(keras.ops.convert_to_numpy(weight).any() for weight in weights)
 
 
-CHECKS = [
-    fit_exchanges_in_every_step,
-    an_optimizer_may_be_named,
-    schedules_stay,
-    train_on_batch,
-    clipping_works_on_the_averages,
-    weight_decay_and_moving_averages,
-    keras_adds_up_and_one_exchange_is_made_for_an_update,
-    backward_passes_add_up,
-    backward_passes_of_a_built_optimizer,
-    sums_and_compression,
-    steps_that_overflow_on_one_rank_are_skipped_on_all,
-    mixed_precision_of_a_model,
-    loss_scaling_around_accumulation,
-    a_model_that_was_trained_before_its_optimizer_was_wrapped,
-    local_layers_are_not_exchanged,
-    keras_and_other_optimizers_are_as_they_were,
-    what_is_refused,
-    an_optimizer_that_is_discarded_is_freed,
-    a_gradient_is_left_out_by_nobody,
-    replicas_that_differ_are_refused,
-]
+def test_replicas_that_differ_are_refused():
+    x, y = map(own, data())
+    kinds = [keras.optimizers.SGD]
+    check_replicas(hvd, keras, kinds, make_model, fit, x, y, BATCH)

@@ -1,0 +1,218 @@
+"""Custom training loops and steps with Keras 3, on whichever framework it runs on."""
+
+import keras
+import numpy as np
+import pytest
+
+import hvdlite.keras as hvd
+from tests.keras.measures import close, exchanges, same_on_all_ranks
+from tests.keras.models import (
+    BATCH,
+    STEPS,
+    TORCH,
+    check_fit,
+    data,
+    fit,
+    gradients_of,
+    make_model,
+    own,
+    reference,
+)
+
+
+def modes():
+    if TORCH:
+        return [lambda step: step]
+    import tensorflow as tf
+
+    return [lambda step: step, tf.function]
+
+
+def test_loops_of_ones_own():
+    expected = reference(keras.optimizers.SGD(0.1, momentum=0.5))
+    for mode in modes():
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5))
+        optimizer.build(model.trainable_variables)
+
+        @mode
+        def step(x, y, model=model, optimizer=optimizer):
+            gradients = gradients_of(model, x, y)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        x, y = map(own, data())
+        with exchanges() as count:
+            for number in range(STEPS):
+                rows = slice(number * BATCH, (number + 1) * BATCH)
+                step(keras.ops.convert_to_tensor(x[rows]), keras.ops.convert_to_tensor(y[rows]))
+        assert len(count) == STEPS
+        assert close(model.get_weights(), expected)
+        assert same_on_all_ranks(model.get_weights())
+
+
+def uneven(step):
+    """How many rows each rank has in a step; some have none."""
+    return [(3 * rank + 2 * step) % 5 for rank in range(hvd.size() - 1)] + [step + 1]
+
+
+def trained_on_unions(optimizer, sizes_of_steps):
+    """The weights that one process ends with, which takes each step on all ranks' rows."""
+    model, done = make_model(), 0
+    x, y = data()
+    model.compile(optimizer=optimizer, loss="mse")
+    for sizes in sizes_of_steps:
+        model.train_on_batch(x[done : done + sum(sizes)], y[done : done + sum(sizes)])
+        done += sum(sizes)
+    return model.get_weights()
+
+
+def rows_of_this_rank(sizes_of_steps):
+    x, y = data()
+    done = 0
+    for sizes in sizes_of_steps:
+        start = done + sum(sizes[: hvd.rank()])
+        rows = slice(start, start + sizes[hvd.rank()])
+        yield keras.ops.convert_to_tensor(x[rows]), keras.ops.convert_to_tensor(y[rows])
+        done += sum(sizes)
+
+
+def test_uneven_batches_give_the_gradient_of_their_union():
+    def make():
+        return keras.optimizers.SGD(0.1, momentum=0.5)
+
+    scaled = keras.optimizers.LossScaleOptimizer
+    sizes_of_steps = [uneven(step) for step in range(3)]
+    expected = trained_on_unions(make(), sizes_of_steps)
+    for optimizer in (
+        hvd.DistributedOptimizer(make()),
+        hvd.DistributedOptimizer(make(), compression=hvd.Compression.fp16),
+        scaled(hvd.DistributedOptimizer(make()), initial_scale=1.0),
+    ):
+        model = make_model()
+        optimizer.build(model.trainable_variables)
+        for number, (x, y) in enumerate(rows_of_this_rank(sizes_of_steps)):
+            count = len(x)
+            if count:
+                gradients = gradients_of(model, x, y)
+            else:
+                gradients = [None] * len(model.trainable_variables)
+            pairs = list(zip(gradients, model.trainable_variables, strict=True))
+            if number == 0 and not isinstance(optimizer, scaled):
+                optimizer.apply_gradients(pairs, batch_size=count)
+            else:
+                optimizer.apply(*zip(*pairs, strict=True), batch_size=count)
+        assert same_on_all_ranks(model.get_weights())
+        assert close(model.get_weights(), expected, 1e-3)
+
+
+class Weighted(keras.Sequential):
+    """Whose own training step tells the number of samples."""
+
+    def train_step(self, data):
+        x, y = data
+        gradients = gradients_of(self, x, y)
+        count = keras.ops.shape(x)[0]
+        self.optimizer.apply(gradients, self.trainable_variables, batch_size=count)
+        return {"rows": keras.ops.cast(count, "float32")}
+
+
+def test_a_training_step_of_ones_own_in_fit():
+    """By which the last batch, the smaller one, counts as much as it has samples."""
+    sizes_of_steps = [[BATCH] * hvd.size(), [1 + rank for rank in range(hvd.size())]]
+    expected = trained_on_unions(keras.optimizers.SGD(0.1), sizes_of_steps)
+    batches = [keras.ops.convert_to_numpy(x) for x, _ in rows_of_this_rank(sizes_of_steps)]
+    targets = [keras.ops.convert_to_numpy(y) for _, y in rows_of_this_rank(sizes_of_steps)]
+    model = Weighted(make_model().layers)
+    model.set_weights(make_model().get_weights())
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    x, y = np.concatenate(batches), np.concatenate(targets)
+    fit(model, optimizer, x, y, BATCH)
+    assert same_on_all_ranks(model.get_weights())
+    assert close(model.get_weights(), expected)
+
+
+def test_where_batch_size_has_no_meaning():
+    def refused(words, optimizer, batch_size=1):
+        model = make_model()
+        with pytest.raises(ValueError, match=words):
+            optimizer.apply(
+                [keras.ops.ones(variable.shape) for variable in model.trainable_variables],
+                model.trainable_variables,
+                batch_size=batch_size,
+            )
+
+    def wrapped(**options):
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **options)
+
+    refused("batch_size=-1 is not a whole number", wrapped(), -1)
+    refused("batch_size weights averages", wrapped(op=hvd.Sum))
+    refused(
+        "with a schedule or hvd.Adasum each rank steps",
+        wrapped(schedule=hvd.Schedule.LocalSGD(every=2)),
+    )
+    refused("here those of several add up", wrapped(backward_passes_per_step=2))
+    scaling = keras.optimizers.LossScaleOptimizer(wrapped(backward_passes_per_step=2))
+    refused("here those of several add up", scaling)
+    optimizer, model = wrapped(), make_model()
+    optimizer.register_local_var(model.trainable_variables[0])
+    with pytest.raises(ValueError, match="pass scale_local_gradients=False"):
+        optimizer.apply(
+            [keras.ops.ones(variable.shape) for variable in model.trainable_variables],
+            model.trainable_variables,
+            batch_size=1,
+        )
+    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(TypeError, match="batch_size"):
+        scaling.apply([keras.ops.ones(())], [keras.Variable(1.0)], batch_size=1)
+
+
+def test_gradients_that_only_some_ranks_have():
+    model = make_model()
+    variables = model.trainable_variables
+    before = model.get_weights()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    last = hvd.rank() == hvd.size() - 1
+
+    def ones(variable):
+        return keras.ops.ones(variable.shape)
+
+    # The first: the last rank alone has it; the last: none has; those between: all.
+    gradients = [
+        ones(v) if 0 < n < 3 or (n == 0 and last) else None for n, v in enumerate(variables)
+    ]
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply(gradients, variables)
+    moved = [a - b for a, b in zip(before, model.get_weights(), strict=True)]
+    for found, expected in zip(moved, (1 / hvd.size(), 1, 1, 0), strict=True):
+        np.testing.assert_allclose(found, np.full_like(found, expected), atol=1e-6)
+    # A rank without any gradient takes part.
+    optimizer.apply([ones(v) if last else None for v in variables], variables)
+    assert same_on_all_ranks(model.get_weights())
+
+
+def test_passes_in_which_only_some_ranks_have_gradients():
+    model = make_model()
+    before = model.get_weights()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    variables = model.trainable_variables
+    some = [keras.ops.ones(v.shape) for v in variables]
+    none = [None] * len(variables)
+    optimizer.apply(some if hvd.rank() == 0 else none, variables)
+    optimizer.apply(none, variables)
+    for found, start in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_allclose(found, start - 0.5 / hvd.size(), atol=1e-6)
+
+
+def test_ranks_with_different_variables_get_an_error_on_every_rank():
+    units = 2 + hvd.rank() % 2
+    layer = keras.layers.Dense(units, name="odd")
+    layer.build((None, 3))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    gradients = [keras.ops.ones(v.shape) for v in layer.trainable_variables]
+    with pytest.raises(hvd.HorovodInternalError, match=r"odd/kernel.*float32\[3, 2\]"):
+        optimizer.apply(gradients, layer.trainable_variables)
+    check_fit(
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), reference(keras.optimizers.SGD(0.1))
+    )

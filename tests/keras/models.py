@@ -1,0 +1,78 @@
+"""Models, data and measures for tests of Keras 3 on whichever framework it runs on.
+
+Expected weights come from Keras itself: the same training without hvdlite, in one process, on the
+union of the ranks' batches.
+"""
+
+import keras
+import numpy as np
+
+import hvdlite.keras as hvd
+from tests.keras.measures import close, exchanges, same_on_all_ranks
+
+BATCH, STEPS = 4, 6
+TORCH = keras.backend.backend() == "torch"
+
+
+def data(scale=1.0):
+    """Inputs and targets of all ranks for STEPS steps; row i belongs to rank i % size."""
+    draw = np.random.default_rng(0).normal
+    rows = BATCH * STEPS * hvd.size()
+    x = draw(size=(rows, 5)).astype(np.float32)
+    return x, (scale * np.sin(x.sum(axis=1, keepdims=True))).astype(np.float32)
+
+
+def own(array):
+    return array[hvd.rank() :: hvd.size()]
+
+
+def make_model(seed=1):
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(6, activation="tanh", name="first"),
+            keras.layers.Dense(1, name="second"),
+        ]
+    )
+    draw = np.random.default_rng(seed).normal
+    model.set_weights([draw(size=weight.shape) / 2 for weight in model.get_weights()])
+    return model
+
+
+def fit(model, optimizer, x, y, batch, jit_compile=False, **options):
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=jit_compile)
+    options = {"epochs": 1, "shuffle": False, "verbose": 0, **options}
+    return model.fit(x, y, batch_size=batch, **options)
+
+
+def reference(optimizer, **options):
+    """The weights that one process ends with, which has all ranks' batches."""
+    model = make_model()
+    fit(model, optimizer, *data(), BATCH * hvd.size(), **options)
+    return model.get_weights()
+
+
+def check_fit(optimizer, expected, steps=STEPS, **options):
+    """Train by fit; the weights are as expected, alike on all ranks, and exchanged each step."""
+    model = make_model()
+    with exchanges() as count:
+        fit(model, optimizer, *map(own, data()), BATCH, **options)
+    assert len(count) == steps, count
+    assert same_on_all_ranks(model.get_weights())
+    assert close(model.get_weights(), expected)
+    assert not close(model.get_weights(), make_model().get_weights(), 1e-3)
+    return model
+
+
+def gradients_of(model, x, y):
+    """This rank's gradients of the mean squared error."""
+    if TORCH:
+        model.zero_grad()
+        loss = keras.ops.mean(keras.ops.square(model(x) - keras.ops.convert_to_tensor(y)))
+        loss.backward()
+        return [variable.value.grad for variable in model.trainable_variables]
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    return tape.gradient(loss, [v.value for v in model.trainable_variables])

@@ -1,0 +1,73 @@
+"""Keras 3 on TensorFlow and on PyTorch, and legacy Keras, each in jobs of its own."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from tests.harness import mpirun, ranks
+from tests.keras import checks_in, run
+
+# Keras' own, with numpy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+KERAS_3 = ("optimizer", "loop", "callback", "schedule")
+
+
+def needs(*modules):
+    return pytest.mark.skipif(
+        not all(map(find_spec, modules)), reason=f"needs {' and '.join(modules)}"
+    )
+
+
+@needs("keras", "tensorflow")
+@ranks(2, timeout=240)
+@pytest.mark.parametrize("check", checks_in(*KERAS_3, "tensorflow", fast=None))
+def test_tensorflow(check):
+    run(check)
+
+
+@needs("keras", "tensorflow")
+@ranks(3, timeout=240)
+@pytest.mark.parametrize(
+    "check", checks_in("optimizer", "loop", only=["every", "sum", "local", "uneven"])
+)
+def test_tensorflow_on_an_odd_number_of_ranks(check):
+    run(check)
+
+
+@needs("keras", "torch")
+@ranks(2, timeout=240, env={"KERAS_BACKEND": "torch"})
+@pytest.mark.parametrize(
+    "check",
+    checks_in(*KERAS_3, fast=["exchanges_in_every", "backward_passes_add_up", "uneven", "local"]),
+)
+def test_torch(check):
+    run(check)
+
+
+@needs("tensorflow", "tf_keras")
+@ranks(2, timeout=240, env={"TF_USE_LEGACY_KERAS": "1"})
+@pytest.mark.parametrize("check", checks_in("legacy", fast=["legacy_keras", "exchanges_in_every"]))
+def test_legacy(check):
+    run(check)
+
+
+@pytest.mark.slow
+@needs("keras", "torch")
+@pytest.mark.parametrize("backend", ["jax", "numpy"])
+def test_other_backends_are_refused(backend):
+    source = (
+        f"import keras; keras.backend.backend = lambda: {backend!r}\nfrom hvdlite.keras import init"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env=mpirun.environment({"KERAS_BACKEND": "torch"}),
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: hvdlite.keras exchanges gradients where Keras runs on")
+    assert f"'{backend}'" in last
+    assert "KERAS_BACKEND" in last
