@@ -48,6 +48,7 @@ class BroadcastGlobalVariables:
         """Broadcast the variables that exist on all ranks."""
         if self.broadcast_done:
             return
+        _build_optimizer(self.model)
         weights, state = self._built()
         counts = collectives.allgather_object(
             (len(weights), len(state)), "BroadcastGlobalVariablesCallback"
@@ -75,6 +76,17 @@ class BroadcastGlobalVariables:
         built = self.model.weights if self.model.built else ()
         weights = [weight for weight in built if id(weight) not in local]
         return weights, variables_of(getattr(self.model, "optimizer", None))
+
+
+def _build_optimizer(model: Any) -> None:
+    """Create the optimizer's variables if the model has its own, to broadcast them all at once.
+
+    The first batch may make several steps (``steps_per_execution``), and ranks whose optimizers
+    differ may not make two.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    if model.built and hasattr(optimizer, "build") and not _is_built(optimizer):
+        optimizer.build(model.trainable_variables)
 
 
 def _is_built(optimizer: Any) -> bool:

@@ -39,6 +39,20 @@ def test_several_steps_in_one_execution():
     assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)))
 
 
+def test_several_steps_in_one_execution_after_a_broadcast():
+    model = make_model(seed=hvd.rank())
+    model.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (hvd.rank() + 1))),
+        loss="mse",
+        steps_per_execution=3,
+    )
+    x, y = map(own, data())
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(1)]
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    assert same_on_all_ranks(model.get_weights())
+    assert float(model.optimizer.learning_rate) == np.float32(0.02)
+
+
 def test_eager_fit():
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
