@@ -22,7 +22,7 @@ LABEL = "DistributedOptimizer of Keras"
 
 @dataclass(frozen=True)
 class Options:
-    """How an optimizer exchanges gradients.
+    """The settings of an optimizer's exchange.
 
     Attributes:
         strategy: Compression of gradients.
@@ -96,7 +96,7 @@ class Options:
 
 
 class Backend(Protocol):
-    """What the exchange needs of the framework that Keras runs on."""
+    """The framework that Keras runs on, as the exchange needs it."""
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None

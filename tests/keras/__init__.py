@@ -14,29 +14,33 @@ import pytest
 FOLDER = Path(__file__).parent
 
 
-def checks_in(*modules, only=("",), fast=()):
+def checks_in(*modules, only=("",), fast=("",), slow=()):
     """Return the checks of modules as parameters for pytest.
 
     Args:
         *modules: The modules' names, without ``_checks``.
         only: Words in the names of the checks to return.
-        fast: Words in the names of the checks that a fast selection of tests runs; all others are
-            marked slow. None: all of them.
+        fast: Words in the names of those that a fast selection of tests (``--fast``) runs.
+        slow: Words in the names of those that it leaves out all the same.
     """
+
+    def has(words, name):
+        return any(word in name for word in words)
+
     names = [
         f"{module}_checks.{node.name}"
         for module in modules
         for node in ast.parse((FOLDER / f"{module}_checks.py").read_text()).body
         if isinstance(node, ast.FunctionDef)
         and node.name.startswith("test_")
-        and any(word in node.name for word in only)
+        and has(only, node.name)
     ]
-    return [pytest.param(name, marks=_marks(name, fast)) for name in names]
-
-
-def _marks(name, fast):
-    is_fast = fast is None or any(word in name for word in fast)
-    return () if is_fast else pytest.mark.slow
+    return [
+        pytest.param(
+            name, marks=() if has(fast, name) and not has(slow, name) else pytest.mark.slow
+        )
+        for name in names
+    ]
 
 
 def run(name):

@@ -92,17 +92,17 @@ def test_custom_optimizers_are_saved_by_their_registered_name():
 
 
 class Spy(keras.callbacks.Callback):
-    """Whether ranks are alike after every batch, and what it sees of logs and rates."""
+    """A callback that records rates, logs, and the ranks' agreement after every batch."""
 
     def __init__(self):
         super().__init__()
-        self.alike, self.rates, self.logs = [], [], []
+        self.same, self.rates, self.logs = [], [], []
 
     def on_train_begin(self, logs=None):
-        self.alike.append(same_on_all_ranks(self.model.get_weights()))
+        self.same.append(same_on_all_ranks(self.model.get_weights()))
 
     def on_train_batch_end(self, batch, logs=None):
-        self.alike.append(same_on_all_ranks(self.model.get_weights()))
+        self.same.append(same_on_all_ranks(self.model.get_weights()))
         self.rates.append(hvd.broadcast(self.model.optimizer.learning_rate, 0).item())
 
     def on_epoch_end(self, epoch, logs=None):
@@ -121,7 +121,7 @@ def test_variables_are_broadcast_before_the_first_update():
         spy = Spy()
         callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(hvd.size() - 1), spy]
         fit(model, optimizer, *map(own, data()), BATCH, callbacks=callbacks)
-        assert all(spy.alike), spy.alike
+        assert all(spy.same), spy.same
         np.testing.assert_allclose(spy.rates, 0.01 * hvd.size(), rtol=1e-6)
         assert same_on_all_ranks([hvd.allreduce(v, op=hvd.Sum) for v in optimizer.variables])
 

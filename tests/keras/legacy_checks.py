@@ -1,4 +1,4 @@
-"""What must hold of legacy Keras (``tf_keras``); for processes with TF_USE_LEGACY_KERAS=1."""
+"""Legacy Keras (``tf_keras``), in processes with TF_USE_LEGACY_KERAS=1."""
 
 import sys
 import tempfile
@@ -78,7 +78,7 @@ def test_fit_exchanges_in_every_step():
         )
 
 
-def test_loops_of_ones_own():
+def test_custom_loops():
     for kind in KINDS:
         expected = reference(kind(0.1))
         for mode in (lambda step: step, tf.function):
@@ -201,13 +201,13 @@ def test_what_was_trained_before_and_what_is_saved():
 def test_callbacks():
     class Spy(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            alike.append(same_on_all_ranks(self.model.get_weights()))
+            same.append(same_on_all_ranks(self.model.get_weights()))
 
         def on_epoch_end(self, epoch, logs=None):
             logged.append(dict(logs))
 
     for kind in KINDS:
-        alike, logged = [], []
+        same, logged = [], []
         model = make_model(seed=hvd.rank())
         history = fit(
             model,
@@ -221,7 +221,7 @@ def test_callbacks():
                 Spy(),
             ],
         )
-        assert all(alike)
+        assert all(same)
         assert len({str(logs) for logs in hvd.allgather_object(logged)}) == 1
         assert history.history["loss"] == [logged[0]["loss"]]
         assert abs(history.history["lr"][0] - 0.1) < 1e-6
@@ -263,7 +263,7 @@ def test_schedules_of_local_steps():
 
                 for _ in range(4):
                     step(tf.constant(1.0 + hvd.rank()))
-                # What has a constant gradient moves on the average as the average gradient says.
+                # With a constant gradient the average moves as the average gradient says.
                 moved = [-0.1 * mean * total for total in (1.0, 2.9, 5.61, 9.049)]
                 if outer is None:
                     expected = moved[3]
@@ -356,7 +356,7 @@ def test_gradients_are_averaged_once_by_whoever_comes_first():
         assert close(
             [gradient.numpy(), weight.numpy()], [[mean] * 2, [1 - mean / 10, 2 - mean / 10]]
         )
-        # What is changed in between may as well be of this rank, and is averaged (again).
+        # A gradient that was changed may be this rank's own, and is averaged (again).
         ((gradient, variable),) = compute()
         optimizer.apply_gradients([(tf.minimum(gradient, 1.0), variable)])
         assert close([weight.numpy()], [[0.9 - mean / 10, 1.9 - mean / 10]])

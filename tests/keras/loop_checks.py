@@ -28,7 +28,7 @@ def modes():
     return [lambda step: step, tf.function]
 
 
-def test_loops_of_ones_own():
+def test_custom_loops():
     expected = reference(keras.optimizers.SGD(0.1, momentum=0.5))
     for mode in modes():
         model = make_model()
@@ -51,7 +51,7 @@ def test_loops_of_ones_own():
 
 
 def uneven(step):
-    """How many rows each rank has in a step; some have none."""
+    """Return the number of rows of each rank in a step; some have none."""
     return [(3 * rank + 2 * step) % 5 for rank in range(hvd.size() - 1)] + [step + 1]
 
 
@@ -116,7 +116,7 @@ class Weighted(keras.Sequential):
         return {"rows": keras.ops.cast(count, "float32")}
 
 
-def test_a_training_step_of_ones_own_in_fit():
+def test_a_custom_training_step_in_fit():
     """By which the last batch, the smaller one, counts as much as it has samples."""
     sizes_of_steps = [[BATCH] * hvd.size(), [1 + rank for rank in range(hvd.size())]]
     expected = trained_on_unions(keras.optimizers.SGD(0.1), sizes_of_steps)

@@ -33,7 +33,7 @@ def flat(weights):
 
 
 def same_on_all_ranks(weights):
-    """Whether the ranks' weights are alike to the bit."""
+    """Return whether the ranks' weights are the same bits."""
     content = b"".join(np.ascontiguousarray(weight).tobytes() for weight in weights)
     return len(set(collectives.allgather_object(content))) == 1
 
@@ -82,7 +82,7 @@ def check_replicas(hvd, keras, kinds, make_model, fit, x, y, batch):
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         assert same_on_all_ranks(train(make_model(seed=rank), kind(0.1), [broadcast]))
         train(make_model(seed=rank), kind(0.1), schedule=hvd.Schedule.LocalSGD(every=2))
-    # What is built in the first batch is broadcast after it.
+    # Variables built in the first batch are broadcast after it.
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)

@@ -53,7 +53,7 @@ def reference(optimizer, **options):
 
 
 def check_fit(optimizer, expected, steps=STEPS, **options):
-    """Train by fit; the weights are as expected, alike on all ranks, and exchanged each step."""
+    """Train by fit; check weights, the ranks' agreement, and an exchange in each step."""
     model = make_model()
     with exchanges() as count:
         fit(model, optimizer, *map(own, data()), BATCH, **options)

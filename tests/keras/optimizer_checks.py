@@ -266,7 +266,7 @@ def test_an_optimizer_that_is_discarded_is_freed():
 
 
 def test_a_gradient_is_left_out_by_nobody():
-    """Keras applies as many gradients as there are, each rank its own, and says nothing."""
+    """Without hvdlite, Keras applies as many gradients as there are and raises nothing."""
     for scaled in (False, True):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
         if scaled:

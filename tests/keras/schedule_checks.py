@@ -1,4 +1,4 @@
-"""What must hold of schedules with Keras 3 on whichever framework it runs on.
+"""Schedules with Keras 3, on whichever framework it runs on.
 
 Each check runs on every rank of a job. Expected weights come from Keras itself, which simulates
 all ranks in one process, and from numpy.

@@ -1,4 +1,4 @@
-"""What must hold of Keras 3 on TensorFlow alone."""
+"""Keras 3 on TensorFlow alone: graphs, XLA, sparse gradients, optimizers of TensorFlow 1."""
 
 import warnings
 
@@ -90,7 +90,7 @@ def test_embeddings():
         assert same_on_all_ranks(model.get_weights())
 
 
-def test_xla_in_a_loop_of_ones_own_is_refused():
+def test_xla_in_a_custom_loop_is_refused():
     model = make_model()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     optimizer.build(model.trainable_variables)

@@ -23,7 +23,22 @@ def needs(*modules):
 
 @needs("keras", "tensorflow")
 @ranks(2, timeout=240)
-@pytest.mark.parametrize("check", checks_in(*KERAS_3, "tensorflow", fast=None))
+@pytest.mark.parametrize(
+    "check",
+    checks_in(
+        *KERAS_3,
+        "tensorflow",
+        slow=[
+            "saved",
+            "partial",
+            "accumulation_is",
+            "embeddings",
+            "clipping",
+            "decay",
+            "before_its",
+        ],
+    ),
+)
 def test_tensorflow(check):
     run(check)
 
@@ -31,7 +46,7 @@ def test_tensorflow(check):
 @needs("keras", "tensorflow")
 @ranks(3, timeout=240)
 @pytest.mark.parametrize(
-    "check", checks_in("optimizer", "loop", only=["every", "sum", "local", "uneven"])
+    "check", checks_in("optimizer", "loop", only=["every", "sum", "local", "uneven"], fast=())
 )
 def test_tensorflow_on_an_odd_number_of_ranks(check):
     run(check)
