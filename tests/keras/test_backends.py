@@ -28,15 +28,7 @@ def needs(*modules):
     checks_in(
         *KERAS_3,
         "tensorflow",
-        slow=[
-            "saved",
-            "partial",
-            "accumulation_is",
-            "embeddings",
-            "clipping",
-            "decay",
-            "before_its",
-        ],
+        slow=["saved", "partial", "accumulation_is", "embeddings", "clip", "decay", "before_its"],
     ),
 )
 def test_tensorflow(check):
