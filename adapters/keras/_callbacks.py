@@ -84,8 +84,10 @@ def _build_optimizer(model: Any) -> None:
     The first batch may make several steps (``steps_per_execution``), and ranks whose optimizers
     differ may not make two.
     """
-    optimizer = getattr(model, "optimizer", None)
-    if model.built and hasattr(optimizer, "build") and not _is_built(optimizer):
+    optimizer: Any = getattr(model, "optimizer", None)
+    if optimizer is None or not hasattr(optimizer, "build"):
+        return
+    if model.built and not _is_built(optimizer):
         optimizer.build(model.trainable_variables)
 
 
