@@ -37,7 +37,7 @@ from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together
 from hvdlite.tensorflow.rank_ops import set_size
-from hvdlite.tensorflow.tensors import engine, run
+from hvdlite.tensorflow.tensors import engine, run, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
@@ -139,12 +139,31 @@ class GradientAllreduce:
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
                 reduced[position] = _gather(spec, position, gradient)
+        if check is not None and not tf.executing_eagerly():
+            _hold_updates(sources, reduced)
         return reduced
 
     def _state_of(self, sources: Sequence[Any]) -> StrategyState | None:
         if not self._strategy.stateful:
             return None
         return exchange_state(sources).state if self._state is None else self._state
+
+
+def _hold_updates(sources: Sequence[Any], reduced: Sequence[Gradient]) -> None:
+    """Make updates of variables wait for the exchange that compares them.
+
+    A graph orders operations by the variables that they use, but cannot see which ones a Python
+    function reads. An update that uses no gradient, like weight decay, could come too early.
+    """
+    gradient = next((each for each in reduced if each is not None), None)
+    if gradient is None:
+        return
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient = gradient.values
+    with tf.control_dependencies([gradient]):
+        for variable in map(value_of, sources):
+            if isinstance(variable, tf.Variable):
+                tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
 def densified(gradients: Sequence[Gradient]) -> list[Gradient]:

@@ -123,3 +123,41 @@ def test_optimizers_of_tensorflow_1():
     optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
     with pytest.raises(hvd.MismatchError, match=r"learning_rate is 0.1 on rank 0, 0.2 on rank 1"):
         optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
+
+
+@ranks(2)
+def test_updates_in_a_graph_wait_until_variables_were_compared():
+    """Also those that use no gradient, like weight decay."""
+    hvd.init()
+    variables = make_variables(0)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((x @ variables[0] + variables[1]) ** 2)
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(0.1 * variable)
+            variable.assign_sub(0.1 * gradient)
+
+    operations = step.get_concrete_function(batch(0)).graph.get_operations()
+    decays = [each for each in operations if each.type == "AssignSubVariableOp"]
+    exchanges = [each for each in operations if each.type == "PyFunc"]
+    assert len(decays) == 4
+    assert exchanges
+    for operation in decays:
+        assert set(exchanges) <= _before(operation)
+    for number in range(4):
+        step(batch(number))
+
+
+def _before(operation):
+    """Return all operations that a graph runs before one."""
+    found, waiting = set(), [operation]
+    while waiting:
+        each = waiting.pop()
+        for earlier in (*each.control_inputs, *(tensor.op for tensor in each.inputs)):
+            if earlier not in found:
+                found.add(earlier)
+                waiting.append(earlier)
+    return found
