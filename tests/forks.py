@@ -32,7 +32,7 @@ def run_forked(child, parent=lambda: None):
 
 
 class Signal:
-    """What one process waits for and another gives, once."""
+    """A signal that one process waits for and another gives, once."""
 
     def __init__(self):
         self._read, self._write = os.pipe()

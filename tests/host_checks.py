@@ -1,4 +1,4 @@
-"""What each rank of a job over several hosts checks: ``python -m tests.host_checks NAME ...``.
+"""Checks on each rank of a job over several hosts: ``python -m tests.host_checks NAME ...``.
 
 A rank that finds something wrong ends with a traceback, and one that waits too long with its
 stacks.

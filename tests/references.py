@@ -34,7 +34,7 @@ def cases(ops: Sequence[ReduceOp] = tuple(ReduceOp)) -> Iterator[tuple[str, Redu
 
 
 def sample(rank: int, dtype: str, shape: Any, seed: int = 0) -> Any:
-    """What a rank brings: integers from their whole range, floats around 0."""
+    """Return a rank's input: integers from their whole range, floats around 0."""
     generator = np.random.default_rng([seed, rank])
     kind = dtype_of(dtype)
     if kind.kind in "iu":

@@ -536,7 +536,7 @@ def exchanges(state):
 
 
 class TestRefused:
-    """What becomes of a step in which a gradient is not a number."""
+    """A step in which a gradient is not a number."""
 
     @TWO
     @pytest.mark.parametrize("samples", [None, 3])

@@ -36,7 +36,7 @@ _OF_A_RANK = re.compile(
 
 @dataclass(frozen=True)
 class _Options:
-    """How ranks are started.
+    """Settings with which ranks are started.
 
     Attributes:
         num_proc: how many.

@@ -31,7 +31,7 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Ending(NamedTuple):
-    """How a job ended.
+    """The end of a job: its exit code and reason.
 
     Attributes:
         code: mpirun's exit code, negative for a signal.

@@ -1,4 +1,4 @@
-"""How much Python runs on the way of an operation: calls, functions, files and classes.
+"""Count the Python on the way of an operation: calls, functions, files and classes.
 
 ``python -m tests.benchmarks.calls [--list]`` counts, on rank 0 of 2, in a warm step:
 

@@ -1,4 +1,4 @@
-"""What it costs to compare replicas: the checksums of a ResNet-50, beside one of its steps.
+"""Measure the cost of comparing replicas: the checksums of a ResNet-50, beside one of its steps.
 
 ``python -m tests.benchmarks.replicas [--batch 32] [--rounds 3] [--threads N]``
 """

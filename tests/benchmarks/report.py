@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a JSON file with the facts of the machine, and a table."""
+"""Files of a benchmark: a JSON file with the facts of the machine, and a table."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Lanes:
         assert on_all_ranks(lambda lane: lane.close(5.0), self.lanes) == [True] * len(self.lanes)
 
     def allreduces(self):
-        """How many of them the first rank has run, of two exchanges each."""
+        """Return how many of them the first rank has run, of two exchanges each."""
         return self.simulation.calls[0].count("alltoall") // 2
 
 

@@ -1,4 +1,4 @@
-"""What `hvdlite.transport.gpu.cuda` makes of cupy, on a real device."""
+"""`hvdlite.transport.gpu.cuda` over cupy, on a real device."""
 
 from __future__ import annotations
 

@@ -402,7 +402,7 @@ while True:
 
 
 def size_of(folder):
-    """How much of its temporary file a writer has written."""
+    """Return how much of its temporary file a writer has written."""
     try:
         return max((file.stat().st_size for file in folder.glob(TEMPORARY)), default=0)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which samples a rank takes."""
+"""The samples that a rank takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the TensorFlow adapter share."""
+"""Helpers of the TensorFlow adapter's tests."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def in_mode(mode, function):
 
 
 def equal(tensor, expected):
-    """Whether the shape and every element are as expected."""
+    """Check that the shape and every element are as expected."""
     found = tensor.numpy()
     expected = np.asarray(expected)
     return found.shape == expected.shape and bool((found == expected).all())

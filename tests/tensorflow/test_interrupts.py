@@ -13,7 +13,7 @@ from tests.harness import ranks
 
 
 class Stop(ValueError):  # noqa: N818
-    """What a user's handler raises; hvdlite turns ValueErrors of its own into TensorFlow's."""
+    """The exception of a user's handler; hvdlite turns ValueErrors of its own into TensorFlow's."""
 
 
 @ranks(2, timeout=60)

@@ -15,7 +15,7 @@ BOTH = ranks(2, 3, timeout=120)
 
 
 def both_ways(function):
-    """What a function of tensors returns, eagerly and from a graph."""
+    """Return a function's results, eagerly and from a graph."""
     return [function, tf.function(function)]
 
 

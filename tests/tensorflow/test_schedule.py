@@ -28,7 +28,7 @@ CASES = {
 
 
 class Training:
-    """What `models.Replica` does, in TensorFlow."""
+    """`models.Replica` in TensorFlow."""
 
     def __init__(self, schedule, mode="eager", **options):
         self.weights = {

@@ -32,7 +32,7 @@ def shards(size, *rest, seed=0):
 
 
 def own_rows():
-    """Where this rank's batch is in that of all."""
+    """Return where this rank's batch is in that of all."""
     start = sum(rows_of(rank) for rank in range(hvd.rank()))
     return slice(start, start + rows_of(hvd.rank()))
 

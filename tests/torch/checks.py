@@ -1,4 +1,4 @@
-"""What several tests of tensors check."""
+"""Checks that several tests of tensors share."""
 
 import hashlib
 

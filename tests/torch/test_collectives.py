@@ -248,7 +248,7 @@ def test_the_same_tensor_again_and_again(size):
 
 @ranks(1, 2)
 def test_a_call_of_the_same_name_for_something_else(size):
-    """What has been kept of the first must not be taken for it."""
+    """The operation kept for the first must not be taken for it."""
     hvd.init()
 
     def check(tensor, **arguments):

@@ -47,7 +47,7 @@ def step(parameters, optimizer, number, **kwargs):
 
 
 def average(name, steps):
-    """What all ranks' gradients add up to."""
+    """Return the sum of all ranks' gradients."""
     drawn = [
         [gradient(name, number, rank).double() for rank in range(hvd.size())] for number in steps
     ]

@@ -53,7 +53,7 @@ class Training:
 
     @property
     def c_hooks(self):
-        """How many gradients have no hook in Python, by bucket."""
+        """Return how many gradients have no hook in Python, by bucket."""
         arrivals = self.optimizer._reducer._hooks[0]._arrivals
         return [len(each.c_hooks) for each in arrivals]
 
@@ -173,7 +173,7 @@ def test_a_second_backward_pass_is_refused():
 @ranks(2)
 @pytest.mark.parametrize("parts", [("second", "second"), ("first", "first")])
 def test_a_second_backward_pass_through_a_part_is_refused(parts):
-    """Of which one has the gradient that tells of the others, and the other has not."""
+    """One rank has the gradient that announces the others, and the other has not."""
     with hurried() as training:
         training.optimizer.zero_grad()
         training.backward(parts[0])

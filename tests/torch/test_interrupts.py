@@ -14,7 +14,7 @@ from tests.harness import ranks
 
 
 class Stop(Exception):  # noqa: N818
-    """What a user's handler raises."""
+    """The exception of a user's handler."""
 
 
 @contextlib.contextmanager

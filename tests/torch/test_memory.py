@@ -1,4 +1,4 @@
-"""Where gradients lie: the memory that they lend and are lent."""
+"""The memory of gradients, their own and the buckets'."""
 
 import math
 import os
@@ -564,7 +564,7 @@ def test_descriptors_depend_neither_on_buckets_nor_on_starts():
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 6])
 def test_a_new_world_in_the_middle_of_a_step(monkeypatch, small, steps):
-    """What has been computed in the old one is exchanged in the new one, wherever it lies."""
+    """Gradients computed in the old one are exchanged in the new one, wherever they lie."""
     if not small:
         let_nothing_be_small(monkeypatch)
     hvd.init()

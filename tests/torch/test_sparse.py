@@ -15,7 +15,7 @@ ROWS, COLUMNS = 7, 3
 
 
 def entries(rank, dtype=torch.float64, count=4):
-    """What a rank brings: some places twice, and small whole numbers, which add up exactly."""
+    """Return a rank's input: some places twice, and small whole numbers, which add up exactly."""
     generator = torch.Generator().manual_seed(rank)
     indices = torch.randint(ROWS, (1, count), generator=generator)
     indices[:, -1:] = indices[:, :1]

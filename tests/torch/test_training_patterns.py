@@ -1,4 +1,4 @@
-"""What programs do around a training step, against one process on all ranks' data."""
+"""Common patterns around a training step, against one process on all ranks' data."""
 
 import warnings
 
