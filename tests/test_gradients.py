@@ -393,12 +393,15 @@ class TestLending:
             lent = 0
             for number in random.Random(step).sample(range(12), 12):
                 own = gradient(made, number, step, hvd.rank()).reshape(-1)
-                unread, slot = made.buckets.unread(number), made.buckets.slot(number).reshape(-1)
+                zero_copy, slot = (
+                    made.buckets.zero_copy_range(number),
+                    made.buckets.slot(number).reshape(-1),
+                )
                 slot[...] = own
-                slot[unread] = 99
-                made.buckets.lend(number, unread.start, own[unread])
+                slot[zero_copy] = 99
+                made.buckets.set_zero_copy(number, zero_copy.start, own[zero_copy])
                 made.mark(number)
-                lent += own[unread].size
+                lent += own[zero_copy].size
             assert made.finish() == [True] * 12
             check(made, step)
             assert bool(lent) == (hvd.size() > 1)
@@ -407,11 +410,11 @@ class TestLending:
     def test_a_step_that_failed_leaves_nothing(self):
         hvd.init()
         made = exchange("model", [parameter(f"p{n}", (6,)) for n in range(4 - hvd.rank())])
-        made.buckets.lend(0, 0, np.full(3, 99, np.float32))
+        made.buckets.set_zero_copy(0, 0, np.full(3, 99, np.float32))
         made.mark(0)
         with pytest.raises(hvd.MismatchError):
             made.finish()
-        assert not any(bucket.arrays.lent for bucket in made.buckets)
+        assert not any(bucket.arrays.zero_copy for bucket in made.buckets)
 
 
 class TestSingleBuckets:
@@ -419,7 +422,7 @@ class TestSingleBuckets:
     @pytest.mark.parametrize("lends", [False, True])
     def test_each_by_itself_in_an_order_of_the_ranks_own(self, monkeypatch, lends):
         if lends:
-            monkeypatch.setattr(buckets, "LEAST_LENT", 0)
+            monkeypatch.setattr(buckets, "LEAST_ZERO_COPY", 0)
         hvd.init()
         rank, size = hvd.rank(), hvd.size()
         made = exchange("model", model()).buckets
@@ -448,7 +451,7 @@ class TestSingleBuckets:
     @pytest.mark.parametrize("lends", [False, True])
     def test_neighbours_as_one_array(self, monkeypatch, lends):
         if lends:
-            monkeypatch.setattr(buckets, "LEAST_LENT", 0)
+            monkeypatch.setattr(buckets, "LEAST_ZERO_COPY", 0)
         hvd.init()
         made = exchange("model", model()).buckets
         for step in range(2):

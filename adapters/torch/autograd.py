@@ -13,7 +13,7 @@ from hvdlite.compression import Compression, Strategy
 from hvdlite.engine import Operation
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import Average, ReduceOp
-from hvdlite.torch.device_memory import lend, lender
+from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.tensors import taken, to_array, to_tensor_like
 
@@ -34,8 +34,9 @@ class Allreduce(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> torch.Tensor:
         ctx.arguments = name, compression, op, prescale, postscale, process_set
+        on_device = device_converter([tensor], prescale, postscale, compression=compression)
         result = collectives.allreduce(
-            to_array(tensor, lender([tensor], prescale, postscale, compression=compression)),
+            to_array(tensor, on_device),
             name=name,
             op=op,
             prescale_factor=prescale,
@@ -69,9 +70,9 @@ class GroupedAllreduce(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = name, compression, op, prescale, postscale, process_set
-        lends = lender(tensors, prescale, postscale, compression=compression)
+        on_device = device_converter(tensors, prescale, postscale, compression=compression)
         results = collectives.grouped_allreduce(
-            [to_array(tensor, lends) for tensor in tensors],
+            [to_array(tensor, on_device) for tensor in tensors],
             name=name,
             op=op,
             prescale_factor=prescale,
@@ -99,7 +100,7 @@ class Allgather(torch.autograd.Function):
         result = runtime.engine(process_set).run(
             "allgather",
             name,
-            lambda name: describe_allgather(to_array(tensor, lend), name, with_rows=True),
+            lambda name: describe_allgather(to_array(tensor, device_array), name, with_rows=True),
         )
         whole, rows = taken(result)
         ctx.span = _own_rows(rows, process_set)
@@ -123,7 +124,7 @@ class GroupedAllgather(torch.autograd.Function):
         ctx.shapes = [tensor.shape for tensor in tensors]
 
         def describe_member(tensor: torch.Tensor, member: str) -> Operation:
-            return describe_allgather(to_array(tensor, lend), member, with_rows=True)
+            return describe_allgather(to_array(tensor, device_array), member, with_rows=True)
 
         results = runtime.engine(process_set).run(
             "grouped_allgather",
@@ -158,7 +159,7 @@ class Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet
     ) -> torch.Tensor:
         ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
-        array = to_array(tensor, lend)
+        array = to_array(tensor, device_array)
         result = collectives.broadcast(array, root_rank, name, process_set=process_set)
         return to_tensor_like(result, tensor)
 
@@ -184,7 +185,9 @@ class Alltoall(torch.autograd.Function):
             engine.run(
                 "alltoall",
                 name,
-                lambda name: describe_alltoall(to_array(tensor, lend), splits, name, engine.size),
+                lambda name: describe_alltoall(
+                    to_array(tensor, device_array), splits, name, engine.size
+                ),
             )
         )
         ctx.received = received
@@ -214,8 +217,9 @@ class Reducescatter(torch.autograd.Function):
         postscale: float,
         process_set: ProcessSet,
     ) -> torch.Tensor:
+        on_device = device_converter([tensor], prescale, postscale, compression=compression)
         result = collectives.reducescatter(
-            to_array(tensor, lender([tensor], prescale, postscale, compression=compression)),
+            to_array(tensor, on_device),
             name,
             op,
             prescale,
@@ -250,9 +254,9 @@ class GroupedReducescatter(torch.autograd.Function):
         process_set: ProcessSet,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        lends = lender(tensors, prescale, postscale, compression=compression)
+        on_device = device_converter(tensors, prescale, postscale, compression=compression)
         results = collectives.grouped_reducescatter(
-            [to_array(tensor, lends) for tensor in tensors],
+            [to_array(tensor, on_device) for tensor in tensors],
             name,
             op,
             prescale,

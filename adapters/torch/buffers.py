@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdlite.gradients import LEAST_LENT, GradientExchange
+from hvdlite.gradients import LEAST_ZERO_COPY, GradientExchange
 from hvdlite.torch.tensors import to_array, to_tensor
 
 if TYPE_CHECKING:
@@ -73,16 +73,17 @@ class GradientBuffers:
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
         # On a device the cache does not matter, and the number of kernels does.
         self.large = [memory is None and size >= _LARGE for size in sizes]
-        self._lendable, self._huge = (
-            [size >= limit for size in sizes] for limit in (LEAST_LENT, _HUGE)
+        self._allows_zero_copy, self._huge = (
+            [size >= limit for size in sizes] for limit in (LEAST_ZERO_COPY, _HUGE)
         )
         # The number of sparse axes of gradients that were sparse and are exchanged as dense ones.
         self._densified: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []  # the own memory of gradients that are averages now
         # The address of the average that a gradient became last: its memory, which numpy made.
         self._average_at: dict[int, int] = {}
-        # The gradients that were lent last in memory that torch had made, and nobody else shares.
-        self._lent_of_torch: set[int] = set()
+        # The gradients that were exchanged last without a copy, in memory that torch had made
+        # and nobody else shares.
+        self._zero_copy_of_torch: set[int] = set()
 
     def connect(self, exchange: GradientExchange) -> None:
         """Use the slots of an exchange, or of one whose buckets have changed."""
@@ -90,8 +91,9 @@ class GradientBuffers:
         buckets = exchange.buckets
         numbers = range(len(self._parameters))
         self._slots = [self._tensor(buckets.slot(number)) for number in numbers]
-        self._unread = [
-            buckets.unread(number) if self._lendable[number] else _NOTHING for number in numbers
+        self._zero_copy_ranges = [
+            buckets.zero_copy_range(number) if self._allows_zero_copy[number] else _NOTHING
+            for number in numbers
         ]
         # The averages of buckets from which all are copied: their places stay the same.
         self._results: list[torch.Tensor | None] = [None for _ in numbers]
@@ -173,9 +175,9 @@ class GradientBuffers:
             Whether there is no separate copy of it, or of a part.
         """
         gradient: Any = self._parameters[number].grad
-        self._lent_of_torch.discard(number)
+        self._zero_copy_of_torch.discard(number)
         if self._may_lend(number, gradient):
-            self._lend(number, gradient)
+            self._send_zero_copy(number, gradient)
             return True
         (gradient,) = self.copy([number])
         swaps = gives_up and self._huge[number] and self._has_slot(number)
@@ -268,7 +270,7 @@ class GradientBuffers:
             return False
         is_ours = (
             is_slot
-            or number in self._lent_of_torch
+            or number in self._zero_copy_of_torch
             or gradient.data_ptr() == self._average_at.get(number)
         )
         # What is not resizable was made by somebody else, numpy for example.
@@ -291,7 +293,7 @@ class GradientBuffers:
     def _may_lend(self, number: int, gradient: torch.Tensor) -> bool:
         """Return whether a part of a gradient needs no copy, as no other rank reads it."""
         return (
-            self._unread[number] != _NOTHING
+            self._zero_copy_ranges[number] != _NOTHING
             and self._has_slot(number)
             and self._is_plain(gradient)
             and gradient.dtype is self._slots[number].dtype
@@ -299,21 +301,21 @@ class GradientBuffers:
             and gradient.untyped_storage().nbytes() == gradient.nbytes
         )
 
-    def _lend(self, number: int, gradient: torch.Tensor) -> None:
+    def _send_zero_copy(self, number: int, gradient: torch.Tensor) -> None:
         storage = gradient.untyped_storage()
         if storage.resizable() and not storage.is_shared():  # numpy's view ends the former
-            self._lent_of_torch.add(number)
+            self._zero_copy_of_torch.add(number)
         flat, slot = gradient.detach().view(-1), self._slots[number].view(-1)
         for part in self._read(number):
             slot[part].copy_(flat[part])
-        unread = self._unread[number]
-        self._exchange.buckets.lend(number, unread.start, to_array(flat[unread]))
+        zero_copy = self._zero_copy_ranges[number]
+        self._exchange.buckets.set_zero_copy(number, zero_copy.start, to_array(flat[zero_copy]))
         self._lent.add(number)
 
     def _read(self, number: int) -> list[slice]:
         """Return the parts of a flat gradient that other ranks read."""
-        unread = self._unread[number]
-        return [slice(0, unread.start), slice(unread.stop, None)]
+        zero_copy = self._zero_copy_ranges[number]
+        return [slice(0, zero_copy.start), slice(zero_copy.stop, None)]
 
 
 def _views_of_one_tensor() -> int:

@@ -20,7 +20,7 @@ from hvdlite.engine import Operation
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
-from hvdlite.torch.device_memory import lend, lender
+from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.handles import TensorHandle, copied, submit, synchronize, written
 from hvdlite.torch.persistent import allreduce_in_place, memory_of
 from hvdlite.torch.tensors import CONVERSION, taken, to_array, to_tensor_like
@@ -39,7 +39,7 @@ def allreduce_async(
     factors = prescale_factor, postscale_factor
 
     def describe(name: str) -> Operation:
-        array = to_array(tensor, lender([tensor], *factors))
+        array = to_array(tensor, device_converter([tensor], *factors))
         return describe_allreduce(array, name, reduction.choose(average, op), *factors)
 
     return submit("allreduce", name, describe, to_tensor_like, tensor, process_set)
@@ -130,7 +130,7 @@ def allgather_async(
     """Start `allgather` and return a handle; do not touch the tensor until it is done."""
 
     def describe(name: str) -> Operation:
-        return describe_allgather(to_array(tensor, lend), name)
+        return describe_allgather(to_array(tensor, device_array), name)
 
     return submit("allgather", name, describe, to_tensor_like, tensor, process_set)
 
@@ -171,7 +171,7 @@ def broadcast_async(
     engine = runtime.engine(process_set)
 
     def describe(name: str) -> Operation:
-        return describe_broadcast(engine, to_array(tensor, lend), name, root_rank)
+        return describe_broadcast(engine, to_array(tensor, device_array), name, root_rank)
 
     return submit("broadcast", name, describe, to_tensor_like, tensor, process_set)
 
@@ -188,7 +188,7 @@ def broadcast_async_(
 
     def describe(name: str) -> Operation:
         nonlocal convert
-        array = to_array(tensor, lend)
+        array = to_array(tensor, device_array)
         out = memory_of(tensor, array)
         convert = copied if out is None else written
         return describe_broadcast(engine, array, name, root_rank, out)
@@ -245,7 +245,9 @@ def alltoall_async(
     engine = runtime.engine(process_set)
 
     def describe(name: str) -> Operation:
-        return describe_alltoall(to_array(tensor, lend), host_splits(splits), name, engine.size)
+        return describe_alltoall(
+            to_array(tensor, device_array), host_splits(splits), name, engine.size
+        )
 
     convert = _rows if splits is None else _rows_and_splits
     return submit("alltoall", name, describe, convert, tensor, process_set)
@@ -294,7 +296,7 @@ def reducescatter_async(
     factors = prescale_factor, postscale_factor
 
     def describe(name: str) -> Operation:
-        array = to_array(tensor, lender([tensor], *factors))
+        array = to_array(tensor, device_converter([tensor], *factors))
         return describe_reducescatter(array, name, reduction.choose(None, op), *factors)
 
     return submit("reducescatter", name, describe, to_tensor_like, tensor, process_set)

@@ -100,7 +100,7 @@ def find(tensor: torch.Tensor) -> CudaMemory | None:
     return None if cuda is None else _memory(cuda, tensor.get_device())
 
 
-def lend(tensor: torch.Tensor) -> DeviceArray | None:
+def device_array(tensor: torch.Tensor) -> DeviceArray | None:
     """Return a tensor for the collectives of its device; None if its device has none.
 
     It shares the tensor's memory, unless that is not contiguous.
@@ -113,10 +113,10 @@ def lend(tensor: torch.Tensor) -> DeviceArray | None:
     return DeviceArray(whole, tuple(whole.shape), dtype_of(whole.dtype), memory)
 
 
-def lender(
+def device_converter(
     tensors: Sequence[torch.Tensor], *factors: float, compression: Strategy = Compression.none
 ) -> Callable[[torch.Tensor], DeviceArray | None] | None:
-    """Return the function that lends tensors to a reduction, if that can run on their device.
+    """Return `device_array` for tensors whose reduction can run on their device, else None.
 
     Integers that are multiplied are reduced on the host, which sees whether results fit them.
 
@@ -126,7 +126,7 @@ def lender(
     if not check_strategy(compression).on_device:
         return None
     scaled = any(factor != 1.0 for factor in factors)
-    return None if scaled and any(map(_is_integer, tensors)) else lend
+    return None if scaled and any(map(_is_integer, tensors)) else device_array
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from hvdlite.engine import Operation
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
-from hvdlite.torch.device_memory import lend, lender
+from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.handles import TensorHandle, copied, submit, synchronize, written
 from hvdlite.torch.persistent import memory_of
 from hvdlite.torch.tensors import CONVERSION, taken, to_array, to_tensor_like
@@ -70,7 +70,7 @@ def grouped_allreduce_async(
     factors = prescale_factor, postscale_factor
 
     def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
-        on_device = lender(tensors, *factors)
+        on_device = device_converter(tensors, *factors)
         chosen = reduction.choose(average, op)
         return describe_group(
             "grouped allreduce",
@@ -114,7 +114,7 @@ def grouped_allreduce_async_(
     in_place: list[bool] = []
 
     def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
-        on_device = lender(tensors, *factors)
+        on_device = device_converter(tensors, *factors)
         chosen = reduction.choose(average, op)
 
         def describe_member(tensor: torch.Tensor, member: str) -> Operation:
@@ -156,7 +156,7 @@ def grouped_allgather_async(
             "grouped allgather",
             name,
             tensors,
-            lambda tensor, member: describe_allgather(to_array(tensor, lend), member),
+            lambda tensor, member: describe_allgather(to_array(tensor, device_array), member),
         )
 
     return _submit("grouped_allgather", name, tensors, describe, _like, process_set)
@@ -190,7 +190,7 @@ def grouped_reducescatter_async(
     factors = prescale_factor, postscale_factor
 
     def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
-        on_device = lender(tensors, *factors)
+        on_device = device_converter(tensors, *factors)
         chosen = reduction.choose(None, op)
         return describe_group(
             "grouped reducescatter",

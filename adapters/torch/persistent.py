@@ -13,7 +13,7 @@ from hvdlite.engine import Operation
 from hvdlite.engine.persistent import PersistentCache
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
-from hvdlite.torch.device_memory import lender
+from hvdlite.torch.device_memory import device_converter
 from hvdlite.torch.handles import TensorHandle, copied, written
 from hvdlite.torch.tensors import to_array
 
@@ -89,7 +89,7 @@ def allreduce_in_place(
     made: list[Any] = []
 
     def describe(name: str) -> Operation:
-        array = to_array(tensor, lender([tensor], prescale, postscale))
+        array = to_array(tensor, device_converter([tensor], prescale, postscale))
         out = memory_of(tensor, array)
         chosen = reduction.choose(average, op)
         operation = describe_allreduce(array, name, chosen, prescale, postscale, out=out)

@@ -15,7 +15,7 @@ from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.collectives import allreduce_async
-from hvdlite.torch.device_memory import lend
+from hvdlite.torch.device_memory import device_array
 from hvdlite.torch.tensors import dtype_of, taken, to_array, to_tensor, to_tensor_like
 
 
@@ -59,7 +59,7 @@ def sparse_allreduce_async(
         )
         for part, array in (
             ("indices", to_array(_described(own, chosen))),
-            ("values", to_array(own.values().reshape(-1), lend)),
+            ("values", to_array(own.values().reshape(-1), device_array)),
         )
     ]
 

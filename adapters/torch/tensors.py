@@ -30,7 +30,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def to_array(
-    tensor: torch.Tensor, lend: Callable[[torch.Tensor], DeviceArray | None] | None = None
+    tensor: torch.Tensor, on_device: Callable[[torch.Tensor], DeviceArray | None] | None = None
 ) -> Any:
     """View a dense tensor as a numpy array of the same shape and strides.
 
@@ -38,7 +38,7 @@ def to_array(
 
     Args:
         tensor: what to view.
-        lend: what makes a device array of a tensor on an accelerator, or None.
+        on_device: Makes a device array of a tensor on an accelerator, or returns None.
 
     Raises:
         TypeError: it is not a dense tensor, or of a dtype that numpy cannot hold.
@@ -65,9 +65,9 @@ def to_array(
             f"{'.dequantize()' if tensor.is_quantized else '.float()'}"
         )
     host = tensor.detach() if tensor.requires_grad else tensor
-    lent = None if lend is None or host.is_cpu else lend(host)
-    if lent is not None:
-        return lent
+    array = None if on_device is None or host.is_cpu else on_device(host)
+    if array is not None:
+        return array
     host = host.cpu().resolve_conj().resolve_neg()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(_BFLOAT16)

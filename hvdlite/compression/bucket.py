@@ -108,8 +108,8 @@ class Bucket:
         state: the state of these parameters.
         count: the number of exchanges before this one, the same on all ranks.
         absent: positions of parameters of which no rank has a gradient in this step.
-        lent: flat arrays that stand for parts of ``send`` until `complete` copies them, by their
-            offset there.
+        zero_copy: flat arrays that stand for parts of ``send`` until `complete` copies them, by
+            their offset there.
         unsent: None, or an array like ``send`` in which the exchange leaves the part of ``send``
             that is missing from the result.
     """
@@ -128,7 +128,7 @@ class Bucket:
         self.state: BucketState = (StrategyState() if state is None else state).of(parameters)
         self.count = 0
         self.absent: Collection[int] = ()
-        self.lent: dict[int, Any] = {}
+        self.zero_copy: dict[int, Any] = {}
         self.unsent: Any = None
         self.renew_send()
         self.renew()
@@ -143,15 +143,15 @@ class Bucket:
         self.result = self._empty(self.bounds[-1], self.parameters[0].dtype)
 
     def complete(self) -> None:
-        """Copy all lent parts into ``send``."""
-        copy_parts([*self.lent.items()], self.send)
-        self.lent = {}
+        """Copy all zero-copy parts into ``send``."""
+        copy_parts([*self.zero_copy.items()], self.send)
+        self.zero_copy = {}
 
     def derive(self, send: Any, result: Any, unsent: Any = None) -> Bucket:
         """Return a bucket of the same parameters with other arrays of the same size."""
         derived = copy.copy(self)
         derived.send, derived.result, derived.unsent = send, result, unsent
-        derived.lent = {}
+        derived.zero_copy = {}
         return derived
 
     def reduce(self, transport: Transport, send: Any, result: Any, scaling: Scaling) -> None:
@@ -166,9 +166,9 @@ class Bucket:
         if self.reduction.op is ReduceOp.ADASUM:
             self.complete()
             adasum(transport, send, result, scaling, self.bounds)
-        elif self.lent:
+        elif self.zero_copy:
             transport.allreduce_zero_copy(
-                send, sorted(self.lent.items()), result, ReduceOp.SUM, scaling
+                send, sorted(self.zero_copy.items()), result, ReduceOp.SUM, scaling
             )
         else:
             transport.allreduce(send, result, ReduceOp.SUM, scaling)

@@ -85,7 +85,7 @@ class Lane:
         """Declare that no operation uses such an array any more, see `Transport.release`."""
         self._transport.release(array)
 
-    def unread(self, size: int) -> slice:
+    def zero_copy_range(self, size: int) -> slice:
         """Return the `Transport.zero_copy_range` of such an array."""
         return self._transport.zero_copy_range(size)
 

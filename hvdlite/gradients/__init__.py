@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.gradients.buckets import LEAST_LENT, GradientBuckets
+from hvdlite.gradients.buckets import LEAST_ZERO_COPY, GradientBuckets
 from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.gradients.loss import LossExchange
 from hvdlite.gradients.metadata import check_not_local, check_weighted, checked_samples
@@ -11,7 +11,7 @@ from hvdlite.gradients.replicas import ReplicaCheck, describe_optimizer, describ
 from hvdlite.gradients.strategy_state import consolidate, load, save
 
 __all__ = [
-    "LEAST_LENT",
+    "LEAST_ZERO_COPY",
     "GradientBuckets",
     "GradientExchange",
     "LossExchange",

@@ -76,7 +76,7 @@ class GradientBucket(Operation):
         self.snapshot: Snapshot | None = None
         self.pending: Handle | None = None
         self.abandoned = False
-        self.arrays.lent = {}
+        self.arrays.zero_copy = {}
 
     @property
     def about(self) -> str:
@@ -120,7 +120,7 @@ class GradientBucket(Operation):
         self._kinds_here[:] = self._all_dense
         self.absent = 0
 
-    def unread(self, start: int, stop: int, among: slice) -> slice:
+    def zero_copy_range(self, start: int, stop: int, among: slice) -> slice:
         """Return the elements of a part of the bucket that no other rank reads, counted from there.
 
         Args:

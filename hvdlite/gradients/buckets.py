@@ -20,9 +20,9 @@ from hvdlite.gradients.plan import describe_exchange, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
 from hvdlite.reduction import ReduceOp, check
 
-#: Bytes from which on it pays to lend the elements of a gradient that no other rank reads, instead
-#: of copying them. For a smaller gradient the bookkeeping takes longer than the copy.
-LEAST_LENT = 2**20
+#: Bytes of a gradient from which on the elements that no other rank reads are exchanged without a
+#: copy. For a smaller gradient the bookkeeping takes longer than the copy.
+LEAST_ZERO_COPY = 2**20
 
 
 class GradientBuckets:
@@ -197,8 +197,8 @@ class GradientBuckets:
             )
         return slot
 
-    def unread(self, number: int) -> slice:
-        """Return which elements of a flat gradient no other rank reads; they may be lent.
+    def zero_copy_range(self, number: int) -> slice:
+        """Return which elements of a flat gradient no other rank reads; they need no copy.
 
         It holds as long as the slots do.
         """
@@ -206,10 +206,12 @@ class GradientBuckets:
         if self._memory is not None:
             return slice(0, 0)
         start, stop = bucket.arrays.bounds[position : position + 2]
-        return bucket.unread(start, stop, self.lane.unread(bucket.arrays.send.size))
+        return bucket.zero_copy_range(
+            start, stop, self.lane.zero_copy_range(bucket.arrays.send.size)
+        )
 
-    def lend(self, number: int, first: int, part: Any) -> None:
-        """Let the exchange read `unread` elements of a gradient where they lie, without a copy.
+    def set_zero_copy(self, number: int, first: int, part: Any) -> None:
+        """Exchange the `zero_copy_range` of a gradient from where it lies, without a copy.
 
         The other elements are copied into the slot, and the gradient is marked as usual.
 
@@ -220,7 +222,7 @@ class GradientBuckets:
         """
         bucket, position = self._places[number]
         if part.size:
-            bucket.arrays.lent[bucket.arrays.bounds[position] + first] = part
+            bucket.arrays.zero_copy[bucket.arrays.bounds[position] + first] = part
 
     def renew_slots(self, index: int) -> None:
         """Replace the send array of a bucket, between steps: the old memory is the caller's."""
@@ -235,7 +237,7 @@ class GradientBuckets:
         samples: int | None = None,
         check: ReplicaCheck | None = None,
     ) -> None:
-        """Copy a bucket's gradients, or lend parts of them, and start its exchange.
+        """Copy a bucket's gradients, or what other ranks read of them, and start its exchange.
 
         The parameters are compared across ranks each time, together with those of any other
         exchange of the same label, so such exchanges may take turns.
@@ -274,7 +276,7 @@ class GradientBuckets:
             raise
 
     def _copy_or_lend(self, number: int, gradient: Any) -> None:
-        """Mark a gradient, copy what other ranks read of it, and lend the rest if that pays."""
+        """Mark a gradient, copy what other ranks read of it, and the rest unless zero-copy pays."""
         bucket, first = self._places[number]
         arrays = bucket.arrays
         start, stop = arrays.bounds[first], arrays.bounds[first] + gradient.size
@@ -289,17 +291,19 @@ class GradientBuckets:
             bucket.mark(position)
         bucket.order_writes()
         flat = gradient.reshape(-1)  # a copy where it is not contiguous, which is as good
-        unread = slice(0, 0)
+        zero_copy = slice(0, 0)
         is_host = self._memory is None
-        if is_host and gradient.nbytes >= LEAST_LENT and gradient.dtype == arrays.send.dtype:
-            unread = bucket.unread(start, stop, self.lane.unread(arrays.send.size))
+        if is_host and gradient.nbytes >= LEAST_ZERO_COPY and gradient.dtype == arrays.send.dtype:
+            zero_copy = bucket.zero_copy_range(
+                start, stop, self.lane.zero_copy_range(arrays.send.size)
+            )
         slot = arrays.send[start:stop]
-        if unread.start == unread.stop:
+        if zero_copy.start == zero_copy.stop:
             slot[...] = flat
             return
-        for part in (slice(0, unread.start), slice(unread.stop, None)):
+        for part in (slice(0, zero_copy.start), slice(zero_copy.stop, None)):
             slot[part] = flat[part]
-        arrays.lent[start + unread.start] = flat[unread]
+        arrays.zero_copy[start + zero_copy.start] = flat[zero_copy]
 
     def finish_bucket(self, index: int) -> Any:
         """Wait for a bucket that has been started.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -13,27 +14,43 @@ import pytest
 from tests.harness.job import Job, JobError
 from tests.harness.messages import Report, Request
 
+# The number of ranks in all processes of pytest-xdist together: one that has imported PyTorch and
+# TensorFlow takes nearly 1 GB. A plain session has fewer in one environment.
+_MAX_RANKS = 12
+
 
 class Jobs:
-    """The jobs of a session, by number of ranks and environment, started when first used."""
+    """The jobs of a session, by number of ranks and environment, started when first used.
+
+    Those that have not been used for longest end when there would be too many ranks.
+    """
 
     def __init__(self) -> None:
         self._jobs: dict[tuple[int, str], Job] = {}
+        self._room = _MAX_RANKS // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
     def get(self, size: int, env: Mapping[str, str]) -> Job:
         """Return a running job of `size` ranks with these environment variables."""
         key = (size, _words(env))
-        if key not in self._jobs or not self._jobs[key].alive:
-            self._jobs[key] = Job(size, env)
-        return self._jobs[key]
+        job = self._jobs.pop(key, None)
+        if job is None or not job.alive:
+            while self._jobs and sum(each for each, _ in self._jobs) + size > self._room:
+                _end([self._jobs.pop(next(iter(self._jobs)))])
+            job = Job(size, env)
+        self._jobs[key] = job  # the last is the one used last
+        return job
 
     def end(self) -> None:
         """End all jobs, which takes as long as the slowest."""
-        running = [job for job in self._jobs.values() if job.alive]
-        for job in running:
-            job.leave()
-        for job in running:
-            job.join()
+        _end(self._jobs.values())
+
+
+def _end(jobs: Iterable[Job]) -> None:
+    running = [job for job in jobs if job.alive]
+    for job in running:
+        job.leave()
+    for job in running:
+        job.join()
 
 
 _JOBS = pytest.StashKey[Jobs]()

@@ -532,7 +532,7 @@ def test_without_cupy_devices_share_no_set(run, monkeypatch):
 
 def test_a_tensor_on_the_host_is_in_no_device_s_memory():
     assert device_memory.find(torch.ones(3)) is None
-    assert device_memory.lend(torch.ones(3)) is None
+    assert device_memory.device_array(torch.ones(3)) is None
 
 
 def test_without_cupy_cuda_tensors_go_through_the_host_with_a_word(monkeypatch, caplog):

@@ -278,16 +278,17 @@ def test_without_torchs_count_of_views_all_is_copied(monkeypatch):
 def lend_all(monkeypatch):
     """Let all gradients be lent, as far as they can be; return the numbers of those that were."""
     found = []
-    lend = buffers.GradientBuffers._lend
+    lend = buffers.GradientBuffers._send_zero_copy
 
     def lend_and_spoil(self, number, gradient):
         lend(self, number, gradient)
-        self._slots[number].view(-1)[self._unread[number]] = math.nan  # nobody is to read it
+        own = self._zero_copy_ranges[number]
+        self._slots[number].view(-1)[own] = math.nan  # nobody is to read it
         found.append(number)
 
-    monkeypatch.setattr(buffers, "LEAST_LENT", 0)
+    monkeypatch.setattr(buffers, "LEAST_ZERO_COPY", 0)
     monkeypatch.setattr(buffers, "_LARGE", 0)
-    monkeypatch.setattr(buffers.GradientBuffers, "_lend", lend_and_spoil)
+    monkeypatch.setattr(buffers.GradientBuffers, "_send_zero_copy", lend_and_spoil)
     return found
 
 
