@@ -292,7 +292,7 @@ class TestFailed:
         if hvd.rank() == 1:
             time.sleep(4)  # computes
         elif hvd.rank() == 2:
-            monkeypatch.setattr(Allreduce, "word", lambda self: 1 / 0)
+            monkeypatch.setattr(Allreduce, "digest", property(lambda self: 1 / 0))
             with pytest.raises(hvd.HorovodInternalError, match="ZeroDivisionError"):
                 hvd.allreduce(1.0, name="a")
             time.sleep(4)

@@ -299,7 +299,11 @@ class GradientHooks:
                 self._send(range(self._complete))
 
     def _send(self, indices: Iterable[int]) -> None:
-        """Copy the gradients of some buckets that have not been copied yet, and mark all."""
+        """Copy the gradients of some buckets that have not been copied yet, and mark all.
+
+        Buckets that have been sent in this step are left out.
+        """
+        indices = [index for index in indices if self._arrivals[index].has_begun]
         small: list[int] = []
         unseen: list[int] = []
         for index in indices:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
 from hvdlite.tensorflow import local_steps
-from tests.keras.counting import exchanges, same_on_all_ranks
+from tests.keras.measures import exchanges, same_on_all_ranks
 from tests.schedule import models
 from tests.schedule.models import MOMENTUM, RATE, SHAPES
 from tests.tensorflow.modes import each_mode, in_mode

@@ -392,7 +392,7 @@ class TestOnesOwn:
             make("fp17")
         with pytest.raises(TypeError, match=r"compression=TopK is a class, .* call it, as in"):
             make(Compression.TopK)
-        with pytest.raises(ValueError, match="remembers something from step to step"):
+        with pytest.raises(ValueError, match="keeps state from step to step"):
             hvd.allreduce(torch.ones(1), compression=ErrorFeedback(Compression.fp16))
 
 

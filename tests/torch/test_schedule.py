@@ -10,7 +10,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.torch.scheduled import TensorWeights
-from tests.keras.counting import exchanges
+from tests.keras.measures import exchanges
 from tests.torch.checks import assert_close, assert_identical_on_all_ranks
 
 SEVERAL = ranks(2, 3)
