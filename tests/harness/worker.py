@@ -88,6 +88,9 @@ def _call(request: Request) -> None:
         warnings.simplefilter("ignore")
         test = _find(request)
         arguments: dict[str, Any] = pickle.loads(request.arguments)
+    # As in a process of its own: weights must not depend on the tests that ran here before.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as monkeypatch:
         for text in request.filters:
             warnings.filterwarnings(*parse_warning_filter(text, escape=False))
