@@ -77,13 +77,7 @@ def allreduce(
         "allreduce",
         name,
         lambda name: describe_allreduce(
-            array,
-            name,
-            reduction.choose(average, op),
-            prescale_factor,
-            postscale_factor,
-            compression,
-            out,
+            array, name, op, prescale_factor, postscale_factor, compression, out, average
         ),
     )
 
@@ -105,13 +99,7 @@ def allreduce_async(
         "allreduce",
         name,
         lambda name: describe_allreduce(
-            array,
-            name,
-            reduction.choose(average, op),
-            prescale_factor,
-            postscale_factor,
-            compression,
-            out,
+            array, name, op, prescale_factor, postscale_factor, compression, out, average
         ),
     )
 
@@ -119,17 +107,19 @@ def allreduce_async(
 def describe_allreduce(
     array: Any,
     name: str,
-    op: ReduceOp,
+    op: ReduceOp | int | None,
     prescale: float = 1.0,
     postscale: float = 1.0,
     compression: Strategy = Compression.none,
     out: Any = None,
+    average: bool | None = None,
 ) -> Operation:
     """Make the operation that `allreduce` submits, which describes the arguments.
 
     Raises:
         ValueError: As `allreduce`, for everything that this rank can tell alone.
     """
+    op = reduction.choose(average, op)
     on_device = isinstance(array, DeviceArray)
     if not on_device:
         array = as_array(array)
@@ -248,7 +238,8 @@ class Allreduce(Operation):
         self._send = array if array.ndim == 1 else array.reshape(-1)
         self._result = self._send if out is array else self._out.reshape(-1)
         self.nbytes = array.nbytes
-        self._scales_integers = scales_integers(array.dtype, prescale, postscale)
+        scaled = prescale != 1.0 or postscale != 1.0
+        self._scales_integers = scaled and scales_integers(array.dtype, prescale, postscale)
         self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
 
     def stand_in(self) -> Callable[[], Operation]:
@@ -294,8 +285,8 @@ class Allreduce(Operation):
             return self.execute_together((), transport)[0]
         prepared_for, reduce = self._prepared
         if prepared_for is not transport:
-            arrays = self._send, self._result
-            reduce = transport.allreduce_init(*arrays, *self._reduction(transport))
+            op, scaling = _split_average(self._op, self._factors[1], transport.size)
+            reduce = transport.allreduce_init(self._send, self._result, op, scaling)
             self._prepared = transport, reduce
         if timeline.current is None:
             reduce()
@@ -312,8 +303,9 @@ class Allreduce(Operation):
         else:
             sends = [operation._scaled() for operation in group]
         results = [operation._result for operation in group]
+        op, scaling = _split_average(self._op, self._factors[1], transport.size)
         with timeline.span(self.lane, timeline.EXCHANGE):
-            transport.allreduce_all(sends, results, *self._reduction(transport))
+            transport.allreduce_all(sends, results, op, scaling)
         return [operation._out for operation in group]
 
     def _reduce_scaled_integers(self, transport: Transport) -> Any:
@@ -321,7 +313,7 @@ class Allreduce(Operation):
         wide = self._send.astype(np.float64)
         if self._factors[0] != 1.0:
             wide = scale_integers(wide, self._factors[0])
-        op, scaling = self._reduction(transport)
+        op, scaling = _split_average(self._op, self._factors[1], transport.size)
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.allreduce(wide, wide, op, Scaling())
         scaled = scale_integers(wide, scaling.factor, scaling.divisor)
@@ -331,9 +323,6 @@ class Allreduce(Operation):
             raise GradientError(message)
         self._result[...] = scaled
         return self._out
-
-    def _reduction(self, transport: Transport) -> tuple[ReduceOp, Scaling]:
-        return _split_average(self._op, self._factors[1], transport.size)
 
     def _scaled(self) -> Any:
         """Return the array to reduce, multiplied by the factor that comes before."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from hvdlite import reduction, runtime
+from hvdlite import runtime
 from hvdlite.collectives.allgather import describe_allgather
 from hvdlite.collectives.allreduce import describe_allreduce
 from hvdlite.collectives.reducescatter import describe_reducescatter
@@ -48,19 +48,8 @@ def grouped_allreduce(
     results: list[Any] = runtime.engine(process_set).run(
         "grouped_allreduce",
         name,
-        lambda name: describe_group(
-            "grouped allreduce",
-            name,
-            _with_outs(arrays, outs),
-            lambda pair, member: describe_allreduce(
-                pair[0],
-                member,
-                reduction.choose(average, op),
-                prescale_factor,
-                postscale_factor,
-                compression,
-                pair[1],
-            ),
+        lambda name: _describe_allreduces(
+            name, arrays, outs, op, prescale_factor, postscale_factor, compression, average
         ),
     )
     return results
@@ -82,26 +71,31 @@ def grouped_allreduce_async(
     return runtime.engine(process_set).submit(
         "grouped_allreduce",
         name,
-        lambda name: describe_group(
-            "grouped allreduce",
-            name,
-            _with_outs(arrays, outs),
-            lambda pair, member: describe_allreduce(
-                pair[0],
-                member,
-                reduction.choose(average, op),
-                prescale_factor,
-                postscale_factor,
-                compression,
-                pair[1],
-            ),
+        lambda name: _describe_allreduces(
+            name, arrays, outs, op, prescale_factor, postscale_factor, compression, average
         ),
     )
 
 
-def _with_outs(arrays: Iterable[Any], outs: Sequence[Any] | None) -> list[tuple[Any, Any]]:
+def _describe_allreduces(
+    name: str,
+    arrays: Iterable[Any],
+    outs: Sequence[Any] | None,
+    op: ReduceOp | int | None,
+    prescale: float,
+    postscale: float,
+    compression: Strategy,
+    average: bool | None,
+) -> Operation:
     arrays = list(arrays)
-    return list(zip(arrays, [None] * len(arrays) if outs is None else outs, strict=True))
+    return describe_group(
+        "grouped allreduce",
+        name,
+        zip(arrays, [None] * len(arrays) if outs is None else outs, strict=True),
+        lambda pair, member: describe_allreduce(
+            pair[0], member, op, prescale, postscale, compression, pair[1], average
+        ),
+    )
 
 
 def grouped_allgather(
@@ -153,18 +147,8 @@ def grouped_reducescatter(
     results: list[Any] = runtime.engine(process_set).run(
         "grouped_reducescatter",
         name,
-        lambda name: describe_group(
-            "grouped reducescatter",
-            name,
-            arrays,
-            lambda array, member: describe_reducescatter(
-                array,
-                member,
-                reduction.choose(None, op),
-                prescale_factor,
-                postscale_factor,
-                compression,
-            ),
+        lambda name: _describe_reducescatters(
+            name, arrays, op, prescale_factor, postscale_factor, compression
         ),
     )
     return results
@@ -184,19 +168,18 @@ def grouped_reducescatter_async(
     return runtime.engine(process_set).submit(
         "grouped_reducescatter",
         name,
-        lambda name: describe_group(
-            "grouped reducescatter",
-            name,
-            arrays,
-            lambda array, member: describe_reducescatter(
-                array,
-                member,
-                reduction.choose(None, op),
-                prescale_factor,
-                postscale_factor,
-                compression,
-            ),
+        lambda name: _describe_reducescatters(
+            name, arrays, op, prescale_factor, postscale_factor, compression
         ),
+    )
+
+
+def _describe_reducescatters(name: str, arrays: Iterable[Any], *arguments: Any) -> Operation:
+    return describe_group(
+        "grouped reducescatter",
+        name,
+        arrays,
+        lambda array, member: describe_reducescatter(array, member, *arguments),
     )
 
 

@@ -54,12 +54,7 @@ def reducescatter(
         "reducescatter",
         name,
         lambda name: describe_reducescatter(
-            array,
-            name,
-            reduction.choose(None, op),
-            prescale_factor,
-            postscale_factor,
-            compression,
+            array, name, op, prescale_factor, postscale_factor, compression
         ),
     )
 
@@ -77,21 +72,20 @@ def reducescatter_async(
     return runtime.engine(process_set).submit(
         "reducescatter",
         name,
-        lambda name: describe_reducescatter(
-            array, name, reduction.choose(None, op), prescale_factor, postscale_factor
-        ),
+        lambda name: describe_reducescatter(array, name, op, prescale_factor, postscale_factor),
     )
 
 
 def describe_reducescatter(
     array: Any,
     name: str,
-    op: ReduceOp,
+    op: ReduceOp | int,
     prescale: float = 1.0,
     postscale: float = 1.0,
     compression: Strategy = Compression.none,
 ) -> Operation:
     """Make the operation that `reducescatter` submits; arguments and errors as there."""
+    op = reduction.choose(None, op)
     on_device = isinstance(array, DeviceArray)
     if not on_device:
         array = as_array(array)

@@ -106,7 +106,12 @@ class Engine:
             ValueError: An operation of this name is still in flight, and as ``describe``.
             HorovodInternalError: The operation failed, on this rank or another.
         """
-        return self.submit(kind, name, describe, begin=False).wait()
+        try:
+            handle = self._enqueue(kind, name, describe, False)
+        finally:
+            if deferred:
+                leave()
+        return handle.wait()
 
     def submit(
         self, kind: str, name: str | None, describe: Callable[[str], Operation], begin: bool = True

@@ -132,11 +132,15 @@ class Lane:
         return self.submit(operation, begin=False).wait()
 
     @uninterrupted
-    def drive(self, handle: Handle) -> None:
-        """Run rounds in the waiter's thread until a handle is finished, unless another thread does.
+    def drive(self, handle: Handle | None) -> None:
+        """Run rounds in this thread until a handle is finished, unless another thread does.
 
         Two switches between threads cost more than a small collective. A signal handler that is
-        to run ends it before: the lane's thread continues with the round.
+        to run ends it before: the lane's thread continues with the round. A failure in a round
+        fails everything that is pending.
+
+        Args:
+            handle: Handle that this thread waits for; None: run until there is nothing to do.
 
         Raises:
             HorovodInternalError: This process was forked from the rank that submitted it, or the
@@ -146,18 +150,35 @@ class Lane:
             raise world.fork_error()
         thread = threading.get_ident()
         with self._lock:
-            if handle.finished:
+            if handle is not None and handle.finished:
                 return
-            if drives := self._driver is None:
+            driver = self._driver
+            if driver is None:
                 self._driver = thread
-        if drives:
-            self._drive_until(handle)
-        elif self._driver == thread:
-            raise HorovodInternalError(
-                f"{handle.name!r} was called from within another operation, which would have to "
-                "end first; do not communicate in a compressor's methods, or in a signal's handler "
-                "that has waited for an exchange of data to end"
-            )
+        if driver is not None:
+            if handle is not None and driver == thread:
+                raise HorovodInternalError(
+                    f"{handle.name!r} was called from within another operation, which would have "
+                    "to end first; do not communicate in a compressor's methods, or in a signal's "
+                    "handler that has waited for an exchange of data to end"
+                )
+            return
+        try:
+            while not (handle.finished if handle is not None else self._rests()):
+                if deferred and is_due():
+                    break
+                self._rounds.run()
+        except Interrupted:
+            pass  # the next driver continues with that round
+        except BaseException as error:
+            self._break(error)
+            if not isinstance(error, Exception):  # else the handles carry it
+                raise
+        finally:
+            with self._lock:
+                self._driver = None
+                if self._has_work() or self._has_to_watch():
+                    self._changed.notify_all()
 
     @uninterrupted
     def take_over(self) -> None:
@@ -230,13 +251,9 @@ class Lane:
                 self._sleep()
             if self._queue and not self._queue.closing:
                 self._let_more_come()
-            with self._lock:
-                if self._rounds.closed or self._broken:
-                    return
-                if self._driver is not None:
-                    continue  # the driver watches the device, too
-                self._driver = threading.get_ident()
-            self._drive_until(None)
+            if self._rounds.closed or self._broken:
+                return
+            self.drive(None)  # or another thread does, which watches the device, too
 
     def _let_more_come(self) -> None:
         """Leave the GIL to the submitting thread; nobody waits yet, a waiter would drive."""
@@ -255,38 +272,17 @@ class Lane:
 
     def _is_wanted(self) -> bool:
         """Return whether the lane's thread has to work, or to begin to watch the device."""
-        if self._driver is not None:
-            return False
-        return self._has_work() or (not self._watching and bool(self._devices.under_way))
+        return self._driver is None and (self._has_work() or self._has_to_watch())
 
     def _has_work(self) -> bool:
         return bool(self._queue.operations) or self._queue.closing or self._broken
 
+    def _has_to_watch(self) -> bool:
+        return not self._watching and bool(self._devices.under_way)
+
     def _rests(self) -> bool:
         self._devices.check()
         return self._rounds.closed or not self._has_work()
-
-    def _drive_until(self, handle: Handle | None) -> None:
-        """Run rounds until a handle is finished, or (None) there is nothing to do.
-
-        A failure in them fails everything that is pending.
-        """
-        try:
-            while not (handle.finished if handle is not None else self._rests()):
-                if deferred and is_due():
-                    break
-                self._rounds.run()
-        except Interrupted:
-            pass  # the next driver continues with that round
-        except BaseException as error:
-            self._break(error)
-            if not isinstance(error, Exception):  # else the handles carry it
-                raise
-        finally:
-            with self._lock:
-                self._driver = None
-                if self._is_wanted():
-                    self._changed.notify_all()
 
     def _break(self, error: BaseException) -> None:
         # Before anybody here can react; where even this fails there is no way to tell.

@@ -82,12 +82,16 @@ class Rounds:
             HorovodInternalError: Communication failed; and what an operation raises.
             Interrupted: A signal handler is to run; the round has to be run again.
         """
+        trace = timeline.current
         if not self.waiting:
-            self._begin()
+            self._operations = self._queue.oldest(self._transport.max_digests)
+            if trace is not None and trace.mark_cycles:
+                trace.instant(self._name, timeline.CYCLE_START)
+            if self._devices.under_way:
+                self._devices.check()  # before the ranks meet, so that no other one goes on
         operations = self._operations
         groups = fuse(operations, self._settings.fusion_threshold)
         digests = [operation.digest for operation in operations] or [_CLOSING_DIGEST]
-        trace = timeline.current
         began = trace.now() if trace is not None else 0
         self.waiting = True
         agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
@@ -104,15 +108,6 @@ class Rounds:
             self._execute(groups)
         else:
             self._execute(fuse(operations[:agreed], self._settings.fusion_threshold))
-
-    def _begin(self) -> None:
-        """Choose the operations of the round."""
-        self._operations = self._queue.oldest(self._transport.max_digests)
-        trace = timeline.current
-        if trace is not None and trace.mark_cycles:
-            trace.instant(self._name, timeline.CYCLE_START)
-        if self._devices.under_way:
-            self._devices.check()  # before the ranks meet, so that no other one goes on
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
         messages = self._transport.gather(pickle.dumps(self._queue.report()))
@@ -172,7 +167,8 @@ class Rounds:
 
     def _fail(self, operation: Operation, error: BaseException) -> None:
         handle = operation.handle  # it may be submitted again as soon as it is removed
-        self._remove([operation])
+        self._next_pause = _FIRST_PAUSE
+        self._queue.remove([operation])
         handle.finish(error=error)
 
     def _execute(
@@ -186,6 +182,10 @@ class Rounds:
         """
         for group in groups:
             first, *others = group
+            if pending is None:
+                payloads = [first.payload] * self._transport.size
+            else:
+                payloads = [_payload(each, first.key) for each in pending.values()]
             if first.failure is not None:
                 self._fail(first, HorovodInternalError(first.failure))
                 continue
@@ -197,14 +197,15 @@ class Rounds:
                     if others:
                         results = first.execute_together(others, self._transport)
                     else:
-                        results = [first.execute(self._transport, self._payloads(first, pending))]
+                        results = [first.execute(self._transport, payloads)]
             except (GradientError, MismatchError) as error:  # the same on all ranks
                 self._fail(first, error)
                 continue
             if trace is not None:
                 self._record(trace, group, began)
             handles = [operation.handle for operation in group]
-            self._remove(group)  # from now on each may be submitted again
+            self._next_pause = _FIRST_PAUSE
+            self._queue.remove(group)  # from now on each may be submitted again
             for handle, result in zip(handles, results, strict=True):
                 handle.finish(result)
 
@@ -222,15 +223,6 @@ class Rounds:
             tensors=len(group),
             bytes=sum(operation.nbytes for operation in group),
         )
-
-    def _payloads(self, operation: Operation, pending: Mapping[int, Pending] | None) -> list[bytes]:
-        if pending is None:
-            return [operation.payload] * self._transport.size
-        return [_payload(each, operation.key) for each in pending.values()]
-
-    def _remove(self, operations: Sequence[Operation]) -> None:
-        self._next_pause = _FIRST_PAUSE
-        self._queue.remove(operations)
 
     def _pause(self) -> None:
         with self._queue.changed:
@@ -262,5 +254,10 @@ def _inline_data(groups: Sequence[Sequence[Operation]]) -> list[Any]:
     """Return the arrays that travel with the digests: those of the first group, or none."""
     if not groups or groups[0][0].failure is not None:
         return []
-    arrays = [operation.inline_data for operation in groups[0]]
-    return [] if arrays[0] is None else arrays
+    arrays = []
+    for operation in groups[0]:
+        array = operation.inline_data
+        if array is None:
+            return []
+        arrays.append(array)
+    return arrays

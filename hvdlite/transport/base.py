@@ -193,7 +193,7 @@ class Transport(ABC):
             self.allreduce(sends[0], results[0], op, scaling)
             return
         bounds = np.cumsum([0, *(array.size for array in sends)]).tolist()
-        together = np.empty(bounds[-1], sends[0].dtype)
+        together = self.empty(bounds[-1], sends[0].dtype)
         with timeline.span(self.lane, timeline.MEMCPY_IN_FUSION_BUFFER):
             np.concatenate(sends, out=together)
         self.allreduce(together, together, op, scaling)

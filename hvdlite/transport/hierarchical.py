@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport.base import OnWait, Transport
+from hvdlite.transport.base import Transport
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
 from hvdlite.world import World
 
 
-class HierarchicalTransport(Transport):
-    """An allreduce in three steps, of which only the second uses the network.
+class HierarchicalTransport(MPITransport):
+    """MPI over all ranks, with an allreduce in three steps, of which only the second uses it.
 
     Each rank reduces one slice over its node; then all of them at once reduce their slices over the
     nodes; then every rank copies the slices of its node's other ranks. So each byte crosses the
@@ -23,20 +23,16 @@ class HierarchicalTransport(Transport):
     are as many slices as the smallest node has ranks.
 
     16-bit floats travel as float32 between the nodes, since partial sums need not fit them.
-    All collectives but allreduce go through MPI.
 
     Args:
-        whole: over all ranks.
+        MPI: the module ``mpi4py.MPI``.
+        world: the ranks.
         node: over this node's ranks, with the transport across nodes.
         nodes: the number of nodes.
     """
 
-    max_digests = MPITransport.max_digests
-
-    def __init__(self, whole: MPITransport, node: SharedMemoryTransport, nodes: int) -> None:
-        self.rank = whole.rank
-        self.size = whole.size
-        self._whole = whole
+    def __init__(self, MPI: Any, world: World, node: SharedMemoryTransport, nodes: int) -> None:  # noqa: N803
+        super().__init__(MPI, world.comm, world.ranks)
         self._node = node
         self._nodes = nodes
 
@@ -51,15 +47,7 @@ class HierarchicalTransport(Transport):
             return None
         cross = MPITransport(MPI, world.cross)
         node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
-        return cls(MPITransport(MPI, world.comm, world.ranks), node, len(ranks))
-
-    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
-        """Meet over MPI."""
-        return self._whole.meet(digests, on_wait)
-
-    def absent(self) -> list[int] | None:
-        """Ask over MPI."""
-        return self._whole.absent()
+        return cls(MPI, world, node, len(ranks))
 
     def check_alive(self) -> None:
         """Check this node's ranks."""
@@ -68,7 +56,7 @@ class HierarchicalTransport(Transport):
     def leave(self) -> None:
         """Leave within the node and beyond."""
         self._node.leave()
-        self._whole.leave()
+        super().leave()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return an array that the node's ranks share."""
@@ -77,10 +65,6 @@ class HierarchicalTransport(Transport):
     def release(self, array: Any) -> None:
         """Release it within the node."""
         self._node.release(array)
-
-    def gather(self, message: bytes) -> list[bytes]:
-        """Gather over MPI."""
-        return self._whole.gather(message)
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce within the node and across nodes, slice by slice."""
@@ -97,21 +81,9 @@ class HierarchicalTransport(Transport):
             for send, result in zip(sends, results, strict=True):
                 self.allreduce(send, result, op, scaling)
         else:
-            super().allreduce_all(sends, results, op, scaling)
-
-    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Exchange over MPI."""
-        self._whole.alltoall(pieces, result)
-
-    def allgather(self, piece: Any, result: Sequence[Any]) -> None:
-        """Exchange over MPI."""
-        self._whole.allgather(piece, result)
-
-    def broadcast(self, array: Any, root: int) -> None:
-        """Broadcast over MPI."""
-        self._whole.broadcast(array, root)
+            Transport.allreduce_all(self, sends, results, op, scaling)
 
     def close(self) -> None:
         """Close all of them."""
         self._node.close()
-        self._whole.close()
+        super().close()

@@ -79,7 +79,7 @@ class MPITransport(Transport):
         }
 
     @classmethod
-    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> MPITransport:  # noqa: N803
+    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> MPITransport | None:  # noqa: N803
         """Serve any world."""
         return cls(MPI, world.comm, world.ranks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,8 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
         op: SUM, MIN, MAX or PRODUCT.
         scaling: applied once, at the end.
     """
-    perform(reducer(result.dtype, op, scaling)(result, parts))
+    for function, arguments in reducer(result.dtype, op, scaling)(result, parts):
+        function(*arguments)
 
 
 def perform(calls: Sequence[Call]) -> None:
@@ -49,6 +50,7 @@ def perform(calls: Sequence[Call]) -> None:
         function(*arguments)
 
 
+@lru_cache  # a program reduces the same way step after step
 def reducer(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
     """Prepare `reduce_into` for many arrays of a dtype.
 
@@ -60,7 +62,7 @@ def reducer(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
         return partial(_in_float32, op, scaling)
     if is_integer_mean(dtype, op, scaling):
         return partial(_in_wide_integers, scaling.divisor)
-    return partial(_in_blocks, binary(op, dtype), scaling)
+    return partial(_in_blocks, binary(op, dtype), scaling.write, scaling.is_identity)
 
 
 def is_integer_mean(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> bool:
@@ -95,11 +97,11 @@ def _maximum(a: Any, b: Any, out: Any) -> None:
 
 def _in_blocks(
     function: Callable[[Any, Any, Any], object],
-    scaling: Scaling,
+    scale: Callable[[Any, Any], None],
+    is_identity: bool,
     result: Any,
     parts: Sequence[Any],
 ) -> list[Call]:
-    is_identity = scaling.is_identity
     if is_identity and len(parts) == 2:
         return [(function, (*parts, result))]  # one pass
     calls: list[Call] = []
@@ -109,7 +111,7 @@ def _in_blocks(
             calls.append((function, (total, part, out)))
             total = out
         if not is_identity or not others:
-            calls.append((scaling.write, (total, out)))
+            calls.append((scale, (total, out)))
     return calls
 
 

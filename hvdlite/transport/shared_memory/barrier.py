@@ -6,7 +6,8 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +24,12 @@ MAX_DIGESTS = 1024
 #: Bytes of the largest chunk that a rank can write for one generation.
 LARGEST_CHUNK = 4 * 2**20
 
-# A rank's data of a generation may be read until the next one, see `Barrier`. So two copies are
-# needed; with more, less would stay in the cache.
-_COPIES = 2
+#: Copies of a rank's data. Those of a generation may be read until the next one, see `Barrier`, so
+#: two are needed; with more, less would stay in the cache.
+COPIES = 2
 #: Output buffers: two may still be read while the next one is written.
 OUTPUTS = 3
-# A slot: four words, of which the one that others poll has a cache line of its own; then notes,
+# A slot: four integers, of which the one that others poll has a cache line of its own; then notes,
 # chunks and outputs.
 _ARRIVED, _SLEEPS, _GONE, _CORE = 0, 64, 68, 72
 _HEADER = struct.Struct("<9q")
@@ -37,7 +38,7 @@ _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MAX_DIGESTS * DIGEST_SIZE
 # into its page than it comes from, recent AMD processors take three to six times as long (glibc's
 # bug 30994).
 _CHUNKS = 32 * 4096 + 2048
-_OUTPUTS = _CHUNKS + _COPIES * LARGEST_CHUNK
+_OUTPUTS = _CHUNKS + COPIES * LARGEST_CHUNK
 _SLOT_BYTES = _OUTPUTS + OUTPUTS * LARGEST_CHUNK
 
 # A rank spins for this long before it sleeps: to wake a sleeping core takes 0.1 ms, and costs the
@@ -80,28 +81,28 @@ class Slot:
         self._memory = memory
         self._notes = [
             memoryview(memory)[start : start + _NOTE_BYTES]
-            for start in range(_NOTES, _NOTES + _COPIES * _NOTE_BYTES, _NOTE_BYTES)
+            for start in range(_NOTES, _NOTES + COPIES * _NOTE_BYTES, _NOTE_BYTES)
         ]
 
     def write(self, generation: int, numbers: Sequence[int], digests: bytes = b"") -> None:
         """Write the note of a generation: up to 8 integers, and digests."""
-        note = self._notes[generation % _COPIES]
+        note = self._notes[generation % COPIES]
         _HEADER.pack_into(note, 0, len(digests), *numbers, *[0] * (8 - len(numbers)))
         note[_HEADER.size : _HEADER.size + len(digests)] = digests
 
     def numbers(self, generation: int) -> tuple[int, ...]:
         """Return the integers of the note."""
-        return _HEADER.unpack_from(self._notes[generation % _COPIES])[1:]
+        return _HEADER.unpack_from(self._notes[generation % COPIES])[1:]
 
     def digests(self, generation: int) -> bytes:
         """Return the digests of the note, one after the other."""
-        note = self._notes[generation % _COPIES]
+        note = self._notes[generation % COPIES]
         (length,) = struct.unpack_from("<q", note)
         return bytes(note[_HEADER.size : _HEADER.size + length])
 
     def chunk(self, generation: int, size: int, dtype: np.dtype[Any]) -> Any:
         """Return the first ``size`` elements of the rank's chunk of a generation."""
-        start = _CHUNKS + generation % _COPIES * LARGEST_CHUNK
+        start = _CHUNKS + generation % COPIES * LARGEST_CHUNK
         return np.ndarray(size, dtype, self._memory, start)
 
     def output(self, number: int, size: int, dtype: np.dtype[Any]) -> Any:
@@ -117,7 +118,7 @@ class Barrier:
     same again. So a rank that arrives has read all data of the generation before, and a rank that
     has waited for the others may overwrite that.
 
-    Every word has one writer: Python has no atomic read-modify-write. A rank that waits for long
+    Every integer has one writer: Python has no atomic read-modify-write. A rank that waits for long
     sleeps in the kernel, and publishes that it does: waking it is a system call, and mostly no rank
     sleeps.
 
@@ -133,7 +134,11 @@ class Barrier:
 
     Attributes:
         arena: as given.
+        chunks: returns the first elements of all ranks' chunks, by position; takes a generation
+            modulo `COPIES`, the number of elements and their dtype.
         last: the generation that this rank has arrived at.
+        passed: the generation in which it has waited for the others; less than `last` where a wait
+            was interrupted, which `wait` resumes.
     """
 
     def __init__(
@@ -155,10 +160,12 @@ class Barrier:
         self.own = self.slots[index]
         self.others = [slot for slot in self.slots if slot is not self.own]
         self._sleeps = [slot.sleeps for slot in self.others]
+        self.chunks: Callable[[int, int, np.dtype[Any]], tuple[Any, ...]]
+        self.chunks = lru_cache(64)(partial(_chunks, self.slots))  # mostly the same sizes
         words = [slot.core for slot in self.slots]
         self._balancer = CoreBalancer(words, index, cores) if cores else None
         self.last = 0
-        self._passed = 0  # the generation in which it has waited for the others
+        self.passed = 0
         self._on_wait: OnWait | None = None
         # Used by this rank alone, so always free. To acquire it is an atomic operation: others see
         # what was written before it before anything is read after it.
@@ -168,16 +175,6 @@ class Barrier:
     def next(self) -> int:
         """The generation that this rank arrives at next."""
         return self.last + 1
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Return whether a wait for the last generation was interrupted; `wait` resumes it."""
-        return self._passed != self.last
-
-    @staticmethod
-    def parity(generation: int) -> int:
-        """Return a generation that uses the same chunks, out of those from 0 on."""
-        return generation % _COPIES
 
     def output(self, number: int, size: int, dtype: np.dtype[Any]) -> Any:
         """Return the buffer in which the ranks reduce for each other, a slice each.
@@ -224,7 +221,7 @@ class Barrier:
             gone = slot.gone.value
             if gone and _reached(generation, gone):  # it gave up after it had arrived
                 raise RankGoneError(_has_ended(slot))
-        self._passed = generation
+        self.passed = generation
 
     def meet(self) -> int:
         """Arrive at the next generation, wait for the others, and return its number."""
@@ -253,7 +250,7 @@ class Barrier:
 
     def leave(self) -> None:
         """Publish the first generation that this rank takes no part in."""
-        self.own.gone.value = ((self._passed + 1) & 0xFFFFFFFF) or 1  # 0 means: not gone
+        self.own.gone.value = ((self.passed + 1) & 0xFFFFFFFF) or 1  # 0 means: not gone
         self.own.arrived.wake()
 
     def check_alive(self) -> None:
@@ -307,6 +304,12 @@ class Barrier:
                 "it; see its output and the system's log for what killed it"
             )
         return None
+
+
+def _chunks(
+    slots: Sequence[Slot], generation: int, size: int, dtype: np.dtype[Any]
+) -> tuple[Any, ...]:
+    return tuple(slot.chunk(generation, size, dtype) for slot in slots)
 
 
 def _has_ended(slot: Slot) -> str:

@@ -164,7 +164,8 @@ class Arena:
         another thread writes meanwhile.
         """
         for address in self._released - self._private:
-            memory = self._in_use[address]() if address in self._in_use else None
+            reference = self._in_use.get(address)  # another thread may free it at any time
+            memory = None if reference is None else reference()
             if memory is not None:  # a reference, so that it stays while it is copied
                 self._remap(address, len(memory), mmap.MAP_PRIVATE | _MAP_POPULATE)
                 self._private.add(address)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
+from hvdlite.transport.adasum import adasum
 from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport, common_prefix
 from hvdlite.transport.reduce import (
     Call,
@@ -23,8 +24,13 @@ from hvdlite.transport.reduce import (
     reducer,
 )
 from hvdlite.transport.shared_memory import futex
-from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, MAX_DIGESTS, Barrier
-from hvdlite.transport.shared_memory.chunked import Chunk, ChunkedAllreduce, cut, pack, slice_of
+from hvdlite.transport.shared_memory.barrier import (
+    COPIES,
+    LARGEST_CHUNK,
+    MAX_DIGESTS,
+    Barrier,
+)
+from hvdlite.transport.shared_memory.chunked import ChunkedAllreduce, load, slice_of
 from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.world import World
 
@@ -36,10 +42,11 @@ _CHUNK = 2**20
 # Bytes of the pieces in which a rank reduces arrays in shared memory: all that it reads and writes
 # for one fits its cache.
 _PIECE = 2**18
-# With more ranks than this, and for 16-bit floats, each rank reduces a slice of a chunk for all,
-# from this number of bytes on, which makes up for a second generation.
+# Smaller arrays, in bytes, are reduced on every rank, in one generation. Larger ones make up for a
+# second generation, in which each rank reduces a slice for all.
+_SMALL = 2**16
+# Up to this number of ranks, unless they are 16-bit floats, every rank reduces whole chunks.
 _FEW_RANKS = 2
-_SLICED = 2**16
 
 
 class SharedMemoryTransport(Transport):
@@ -47,8 +54,9 @@ class SharedMemoryTransport(Transport):
 
     Arrays from `empty` lie in memory that all ranks share. There, each rank reduces one slice of
     all ranks' arrays and writes it into all ranks' results. All others move in chunks through
-    buffers that stay in the processors' cache. Two ranks both reduce all of each chunk; more ranks
-    share the work slice by slice.
+    slots that stay in the processors' cache. Two ranks both reduce all of each chunk; more ranks
+    share the work slice by slice. Small arrays, wherever they lie, are one chunk that every rank
+    reduces.
 
     Reductions go through the ranks in their order, so every rank and every run gets the same bits.
 
@@ -86,16 +94,17 @@ class SharedMemoryTransport(Transport):
         """Compare all ranks' notes; the first chunk of the data lies beside them."""
         barrier = self._barrier
         mine = b"".join(digests[:MAX_DIGESTS])
-        if not barrier.is_interrupted:
+        if barrier.passed == barrier.last:  # else the wait was interrupted, and is resumed
             self._brought = self._load(data) if data else 0
-            barrier.own.write(barrier.next, (), mine)
+            barrier.own.write(barrier.last + 1, (), mine)
             barrier.arrive()
         generation = barrier.last
         barrier.wait(generation, on_wait)
-        theirs = [slot.digests(generation) for slot in barrier.others]
-        if all(note == mine for note in theirs):
-            return len(mine) // DIGEST_SIZE
-        return common_prefix([_split(mine), *map(_split, theirs)])
+        for slot in barrier.others:
+            if slot.digests(generation) != mine:
+                theirs = [_split(slot.digests(generation)) for slot in barrier.others]
+                return common_prefix([_split(mine), *theirs])
+        return len(mine) // DIGEST_SIZE
 
     def absent(self) -> list[int]:
         """Look at the other ranks' slots."""
@@ -132,8 +141,8 @@ class SharedMemoryTransport(Transport):
         return [part.tobytes() for part in result]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Reduce in shared memory, or chunk by chunk."""
-        self.allreduce_all([send], [result], op, scaling)
+        """Reduce a small array at once, others in shared memory or chunk by chunk."""
+        self.allreduce_init(send, result, op, scaling)()
 
     def allreduce_zero_copy(
         self,
@@ -144,85 +153,83 @@ class SharedMemoryTransport(Transport):
         scaling: Scaling,
     ) -> None:
         """Read the parts where they lie, if the arrays are in shared memory."""
-        offsets = self._find(send, result)
+        offsets = None if self._is_small(send.nbytes) else self._find(send, result)
         if offsets is None or self._cross is not None:
             super().allreduce_zero_copy(send, parts, result, op, scaling)
         else:
             self._reduce_in_segments(send, result, offsets, op, scaling, parts)
 
-    def allreduce_all(
-        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
-    ) -> None:
-        """Reduce one array, or fill chunks with several."""
-        self._prepare(sends, results, op, scaling)()
-
     def allreduce_init(
         self, send: Any, result: Any, op: ReduceOp, scaling: Scaling
     ) -> Callable[[], None]:
         """Keep the steps of a chunked allreduce."""
-        return self._prepare([send], [result], op, scaling)
-
-    def _prepare(
-        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
-    ) -> Callable[[], None]:
-        send, result = sends[0], results[0]
         if op is ReduceOp.ADASUM:
-            return partial(super().allreduce, send, result, op, scaling)
-        if len(sends) == 1:
-            offsets = self._find(send, result)
-            if offsets is not None:
-                return partial(self._reduce_in_segments, send, result, offsets, op, scaling)
-        exchange = ChunkedAllreduce(
-            self._barrier,
-            self.rank,
-            self._cut(sends),
-            sends,
-            results,
-            op,
-            scaling,
-            self.lane,
-            self._owners if self._is_sliced(sends) else 0,
-            self._reducer(send.dtype, op, scaling),
-        )
-        return partial(self._reduce_in_chunks, exchange, sends)
+            return partial(adasum, self, send, result, scaling, [0, send.size])
+        if self._is_small(send.nbytes):
+            return partial(self._reduce_small, send, result, op, scaling)
+        offsets = self._find(send, result)
+        if offsets is not None:
+            return partial(self._reduce_in_segments, send, result, offsets, op, scaling)
+        owners, room = self._owners_of(send), self._room(send)
+        reduce = self._reducer(send.dtype, op, scaling)
+        chunks = ChunkedAllreduce(self._barrier, self.rank, send, result, room, owners, reduce)
+        return partial(self._reduce_in_chunks, chunks, send)
 
-    def _reduce_in_chunks(self, exchange: ChunkedAllreduce, sends: Sequence[Any]) -> None:
+    def _reduce_small(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
+        """Reduce all ranks' copies of an array on every rank."""
+        generation = self._take_brought([send])
+        if self._barrier.passed != generation:
+            self._barrier.wait(generation)
+        parts = self._barrier.chunks(generation % COPIES, send.size, send.dtype)
+        reduce_into(result, parts, op, scaling)
+
+    def _reduce_in_chunks(self, chunks: ChunkedAllreduce, send: Any) -> None:
+        chunks.run(self._take_brought([send]))
+
+    def _take_brought(self, arrays: Sequence[Any]) -> int:
+        """Return the generation for which the first chunk of arrays has been written."""
         generation, self._brought = self._brought, 0
-        if exchange.chunks:
-            if not generation:
-                self._load(sends)
-                generation = self._barrier.arrive()
-            self._barrier.run(generation, exchange.steps(generation))
+        if not generation:
+            self._load(arrays)
+            generation = self._barrier.arrive()
+        return generation
 
-    def _is_sliced(self, sends: Sequence[Any]) -> bool:
-        """Return whether each rank reduces a slice of every chunk, for all."""
-        if self._cross is not None:
-            return True
-        dtype = sends[0].dtype
-        if self.size <= _FEW_RANKS and accumulator(dtype) == dtype:
-            return False
-        nbytes: int = sum(array.nbytes for array in sends)
-        return nbytes >= _SLICED
+    def _is_small(self, nbytes: int) -> bool:
+        return nbytes < _SMALL and nbytes <= self.chunk and self._cross is None
 
-    def _cut(self, arrays: Sequence[Any]) -> tuple[Chunk, ...]:
+    def _owners_of(self, array: Any) -> int:
+        """Return the number of ranks that reduce a slice of every chunk, for all; 0: none does."""
+        dtype = array.dtype
+        if self._cross is None and self.size <= _FEW_RANKS and accumulator(dtype) == dtype:
+            return 0
+        return self._owners
+
+    def _room(self, array: Any) -> int:
+        """Return the elements of a chunk."""
         # Across nodes each chunk costs a message.
         nbytes = self.chunk if self._cross is None else LARGEST_CHUNK
-        room = max(nbytes // arrays[0].itemsize, 1)
-        return cut(tuple([array.size for array in arrays]), room)
+        return max(nbytes // int(array.itemsize), 1)
 
     def _load(self, arrays: Sequence[Any]) -> int:
         """Write the first chunk of some arrays for the next generation, and return its number.
 
         Other ranks may load more arrays, or fewer. Those that all have are the first of each, and
-        lie in the same place.
+        lie in the same place: small arrays one after the other, or one that is not small.
         """
-        following = self._barrier.next
-        for chunk in self._cut(arrays)[:1]:
-            own = None
-            if len(arrays) == 1 and self._is_sliced(arrays):
-                own = slice_of(self.rank, chunk.size, self._owners)
-            target = self._barrier.own.chunk(following, chunk.size, arrays[0].dtype)
-            perform(pack(chunk, chunk.parts(arrays), target, self.lane, own))
+        following, first = self._barrier.last + 1, arrays[0]
+        if self._is_small(first.nbytes):
+            count, size = 1, first.size
+            for array in arrays[1:]:
+                if not self._is_small((size + array.size) * first.itemsize):
+                    break
+                count, size = count + 1, size + array.size
+            slots = self._barrier.chunks(following % COPIES, size, first.dtype)
+            np.concatenate(arrays[:count], out=slots[self.rank])
+        else:
+            chunk = first[: self._room(first)]
+            own = slice_of(self.rank, chunk.size, self._owners_of(first))
+            slots = self._barrier.chunks(following % COPIES, chunk.size, chunk.dtype)
+            perform(load(slots[self.rank], chunk, own))
         return following
 
     def _reduce_in_segments(

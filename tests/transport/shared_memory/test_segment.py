@@ -324,6 +324,23 @@ class TestFork:
         run_forked(child, parent)
         assert (exchanged == 1).all()
 
+    def test_an_array_may_go_while_a_fork_is_prepared(self, arena, monkeypatch):
+        """Another thread may drop its last view at any time, between two look-ups, too."""
+
+        class Vanishing(dict):
+            def __contains__(self, key):
+                found = super().__contains__(key)
+                self.pop(key, None)
+                return found
+
+        array = arena.empty(1000, FLOAT)
+        arena.release(array)
+        monkeypatch.setattr(arena, "_in_use", Vanishing(arena._in_use))
+        arena._before_fork()
+        monkeypatch.undo()
+        del array
+        gc.collect()
+
     def test_a_second_child_costs_no_second_copy(self, arena, monkeypatch):
         array = arena.empty(1000, FLOAT)
         arena.release(array)

@@ -40,7 +40,7 @@ def transport(chunk=None):
 
 def always_in_slices(monkeypatch):
     monkeypatch.setattr(shared_memory, "_FEW_RANKS", 0)
-    monkeypatch.setattr(shared_memory, "_SLICED", 0)
+    monkeypatch.setattr(shared_memory, "_SMALL", 0)
 
 
 def placed(made, array, place):
@@ -98,7 +98,7 @@ class TestPromises:
             random = np.random.default_rng(made.rank)
             check(made)
             if made.size > 2:
-                monkeypatch.setattr(shared_memory, "_SLICED", 0)
+                monkeypatch.setattr(shared_memory, "_SMALL", 0)
                 check(made)
 
     @ranks(2, 3, 4, timeout=60)
@@ -413,6 +413,27 @@ class TestCargo:
                 result = np.empty_like(first[0])
                 made.allreduce_all([first[made.rank]], [result], Sum, Scaling())
                 check_reduction(result, first, Sum)
+
+        on_all_ranks(run, threads(size))
+
+    @pytest.mark.parametrize("size", [2, 3, 4])
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
+    def test_ranks_that_bring_small_and_large_arrays(self, size, dtype):
+        """From 64 KiB on an array is not small; several that are small together need not be."""
+        lists = ((10, 16_000), (16_000, 10, 10), (40_000, 10), (10, 40_000, 10), (0, 10))
+
+        def run(made):
+            for counts in lists:
+                for common in range(1, len(counts) + 1):
+                    arrays = [samples(size, dtype, count) for count in counts]
+                    own = [each[made.rank] for each in arrays]
+                    mine = own if made.rank else own[:common]
+                    digests = [bytes([number]) * 16 for number in range(len(mine))]
+                    assert made.meet(digests, checks.on_wait, mine) == common
+                    results = [np.empty_like(array) for array in own[:common]]
+                    made.allreduce_all(own[:common], results, Sum, Scaling())
+                    for result, each in zip(results, arrays, strict=False):
+                        check_reduction(result, each, Sum)
 
         on_all_ranks(run, threads(size))
 
