@@ -23,6 +23,7 @@ def test_the_strategies_are_up_to_date():
     assert "| `TopK(ratio, count, per)` | Send the entries of the greatest" in text
 
 
+@pytest.mark.slow
 def test_no_cell_is_empty(table):
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     assert len(rows) > 170

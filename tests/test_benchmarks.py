@@ -36,6 +36,7 @@ def run(monkeypatch, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_allreduce(run):
     records, printed = run("allreduce", "--ranks", "2", "--sizes", "4KiB", "65536", "--rounds", "2")
     assert [(record["case"], record["bytes"]) for record in records] == [

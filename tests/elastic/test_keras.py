@@ -164,6 +164,7 @@ class TestCallbacks:
         assert state.seen == [(0, 3), (0, 6), ends[0], (1, 1), (1, 4), (1, 7), ends[1]]
         assert (state.epoch, state.batch) == (2, 0)
 
+    @pytest.mark.slow
     @ranks(1, timeout=PATIENCE)
     @pytest.mark.parametrize("order", [1, -1])
     @pytest.mark.parametrize("where", [{"epochs": 2}, {"epochs": 3, "initial_epoch": 1}])
@@ -174,6 +175,7 @@ class TestCallbacks:
         assert batches == whole[5:] + whole
         assert state.seen == [(1, 8), (2, 0), (2, 3), (2, 6), (3, 0)]
 
+    @pytest.mark.slow
     @ranks(1, timeout=PATIENCE)
     def test_an_epoch_that_was_done_but_for_its_end(self):
         hvd.init()

@@ -34,6 +34,7 @@ def test_another_number_of_processes(script, size):
     assert scripts.train(f"{script}_mnist.py", size, "--epochs", 3)["train_loss"] < 2
 
 
+@pytest.mark.slow
 def test_resumed_training_ends_like_an_uninterrupted_one(framework, tmp_path):
     script, folder = f"{framework}_mnist.py", ("--checkpoint-dir", tmp_path)
     # 23 steps make an epoch: the second training is interrupted in the second one.

@@ -104,9 +104,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """
     mark, size = item.get_closest_marker("ranks"), _size(item)
     if size and not mark.kwargs["fresh"] and item.config.pluginmanager.hasplugin("xdist"):
-        folder = item.path.parent.name
-        group = f"{size} ranks {folder if folder in _FRAMEWORKS else ''}"
-        group += _words(mark.kwargs["env"])
+        group = f"{size} ranks {_framework(item)}{_words(mark.kwargs['env'])}"
         item.add_marker(pytest.mark.xdist_group(group.strip()))
 
 
@@ -149,6 +147,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         )
     _conclude(reports, mark.kwargs["timeout"])
     return True
+
+
+def _framework(item: pytest.Item) -> str:
+    """Return the framework that a test is about, by its folder or the name of its file."""
+    names = (item.path.parent.name, item.path.stem.removeprefix("test_"))
+    return next((name for name in names if name in _FRAMEWORKS), "")
 
 
 def _is_grouped(item: pytest.Item) -> bool:

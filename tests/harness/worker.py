@@ -95,6 +95,16 @@ def _call(request: Request) -> None:
         for text in request.filters:
             warnings.filterwarnings(*parse_warning_filter(text, escape=False))
         test(**arguments, **dict.fromkeys(request.local_fixtures, monkeypatch))
+    _leave_process_sets()
+
+
+def _leave_process_sets() -> None:
+    """End the world if it has process sets: the next test may register the same ones."""
+    hvdlite: Any = sys.modules.get("hvdlite")
+    if hvdlite is None or not hvdlite.is_initialized():
+        return
+    if hvdlite.runtime.process_sets().added:
+        hvdlite.shutdown()
 
 
 def _find(request: Request) -> Any:

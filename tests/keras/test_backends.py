@@ -28,7 +28,23 @@ def needs(*modules):
     checks_in(
         *KERAS_3,
         "tensorflow",
-        slow=["saved", "partial", "accumulation_is", "embeddings", "clip", "decay", "before_its"],
+        slow=[
+            "saved",
+            "partial",
+            "accumulation_is",
+            "embeddings",
+            "clip",
+            "decay",
+            "before_its",
+            "adds_up_and_one",
+            "may_be_named",
+            "discarded",
+            "built_optimizer",
+            "schedules_stay",
+            "without_xla",
+            "learning_rates_follow",
+            "post_local",
+        ],
     ),
 )
 def test_tensorflow(check):

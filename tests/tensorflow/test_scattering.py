@@ -151,6 +151,7 @@ def test_what_is_refused(size):
         hvd.grouped_allgather([])
 
 
+@pytest.mark.slow
 @ranks(3, timeout=120)
 def test_process_sets():
     hvd.shutdown()

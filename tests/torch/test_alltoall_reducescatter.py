@@ -189,6 +189,7 @@ def test_what_is_refused(size):
     assert hvd.alltoall(torch.ones(size)).tolist() == [1.0] * size
 
 
+@pytest.mark.slow
 @ranks(3, timeout=60)
 def test_process_sets():
     hvd.shutdown()
@@ -241,6 +242,7 @@ def test_join(size):
     assert len(set(hvd.allgather_object(model.weight.tolist().__repr__()))) == 1
 
 
+@pytest.mark.slow
 @ranks(3, timeout=60)
 def test_optimizers_of_process_sets():
     hvd.shutdown()

@@ -67,6 +67,7 @@ def test_lbfgs_decides_alike_and_as_one_process_on_all_data(size, line_search):
     assert_identical_on_all_ranks(model)
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_losses_are_combined_as_gradients_are(size):
     """Unequal batches, a sum, several passes, and some of the ranks only."""

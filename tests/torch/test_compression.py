@@ -122,6 +122,7 @@ class TestMemory:
         for name, entry in before["parameters"].items():
             assert torch.equal(after["parameters"][name]["residual"], entry["residual"])
 
+    @pytest.mark.slow
     @ranks(3)
     def test_one_rank_saves_for_all(self):
         new_world()

@@ -781,6 +781,7 @@ def test_grad_scaler_leaves_other_optimizers_alone():
     assert weight.item() == -1.0
 
 
+@pytest.mark.slow
 @ranks(3)
 @pytest.mark.parametrize("options", [{}, {"schedule": hvd.Schedule.LocalSGD(every=1)}])
 def test_a_rank_outside_of_the_process_set_steps_by_itself(options):

@@ -72,6 +72,7 @@ def test_weights_that_were_never_broadcast():
     assert same_on_all_ranks(model)
 
 
+@pytest.mark.slow
 @ranks(3)
 def test_one_flipped_bit_in_one_weight():
     hvd.init()
