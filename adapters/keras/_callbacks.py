@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite import collectives, files, world
-from hvdlite.keras._values import broadcast_variables, to_array, variables_of
+from hvdlite.keras._optimizer import distributed_part
+from hvdlite.keras._values import batches_per_call, broadcast_variables, to_array, variables_of
 from hvdlite.recipe import average_metrics
 
 
@@ -48,18 +49,18 @@ class BroadcastGlobalVariables:
         """Broadcast the variables that exist on all ranks."""
         if self.broadcast_done:
             return
-        _build_optimizer(self.model)
-        weights, state = self._built()
-        counts = collectives.allgather_object(
-            (len(weights), len(state)), "BroadcastGlobalVariablesCallback"
-        )
-        if not all(count for count, _ in counts):
-            return
-        broadcast_variables(weights, self.root_rank)
-        # Some of an optimizer's variables exist before it is built.
-        if len({count for _, count in counts}) == 1 and _is_built(self.model.optimizer):
-            broadcast_variables(state, self.root_rank)
-            self.broadcast_done = True
+        name = "BroadcastGlobalVariablesCallback"
+        weights, _ = self._built()
+        if all(collectives.allgather_object(len(weights), f"{name}: weights")):
+            broadcast_variables(weights, self.root_rank)
+            # On all ranks or on none: legacy Keras would choose other names in the first batch.
+            is_built = _build_optimizer(self.model)
+            _, state = self._built()
+            mine = is_built, len(state)
+            if all(each == (True, len(state)) for each in collectives.allgather_object(mine, name)):
+                broadcast_variables(state, self.root_rank)
+                self.broadcast_done = True
+        self._expect_comparison()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast after the first batch if variables were missing before it."""
@@ -70,6 +71,14 @@ class BroadcastGlobalVariables:
         broadcast_variables(weights, self.root_rank)
         broadcast_variables(state, self.root_rank)
         self.broadcast_done = True
+        self._expect_comparison()
+
+    def _expect_comparison(self) -> None:
+        """Make ranks compare their replicas after the broadcast, and not before."""
+        distributed = distributed_part(getattr(self.model, "optimizer", None))
+        if distributed is not None:
+            steps = 1 if self.broadcast_done else batches_per_call(self.model)
+            distributed._hvdlite.steps_before_broadcast = steps
 
     def _built(self) -> tuple[list[Any], list[Any]]:
         local = set(map(id, self.local_variables))
@@ -78,17 +87,12 @@ class BroadcastGlobalVariables:
         return weights, variables_of(getattr(self.model, "optimizer", None))
 
 
-def _build_optimizer(model: Any) -> None:
-    """Create the optimizer's variables if the model has its own, to broadcast them all at once.
-
-    The first batch may make several steps (``steps_per_execution``), and ranks whose optimizers
-    differ may not make two.
-    """
+def _build_optimizer(model: Any) -> bool:
+    """Create the variables of a built model's optimizer, and return whether it has them all."""
     optimizer: Any = getattr(model, "optimizer", None)
-    if optimizer is None or not hasattr(optimizer, "build"):
-        return
-    if model.built and not _is_built(optimizer):
+    if hasattr(optimizer, "build") and not _is_built(optimizer):
         optimizer.build(model.trainable_variables)
+    return _is_built(optimizer)
 
 
 def _is_built(optimizer: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hvdlite.elastic.state import State, VariableState
-from hvdlite.keras._values import variables_of
+from hvdlite.keras._values import batches_per_call, variables_of
 
 
 class KerasState(VariableState):
@@ -190,7 +190,7 @@ class UpdateBatchState(_Tracker):
         train = self.model.train_function
         if self.skips(batch):
             if not isinstance(train, _LeaveOut):
-                train = self.model.train_function = _LeaveOut(train, _batches_per_call(self.model))
+                train = self.model.train_function = _LeaveOut(train, batches_per_call(self.model))
             train.next = True
         elif isinstance(train, _LeaveOut):
             self.model.train_function = train.train
@@ -228,12 +228,6 @@ class _LeaveOut:
             for _ in range(self._batches):
                 next(data)
         return {}
-
-
-def _batches_per_call(model: Any) -> int:
-    count: Any = getattr(model, "_steps_per_execution", None)
-    count = count or getattr(model, "steps_per_execution", 1)
-    return int(count.numpy() if hasattr(count, "numpy") else count)
 
 
 class UpdateEpochState(_Tracker):

@@ -145,6 +145,8 @@ class Synchronizer:
         options: As given.
         state: What compression and schedule remember of the variables.
         describe_optimizer: Returns what ranks compare of the optimizer.
+        uncompared: Returns the number of exchanges before ranks compare their replicas.
+        steps_before_broadcast: This number: more than one if the variables are broadcast later.
         is_suspended: A caller around the optimizer exchanges the gradients.
         pending: Indices of variables with a gradient since the last exchange (Keras 3).
         pass_counter: Accumulates the gradients of several passes (legacy Keras).
@@ -156,8 +158,10 @@ class Synchronizer:
     ) -> None:
         self.options = options
         self.state = ExchangeState(StrategyState())
-        # Comparisons live as long as the variables. They keep this, and must not keep the rest.
+        self.steps_before_broadcast = 1
+        # Comparisons live as long as the variables. They keep these, and must not keep the rest.
         self.describe_optimizer = partial(_describe, weakref.ref(optimizer))
+        self.uncompared = partial(_uncompared, weakref.ref(self))
         self.is_suspended = False
         self.pending: set[int] = set()
         self.pass_counter: Any = None
@@ -368,6 +372,11 @@ def _describe(reference: Callable[[], Any]) -> list[tuple[str, Any]]:
         return []
     # For a distributed optimizer, `__class__` is the class without hvdlite.
     return describe_optimizer(optimizer.__class__.__name__, _options_of(optimizer))
+
+
+def _uncompared(reference: Callable[[], Synchronizer | None]) -> int:
+    synchronizer = reference()
+    return 1 if synchronizer is None else synchronizer.steps_before_broadcast
 
 
 def _options_of(optimizer: Any) -> dict[str, Any]:

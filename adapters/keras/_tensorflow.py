@@ -36,7 +36,9 @@ class Backend:
             options.process_set,
             LABEL,
             synchronizer.state.state,
-            ReplicaChecks(synchronizer.describe_optimizer) if options.replicates else None,
+            ReplicaChecks(synchronizer.describe_optimizer, synchronizer.uncompared)
+            if options.replicates
+            else None,
         )
 
     @as_it_is

@@ -45,6 +45,7 @@ class Backend:
         self._options = synchronizer.options
         self._state = synchronizer.state.state
         self._describe_optimizer = synchronizer.describe_optimizer
+        self._uncompared = synchronizer.uncompared
         self._checks: dict[tuple[Parameter, ...], ReplicaCheck] = {}
         # A new world has a new engine; the old one's exchanges are freed with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[tuple[Parameter, ...], GradientBuckets]] = (
@@ -117,7 +118,8 @@ class Backend:
             )
             return [*self._describe_optimizer(), *describe_weights(weights)]
 
-        return self._checks.setdefault(parameters, ReplicaCheck(describe, _REMEDY))
+        check = ReplicaCheck(describe, _REMEDY, self._uncompared)
+        return self._checks.setdefault(parameters, check)
 
     def _exchange_of(self, parameters: tuple[Parameter, ...]) -> GradientBuckets:
         """Return the exchange of these parameters' gradients in the current world."""

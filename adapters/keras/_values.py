@@ -190,6 +190,13 @@ def variables_of(optimizer: Any) -> list[Any]:
     return list(variables() if callable(variables) else variables)
 
 
+def batches_per_call(model: Any) -> int:
+    """Return the number of batches that one call of a model's training function takes."""
+    count: Any = getattr(model, "_steps_per_execution", None)
+    count = count or getattr(model, "steps_per_execution", 1)
+    return int(count.numpy() if hasattr(count, "numpy") else count)
+
+
 def to_array(value: Any) -> Any:
     """Return a number, an array, a tensor or a variable as a numpy array on the host."""
     inner = getattr(value, "value", None)

@@ -98,10 +98,16 @@ class ReplicaChecks:
 
     Args:
         describe_optimizer: Returns what is compared beside the variables.
+        uncompared: As for `ReplicaCheck`.
     """
 
-    def __init__(self, describe_optimizer: Callable[[], list[tuple[str, Any]]] = list) -> None:
+    def __init__(
+        self,
+        describe_optimizer: Callable[[], list[tuple[str, Any]]] = list,
+        uncompared: Callable[[], int] = lambda: 1,
+    ) -> None:
         self._describe_optimizer = describe_optimizer
+        self._uncompared = uncompared
         self._checks: WeakVariablesDict[ReplicaCheck] = WeakVariablesDict()
 
     def of(self, sources: Sequence[Any], process_set: ProcessSet) -> ReplicaCheck | None:
@@ -118,7 +124,7 @@ class ReplicaChecks:
             return None
         key = (id(process_set), *map(id, variables))
         if key not in self._checks:
-            check = ReplicaCheck(self._describer(sources, inner), _REMEDY)
+            check = ReplicaCheck(self._describer(sources, inner), _REMEDY, self._uncompared)
             self._checks.keep(key, check, variables)
         return self._checks[key]
 

@@ -67,11 +67,18 @@ class ReplicaCheck:
         describe: returns pairs of a label and a value that must be equal on all ranks; see
             `describe_optimizer` and `describe_weights`.
         remedy: the call that gives all ranks the same weights, for messages.
+        uncompared: returns the number of exchanges in a world before the first comparison.
     """
 
-    def __init__(self, describe: Callable[[], Iterable[tuple[str, Any]]], remedy: str) -> None:
+    def __init__(
+        self,
+        describe: Callable[[], Iterable[tuple[str, Any]]],
+        remedy: str,
+        uncompared: Callable[[], int] = lambda: 1,
+    ) -> None:
         self.remedy = remedy
         self._describe = describe
+        self._uncompared = uncompared
         self._world: Callable[[], object | None] = lambda: None
         self._exchanges, self._due, self._every = 0, 1, 0
 
@@ -84,7 +91,7 @@ class ReplicaCheck:
         """
         if self._world() is not world:
             self._world = weakref.ref(world)
-            self._exchanges, self._due = 0, 1
+            self._exchanges, self._due = 0, self._uncompared()
         if settings.check_ranks == "off" or not 0 < self._due <= self._exchanges:
             return None
         self._every = settings.check_ranks_every

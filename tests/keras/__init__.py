@@ -1,7 +1,7 @@
 """Tests of Keras 3 on TensorFlow and on PyTorch, and of legacy Keras.
 
-Keras settles on a framework when it is imported, so tests that run on several are functions of
-modules named ``*_checks.py``, which only ranks import. `test_backends` runs them.
+Keras chooses its framework on import. Tests for several frameworks are therefore functions in
+modules named ``*_checks.py``, which only ranks import; `test_backends` runs them.
 """
 
 import ast
@@ -21,7 +21,7 @@ def checks_in(*modules, only=("",), fast=("",), slow=()):
         *modules: The modules' names, without ``_checks``.
         only: Words in the names of the checks to return.
         fast: Words in the names of those that a fast selection of tests (``--fast``) runs.
-        slow: Words in the names of those that it leaves out all the same.
+        slow: Words in the names of those that it leaves out nevertheless.
     """
 
     def has(words, name):

@@ -1,4 +1,4 @@
-"""Callbacks, saved models and values with Keras 3, on whichever framework it runs on."""
+"""Test callbacks, saved models and values with Keras 3 on any framework."""
 
 import json
 import logging
@@ -187,7 +187,7 @@ def test_learning_rates_follow_their_schedules():
 
 
 def test_momentum_is_corrected_when_the_rate_changes():
-    """As SGD in float64, whose velocity is scaled by new rate over old."""
+    """Compare with SGD in float64 whose velocity is scaled by new rate over old."""
     gradient, momentum, rates = 1.0, 0.9, [0.1, 0.1, 0.2, 0.05]
     for correction in (True, False):
         layer = keras.layers.Dense(1, use_bias=False)

@@ -1,8 +1,9 @@
-"""Legacy Keras (``tf_keras``), in processes with TF_USE_LEGACY_KERAS=1."""
+"""Test legacy Keras (``tf_keras``) in processes with TF_USE_LEGACY_KERAS=1."""
 
 import sys
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,13 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as hvd
-from tests.keras.measures import check_replicas, close, exchanges, same_on_all_ranks
+from tests.keras.measures import (
+    check_replicas,
+    check_several_steps,
+    close,
+    exchanges,
+    same_on_all_ranks,
+)
 
 BATCH, STEPS = 4, 6
 keras = tf.keras
@@ -390,3 +397,8 @@ def test_gradients_are_averaged_once_by_whoever_comes_first():
 def test_replicas_that_differ_are_refused():
     x, y = map(own, data())
     check_replicas(hvd, keras, KINDS, make_model, fit, x, y, BATCH)
+
+
+def test_several_steps_in_one_execution_and_a_broadcast():
+    for kind in KINDS:
+        check_several_steps(keras, hvd, partial(kind, 0.02), make_model, *map(own, data()))

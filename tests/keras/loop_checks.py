@@ -1,4 +1,4 @@
-"""Custom training loops and steps with Keras 3, on whichever framework it runs on."""
+"""Test custom training loops and steps with Keras 3 on any framework."""
 
 import keras
 import numpy as np
@@ -56,7 +56,7 @@ def uneven(step):
 
 
 def trained_on_unions(optimizer, sizes_of_steps):
-    """The weights that one process ends with, which takes each step on all ranks' rows."""
+    """Return the final weights of one process that takes each step on the rows of all ranks."""
     model, done = make_model(), 0
     x, y = data()
     model.compile(optimizer=optimizer, loss="mse")
@@ -106,7 +106,7 @@ def test_uneven_batches_give_the_gradient_of_their_union():
 
 
 class Weighted(keras.Sequential):
-    """Whose own training step tells the number of samples."""
+    """A model whose training step passes the number of samples."""
 
     def train_step(self, data):
         x, y = data
@@ -117,7 +117,7 @@ class Weighted(keras.Sequential):
 
 
 def test_a_custom_training_step_in_fit():
-    """By which the last batch, the smaller one, counts as much as it has samples."""
+    """The last batch is smaller and counts in proportion to its samples."""
     sizes_of_steps = [[BATCH] * hvd.size(), [1 + rank for rank in range(hvd.size())]]
     expected = trained_on_unions(keras.optimizers.SGD(0.1), sizes_of_steps)
     batches = [keras.ops.convert_to_numpy(x) for x, _ in rows_of_this_rank(sizes_of_steps)]

@@ -1,4 +1,4 @@
-"""Measures of an exchange, and of the ranks' agreement."""
+"""Helpers that count exchanges and compare ranks."""
 
 import contextlib
 
@@ -10,7 +10,7 @@ from hvdlite import collectives, runtime
 
 @contextlib.contextmanager
 def exchanges():
-    """A list that grows by one with every operation on the gradient lane."""
+    """Return a list that gets the name of every operation on the gradient lane."""
     lane = runtime.engine().gradients
     count, submit, run = [], lane.submit, lane.run
 
@@ -33,7 +33,7 @@ def flat(weights):
 
 
 def same_on_all_ranks(weights):
-    """Return whether the ranks' weights are the same bits."""
+    """Return whether the weights are bitwise the same on all ranks."""
     content = b"".join(np.ascontiguousarray(weight).tobytes() for weight in weights)
     return len(set(collectives.allgather_object(content))) == 1
 
@@ -44,17 +44,17 @@ def close(found, expected, tolerance=1e-5):
 
 
 def check_replicas(hvd, keras, kinds, make_model, fit, x, y, batch):
-    """Train replicas that differ, and some that may.
+    """Check that replicas that differ are refused, unless they may differ.
 
     Args:
-        hvd: the adapter.
-        keras: the Keras that it is for.
-        kinds: of optimizers, which take a learning rate.
-        make_model: takes a seed.
-        fit: takes a model, an optimizer, ``x``, ``y``, ``batch`` and callbacks.
-        x: this rank's inputs.
-        y: its targets.
-        batch: the size of a batch.
+        hvd: The adapter.
+        keras: The Keras that it is for.
+        kinds: Classes of optimizers that take a learning rate.
+        make_model: Returns a model for a seed.
+        fit: Trains a model with an optimizer, ``x``, ``y``, ``batch`` and callbacks.
+        x: This rank's inputs.
+        y: Their targets.
+        batch: Samples in a batch.
     """
     rank = hvd.rank()
 
@@ -87,3 +87,48 @@ def check_replicas(hvd, keras, kinds, make_model, fit, x, y, batch):
     model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     assert same_on_all_ranks(train(model, kinds[0](0.1), [broadcast]))
+
+
+def check_several_steps(keras, hvd, make_optimizer, make_model, x, y):
+    """Check that ranks compare replicas only after the broadcast, with several steps in one call.
+
+    Args:
+        keras: The Keras in use.
+        hvd: Its adapter.
+        make_optimizer: Returns an optimizer, with a rate of 0.02 on rank 1.
+        make_model: Returns a built model for a seed.
+        x: This rank's inputs.
+        y: Their targets.
+    """
+    batch = len(x) // 6
+
+    def train(model, callbacks):
+        optimizer = hvd.DistributedOptimizer(make_optimizer())
+        model.compile(optimizer=optimizer, loss="mse", steps_per_execution=3)
+        model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=callbacks)
+        assert same_on_all_ranks(model.get_weights())
+        np.testing.assert_allclose(float(model.optimizer.learning_rate), 0.02, rtol=1e-6)
+
+    def unbuilt():
+        keras.utils.set_random_seed(hvd.rank())
+        return keras.Sequential([keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback
+    train(make_model(seed=hvd.rank()), [broadcast(1)])
+    train(unbuilt(), [broadcast(1)])
+    built = make_model()
+    layers = [type(each).from_config(each.get_config()) for each in built.layers]
+    on_another_rank = keras.Sequential(layers, name=built.name)
+    train(built if hvd.rank() == 0 else on_another_rank, [broadcast(1)])
+    for model in (make_model(seed=hvd.rank()), unbuilt()):
+        with pytest.raises(hvd.MismatchError):
+            train(model, [])
+    model = unbuilt()
+
+    class Disturbance(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            weight = model.trainable_variables[0]
+            weight.assign(weight + hvd.rank())
+
+    with pytest.raises(hvd.MismatchError):
+        train(model, [broadcast(1), Disturbance()])

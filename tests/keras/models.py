@@ -1,4 +1,4 @@
-"""Models, data and measures for tests of Keras 3 on whichever framework it runs on.
+"""Models, data and helpers for the tests of Keras 3 on any framework.
 
 Expected weights come from Keras itself: the same training without hvdlite, in one process, on the
 union of the ranks' batches.
@@ -15,7 +15,7 @@ TORCH = keras.backend.backend() == "torch"
 
 
 def data(scale=1.0):
-    """Inputs and targets of all ranks for STEPS steps; row i belongs to rank i % size."""
+    """Return inputs and targets of all ranks for STEPS steps; row i belongs to rank i % size."""
     draw = np.random.default_rng(0).normal
     rows = BATCH * STEPS * hvd.size()
     x = draw(size=(rows, 5)).astype(np.float32)
@@ -46,14 +46,14 @@ def fit(model, optimizer, x, y, batch, jit_compile=False, **options):
 
 
 def reference(optimizer, **options):
-    """The weights that one process ends with, which has all ranks' batches."""
+    """Return the final weights of one process that trains on the batches of all ranks."""
     model = make_model()
     fit(model, optimizer, *data(), BATCH * hvd.size(), **options)
     return model.get_weights()
 
 
 def check_fit(optimizer, expected, steps=STEPS, **options):
-    """Train by fit; check weights, the ranks' agreement, and an exchange in each step."""
+    """Train with fit; check the weights, their equality on all ranks, and one exchange per step."""
     model = make_model()
     with exchanges() as count:
         fit(model, optimizer, *map(own, data()), BATCH, **options)
@@ -65,7 +65,7 @@ def check_fit(optimizer, expected, steps=STEPS, **options):
 
 
 def gradients_of(model, x, y):
-    """This rank's gradients of the mean squared error."""
+    """Return this rank's gradients of the mean squared error."""
     if TORCH:
         model.zero_grad()
         loss = keras.ops.mean(keras.ops.square(model(x) - keras.ops.convert_to_tensor(y)))

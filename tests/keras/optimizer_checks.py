@@ -1,4 +1,4 @@
-"""Training by Keras 3's ``fit`` and ``train_on_batch``, on whichever framework it runs on."""
+"""Test Keras 3's ``fit`` and ``train_on_batch`` on any framework."""
 
 import copy
 import gc
@@ -253,7 +253,7 @@ def test_what_is_refused():
 
 
 def test_an_optimizer_that_is_discarded_is_freed():
-    """With what its compression remembers, although the variables live on."""
+    """The state of its compression is freed too, although the variables live on."""
     weights = [keras.Variable(np.zeros(3, np.float32), name=name) for name in "ab"]
     for compression in (hvd.Compression.none, ErrorFeedback(hvd.Compression.fp16)):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
@@ -266,7 +266,7 @@ def test_an_optimizer_that_is_discarded_is_freed():
 
 
 def test_a_gradient_is_left_out_by_nobody():
-    """Without hvdlite, Keras applies as many gradients as there are and raises nothing."""
+    """Keras alone applies as many gradients as there are and raises no error."""
     for scaled in (False, True):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
         if scaled:

@@ -1,4 +1,4 @@
-"""Schedules with Keras 3, on whichever framework it runs on.
+"""Test schedules with Keras 3 on any framework.
 
 Each check runs on every rank of a job. Expected weights come from Keras itself, which simulates
 all ranks in one process, and from numpy.

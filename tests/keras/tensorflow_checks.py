@@ -1,4 +1,4 @@
-"""Keras 3 on TensorFlow alone: graphs, XLA, sparse gradients, optimizers of TensorFlow 1."""
+"""Test Keras 3 on TensorFlow only: graphs, XLA, sparse gradients, optimizers of TensorFlow 1."""
 
 import warnings
 
@@ -10,7 +10,7 @@ import tensorflow as tf
 import hvdlite.keras as hvd
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as tf_keras_hvd
-from tests.keras.measures import close, exchanges, same_on_all_ranks
+from tests.keras.measures import check_several_steps, close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
 
 
@@ -39,18 +39,11 @@ def test_several_steps_in_one_execution():
     assert close(model.get_weights(), reference(keras.optimizers.SGD(0.1)))
 
 
-def test_several_steps_in_one_execution_after_a_broadcast():
-    model = make_model(seed=hvd.rank())
-    model.compile(
-        optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (hvd.rank() + 1))),
-        loss="mse",
-        steps_per_execution=3,
-    )
-    x, y = map(own, data())
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(1)]
-    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
-    assert same_on_all_ranks(model.get_weights())
-    assert float(model.optimizer.learning_rate) == np.float32(0.02)
+def test_several_steps_in_one_execution_and_a_broadcast():
+    def make_optimizer():
+        return keras.optimizers.Adam(0.01 * (hvd.rank() + 1))
+
+    check_several_steps(keras, hvd, make_optimizer, make_model, *map(own, data()))
 
 
 def test_eager_fit():

@@ -1,4 +1,4 @@
-"""Keras 3 on TensorFlow and on PyTorch, and legacy Keras, each in jobs of its own."""
+"""Test Keras 3 on TensorFlow and on PyTorch, and legacy Keras, each in separate jobs."""
 
 import subprocess
 import sys

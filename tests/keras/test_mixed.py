@@ -1,4 +1,4 @@
-"""One job with a rank on PyTorch and a rank on TensorFlow, which train one model."""
+"""Test a job in which a rank on PyTorch and a rank on TensorFlow train one model."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Helpers of the TensorFlow adapter's tests."""
+"""Helpers for the tests of the TensorFlow adapter."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tapes and Keras optimizers with a compression: its memory, weights, the user's own."""
+"""Test compression in tapes and Keras optimizers: state, weighted averages, users' classes."""
 
 import gc
 
@@ -29,7 +29,7 @@ def gradient(step, rank):
 
 
 def stepper(variable, mode, **options):
-    """A step of gradient descent on ``sum(variable * given)``, whose gradient is what is given."""
+    """Return a descent step on ``sum(variable * given)``, whose gradient is ``given``."""
 
     def step(given, batch_size=None):
         with tf.GradientTape() as tape:
@@ -44,7 +44,7 @@ def stepper(variable, mode, **options):
 @each_mode
 @ranks(1, 2)
 def test_nothing_is_lost(mode):
-    """Over steps, a checkpoint of each rank, and one that a rank saves for all."""
+    """Check this over several steps, each rank's checkpoint, and one that rank 0 saves for all."""
     new_world()
     options = {"compression": ErrorFeedback(Compression.bf16)}
     variable, size = tf.Variable(tf.zeros(SHAPE), name="w"), hvd.size()
@@ -94,7 +94,7 @@ def test_a_rank_outside_the_process_set_remembers_nothing():
 
 @ranks(1)
 def test_what_is_remembered_is_forgotten_with_any_of_the_variables():
-    """Another one may have the identity of one that is gone."""
+    """A new variable may have the identity of one that has been freed."""
     hvd.init()
     first, second = tf.Variable(0.0), tf.Variable(0.0)
     before = len(_states)
@@ -133,7 +133,7 @@ def test_uneven_batches_give_the_gradient_of_their_union(mode):
 
 
 class Halved:
-    """A compression class as Horovod's users write them."""
+    """A compression class as users of Horovod write it."""
 
     @staticmethod
     def compress(tensor):
@@ -220,7 +220,7 @@ def scheduled_stepper(variable, mode, **options):
 @each_mode
 @ranks(2)
 def test_a_schedule_goes_on_from_a_checkpoint(mode):
-    """In the middle between two outer steps, with an outer momentum and residuals."""
+    """Resume between two outer steps, with outer momentum and residuals."""
     new_world()
     options = {
         "schedule": hvd.Schedule.DiLoCo(every=2),

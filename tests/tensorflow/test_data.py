@@ -14,7 +14,7 @@ import hvdlite.tensorflow as hvd
 
 
 def everywhere(batches):
-    """The batches of all ranks, by step and rank."""
+    """Return the batches of all ranks, by step and rank."""
     return list(zip(*hvd.allgather_object([batch.tolist() for batch in batches]), strict=True))
 
 
@@ -70,7 +70,7 @@ def test_a_look_at_the_first_batch_on_one_rank_leaves_the_epochs_alone(size):
 
 @ranks(1)
 def test_fit_of_keras_sees_each_epoch_in_its_own_order():
-    """It counts the steps, and so never asks for what comes after the last batch."""
+    """``fit`` counts the steps, so it never asks for more after the last batch."""
     hvd.init()
     seen = []
 

@@ -59,7 +59,7 @@ def test_after_tensorflow_has_started_it_says_so(monkeypatch):
 
 
 def pretend_accelerators(monkeypatch, count):
-    """Let TensorFlow see so many GPUs; return the list of what is done to them."""
+    """Make TensorFlow see ``count`` GPUs; return the list that records the calls made for them."""
     done = []
     gpus = [SimpleNamespace(name=f"GPU:{number}") for number in range(count)]
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)

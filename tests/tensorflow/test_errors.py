@@ -1,4 +1,4 @@
-"""Every kind of error that a TensorFlow user can get, on whom, and that the next call works."""
+"""Test every kind of error, which ranks get it, and that the next call works."""
 
 import functools
 import pickle
@@ -26,7 +26,7 @@ def alive(size):
 
 
 def all_raise(kinds, said, function, mode):
-    """The error that a function raises, of all these kinds."""
+    """Return the error that a function raises; it must be an instance of all given classes."""
     with pytest.raises(kinds[0], match=said) as caught:
         in_mode(mode, function)()
     for kind in kinds:
@@ -75,7 +75,7 @@ def test_ranks_disagree(size, mode):
 @ranks(2, 3)
 @each_mode
 def test_bad_argument_of_one_rank(size, mode):
-    """The rank gets its error at once, the others do not notice."""
+    """This rank gets its error at once; the others continue."""
     hvd.init()
     variable, number = tf.Variable([1.0]), tf.ones(1, tf.complex64)
     if hvd.rank() == size - 1:  # by names, because the others do not count what it does

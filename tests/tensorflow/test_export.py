@@ -1,4 +1,4 @@
-"""Graphs and models that leave the process that made them."""
+"""Test graphs and models that are loaded in another process than the one that made them."""
 
 import sys
 import warnings
@@ -22,7 +22,7 @@ VECTOR = [tf.TensorSpec([3], tf.float32)]
 
 
 class Exchanging(tf.Module):
-    """An exchange in the forward pass, in a branch of the graph, and of gradients."""
+    """A module with exchanges in the forward pass, in a branch of the graph, and of gradients."""
 
     def __init__(self):
         self.weight = tf.Variable(tf.ones(3))
@@ -94,7 +94,7 @@ def test_exported_graphs_call_no_function_but_their_own(tmp_path, monkeypatch):
 
 @ranks(1)
 def test_models_with_synchronized_batches_leave_without_hvdlite(tmp_path, monkeypatch):
-    """Inference has no exchange in it; and the layer's configuration is Keras' own."""
+    """Inference contains no exchange, and the layer's configuration is that of Keras."""
     hvd.init()
     model = keras.Sequential([keras.Input((3,)), hvd.SyncBatchNormalization(momentum=0.5)])
     x = np.arange(12, dtype=np.float32).reshape(4, 3)

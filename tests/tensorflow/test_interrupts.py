@@ -1,4 +1,4 @@
-"""An exchange of gradients that a signal handler's exception has interrupted is mixed with none."""
+"""Test exchanges of gradients that an exception of a signal handler interrupts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.harness import ranks
 
 
 class Stop(ValueError):  # noqa: N818
-    """The exception of a user's handler; hvdlite turns ValueErrors of its own into TensorFlow's."""
+    """The exception of a user's signal handler; hvdlite translates its own ValueErrors only."""
 
 
 @ranks(2, timeout=60)

@@ -1,4 +1,4 @@
-"""Ranks whose variables differ are told so with the second exchange of a tape's gradients."""
+"""Test the comparison of variables that comes with the second exchange of a tape's gradients."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def make_variables(seed):
 
 
 def make_step(mode, variables, **options):
-    """A step that returns the loss, and by ``local`` keeps the bias to its rank."""
+    """Return a step that returns the loss; with ``local`` the bias is a local source."""
     kernel, bias = variables
     local = options.pop("local", False)
 
@@ -127,7 +127,7 @@ def test_optimizers_of_tensorflow_1():
 
 @ranks(2)
 def test_updates_in_a_graph_wait_until_variables_were_compared():
-    """Also those that use no gradient, like weight decay."""
+    """This includes updates that use no gradient, like weight decay."""
     hvd.init()
     variables = make_variables(0)
 

@@ -28,7 +28,7 @@ CASES = {
 
 
 class Training:
-    """`models.Replica` in TensorFlow."""
+    """The same as `models.Replica`, in TensorFlow."""
 
     def __init__(self, schedule, mode="eager", **options):
         self.weights = {

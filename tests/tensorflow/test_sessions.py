@@ -1,4 +1,4 @@
-"""Graphs for a ``tf.compat.v1.Session``: nothing but their own dependencies orders operations."""
+"""Test graphs for a ``tf.compat.v1.Session``, where only data dependencies order operations."""
 
 import itertools
 import time
@@ -25,7 +25,7 @@ def session(threads=1):
 
 
 def batches(size):
-    """For each step and rank: inputs, rows of a table, targets."""
+    """Return inputs, rows of a table, and targets for each step and rank."""
     draw = np.random.default_rng(3)
     while True:
         yield (
@@ -36,7 +36,7 @@ def batches(size):
 
 
 def single_process(size, steps):
-    """Weights after steps on all ranks' batches, from the gradients' closed form in float64."""
+    """Return the weights after steps on all batches, from closed-form gradients in float64."""
     weights = {"w": np.ones(3), "b": np.zeros(1), "table": np.ones(ROWS)}
     moments = {name: np.zeros_like(weight) for name, weight in weights.items()}
     for x, rows, y in itertools.islice(batches(size), steps):
@@ -55,7 +55,7 @@ def single_process(size, steps):
 
 
 def build(sparse_as_dense=False):
-    """A model whose variables are of both kinds and of two dtypes, which travel in two buckets."""
+    """Build a model with both kinds of variables and two dtypes, so that there are two buckets."""
     off = 10.0 * hvd.rank()
     options = {"initializer": v1.constant_initializer(1.0 + off), "dtype": tf.float32}
     w = v1.get_variable("w", (3,), use_resource=False, **options)
@@ -75,7 +75,7 @@ def build(sparse_as_dense=False):
 
 @ranks(2, 3, timeout=120)
 def test_training_equals_one_process(size, tmp_path):
-    """Begun by a hook, gone on with from rank 0's checkpoint, with one thread and with two."""
+    """Start with a hook, resume from rank 0's checkpoint; with one thread and with two."""
     hvd.init()
     data = batches(size)
     for done, threads in ((0, 1), (STEPS, 2)):
@@ -117,7 +117,7 @@ def test_sparse_gradients_as_dense_ones():
 
 @ranks(2, 3)
 def test_operations_that_nothing_orders(size):
-    """They become ready in another order on each rank, and a session has one thread for them."""
+    """They become ready in a different order on each rank, in a session with one thread."""
     hvd.init()
     rank, count = hvd.rank(), 6
     alone = hvd.add_process_set([0])
@@ -243,7 +243,7 @@ with tf.Session(config=tf.ConfigProto(inter_op_parallelism_threads=1)) as sessio
 
 @pytest.mark.slow
 def test_script_of_tensorflow_1():
-    """Without eager mode, resource variables and new control flow; and names that scripts use."""
+    """Disable eager mode, resource variables and new control flow; use names of old scripts."""
     done = run_script(SCRIPT, 2, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("trained [-1.25, -1.25]") == 2

@@ -27,18 +27,18 @@ def draw(*shape, seed=0):
 
 
 def shards(size, *rest, seed=0):
-    """Each rank's batch; they have different sizes."""
+    """Return each rank's batch; their sizes differ."""
     return [draw(rows_of(rank), *rest, seed=(seed, rank)) for rank in range(size)]
 
 
 def own_rows():
-    """Return where this rank's batch is in that of all."""
+    """Return the rows of this rank's batch among those of all ranks."""
     start = sum(rows_of(rank) for rank in range(hvd.rank()))
     return slice(start, start + rows_of(hvd.rank()))
 
 
 class Reference:
-    """Batch normalization of one process's batch, in numpy, with the derivative of sum(y * w)."""
+    """Batch normalization in one process, in numpy, with the derivative of sum(y * w)."""
 
     def __init__(self, x, w, gamma, beta, axis, counted=None, epsilon=1e-3):
         axes = tuple(a for a in range(x.ndim) if a != axis % x.ndim)
@@ -205,7 +205,7 @@ def test_inference_and_frozen_layers_exchange_nothing(mode):
 
 @ranks(2, 3)
 def test_fit(size):
-    """Sharded over the ranks, `fit` makes of the layer what one process makes of all data."""
+    """Sharded over the ranks, `fit` gives the layer the values of one process with all data."""
     hvd.init()
     x = draw(12 * size, 4).astype(np.float32)
 

@@ -54,7 +54,7 @@ def alike(gradients, expected, tolerance=1e-6):
 @ranks(2, 3)
 @each_mode
 def test_small_and_large_gradients_side_by_side(mode):
-    """Neighbours that are small travel as one tensor; those in between are empty, large or None."""
+    """Small neighbours travel as one tensor; empty, large and missing gradients lie between."""
     hvd.init()
     shapes = [(3,), (), (0, 2), (5,), (300, 100), (2, 2), (7,), (20000,), (4,), (3, 1)]
     without = {6}
@@ -248,7 +248,7 @@ def test_graph_refuses_a_gradient_that_only_some_ranks_have(size):
 @ranks(1, 2, 3)
 @each_mode
 def test_gradients_of_one_step_are_not_those_of_the_next(mode):
-    """TensorFlow goes on using the memory of arrays that it is given."""
+    """TensorFlow continues to use the memory of arrays that it is given."""
     hvd.init()
     for shapes in ([(64, 64)], [(), (1,), (16,), (64, 64), (300, 999)]):
         variables = [tf.Variable(tf.zeros(shape), name=f"{mode} {len(shapes)}") for shape in shapes]

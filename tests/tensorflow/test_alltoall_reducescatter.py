@@ -1,4 +1,4 @@
-"""Groups, alltoall, reducescatter, join and process sets, eagerly and inside tf.function."""
+"""Test alltoall, reducescatter, groups, join and process sets, eagerly and inside tf.function."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ BOTH = ranks(2, 3, timeout=120)
 
 
 def both_ways(function):
-    """Return a function's results, eagerly and from a graph."""
+    """Return a function and its ``tf.function``."""
     return [function, tf.function(function)]
 
 
