@@ -155,7 +155,7 @@ class TestOverlap:
             mark_all(made, step, first)
             # In the first step the ranks agree on their parameters meanwhile, and nobody waits.
             deadline = time.monotonic() + 10
-            while not (made.buckets[0].pending and made.buckets[0].pending.done()):
+            while not (made.buckets.all[0].pending and made.buckets.all[0].pending.done()):
                 assert time.monotonic() < deadline
                 time.sleep(1e-3)
             for number in first:
@@ -414,7 +414,7 @@ class TestLending:
         made.mark(0)
         with pytest.raises(hvd.MismatchError):
             made.finish()
-        assert not any(bucket.arrays.zero_copy for bucket in made.buckets)
+        assert not any(bucket.arrays.zero_copy for bucket in made.buckets.all)
 
 
 class TestSingleBuckets:

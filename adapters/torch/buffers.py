@@ -97,7 +97,7 @@ class GradientBuffers:
         ]
         # The averages of buckets from which all are copied: their places stay the same.
         self._results: list[torch.Tensor | None] = [None for _ in numbers]
-        for members, bucket in zip(buckets.plan, buckets, strict=True):
+        for members, bucket in zip(buckets.plan, buckets.all, strict=True):
             if not any(self.large[number] for number in members):
                 bucket.keeps_result = True
                 for number in members:

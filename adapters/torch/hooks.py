@@ -281,7 +281,7 @@ class GradientHooks:
                 self._changes.sample(number, gradient)
         elif self._changes.steps == 0:
             if self._memory is not None:
-                self.exchange.buckets[index].order_writes()
+                self.exchange.buckets.all[index].order_writes()
             self._buffers.copy([number])
         self._changes.take([number], [gradient])
         if self._changes.steps == 0:  # its exact order is recorded
@@ -310,7 +310,7 @@ class GradientHooks:
             arrivals = self._arrivals[index]
             if self._memory is not None:
                 self._memory.join(arrivals.streams)
-                self.exchange.buckets[index].order_writes()
+                self.exchange.buckets.all[index].order_writes()
             unseen += self._take_unseen(arrivals)
             small += [number for number in arrivals.seen if not self._buffers.large[number]]
         if small or unseen:

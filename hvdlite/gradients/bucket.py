@@ -42,6 +42,7 @@ class GradientBucket(Operation):
         abandoned: whether nobody waits for the exchange, because another bucket's has failed, or
             an exception has ended the wait.
         kinds: after the exchange, as in `Metadata`.
+        all_arrived: after the exchange, whether all ranks had all gradients, as dense ones.
         weight: after the exchange, the factor of this rank's gradients.
         keeps_result: whether all exchanges write to one result array.
     """
@@ -63,7 +64,9 @@ class GradientBucket(Operation):
         self._members = members
         self._size = len(arrays.parameters)
         self._all_dense = bytes([DENSE]) * self._size
+        self._everywhere: Metadata | None = None  # that of payloads which all say `_all_dense`
         self.kinds: Any = None
+        self.all_arrived = False
         self.weight = 1.0
         self.keeps_result = False
         self.begin_step()
@@ -85,16 +88,6 @@ class GradientBucket(Operation):
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         return f"gradients of {', '.join(names[:2])}{more}"
 
-    @property
-    def has_begun(self) -> bool:
-        """Return whether a gradient has arrived in this step."""
-        return self.absent < self._size
-
-    @property
-    def has_gaps(self) -> bool:
-        """Return whether a gradient has not arrived, or is sparse."""
-        return self._kinds_here != self._all_dense
-
     def check_new(self, position: int) -> None:
         """Refuse a second gradient of a parameter in one step.
 
@@ -115,8 +108,9 @@ class GradientBucket(Operation):
 
     def mark_all(self) -> None:
         """Record that all gradients have arrived, in their slots."""
-        for position in range(self._size) if self.has_begun else ():
-            self.check_new(position)
+        if self.absent < self._size:
+            for position in range(self._size):
+                self.check_new(position)
         self._kinds_here[:] = self._all_dense
         self.absent = 0
 
@@ -137,14 +131,18 @@ class GradientBucket(Operation):
         return slice(first - start, last - start) if first < last else slice(0, 0)
 
     def prepare_submission(self) -> None:
-        """Zero the slots of gradients that are absent or sparse, and write the payload."""
-        if self.has_gaps:
-            for position, kind in enumerate(self._kinds_here):
-                if kind != DENSE:
-                    self.arrays.send_slot(position)[...] = 0
+        """Write the payload, and zeros into the slots that have no gradient."""
+        if self._kinds_here != self._all_dense:
+            self.fill_gaps()
         exchanges = self.arrays.state.count if self.strategy.stateful else None
         replica = b"" if self.snapshot is None else self.snapshot.digest
         self.payload = metadata.encode(self._kinds_here, exchanges, self.samples, replica)
+
+    def fill_gaps(self) -> None:
+        """Zero the slots of gradients that are absent or sparse."""
+        for position, kind in enumerate(self._kinds_here):
+            if kind != DENSE:
+                self.arrays.send_slot(position)[...] = 0
 
     def wait(self) -> None:
         """Wait for the exchange, if it has been submitted."""
@@ -159,25 +157,24 @@ class GradientBucket(Operation):
     def order_writes(self) -> None:
         """Order writes into slots after the last exchange; on the host its end does that."""
 
-    def compare_replicas(self, payloads: Sequence[bytes], transport: Transport) -> None:
-        """Compare the ranks' replicas, if any rank has sent a digest of its own.
-
-        Raises:
-            MismatchError: on all ranks; they differ.
-        """
-        digests = metadata.decode_replicas(payloads, self._size)
-        if any(digests):
-            replicas.compare(digests, self.snapshot, transport)
-
-    def receive_metadata(self, payloads: Sequence[bytes], rank: int) -> Metadata:
-        """Take over the metadata of all ranks.
+    def receive_metadata(self, payloads: Sequence[bytes], transport: Transport) -> Metadata:
+        """Take over the metadata of all ranks; compare their replicas, if any has sent a digest.
 
         Raises:
             GradientError: as `metadata.decode`.
+            MismatchError: on all ranks; their replicas differ.
         """
-        found = metadata.decode(payloads, self._size, self._members)
+        is_usual = {*payloads} == {self._all_dense}
+        found = self._everywhere if is_usual else None
+        if found is None:
+            digests = metadata.decode_replicas(payloads, self._size)
+            if any(digests):
+                replicas.compare(digests, self.snapshot, transport)
+            found = metadata.decode(payloads, self._size, self._members)
+            self._everywhere = found if is_usual else self._everywhere
         self.kinds = found.kinds
-        self.weight = 1.0 if found.weights is None else float(found.weights[rank])
+        self.all_arrived = is_usual or bool((found.kinds == DENSE).all())
+        self.weight = 1.0 if found.weights is None else float(found.weights[transport.rank])
         self.arrays.count, self.arrays.absent = found.exchanges, found.absent
         return found
 
@@ -188,8 +185,7 @@ class GradientBucket(Operation):
             GradientError: on all ranks, see `exchange_bucket` and `metadata.decode`.
             MismatchError: on all ranks, see `replicas.compare`.
         """
-        self.compare_replicas(payloads, transport)
-        found = self.receive_metadata(payloads, transport.rank)
+        found = self.receive_metadata(payloads, transport)
         arrays, strategy = self.arrays, self.strategy
         if not arrays.send.size or found.is_empty:
             return None

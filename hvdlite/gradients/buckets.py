@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class GradientBuckets:
         label: as given.
         parameters: as given.
         plan: for each bucket its parameters, by number.
+        all: the buckets, in the order of the plan.
         lane: which carries the buckets' metadata.
         reduction: as given.
         state: as given.
@@ -92,18 +93,9 @@ class GradientBuckets:
             ("device", "cpu" if memory is None else "cuda"),
             *describe_exchange(self.parameters, strategy, reduction, engine.settings),
         )
-        self._buckets: list[GradientBucket] = []
+        self.all: list[GradientBucket] = []
         self.plan: list[list[int]] = [[-1]]  # none yet
         self.pack(range(len(self.parameters)))
-
-    def __iter__(self) -> Iterator[GradientBucket]:
-        return iter(self._buckets)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def __getitem__(self, index: int) -> GradientBucket:
-        return self._buckets[index]
 
     def pack(self, order: Sequence[int], sparse: Collection[int] = ()) -> bool:
         """Make buckets for gradients that arrive in the reverse of an order.
@@ -125,12 +117,12 @@ class GradientBuckets:
             return False
         self.plan = plan
         self.signature = Signature((*self._entries, ("the buckets", plan)))
-        self._buckets = [
+        self.all = [
             self._make_bucket(index, members, index == len(planned))
             for index, members in enumerate(plan)
         ]
         self._places = {
-            number: (self._buckets[index], position)
+            number: (self.all[index], position)
             for index, members in enumerate(plan)
             for position, number in enumerate(members)
         }
@@ -156,7 +148,7 @@ class GradientBuckets:
 
     def index_of(self, number: int) -> int:
         """Return the position in ``plan`` of a parameter's bucket."""
-        return self._buckets.index(self._places[number][0])
+        return self.all.index(self._places[number][0])
 
     def slot(self, number: int) -> Any:
         """Return the array into which a gradient is to be copied, in the parameter's shape.
@@ -226,7 +218,7 @@ class GradientBuckets:
 
     def renew_slots(self, index: int) -> None:
         """Replace the send array of a bucket, between steps: the old memory is the caller's."""
-        arrays = self._buckets[index].arrays
+        arrays = self.all[index].arrays
         self.lane.release(arrays.send)
         arrays.renew_send()
 
@@ -255,7 +247,7 @@ class GradientBuckets:
             ValueError: the bucket is being exchanged already, or a gradient has another shape.
             HorovodInternalError: communication has failed before.
         """
-        bucket = self._buckets[index]
+        bucket = self.all[index]
         if bucket.pending is not None:
             if not (bucket.abandoned or bucket.pending.done()):
                 raise ValueError(
@@ -315,7 +307,7 @@ class GradientBuckets:
             ValueError: it has not been started.
             HorovodInternalError: the ranks disagree, or communication failed.
         """
-        bucket = self._buckets[index]
+        bucket = self.all[index]
         if bucket.pending is None:
             raise ValueError(f"bucket {index} of {self.label!r} has not been started")
         try:
@@ -324,7 +316,7 @@ class GradientBuckets:
                 self.check.end()
             return bucket.kinds != ABSENT
         except BaseException:
-            for other in self._buckets:
+            for other in self.all:
                 other.abandoned = other.pending is not None
             raise
         finally:
@@ -337,7 +329,7 @@ class GradientBuckets:
 
         The memory is the caller's as long as needed: the next exchange uses another.
         """
-        return self._buckets[index].arrays.result
+        return self.all[index].arrays.result
 
     def result_of(self, numbers: Sequence[int]) -> Any:
         """Return the average of a gradient in its shape, or those of neighbours in a bucket, flat.
@@ -381,7 +373,7 @@ class GradientBuckets:
         Raises:
             HorovodInternalError: communication has failed before.
         """
-        bucket = self._buckets[index]
+        bucket = self.all[index]
         bucket.prepare_submission()
         bucket.pending = self._bucket_lane.submit(bucket, begin)
 

@@ -73,15 +73,12 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         super().mark_all()
         self._use_stream()
 
-    def prepare_submission(self) -> None:
-        """Zero the slots of gradients that are absent or sparse, and write the payload."""
-        if self.has_gaps:
-            self.order_writes()
-            super().prepare_submission()
-            self._streams.add(self.memory.stream())
-            self._seal()
-        else:
-            super().prepare_submission()
+    def fill_gaps(self) -> None:
+        """Zero the slots of gradients that are absent or sparse, on the current stream."""
+        self.order_writes()
+        super().fill_gaps()
+        self._streams.add(self.memory.stream())
+        self._seal()
 
     def wait(self) -> None:
         """Wait until the exchange is under way, and let the current stream wait for it."""
@@ -102,22 +99,14 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         self.ready += [cuda.record(index, stream) for stream in self._streams]
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> DeviceResult:
-        """Send the exchange to the device, unless the ranks' replicas differ.
+        """Take over the metadata of all ranks, and send the exchange to the device.
 
         Raises:
             GradientError: as `metadata.decode`, on all ranks.
-            MismatchError: as `compare_replicas`.
+            MismatchError: on all ranks; the replicas differ.
         """
-        self.compare_replicas(payloads, transport)
+        self._metadata = self.receive_metadata(payloads, transport)
         return DeviceOperation.execute(self, transport, payloads)
-
-    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
-        """Take over the metadata of all ranks.
-
-        Raises:
-            GradientError: as `metadata.decode`, on all ranks.
-        """
-        self._metadata = self.receive_metadata(payloads, rank)
 
     def exchange(self, transport: DeviceTransport) -> None:
         """Exchange the bucket, unless no rank has a dense gradient in it."""

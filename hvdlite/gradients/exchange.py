@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,7 @@ from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
 _ROW = "step"  # of the timeline
+_all_arrived = attrgetter("all_arrived")
 _PRESENT = b"\x01"  # the payload of a rank that has not joined
 
 
@@ -76,6 +78,7 @@ class GradientExchange:
         sparse_axes: after `finish`, of the parameters that had sparse gradients on any rank, by
             number, how many of the axes are sparse.
         converted: after `finish`, whether `mark_converted` was called on any rank.
+        in_flight: whether a gradient has been marked in a step that `finish` has not ended.
         weight: after `finish`, the factor of this rank's gradients in the average; the owner
             applies it to gradients that have no slot.
     """
@@ -98,6 +101,7 @@ class GradientExchange:
         self.sparse_axes: dict[int, int] = {}
         self.weight = 1.0
         self.converted = False
+        self.in_flight = False
         self._count = len(self.buckets.parameters)
         self._state = State.COMPARING
         self._comparison: Handle | None = None
@@ -109,11 +113,6 @@ class GradientExchange:
         self._is_weighted = False  # then buckets wait for `finish`, which knows the weight
         self._state_before: dict[str, Any] = {}  # of strategies, before the first step
         self._lock = threading.Lock()
-
-    @property
-    def in_flight(self) -> bool:
-        """Return whether a step has begun that `finish` has not ended."""
-        return any(bucket.has_begun for bucket in self.buckets)
 
     @property
     def learns_order(self) -> bool:
@@ -137,11 +136,14 @@ class GradientExchange:
         packed = False
         # The order is received here and not in `finish`, where waiting for it would order the
         # steps of several exchanges, which may come in another order on other ranks.
-        if self._receive_order() or not self.sparse_parameters.issuperset(self.sparse_axes):
+        has_order = self._sent_order is not None
+        if has_order:
+            self._receive_order()
+        if has_order or not self.sparse_parameters.issuperset(self.sparse_axes):
             self.sparse_parameters = self.sparse_parameters.union(self.sparse_axes)
             packed = self.buckets.pack(self._order, self.sparse_parameters)
-        if len(self.buckets):
-            self.buckets[0].snapshot = self.buckets.snapshot()
+        if self.buckets.check is not None and self.buckets.all:
+            self.buckets.all[0].snapshot = self.buckets.snapshot()
         return packed
 
     def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
@@ -170,7 +172,7 @@ class GradientExchange:
     def mark_bucket(self, index: int) -> None:
         """Record that all gradients of a bucket are in their slots; see `mark`."""
         with self._lock:
-            self.buckets[index].mark_all()
+            self.buckets.all[index].mark_all()
             self._record(self.buckets.plan[index], complete=True)
 
     def mark_converted(self) -> None:
@@ -206,8 +208,9 @@ class GradientExchange:
             with timeline.span(_ROW, timeline.SYNCHRONIZE):
                 refusal = self._set_samples(samples)
                 self._complete()
-            self.weight = self.buckets[0].weight if len(self.buckets) else 1.0
-            self._send_order()
+            self.weight = self.buckets.all[0].weight if self.buckets.all else 1.0
+            if self._state is State.LEARNING:
+                self._send_order()
             if refusal:
                 raise ValueError(refusal)
             return self._read_kinds()
@@ -262,8 +265,6 @@ class GradientExchange:
 
     def _send_order(self) -> None:
         """Send the order of the first step's gradients to all ranks."""
-        if self._state is not State.LEARNING:
-            return
         self._state = State.STEADY
         # What has not arrived yet may arrive at any time: last, as in the plan.
         missing = sorted(set(range(self._count)) - set(self._arrived))
@@ -273,19 +274,17 @@ class GradientExchange:
         lane = self.buckets.lane
         self._sent_order = lane.submit(_Order(name, order, lane.members[0], entries=[entry]))
 
-    def _receive_order(self) -> bool:
-        """Wait for the order, if it has been sent; return whether it has."""
-        if self._sent_order is None:
-            return False
-        self.wait_for_order()
+    def _receive_order(self) -> None:
+        """Wait for the order, which has been sent."""
         handle, self._sent_order = self._sent_order, None
+        assert handle is not None
         order = np.frombuffer(handle.wait(), np.int64).tolist()
         self._order = order or self._order  # empty if rank 0 has joined
-        return True
 
     # Sending buckets
 
     def _record(self, numbers: Sequence[int], complete: bool) -> None:
+        self.in_flight = True
         if timeline.current is not None and not self._began:
             self._began = timeline.current.now()
         if self._state is not State.STEADY:
@@ -298,8 +297,8 @@ class GradientExchange:
     def _launch_complete(self) -> None:
         while (
             not self._is_weighted
-            and self._launched < len(self.buckets)
-            and not self.buckets[self._launched].absent
+            and self._launched < len(self.buckets.all)
+            and not self.buckets.all[self._launched].absent
         ):
             self._launch_next(begin=self.buckets.overlaps)
 
@@ -311,16 +310,21 @@ class GradientExchange:
 
     def _complete(self) -> None:
         """Send the buckets that have not left yet, and wait for all."""
+        failure: HorovodInternalError | None = None
         try:
-            self._wait_for_comparison()
+            if self._state is State.COMPARING:
+                self._wait_for_comparison()
             with self._lock:
-                while self._launched < len(self.buckets):
+                while self._launched < len(self.buckets.all):
                     self._launch_next(begin=False)
         finally:
-            for bucket in self.buckets:  # to the last, whatever becomes of one
-                bucket.settle()
-        for bucket in self.buckets:
-            bucket.wait()
+            for bucket in self.buckets.all:  # to the last, whatever becomes of one
+                try:
+                    bucket.wait()
+                except HorovodInternalError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _names(self) -> list[str]:
         return [parameter.name for parameter in self.buckets.parameters]
@@ -341,7 +345,7 @@ class GradientExchange:
         self._is_weighted = samples is not None
         if samples is not None and not was_weighted:
             self._take_back()
-        for bucket in self.buckets:
+        for bucket in self.buckets.all:
             bucket.samples = samples
         return ""
 
@@ -368,15 +372,15 @@ class GradientExchange:
         """Find out from the buckets' metadata which gradients the ranks had."""
         self.converted, self.sparse_axes = False, {}
         found = [True] * self._count
-        if not all((bucket.kinds == DENSE).all() for bucket in self.buckets):
+        if not all(map(_all_arrived, self.buckets.all)):
             found = self._read_all_kinds()
         if self.buckets.check is not None and not self.converted:
             self.buckets.check.end()
         return found
 
     def _read_all_kinds(self) -> list[bool]:
-        kinds = np.zeros((len(self.buckets[0].kinds), self._count), np.uint8)
-        for members, bucket in zip(self.buckets.plan, self.buckets, strict=True):
+        kinds = np.zeros((len(self.buckets.all[0].kinds), self._count), np.uint8)
+        for members, bucket in zip(self.buckets.plan, self.buckets.all, strict=True):
             kinds[:, members] = bucket.kinds
         self.converted = bool((kinds == CONVERTED).any())
         if self.converted:
@@ -420,7 +424,8 @@ class GradientExchange:
             self._state = State.COMPARING
             self._comparison = None
             self._is_weighted = False
-        for bucket in self.buckets:
+        self.in_flight = False
+        for bucket in self.buckets.all:
             bucket.begin_step()
 
 
