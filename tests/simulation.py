@@ -1,12 +1,19 @@
-"""Ranks as threads of the test's own process."""
+"""All ranks in one process, as threads: for tests of the order of events."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hvdlite.errors import HorovodInternalError, RankGoneError
+from hvdlite.interrupts import Interrupted
+from hvdlite.transport.base import OnWait, Transport, common_prefix
+
 SECONDS = 20.0
+_POLL_SECONDS = 1e-4
 
 
 def on_all_ranks(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
@@ -39,3 +46,154 @@ def on_all_ranks(function: Callable[[Any], Any], arguments: Sequence[Any]) -> li
     if hanging:
         raise TimeoutError(f"{hanging} still run after {SECONDS} s")
     return results
+
+
+class Simulation:
+    """A communicator whose ranks are threads of this process.
+
+    The k-th collective of each rank meets the k-th of the others. Where MPI would hang or mix up
+    its buffers, because ranks call different collectives or one does not call any, every rank that
+    has arrived gets an error.
+
+    Args:
+        size: the number of ranks.
+        timeout: seconds to wait for ranks that are late to a collective other than
+            `Transport.meet`, whose ``on_wait`` decides.
+
+    Attributes:
+        transports: one for each rank.
+        calls: for each rank the names of the collectives that it has entered.
+    """
+
+    def __init__(self, size: int, timeout: float = 10.0) -> None:
+        self.size = size
+        self.calls: list[list[str]] = [[] for _ in range(size)]
+        self.transports = [SimulatedTransport(self, rank) for rank in range(size)]
+        self._timeout = timeout
+        self._meetings: dict[int, dict[int, tuple[str, Any]]] = {}  # those not complete, by number
+        self._held: set[int] = set()
+        self._gone: set[int] = set()
+        self._interrupted: dict[int, dict[int, tuple[str, Any]]] = {}  # by rank
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def holding(self, rank: int) -> Iterator[None]:
+        """Keep a rank from entering a collective in this context, as if it were late."""
+        with self._changed:
+            self._held.add(rank)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held.discard(rank)
+                self._changed.notify_all()
+
+    def meet(self, rank: int, call: str, given: Any, on_wait: OnWait | None = None) -> list[Any]:
+        """Wait for all ranks, and return what each has given.
+
+        Raises:
+            HorovodInternalError: a rank has not arrived in time, or entered another collective.
+        """
+        meeting = self._interrupted.pop(rank, None) or self._arrive(rank, call, given)
+        try:
+            self._wait(meeting, call, on_wait)
+        except Interrupted:
+            self._interrupted[rank] = meeting
+            raise
+        calls = {rank: meeting[rank][0] for rank in range(self.size)}
+        if len(set(calls.values())) > 1:
+            raise HorovodInternalError(f"the ranks entered different collectives: {calls}")
+        return [meeting[rank][1] for rank in range(self.size)]
+
+    def leave(self, rank: int) -> None:
+        """Mark a rank as ended, for those that wait for it in `Transport.meet`."""
+        with self._changed:
+            self._gone.add(rank)
+
+    def check_alive(self, rank: int) -> None:
+        """Raise if another rank has left.
+
+        Raises:
+            RankGoneError: one has.
+        """
+        for other in sorted(self._gone - {rank}):
+            raise RankGoneError(f"rank {other} has ended; see what ended it")
+
+    def missing(self, rank: int) -> list[int]:
+        """Return the ranks that are missing in the collective that a rank has entered last."""
+        with self._changed:
+            here = self._meetings.get(len(self.calls[rank]) - 1)
+            return [other for other in range(self.size) if here is not None and other not in here]
+
+    def _arrive(self, rank: int, call: str, given: Any) -> dict[int, tuple[str, Any]]:
+        with self._changed:
+            self._changed.wait_for(lambda: rank not in self._held)
+            meeting = self._meetings.setdefault(len(self.calls[rank]), {})
+            self.calls[rank].append(call)
+            meeting[rank] = call, given
+            if len(meeting) == self.size:
+                del self._meetings[len(self.calls[rank]) - 1]
+            self._changed.notify_all()
+        return meeting
+
+    def _wait(self, meeting: dict[int, Any], call: str, on_wait: OnWait | None) -> None:
+        start = time.monotonic()
+        while on_wait is not None and len(meeting) < self.size:
+            for rank in self._gone - set(meeting):
+                raise HorovodInternalError(
+                    f"rank {rank} has ended while this rank waits for it; see what ended it"
+                )
+            on_wait(time.monotonic() - start)
+            time.sleep(_POLL_SECONDS)
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(meeting) == self.size, self._timeout):
+                missing = sorted(set(range(self.size)) - set(meeting))
+                raise HorovodInternalError(
+                    f"no sign of ranks {missing} in {call} for {self._timeout} s"
+                )
+
+
+class SimulatedTransport(Transport):
+    """One rank of a `Simulation`."""
+
+    max_digests = 4  # few, so that tests reach the limit
+
+    def __init__(self, simulation: Simulation, rank: int) -> None:
+        self.rank = rank
+        self.size = simulation.size
+        self._simulation = simulation
+
+    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
+        """Compare all ranks' digests."""
+        given = tuple(digests[: self.max_digests])
+        return common_prefix(self._simulation.meet(self.rank, "meet", given, on_wait))
+
+    def absent(self) -> list[int]:
+        """Ask the simulation."""
+        return self._simulation.missing(self.rank)
+
+    def check_alive(self) -> None:
+        """Ask the simulation."""
+        self._simulation.check_alive(self.rank)
+
+    def leave(self) -> None:
+        """Mark this rank as ended."""
+        self._simulation.leave(self.rank)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return the messages."""
+        return self._simulation.meet(self.rank, "gather", message)
+
+    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
+        """Exchange copies of the pieces."""
+        copies = [piece.copy() for piece in pieces]
+        given = self._simulation.meet(self.rank, "alltoall", copies)
+        for target, theirs in zip(result, given, strict=True):
+            target[...] = theirs[self.rank]
+
+    def broadcast(self, array: Any, root: int) -> None:
+        """Copy the root's array."""
+        array[...] = self._simulation.meet(self.rank, "broadcast", array.copy())[root]
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to free."""

@@ -51,8 +51,8 @@ class Transport(ABC):
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Wait for all ranks, and return how many leading digests are the same on all of them.
 
-        If ``on_wait`` raises `Interrupted`, this rank keeps its place in the meeting. The next
-        call, from any thread, passes the same digests and data and resumes the wait.
+        If ``on_wait`` raises `Interrupted`, the digests stay sent. The next call, from any
+        thread, passes the same digests and data and resumes the wait.
 
         Args:
             digests: at least one, of `DIGEST_SIZE` bytes each; those beyond ``max_digests`` are

@@ -19,7 +19,7 @@ class Liveness:
     """Finds out which ranks are missing in a collective that others wait in.
 
     A collective cannot tell which ranks have not entered it. So a rank that has waited for long
-    announces itself to all others; those that wait in the same meeting answer, and the ranks that
+    announces itself to all others; those that wait in the same round answer, and the ranks that
     do not answer are missing. Nothing is sent as long as no rank waits for long.
 
     Args:
@@ -33,15 +33,15 @@ class Liveness:
         self._members = members
         self._any_source = MPI.ANY_SOURCE
         self._status = MPI.Status
-        self._meeting = 0
+        self._round = 0
         self._announced = False
         self._left = False
         self._here: set[int] = set()
         self._sent: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """Begin a meeting; their numbers are the same on all ranks."""
-        self._meeting += 1
+        """Begin a round; their numbers are the same on all ranks."""
+        self._round += 1
         self._announced = False
         self._here = {self._comm.rank}
 
@@ -62,7 +62,7 @@ class Liveness:
                     f"rank {self._members[source]} has ended while this rank waits for it; see "
                     "what ended it"
                 )
-            if received[0] == self._meeting:  # not left over from an earlier one
+            if received[0] == self._round:  # not left over from an earlier one
                 self._here.add(source)
         if len(self._here) > 1:
             self._announce()
@@ -81,7 +81,7 @@ class Liveness:
         return [member for rank, member in enumerate(self._members) if rank not in self._here]
 
     def leave(self) -> None:
-        """Tell the others, once, that this rank takes part in no further meeting."""
+        """Tell the others, once, that this rank takes part in no further round."""
         if not self._left:
             self._left = True
             self._send(_GONE)
@@ -93,7 +93,7 @@ class Liveness:
     def _announce(self) -> None:
         if not self._announced:
             self._announced = True
-            self._send(self._meeting)
+            self._send(self._round)
 
     def _send(self, value: int) -> None:
         self._sent = [(request, buffer) for request, buffer in self._sent if not request.Test()]

@@ -48,7 +48,7 @@ class MPITransport(Transport):
     ranks are on their way, move in blocking calls. Non-blocking ones could be ended as well, but
     MPI moves data only while it is polled: with Open MPI 5 and 2 ranks, an allreduce of float32
     took 2.3 times as long for 64 MiB, and 19 times for 4 KiB. So operations allocate whatever they
-    can before they meet: a rank that fails between the meeting and the data leaves the others in a
+    can before they meet: a rank that fails between `meet` and the data leaves the others in a
     call that cannot end.
 
     Args:
@@ -65,7 +65,7 @@ class MPITransport(Transport):
         self.size = int(comm.size)
         self.members = range(self.size) if members is None else members
         self._liveness = Liveness(MPI, comm.Dup(), self.members)
-        self._meeting: tuple[Any, Any, Any] | None = None  # in progress: request and buffers
+        self._comparison: tuple[Any, Any, Any] | None = None  # in progress: request and buffers
         self._on_wait: OnWait | None = None
         self._byte = MPI.BYTE
         self._in_place = MPI.IN_PLACE
@@ -90,17 +90,17 @@ class MPITransport(Transport):
         differ.
         """
         self._on_wait = on_wait
-        if self._meeting is None:
+        if self._comparison is None:
             own = np.zeros(self.max_digests * DIGEST_SIZE // 8, np.uint64)
             given = np.frombuffer(b"".join(digests[: self.max_digests]), np.uint64)
             own[: given.size] = given
             offer = np.concatenate([own, ~own])
             least = np.empty_like(offer)
             self._liveness.begin()
-            self._meeting = self._comm.Iallreduce(offer, least, self._min), offer, least
-        request, offer, least = self._meeting
+            self._comparison = self._comm.Iallreduce(offer, least, self._min), offer, least
+        request, offer, least = self._comparison
         self._complete(request, (offer, least))
-        self._meeting = None
+        self._comparison = None
         # A rank that gave up waiting has left its digests behind, but will not take part.
         self._liveness.listen()
         half = least.size // 2

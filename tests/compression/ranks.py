@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.compression import Bucket, Parameter, Reduction, StrategyState, exchange_bucket
-from hvdlite.transport.simulated import Simulation
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 
 SIZES = [1, 2, 3, 4]
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.compression import Bucket, Parameter, Reduction
-from hvdlite.transport.simulated import Simulation
 from tests.references import dtype_of
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 
 SHAPES = {"a": (7, 9), "b": (), "c": (131,), "d": (0, 3), "e": (1,), "f": (5, 5, 5)}
 DTYPES = ["float32", "float64", "float16", "bfloat16"]

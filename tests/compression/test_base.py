@@ -13,9 +13,8 @@ from hvdlite.compression import (
     exchange_bucket,
 )
 from hvdlite.reduction import Adasum, Average, Sum
-from hvdlite.transport.simulated import Simulation
 from tests.references import adasum, check_reduction, dtype_of, samples
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 
 SIZES = [1, 2, 3, 4]
 REDUCTIONS = [Reduction(Sum), Reduction(Average), Reduction(Average, 4.0)]

@@ -25,9 +25,8 @@ from hvdlite.compression import (
 from hvdlite.errors import GradientError
 from hvdlite.reduction import Adasum, Average, Sum
 from hvdlite.transport.loopback import Loopback
-from hvdlite.transport.simulated import Simulation
 from tests.compression.ranks import SIZES, Ranks, gradients_of
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 
 LINEAR = [
     Float8(8),

@@ -18,10 +18,9 @@ from hvdlite.engine.operation import Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, Sum
 from hvdlite.settings import Settings
-from hvdlite.transport.simulated import Simulation
 from tests.harness import ranks, run_script
 from tests.references import check_reduction, dtype_of, sample, samples
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 
 
 class Piece(Operation):

@@ -21,8 +21,7 @@ from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Max, Sum
 from hvdlite.settings import Settings
 from hvdlite.transport import Loopback
-from hvdlite.transport.simulated import Simulation
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 
 
 class Lanes:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.transport.gpu.cuda import Cuda
-from hvdlite.transport.simulated import Simulation
 from tests.gpu.arrays import on_device
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 
 
 @pytest.fixture(scope="session")

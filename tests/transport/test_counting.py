@@ -9,10 +9,9 @@ from hvdlite.compression import DENSE, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.reduction import Max, Scaling, Sum
 from hvdlite.transport import Loopback, Transport
-from hvdlite.transport.simulated import Simulation
 from tests.benchmarks import traffic
 from tests.harness import ranks
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 from tests.transport import checks, worlds
 from tests.transport.counting import CountingTransport
 

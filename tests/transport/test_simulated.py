@@ -6,8 +6,7 @@ import time
 import pytest
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.simulated import Simulation
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 from tests.transport import checks
 
 

@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import numpy as np
 from hvdlite.errors import RankGoneError
 from hvdlite.transport.base import DIGEST_SIZE, OnWait
 from hvdlite.transport.reduce import Call, perform
-from hvdlite.transport.shared_memory.affinity import CoreBalancer
 from hvdlite.transport.shared_memory.futex import Futex, pause, yield_core
 from hvdlite.transport.shared_memory.segment import Arena, Key, Peer
 
@@ -29,9 +28,9 @@ LARGEST_CHUNK = 4 * 2**20
 COPIES = 2
 #: Output buffers: two may still be read while the next one is written.
 OUTPUTS = 3
-# A slot: four integers, of which the one that others poll has a cache line of its own; then notes,
+# A slot: three integers, of which the one that others poll has a cache line of its own; then notes,
 # chunks and outputs.
-_ARRIVED, _SLEEPS, _GONE, _CORE = 0, 64, 68, 72
+_ARRIVED, _SLEEPS, _GONE = 0, 64, 68
 _HEADER = struct.Struct("<9q")
 _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MAX_DIGESTS * DIGEST_SIZE
 # Not at the beginning of a page, as large arrays nearly do: where a copy goes 4 to 16 bytes further
@@ -77,7 +76,6 @@ class Slot:
         self.arrived = Futex.from_buffer(memory, _ARRIVED)
         self.sleeps = ctypes.c_uint32.from_buffer(memory, _SLEEPS)
         self.gone = ctypes.c_uint32.from_buffer(memory, _GONE)
-        self.core = ctypes.c_uint32.from_buffer(memory, _CORE)
         self._memory = memory
         self._notes = [
             memoryview(memory)[start : start + _NOTE_BYTES]
@@ -127,7 +125,7 @@ class Barrier:
         ranks: the global ranks of the node.
         arena: this rank's shared memory; nothing has been allocated from it yet.
         processes: every rank's process id, and the key of its arena, by position.
-        cores: those that the ranks may run on, if there are fewer than ranks.
+        crowded: whether there are fewer cores than ranks.
 
     Raises:
         OSError: another rank's memory cannot be opened.
@@ -147,7 +145,7 @@ class Barrier:
         ranks: Sequence[int],
         arena: Arena,
         processes: Sequence[tuple[int, Key]],
-        cores: Collection[int] = (),
+        crowded: bool = False,
     ) -> None:
         self.arena = arena
         self.slots = []
@@ -162,8 +160,7 @@ class Barrier:
         self._sleeps = [slot.sleeps for slot in self.others]
         self.chunks: Callable[[int, int, np.dtype[Any]], tuple[Any, ...]]
         self.chunks = lru_cache(64)(partial(_chunks, self.slots))  # mostly the same sizes
-        words = [slot.core for slot in self.slots]
-        self._balancer = CoreBalancer(words, index, cores) if cores else None
+        self._spin = yield_core if crowded else pause
         self.last = 0
         self.passed = 0
         self._on_wait: OnWait | None = None
@@ -236,8 +233,6 @@ class Barrier:
             generation: the first, at which this rank has arrived.
             steps: at least one. No generation follows the last.
         """
-        if self._balancer is not None:
-            self._balancer.publish()
         *steps, last = steps
         for before, after in steps:
             self.wait(generation)
@@ -269,12 +264,8 @@ class Barrier:
         return [slot.rank for slot in self.others if not _reached(slot.arrived.value, self.last)]
 
     def _wait_for(self, slot: Slot, generation: int, start: float) -> None:
-        spin = pause
-        if self._balancer is not None:
-            spin = yield_core
-            self._balancer.balance(start)
         while time.monotonic() < start + _SPIN_SECONDS:
-            spin()
+            self._spin()
             if _reached(slot.arrived.value, generation):
                 return
         while not _reached(seen := slot.arrived.value, generation):

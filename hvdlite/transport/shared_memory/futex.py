@@ -1,4 +1,4 @@
-"""Waiting in the kernel until a word of shared memory changes (Linux' futex)."""
+"""Waiting in the kernel until an integer in shared memory changes (Linux' futex)."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ _wake = _syscall(ctypes.PyDLL(None))
 
 
 class Futex(ctypes.c_uint32):
-    """An aligned 32-bit word of shared memory that ranks wait on; only its owner writes it.
+    """An aligned 32-bit integer in shared memory that ranks wait on; only its owner writes it.
 
     Created by ``Futex.from_buffer(memory, offset)``: a writable buffer in shared memory, and the
-    word's offset in bytes.
+    integer's offset in bytes.
 
     Attributes:
-        value: the word; the lowest 32 bits of what is assigned. Call `wake` afterwards.
+        value: the lowest 32 bits of what is assigned. Call `wake` afterwards.
     """
 
     def wake(self) -> None:
-        """Wake all ranks that wait for the word."""
+        """Wake all ranks that wait for it."""
         _wake(_NUMBER, ctypes.addressof(self), _WAKE, _ALL_WAITERS, None)
 
     def wait(self, seen: int, seconds: float) -> None:
-        """Sleep while the word is ``seen``, for ``seconds`` at most; it may wake for no reason.
+        """Sleep while the value is ``seen``, for ``seconds`` at most; it may wake for no reason.
 
         Raises:
             OSError: the system refuses the call.

@@ -399,8 +399,7 @@ def _join_node(world: World) -> Barrier | None:
     ranks = list(itertools.compress(world.ranks, is_here))
     cores = set().union(*(cores for _, _, cores in everywhere))
     processes = [(pid, key) for pid, key, _ in everywhere]
-    crowded = len(processes) > len(cores)
-    return Barrier(world.node.rank, ranks, arena, processes, cores if crowded else ())
+    return Barrier(world.node.rank, ranks, arena, processes, len(processes) > len(cores))
 
 
 def _pieces_of(

@@ -13,7 +13,7 @@ import numpy as np
 from hvdlite.engine import Engine, Lane
 from hvdlite.engine.device import DeviceArray
 from hvdlite.settings import Settings
-from hvdlite.transport.simulated import Simulation
+from tests.simulation import Simulation
 from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hvdlite.transport.registry import connect_device
-from hvdlite.transport.simulated import Simulation
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 from tests.transport.gpu.device_checks import Rank
 from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 

@@ -14,8 +14,7 @@ from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.registry import connect_device
-from hvdlite.transport.simulated import Simulation
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 from tests.transport.gpu import device_checks
 from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 from tests.transport.gpu.fake_ranks import connect, node_of

@@ -5,9 +5,8 @@ import pytest
 
 from hvdlite.reduction import Adasum, Scaling, Sum
 from hvdlite.transport.gpu.staged import HostStaged
-from hvdlite.transport.simulated import Simulation
 from tests.references import check_reduction, samples
-from tests.simulation import on_all_ranks
+from tests.simulation import Simulation, on_all_ranks
 from tests.transport.gpu import device_checks
 from tests.transport.gpu.device_checks import Rank
 from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode

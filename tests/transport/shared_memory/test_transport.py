@@ -336,7 +336,7 @@ class TestMovement:
 
     @ranks(2, 3, timeout=30)
     def test_all_at_random_in_one_stream(self):
-        """Whatever follows whatever: nobody reads what is written for another meeting."""
+        """Whatever follows whatever: nobody reads what is written for another generation."""
         with transport() as made:
             generator = np.random.default_rng(5)  # the same on all ranks
             for step in range(400):
