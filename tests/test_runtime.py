@@ -13,6 +13,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import mpi, runtime, world
+from hvdlite.errors import RankGoneError
 from tests.harness import ranks, run_script
 from tests.harness.mpirun import ROOT
 
@@ -143,6 +144,10 @@ class TestShutdown:
             assert "0 s" in messages[0]
         else:
             time.sleep(2)
+            # Although rank 0 has never taken part in anything.
+            with pytest.raises(hvd.HorovodInternalError, match="rank 0 has ended") as caught:
+                hvd.allreduce(np.ones(3), name="loss")
+            assert isinstance(caught.value.__cause__, RankGoneError)
             hvd.shutdown()
             assert time.monotonic() - start < 5
 
