@@ -150,8 +150,8 @@ class Lane:
             raise world.fork_error()
         thread = threading.get_ident()
         with self._lock:
-            if handle is not None and handle.finished:
-                return
+            if self._broken or (handle is not None and handle.finished):
+                return  # in a broken lane, each handle has been finished or is about to be
             driver = self._driver
             if driver is None:
                 self._driver = thread
