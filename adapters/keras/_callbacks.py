@@ -1,4 +1,4 @@
-"""The public callbacks as mixins, to be combined with the ``Callback`` class of either Keras."""
+"""The public callbacks as mixins, which `complete` combines with a base class of either Keras."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from hvdlite.keras._values import batches_per_call, broadcast_variables, to_arra
 from hvdlite.recipe import average_metrics
 
 
-class BroadcastGlobalVariables:
+def complete(mixin: type[Any], base: type[Any], module: str) -> Any:
+    """Return a public class of a module: a mixin with its base class, and the mixin's name."""
+    return type(mixin.__name__, (mixin, base), {"__doc__": mixin.__doc__, "__module__": module})
+
+
+class BroadcastGlobalVariablesCallback:
     """Give every rank the weights and the optimizer's variables of rank ``root_rank``.
 
     Variables that exist on all ranks when training begins are broadcast then; variables that the
@@ -99,7 +104,7 @@ def _is_built(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "built", False) or getattr(optimizer, "_built", False))
 
 
-class MetricAverage:
+class MetricAverageCallback:
     """Average the logs of each epoch over the ranks.
 
     The logs are changed in place, so later callbacks in the list (checkpoints, early stopping) and
@@ -133,7 +138,7 @@ class MetricAverage:
         logs.update(averages)
 
 
-class LearningRateSchedule:
+class LearningRateScheduleCallback:
     """Set the learning rate of each epoch or batch: ``initial_lr * multiplier(epoch)``.
 
     With momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 2.1) the velocity, which
@@ -228,7 +233,7 @@ class LearningRateSchedule:
                 velocity.assign(velocity * (rate / old))
 
 
-class LearningRateWarmup(LearningRateSchedule):
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Increase the learning rate from ``initial_lr / size`` to ``initial_lr``, batch by batch.
 
     This is the gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, section 2.2). Each batch has
@@ -291,7 +296,7 @@ def _velocities(optimizer: Any) -> list[Any]:
     return []
 
 
-class RankZeroCheckpoint:
+class BestModelCheckpoint:
     """Save the best model so far, by ``monitor``, on rank 0.
 
     A file in one of Keras' own formats (``.keras``, ``.h5``) is replaced atomically. Put

@@ -95,7 +95,7 @@ class _StateCallback:
         self.state: Any = state
 
 
-class CommitState(_StateCallback):
+class CommitStateCallback(_StateCallback):
     """Commit a state every few batches and at the end of each epoch.
 
     ``state.batch`` and ``state.epoch`` are up to date when they are committed, wherever their
@@ -162,7 +162,7 @@ class _Tracker(_StateCallback):
         """Record the end of an epoch."""
 
 
-class UpdateBatchState(_Tracker):
+class UpdateBatchStateCallback(_Tracker):
     """Keep ``state.batch`` up to date: the number of batches trained on in the current epoch.
 
     If ``state.batch`` is above 0 when ``fit`` begins, its first epoch takes so many batches from
@@ -230,7 +230,7 @@ class _LeaveOut:
         return {}
 
 
-class UpdateEpochState(_Tracker):
+class UpdateEpochStateCallback(_Tracker):
     """Keep ``state.epoch`` up to date: the number of epochs completed, over all calls of ``fit``.
 
     After a failure ``fit`` may be called in both ways: with ``epochs=total - state.epoch``, or with

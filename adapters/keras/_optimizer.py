@@ -77,9 +77,7 @@ class KerasAdapter:
 
         Args:
             optimizer: A Keras optimizer, or the name of one.
-            name: Accepted for compatibility with Horovod; no effect.
-            device_dense: Accepted for compatibility with Horovod; no effect.
-            device_sparse: Accepted for compatibility with Horovod; no effect.
+            name, device_dense, device_sparse: Accepted for compatibility with Horovod; no effect.
             compression: Compression of dense gradients.
             sparse_as_dense: Exchange ``tf.IndexedSlices`` as dense gradients.
             gradient_predivide_factor: The part of an average's division that happens before the
@@ -89,8 +87,7 @@ class KerasAdapter:
                 and an update. Sets ``gradient_accumulation_steps`` in Keras 3; legacy Keras has
                 none, and they add up in variables outside the optimizer.
             average_aggregated_gradients: Average these gradients instead of summing them.
-            num_groups: Accepted for compatibility with Horovod; buckets serve the purpose.
-            groups: As ``num_groups``.
+            num_groups, groups: Accepted for compatibility with Horovod; buckets serve the purpose.
             process_set: The ranks that take part. On any other rank the optimizer works by itself,
                 as in Horovod.
             scale_local_gradients: Divide the gradients of local variables by the number of ranks,

@@ -168,20 +168,38 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
         ValueError: There is no such rank.
         HorovodInternalError: The ranks disagree on names, shapes or dtypes.
     """
-    engine = runtime.engine()
-    prefix = engine.unnamed("broadcast_variables")
+    names = [getattr(variable, "path", None) or variable.name for variable in variables]
+    values = broadcast_arrays(names, [to_array(variable) for variable in variables], root_rank)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def broadcast_arrays(
+    names: Sequence[str],
+    arrays: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return the arrays of rank ``root_rank``, after a comparison of names, shapes and dtypes.
+
+    Raises:
+        ValueError: There is no such rank.
+        HorovodInternalError: The ranks disagree on names, shapes or dtypes.
+    """
+    engine = runtime.engine(process_set)
+    prefix = name or engine.unnamed("broadcast_variables")
     # Checked first: everything below waits for the other ranks.
     collectives.checked_root(engine, root_rank)
-    arrays = [to_array(variable) for variable in variables]
-    names = [getattr(variable, "path", None) or variable.name for variable in variables]
-    layout = [(name, describe(array)) for name, array in zip(names, arrays, strict=True)]
-    collectives.agree_on(f"{prefix}: its variables", layout)
+    layout = [(each, describe(array)) for each, array in zip(names, arrays, strict=True)]
+    collectives.agree_on(f"{prefix}: its variables", layout, process_set)
     handles = [
-        collectives.broadcast_async(array, root_rank, f"{prefix}: {number} {name}")
-        for number, (name, array) in enumerate(zip(names, arrays, strict=True))
+        collectives.broadcast_async(
+            array, root_rank, f"{prefix}: {number} {each}", process_set=process_set
+        )
+        for number, (each, array) in enumerate(zip(names, arrays, strict=True))
     ]
-    for variable, handle in zip(variables, handles, strict=True):
-        variable.assign(handle.wait())
+    return [handle.wait() for handle in handles]
 
 
 def variables_of(optimizer: Any) -> list[Any]:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from hvdlite.keras import _callbacks
+from hvdlite.keras._callbacks import complete
 from hvdlite.keras._keras3 import keras
 
+_keras = keras.callbacks
 
-class BroadcastGlobalVariablesCallback(
-    _callbacks.BroadcastGlobalVariables, keras.callbacks.Callback
-):
-    __doc__ = _callbacks.BroadcastGlobalVariables.__doc__
-
-
-class MetricAverageCallback(_callbacks.MetricAverage, keras.callbacks.Callback):
-    __doc__ = _callbacks.MetricAverage.__doc__
-
-
-class LearningRateScheduleCallback(_callbacks.LearningRateSchedule, keras.callbacks.Callback):
-    __doc__ = _callbacks.LearningRateSchedule.__doc__
-
-
-class LearningRateWarmupCallback(_callbacks.LearningRateWarmup, keras.callbacks.Callback):
-    __doc__ = _callbacks.LearningRateWarmup.__doc__
-
-
-class BestModelCheckpoint(_callbacks.RankZeroCheckpoint, keras.callbacks.ModelCheckpoint):
-    __doc__ = _callbacks.RankZeroCheckpoint.__doc__
+BroadcastGlobalVariablesCallback = complete(
+    _callbacks.BroadcastGlobalVariablesCallback, _keras.Callback, __name__
+)
+MetricAverageCallback = complete(_callbacks.MetricAverageCallback, _keras.Callback, __name__)
+LearningRateScheduleCallback = complete(
+    _callbacks.LearningRateScheduleCallback, _keras.Callback, __name__
+)
+LearningRateWarmupCallback = complete(
+    _callbacks.LearningRateWarmupCallback, _keras.Callback, __name__
+)
+BestModelCheckpoint = complete(_callbacks.BestModelCheckpoint, _keras.ModelCheckpoint, __name__)

@@ -8,6 +8,7 @@ from typing import Any
 from hvdlite import elastic
 from hvdlite.elastic import HostUpdate, ObjectState, State
 from hvdlite.keras import _elastic
+from hvdlite.keras._callbacks import complete
 from hvdlite.keras._elastic import KerasState
 from hvdlite.keras._keras3 import keras
 
@@ -22,17 +23,13 @@ __all__ = [
     "run",
 ]
 
-
-class CommitStateCallback(_elastic.CommitState, keras.callbacks.Callback):
-    __doc__ = _elastic.CommitState.__doc__
-
-
-class UpdateBatchStateCallback(_elastic.UpdateBatchState, keras.callbacks.Callback):
-    __doc__ = _elastic.UpdateBatchState.__doc__
-
-
-class UpdateEpochStateCallback(_elastic.UpdateEpochState, keras.callbacks.Callback):
-    __doc__ = _elastic.UpdateEpochState.__doc__
+CommitStateCallback = complete(_elastic.CommitStateCallback, keras.callbacks.Callback, __name__)
+UpdateBatchStateCallback = complete(
+    _elastic.UpdateBatchStateCallback, keras.callbacks.Callback, __name__
+)
+UpdateEpochStateCallback = complete(
+    _elastic.UpdateEpochStateCallback, keras.callbacks.Callback, __name__
+)
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,8 +60,7 @@ def allreduce(
             floats of 16 to 64 bits; complex for Sum and Average. Or ``tf.IndexedSlices``,
             whose values and indices are gathered instead, without compression.
         average: Deprecated; True is Average, False is Sum.
-        device_dense: Accepted as in Horovod, without effect.
-        device_sparse: Accepted as in Horovod, without effect.
+        device_dense, device_sparse: Accepted as in Horovod, without effect.
         compression: How floats travel.
         op: One of the six reductions; None is Average.
         prescale_factor: Multiplies the tensor before the reduction.

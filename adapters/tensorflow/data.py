@@ -142,6 +142,14 @@ _NO_SERVICE = (
 )
 
 
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError, whose message says what to use instead."""
+        raise NotImplementedError(_NO_SERVICE.format(name))
+
+    return refuse
+
+
 class TfDataServiceConfig:
     """The configuration of Horovod's data service, which hvdlite does not have.
 
@@ -149,29 +157,9 @@ class TfDataServiceConfig:
         NotImplementedError: Always; the message says what to use instead.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse_service("TfDataServiceConfig")
-
-    @classmethod
-    def read(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise NotImplementedError, as the constructor does."""
-        _refuse_service("TfDataServiceConfig")
+    __init__ = read = _refusal("TfDataServiceConfig")
 
 
-def tf_data_service(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise NotImplementedError, as `TfDataServiceConfig` does."""
-    _refuse_service("tf_data_service")
-
-
-def send_to_data_service(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise NotImplementedError, as `TfDataServiceConfig` does."""
-    _refuse_service("send_to_data_service")
-
-
-def compute_worker_fn(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raise NotImplementedError, as `TfDataServiceConfig` does."""
-    _refuse_service("compute_worker_fn")
-
-
-def _refuse_service(name: str) -> NoReturn:
-    raise NotImplementedError(_NO_SERVICE.format(name))
+tf_data_service = _refusal("tf_data_service")
+send_to_data_service = _refusal("send_to_data_service")
+compute_worker_fn = _refusal("compute_worker_fn")

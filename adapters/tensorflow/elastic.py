@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from hvdlite import elastic
 from hvdlite.elastic import HostUpdate, ObjectState, State
 from hvdlite.elastic.state import VariableState
 from hvdlite.keras._elastic import KerasState
-from hvdlite.tensorflow.errors import named_by
+from hvdlite.tensorflow.errors import naming_errors
 
 __all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -22,18 +21,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     The errors of a graph have lost the class that they had in Python; it is found in their text.
     """
-
-    @functools.wraps(func)
-    def translated(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except tf.errors.OpError as error:
-            named = named_by(error)
-            if named is error:
-                raise
-            raise named from error
-
-    return elastic.run(translated)
+    return elastic.run(naming_errors(func))
 
 
 class TensorFlowState(VariableState):

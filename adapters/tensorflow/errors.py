@@ -126,13 +126,15 @@ def _translate_calls_of_graphs() -> None:
         from tensorflow.python.client.session import BaseSession
         from tensorflow.python.eager.context import Context
 
-        Context.call_function = _naming_errors(Context.call_function)
-        BaseSession.run = _naming_errors(BaseSession.run)
+        Context.call_function = naming_errors(Context.call_function)
+        BaseSession.run = naming_errors(BaseSession.run)
     except (ImportError, AttributeError):
         return
 
 
-def _naming_errors(original: Callable[..., Any]) -> Callable[..., Any]:
+def naming_errors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function such that errors of graphs get the class that their text names."""
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -30,10 +30,7 @@ def exchange_state(sources: Sequence[Any]) -> ExchangeState:
                 f"sources have to be variables; there is a {type(source).__name__} among them"
             )
     inner = [value_of(source) for source in sources]
-    key = tuple(map(id, inner))
-    if key not in _states:
-        _states.keep(key, ExchangeState(StrategyState()), inner)
-    return _states[key]
+    return _states.of(inner, lambda: ExchangeState(StrategyState()))
 
 
 def exchange_state_dict(

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite import collectives, world
-from hvdlite.arrays import describe
+from hvdlite.keras._values import broadcast_arrays
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.graphs import for_session
@@ -144,18 +144,7 @@ def broadcast_(
     names = [name_of(variable, number) for number, variable in enumerate(flat)]
 
     def spread(*arrays: Any) -> list[Any]:
-        prefix = name or engine(process_set).unnamed("broadcast_variables")
-        # Checked here because what follows waits for the other ranks.
-        collectives.checked_root(engine(process_set), root_rank)
-        layout = [(of, describe(np.asarray(a))) for of, a in zip(names, arrays, strict=True)]
-        collectives.agree_on(f"{prefix}: its variables", layout, process_set)
-        handles = [
-            collectives.broadcast_async(
-                array, root_rank, f"{prefix}: {number} {of}", process_set=process_set
-            )
-            for number, (of, array) in enumerate(zip(names, arrays, strict=True))
-        ]
-        return [handle.wait() for handle in handles]
+        return broadcast_arrays(names, list(map(np.asarray, arrays)), root_rank, name, process_set)
 
     tensors = [to_tensor(variable) for variable in flat]
     values = run(spread, tensors, list(map(like, tensors)), process_set)

@@ -210,14 +210,15 @@ def local_steps_of(
         process_set: The ranks that take part.
         label: The name of the exchanges in messages.
     """
-    inner = [value_of(variable) for variable in variables]
-    key = (*map(id, inner), schedule, strategy, reduction, process_set, label)
-    if key not in _steps:
-        steps = LocalSteps(schedule, strategy, reduction, label, process_set)
+    options = schedule, strategy, reduction, label, process_set
+
+    def make() -> LocalSteps:
+        steps = LocalSteps(*options)
         steps.add(parameters_of(variables))
         exchange_state(variables).follow(steps)
-        _steps.keep(key, steps, inner)
-    return _steps[key]
+        return steps
+
+    return _steps.of([value_of(variable) for variable in variables], make, *options)
 
 
 _steps: WeakVariablesDict[LocalSteps] = WeakVariablesDict()

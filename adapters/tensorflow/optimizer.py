@@ -42,24 +42,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: Any of these; it is changed, and keeps its state.
-        name: Accepted as in Horovod, without effect.
         use_locking: Accepted as in Horovod, without effect.
-        device_dense: Accepted as in Horovod, without effect.
-        device_sparse: Accepted as in Horovod, without effect.
-        compression: How dense gradients travel.
-        sparse_as_dense: Exchange ``tf.IndexedSlices`` as dense gradients.
         backward_passes_per_step: Steps whose gradients add up before an exchange; Keras only.
-        op: Average or Sum.
-        gradient_predivide_factor: With Average, the part of the division that happens before
-            the sum.
-        average_aggregated_gradients: Average the gradients of several steps instead of adding
-            them up.
-        num_groups: Accepted as in Horovod; buckets do what groups are for.
-        groups: Accepted as in Horovod; buckets do what groups are for.
-        process_set: The ranks that take part.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
-        schedule: Decides what is exchanged and when, one of ``hvd.Schedule``; local steps need
-            Keras.
+        schedule: As for `hvdlite.keras.DistributedOptimizer`, like all other arguments; local
+            steps need Keras.
 
     Returns:
         The optimizer.

@@ -72,16 +72,14 @@ class DistributedGradientTape(tf.GradientTape):
 
     Args:
         gradtape: The tape that records; persistent or not.
-        device_dense: Accepted as in Horovod, without effect.
-        device_sparse: Accepted as in Horovod, without effect.
+        device_dense, device_sparse: Accepted as in Horovod, without effect.
         compression: How dense gradients travel.
         sparse_as_dense: Exchange ``tf.IndexedSlices`` as dense gradients, instead of
             gathering the slices of all ranks.
         op: Average or Sum.
         gradient_predivide_factor: With Average, the part of the division that happens
             before the sum.
-        num_groups: Accepted as in Horovod; buckets do what groups are for.
-        groups: Accepted as in Horovod; buckets do what groups are for.
+        num_groups, groups: Accepted as in Horovod; buckets do what groups are for.
         process_set: The ranks that take part. The gradients of any other rank stay its own, as in
             Horovod, and so do its variables with a schedule.
         scale_local_gradients: Divide the gradients of local sources by the number of ranks,

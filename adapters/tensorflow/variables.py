@@ -74,17 +74,17 @@ def _shape(name: str, variable: Any) -> tuple[int, ...]:
 
 
 class WeakVariablesDict(dict[tuple[Any, ...], _Value]):
-    """Values for lists of variables, by keys that contain the variables' identities.
+    """Values for lists of variables, each of which is dropped with the first of its variables."""
 
-    A value is dropped with the first of its variables.
-    """
-
-    def keep(self, key: tuple[Any, ...], value: _Value, variables: Sequence[Any]) -> None:
-        """Add a value until the first of the variables is gone."""
-        self[key] = value
-        itself = weakref.ref(self)  # what belongs to one optimizer goes with that
-        for variable in variables:
-            weakref.finalize(variable, _drop, itself, key)
+    def of(self, variables: Sequence[Any], make: Callable[[], _Value], *more: Any) -> _Value:
+        """Return the value for these variables, and more, which is made if there is none."""
+        key = (*map(id, variables), *more)
+        if key not in self:
+            self[key] = make()
+            itself = weakref.ref(self)  # what belongs to one optimizer goes with that
+            for variable in variables:
+                weakref.finalize(variable, _drop, itself, key)
+        return self[key]
 
 
 def _drop(reference: weakref.ref[WeakVariablesDict[Any]], key: tuple[Any, ...]) -> None:
@@ -122,11 +122,11 @@ class ReplicaChecks:
         # In a graph for a session, no function could read them.
         if not variables or not tf.compat.v1.executing_eagerly_outside_functions():
             return None
-        key = (id(process_set), *map(id, variables))
-        if key not in self._checks:
-            check = ReplicaCheck(self._describer(sources, inner), _REMEDY, self._uncompared)
-            self._checks.keep(key, check, variables)
-        return self._checks[key]
+
+        def make() -> ReplicaCheck:
+            return ReplicaCheck(self._describer(sources, inner), _REMEDY, self._uncompared)
+
+        return self._checks.of(variables, make, id(process_set))
 
     def _describer(
         self, sources: Sequence[Any], inner: Sequence[Any]

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from hvdlite.elastic import HostUpdate, ObjectState, State
 from hvdlite.keras import _elastic
+from hvdlite.keras._callbacks import complete
 from hvdlite.tensorflow.elastic import TensorFlowKerasState, run
 
 __all__ = [
@@ -21,14 +22,10 @@ __all__ = [
 
 KerasState = TensorFlowKerasState
 
-
-class CommitStateCallback(_elastic.CommitState, tf.keras.callbacks.Callback):
-    __doc__ = _elastic.CommitState.__doc__
-
-
-class UpdateBatchStateCallback(_elastic.UpdateBatchState, tf.keras.callbacks.Callback):
-    __doc__ = _elastic.UpdateBatchState.__doc__
-
-
-class UpdateEpochStateCallback(_elastic.UpdateEpochState, tf.keras.callbacks.Callback):
-    __doc__ = _elastic.UpdateEpochState.__doc__
+CommitStateCallback = complete(_elastic.CommitStateCallback, tf.keras.callbacks.Callback, __name__)
+UpdateBatchStateCallback = complete(
+    _elastic.UpdateBatchStateCallback, tf.keras.callbacks.Callback, __name__
+)
+UpdateEpochStateCallback = complete(
+    _elastic.UpdateEpochStateCallback, tf.keras.callbacks.Callback, __name__
+)
