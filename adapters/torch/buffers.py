@@ -42,6 +42,7 @@ Copies = list[tuple[slice, torch.Tensor]]
 
 _layout = operator.attrgetter("layout")
 _version = operator.attrgetter("_version")
+_number = operator.itemgetter(0)
 _STRIDED = {torch.strided}
 
 
@@ -51,8 +52,8 @@ class GradientBuffers:
     Args:
         parameters: whose gradients they are.
         memory: of the device on which all lie; None: host memory.
-        is_sparse: whether a gradient is exchanged as a sparse one, and not in a bucket.
-        name: of a parameter, by its number.
+        sparse_as_dense: whether sparse gradients are exchanged as dense ones, in buckets.
+        names: of the parameters.
 
     Attributes:
         large: for each parameter, whether its gradient is copied alone, by `bring_large`.
@@ -63,13 +64,13 @@ class GradientBuffers:
         self,
         parameters: Sequence[torch.Tensor],
         memory: CudaMemory | None,
-        is_sparse: Callable[[torch.Tensor], bool],
-        name: Callable[[int], str],
+        sparse_as_dense: bool,
+        names: Sequence[str],
     ) -> None:
         self._parameters = parameters
         self._memory = memory
-        self._is_sparse = is_sparse
-        self._name = name
+        self._sparse_as_dense = sparse_as_dense
+        self._names = names
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
         # On a device the cache does not matter, and the number of kernels does.
         self.large = [memory is None and size >= _LARGE for size in sizes]
@@ -136,7 +137,9 @@ class GradientBuffers:
 
     def _densify(self, gradients: dict[int, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Set sparse gradients aside, or make them dense; return slots and what to copy there."""
-        self.sparse.update({n: each for n, each in gradients.items() if self._is_sparse(each)})
+        if not self._sparse_as_dense:
+            found = {n: each for n, each in gradients.items() if each.layout is torch.sparse_coo}
+            self.sparse.update(found)
         dense = {}
         for number, gradient in gradients.items():
             if self._has_slot(number):
@@ -146,18 +149,9 @@ class GradientBuffers:
                 dense[number] = gradient if is_dense else gradient.to_dense()
         return [self._slots[number] for number in dense], [*dense.values()]
 
-    def update_densified(self, gradients: Sequence[Any]) -> dict[int, int]:
-        """Return how many axes were sparse of gradients that were made dense, by number."""
-        self._densified = {
-            number: axes
-            for number, axes in self._densified.items()
-            if gradients[number] is None or gradients[number].layout is torch.sparse_coo
-        }
-        return self._densified
-
     def describe_missing(self, numbers: Sequence[int]) -> str:
         """Return the message about gradients that have been computed and are not there."""
-        names = ", ".join(repr(self._name(number)) for number in numbers)
+        names = ", ".join(repr(self._names[number]) for number in numbers)
         return (
             f"the gradient of {names} was computed, but has become None before it could "
             "be averaged, perhaps in another hook; set gradients to None after step() or "
@@ -196,27 +190,34 @@ class GradientBuffers:
         if number in self._swapped:
             return []
         slot = self._slots[number].reshape(-1)
-        parts = self._read(number) if number in self._lent else [slice(None)]
-        return [(part, slot[part]) for part in parts]
+        if number not in self._lent:
+            return [(slice(None), slot)]
+        return [(part, slot[part]) for part in self._read(number)]
 
-    def find_unfit(self, gradients: Sequence[Any], numbers: Iterable[int]) -> list[int]:
-        """Return the parameters without a dense gradient that an average can be written to."""
-        found = [gradients[number] for number in numbers]
-        if type(None) not in set(map(type, found)) and _all_strided(found):
-            return []
-        return [
-            number
-            for number, gradient in zip(numbers, found, strict=True)
-            if gradient is None or gradient.layout is not torch.strided
-        ]
-
-    def hand_over(self, gradients: Sequence[Any], numbers: Sequence[int]) -> None:
+    def hand_over(self, gradients: list[Any], numbers: Sequence[int]) -> None:
         """Let the parameters' gradients be their averages, once the exchange has ended.
 
         Args:
-            gradients: dense tensors, by number.
+            gradients: of all parameters; those that averages cannot be written to are replaced.
             numbers: of those that have an average.
         """
+        if self._densified:
+            self._densified = {
+                number: axes
+                for number, axes in self._densified.items()
+                if gradients[number] is None or gradients[number].layout is torch.sparse_coo
+            }
+        found = [gradients[number] for number in numbers]
+        if type(None) in {*map(type, found)} or not {*map(_layout, found)} <= _STRIDED:
+            for number in numbers:
+                if gradients[number] is None or gradients[number].layout is not torch.strided:
+                    parameter = self._parameters[number]
+                    gradients[number] = parameter.grad = torch.empty_like(parameter)
+        self._write_averages(gradients, numbers)
+        for number in self._densified.keys() & numbers:  # SparseAdam takes no others
+            self._parameters[number].grad = gradients[number].to_sparse(self._densified[number])
+
+    def _write_averages(self, gradients: Sequence[Any], numbers: Sequence[int]) -> None:
         if any(self.large):
             swapped = {n for n in numbers if self.large[n] and self._may_swap(n, gradients[n])}
             for number in sorted(swapped):
@@ -339,10 +340,6 @@ def _become(gradient: torch.Tensor, average: torch.Tensor) -> None:
     torch.autograd.graph.increment_version(gradient)
 
 
-def _all_strided(tensors: Sequence[torch.Tensor]) -> bool:
-    return {*map(_layout, tensors)} <= _STRIDED
-
-
 class ChangeDetector:
     """Find gradients that are changed between their hook and the step.
 
@@ -400,27 +397,25 @@ class ChangeDetector:
         Returns:
             Their numbers; those on a device in a later step, when the device has compared them.
         """
-        changed = [n for n in self._others(gradients) if self._differs(n, gradients[n], copies(n))]
+        changed = []
+        now = [gradients[number] for number in self._taken]
+        versions = [*map(_version, self._taken.values())]
+        # All at once: nearly always they are the same, among hundreds.
+        same = all(map(operator.is_, now, self._taken.values()))
+        if not same or versions != [*self._versions.values()]:
+            changed = [
+                number
+                for number, taken in sorted(self._taken.items(), key=_number)
+                if (gradients[number] is not taken or taken._version != self._versions[number])
+                and self._differs(number, gradients[number], copies(number))
+            ]
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
-        for number in self._suspects(len(gradients)):
+        count = len(gradients)
+        for number in range(count) if self.compares_all else {*self._samples, self.steps % count}:
             copied = copies(number) if number in self._taken else None
             if copied is not None and self._has_changed(number, copied):
                 changed.append(number)
-        return self._found_on_device() + changed
-
-    def _others(self, gradients: Sequence[Any]) -> list[int]:
-        """Return those that are another tensor, or of another version, than when taken."""
-        now = [gradients[number] for number in self._taken]
-        versions = [*map(_version, self._taken.values())]
-        # All at once: nearly always there are none, among hundreds.
-        same = all(map(operator.is_, now, self._taken.values()))
-        if same and versions == [*self._versions.values()]:
-            return []
-        return sorted(
-            number
-            for number, taken in self._taken.items()
-            if gradients[number] is not taken or taken._version != self._versions[number]
-        )
+        return self._found_on_device() + changed if self._comparisons else changed
 
     def _differs(self, number: int, gradient: Any, copied: Copies | None) -> bool:
         """Return whether a gradient of another version is another gradient.
@@ -432,10 +427,6 @@ class ChangeDetector:
             return True
         replaced = gradient is not self._taken[number]
         return replaced or self._has_changed(number, copied, whole=True)
-
-    def _suspects(self, count: int) -> Iterable[int]:
-        """Return those whose values are compared in this step."""
-        return range(count) if self.compares_all else {*self._samples, self.steps % count}
 
     def _has_changed(self, number: int, copied: Copies, whole: bool = False) -> bool:
         gradient, sample = self._taken[number], self._samples.get(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _MAX_MISSES = 3
 # With fewer gradients than this a bucket has no C hooks: they would not pay.
 _FEWEST = 4
+
+_gradient_of = attrgetter("grad")
 
 # The hook of each parameter, which belongs to the optimizer that was wrapped last.
 _hooks = WeakTensorKeyDictionary()
@@ -117,18 +120,12 @@ class GradientHooks:
     ) -> None:
         self._label = next_label("DistributedOptimizer", reducer.process_set)
         # References back are weak, so that all is freed at once with the optimizer.
-        owner: Reducer = weakref.proxy(reducer)
-        names, members = reducer.names, list(parameters)
-        self._reducer = owner
-        self.parameters = members
+        self._reducer: Reducer = weakref.proxy(reducer)
+        self.parameters = members = list(parameters)
+        self._names = names = [reducer.names[parameter] for parameter in members]
         self._properties = properties_of(members)
         self._memory = memory
-        self._buffers = GradientBuffers(
-            members,
-            memory,
-            lambda gradient: owner.is_sparse(gradient),
-            lambda number: names[members[number]],
-        )
+        self._buffers = GradientBuffers(members, memory, reducer.sparse_as_dense, names)
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
         self._changes = ChangeDetector(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -189,8 +186,6 @@ class GradientHooks:
 
     def _set_c_hooks(self, arrivals: BucketArrivals, chosen: list[int]) -> None:
         """Give some members of a bucket C hooks, and the others Python hooks."""
-        if chosen is arrivals.c_hooks:
-            return
         before, arrivals.c_hooks = arrivals.c_hooks, chosen
         for number in {*before} ^ {*chosen}:
             if _hooks.get(self.parameters[number]) is self._handles[number]:  # not another's now
@@ -230,13 +225,13 @@ class GradientHooks:
     def _on_gradient(self, number: int) -> None:
         """Process a gradient that a backward pass has computed."""
         reducer = self._reducer
-        reducer.synchronized = False
+        reducer.averaged = False
         passes = self._passes[number] = self._passes[number] + 1
         if passes == reducer.passes_per_step:
             if timeline.current is None:
                 self._take(number)
             else:
-                with timeline.span("step", timeline.HOOK, tensor=self._name(number)):
+                with timeline.span("step", timeline.HOOK, tensor=self._names[number]):
                     self._take(number)
             if self.repeated:
                 raise RuntimeError(self.repeated[0])
@@ -246,12 +241,9 @@ class GradientHooks:
     def _too_often(self, number: int) -> str:
         passes = self._reducer.passes_per_step
         return (
-            f"the gradient of {self._name(number)!r} was computed more than {passes} times before "
+            f"the gradient of {self._names[number]!r} was computed more than {passes} times before "
             "step() or synchronize(); raise backward_passes_per_step to add up gradients"
         )
-
-    def _name(self, number: int) -> str:
-        return self._reducer.names[self.parameters[number]]
 
     def _open_step(self) -> None:
         self._reducer.reconnect()
@@ -269,7 +261,7 @@ class GradientHooks:
         if gradient is None:
             raise RuntimeError(self._buffers.describe_missing([number]))
         if self._memory is not None:
-            self._memory.check_not_capturing(f"the gradient of {self._name(number)!r}")
+            self._memory.check_not_capturing(f"the gradient of {self._names[number]!r}")
         if not self._is_open:
             self._open_step()
         if self._is_converted:
@@ -311,7 +303,8 @@ class GradientHooks:
             if self._memory is not None:
                 self._memory.join(arrivals.streams)
                 self.exchange.buckets.all[index].order_writes()
-            unseen += self._take_unseen(arrivals)
+            if arrivals.unseen:
+                unseen += self._take_unseen(arrivals)
             small += [number for number in arrivals.seen if not self._buffers.large[number]]
         if small or unseen:
             gradients = self._buffers.copy(unseen + small)
@@ -347,18 +340,26 @@ class GradientHooks:
         """Send the gradients that no hook has sent.
 
         Returns:
-            The names of gradients that were changed after their hook.
+            Messages about gradients that arrived too often, or were changed after their hook.
         """
         if not self._is_open:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
-        self._gradients = [parameter.grad for parameter in self.parameters]
+        self._gradients = [*map(_gradient_of, self.parameters)]
         if self._is_converted:
             return []
         for index, arrivals in enumerate(self._arrivals):
             if arrivals.absent or arrivals.seen:
                 self._send_incomplete(index)
         changed = self._changes.find(self._gradients, self._buffers.copies)
-        return [self._name(number) for number in changed]
+        if not changed:
+            return self.repeated
+        return [
+            *self.repeated,
+            f"the gradient of {self._names[changed[0]]!r} was changed after backward(), while it "
+            "was being exchanged, and the change would be lost; call optimizer.synchronize() "
+            "before you clip, unscale or otherwise change gradients, and step() inside "
+            "optimizer.skip_synchronize()",
+        ]
 
     def _send_incomplete(self, index: int) -> None:
         """Send the gradients of a bucket of which some are missing."""
@@ -393,13 +394,7 @@ class GradientHooks:
         if self.exchange.sparse_axes or self.exchange.sparse_parameters:
             averaged = [n for n in dense if n not in self.exchange.sparse_parameters]
             self._reduce_sparse(gradients, dense)
-        sparse = self._buffers.update_densified(gradients)
-        for number in self._buffers.find_unfit(gradients, averaged):
-            parameter = self.parameters[number]
-            gradients[number] = parameter.grad = torch.empty_like(parameter)
         self._buffers.hand_over(gradients, averaged)
-        for number in sparse.keys() & averaged:  # SparseAdam takes no others
-            self.parameters[number].grad = gradients[number].to_sparse(sparse[number])
 
     @uninterrupted
     def _reduce_sparse(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
@@ -413,7 +408,7 @@ class GradientHooks:
         reduce_sparse_gradients(
             [
                 SparseGradient(
-                    f"{self._label}: {self._name(number)!r}",
+                    f"{self._label}: {self._names[number]!r}",
                     self.parameters[number],
                     gradients[number],
                     sparse_axes.get(number),
@@ -436,9 +431,12 @@ class GradientHooks:
     def _begin_step(self) -> None:
         allowed = self._allows_c_hooks()
         for arrivals in self._arrivals:
-            self._set_c_hooks(arrivals, arrivals.choose_c_hooks() if allowed else [])
+            chosen = arrivals.choose_c_hooks() if allowed else []
+            if chosen != arrivals.c_hooks:
+                self._set_c_hooks(arrivals, chosen)
             arrivals.begin_step()
-        self.count_anew()
+        self._passes = [0] * len(self.parameters)
+        self._is_open = False
         self._changes.begin_step()
         self._buffers.begin_step()
         self._complete = 0  # the number of buckets that have all their gradients

@@ -320,7 +320,7 @@ class _Distributed(Wrapped):
             self._prepare_step(batch_size)
 
     def _end_scaled_step(self) -> None:
-        self._reducer.synchronized = False
+        self._reducer.averaged = False
 
 
 class _Scheduled(Scheduled, _Distributed):
@@ -374,7 +374,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @untraced
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # Also without a new gradient here, the next step is exchanged: another rank may have one.
-    optimizer._reducer.synchronized = False
+    optimizer._reducer.averaged = False
 
 
 @untraced

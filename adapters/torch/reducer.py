@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -26,26 +27,11 @@ from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.hooks import GradientHooks
 from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor, to_array
 
+_in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
 _REMEDY = (
     "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
     "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
 )
-
-
-class _Finishing(NamedTuple):
-    """The progress of `Reducer.finish`.
-
-    Attributes:
-        left: the hooks whose exchange has not ended the step yet.
-        changed: the names of gradients that were changed after they had been copied.
-        repeated: messages about gradients that arrived too often.
-        errors: of the exchanges that have ended.
-    """
-
-    left: list[GradientHooks]
-    changed: list[str]
-    repeated: list[str]
-    errors: list[Exception]
 
 
 class Reducer:
@@ -63,6 +49,8 @@ class Reducer:
         process_set: as given.
         names: as given; parameters that come later are added.
         passes_per_step: as given.
+        sparse_as_dense: as given.
+        averaged: whether the gradients that `finish` wrote are the last.
     """
 
     def __init__(
@@ -79,14 +67,17 @@ class Reducer:
         self._strategy = strategy
         self._reduction = reduction
         self._state = StrategyState()
-        self._sparse_as_dense = sparse_as_dense
+        self.sparse_as_dense = sparse_as_dense
         self.passes_per_step = passes_per_step
-        self._synchronized = False
+        self.averaged = False
         self._engine = runtime.engine(process_set)
         self._reconnecting = threading.Lock()
         self._hooks: list[GradientHooks] = []  # a list for each device and each `attach`
         self._optimizer: Callable[[], torch.optim.Optimizer | None] | None = None
-        self._finishing: _Finishing | None = None
+        # While `finish` is not done: the hooks whose exchange has not ended yet, and its errors.
+        self._unfinished: list[GradientHooks] | None = None
+        self._errors: list[Exception] = []
+        self._complaints: list[str] = []  # about gradients, once all exchanges have ended
         self._attached: set[int] = set()  # by id; the hooks keep them alive
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -123,21 +114,17 @@ class Reducer:
             hooks.remove()
         self._hooks.clear()
         self._attached.clear()
-        self._synchronized = False
+        self.averaged = False
 
     @property
     def in_flight(self) -> bool:
         """Return whether gradients have arrived for which `finish` has not been called."""
-        return self._finishing is not None or any(hooks.in_flight for hooks in self._hooks)
+        return self._unfinished is not None or any(map(_in_flight, self._hooks))
 
     @property
     def synchronized(self) -> bool:
         """Return whether the gradients are averages: `finish` was the last to write them."""
-        return self._synchronized and not self.in_flight
-
-    @synchronized.setter
-    def synchronized(self, value: bool) -> None:
-        self._synchronized = value
+        return self.averaged and not self.in_flight
 
     def finish(self, samples: int | None = None) -> None:
         """Exchange the remaining gradients, and write the averages into the parameters' ``grad``.
@@ -158,36 +145,29 @@ class Reducer:
     @resumable
     def _finish(self, samples: int | None) -> None:
         self.reconnect()
-        if self._finishing is None:
-            for hooks in self._hooks:  # so that the next line has nothing to wait for
+        if self._unfinished is None:
+            for hooks in self._hooks:  # so that `collect` has nothing to wait for
                 hooks.exchange.wait_for_order()
-            changed = [name for hooks in self._hooks for name in hooks.collect()]
-            repeated = [message for hooks in self._hooks for message in hooks.repeated]
-            self._finishing = _Finishing([*self._hooks], changed, repeated, [])
-        left, changed, repeated, errors = self._finishing
-        while left:  # to the last, whatever becomes of one
+            self._errors, self._complaints = [], []
+            for hooks in self._hooks:
+                self._complaints += hooks.collect()
+            self._unfinished = [*self._hooks]
+        while self._unfinished:  # to the last, whatever becomes of one
             try:
-                left[0].finish(samples)
+                self._unfinished[0].finish(samples)
             except Exception as error:
-                errors.append(error)
-            del left[0]
-        self._finishing = None
-        if errors:
-            raise errors[0]
-        if any(hooks.exchange.converted for hooks in self._hooks):
+                self._errors.append(error)
+            del self._unfinished[0]
+        self._unfinished = None
+        if self._errors:
+            raise self._errors[0]
+        if any(map(_is_converted, self._hooks)):
             self._attach_anew()
             self._finish(samples)
             return
-        if repeated:
-            raise RuntimeError(repeated[0])
-        if changed:
-            raise RuntimeError(
-                f"the gradient of {changed[0]!r} was changed after backward(), while it was being "
-                "exchanged, and the change would be lost; call optimizer.synchronize() before "
-                "you clip, unscale or otherwise change gradients, and step() inside "
-                "optimizer.skip_synchronize()"
-            )
-        self.synchronized = True
+        if self._complaints:
+            raise RuntimeError(self._complaints[0])
+        self.averaged = True
 
     def _attach_anew(self) -> None:
         """Make the exchanges anew, after ``model.double()`` for example."""
@@ -202,7 +182,7 @@ class Reducer:
 
     def count_anew(self) -> None:
         """Reset the counts of backward passes."""
-        self.synchronized = False
+        self.averaged = False
         for hooks in self._hooks:
             hooks.count_anew()
 
@@ -215,8 +195,8 @@ class Reducer:
     def restart(self) -> None:
         """Forget the gradients of a step that was given up, and move to the current world."""
         self._engine = runtime.engine(self.process_set)
-        self._synchronized = False
-        self._finishing = None
+        self.averaged = False
+        self._unfinished = None
         for hooks in self._hooks:
             hooks.restart()
 
@@ -272,10 +252,6 @@ class Reducer:
         """Give all ranks the average of their states of the compression; collective."""
         name = runtime.engine(self.process_set).unnamed("consolidate_exchange_state")
         gradients.consolidate(self._state, name, self.process_set)
-
-    def is_sparse(self, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient is exchanged as a sparse one, and not in a bucket."""
-        return gradient.layout is torch.sparse_coo and not self._sparse_as_dense
 
     def compare_replicas(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the ranks compare an optimizer and its weights; call it before `attach`."""
