@@ -70,7 +70,7 @@ class Simulation:
         self.calls: list[list[str]] = [[] for _ in range(size)]
         self.transports = [SimulatedTransport(self, rank) for rank in range(size)]
         self._timeout = timeout
-        self._meetings: dict[int, dict[int, tuple[str, Any]]] = {}  # those not complete, by number
+        self._incomplete: dict[int, dict[int, tuple[str, Any]]] = {}  # by number
         self._held: set[int] = set()
         self._gone: set[int] = set()
         self._interrupted: dict[int, dict[int, tuple[str, Any]]] = {}  # by rank
@@ -94,16 +94,16 @@ class Simulation:
         Raises:
             HorovodInternalError: a rank has not arrived in time, or entered another collective.
         """
-        meeting = self._interrupted.pop(rank, None) or self._arrive(rank, call, given)
+        entered = self._interrupted.pop(rank, None) or self._arrive(rank, call, given)
         try:
-            self._wait(meeting, call, on_wait)
+            self._wait(entered, call, on_wait)
         except Interrupted:
-            self._interrupted[rank] = meeting
+            self._interrupted[rank] = entered
             raise
-        calls = {rank: meeting[rank][0] for rank in range(self.size)}
+        calls = {rank: entered[rank][0] for rank in range(self.size)}
         if len(set(calls.values())) > 1:
             raise HorovodInternalError(f"the ranks entered different collectives: {calls}")
-        return [meeting[rank][1] for rank in range(self.size)]
+        return [entered[rank][1] for rank in range(self.size)]
 
     def leave(self, rank: int) -> None:
         """Mark a rank as ended, for those that wait for it in `Transport.meet`."""
@@ -122,32 +122,32 @@ class Simulation:
     def missing(self, rank: int) -> list[int]:
         """Return the ranks that are missing in the collective that a rank has entered last."""
         with self._changed:
-            here = self._meetings.get(len(self.calls[rank]) - 1)
+            here = self._incomplete.get(len(self.calls[rank]) - 1)
             return [other for other in range(self.size) if here is not None and other not in here]
 
     def _arrive(self, rank: int, call: str, given: Any) -> dict[int, tuple[str, Any]]:
         with self._changed:
             self._changed.wait_for(lambda: rank not in self._held)
-            meeting = self._meetings.setdefault(len(self.calls[rank]), {})
+            entered = self._incomplete.setdefault(len(self.calls[rank]), {})
             self.calls[rank].append(call)
-            meeting[rank] = call, given
-            if len(meeting) == self.size:
-                del self._meetings[len(self.calls[rank]) - 1]
+            entered[rank] = call, given
+            if len(entered) == self.size:
+                del self._incomplete[len(self.calls[rank]) - 1]
             self._changed.notify_all()
-        return meeting
+        return entered
 
-    def _wait(self, meeting: dict[int, Any], call: str, on_wait: OnWait | None) -> None:
+    def _wait(self, entered: dict[int, Any], call: str, on_wait: OnWait | None) -> None:
         start = time.monotonic()
-        while on_wait is not None and len(meeting) < self.size:
-            for rank in self._gone - set(meeting):
+        while on_wait is not None and len(entered) < self.size:
+            for rank in self._gone - set(entered):
                 raise HorovodInternalError(
                     f"rank {rank} has ended while this rank waits for it; see what ended it"
                 )
             on_wait(time.monotonic() - start)
             time.sleep(_POLL_SECONDS)
         with self._changed:
-            if not self._changed.wait_for(lambda: len(meeting) == self.size, self._timeout):
-                missing = sorted(set(range(self.size)) - set(meeting))
+            if not self._changed.wait_for(lambda: len(entered) == self.size, self._timeout):
+                missing = sorted(set(range(self.size)) - set(entered))
                 raise HorovodInternalError(
                     f"no sign of ranks {missing} in {call} for {self._timeout} s"
                 )

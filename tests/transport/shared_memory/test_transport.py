@@ -369,7 +369,7 @@ class TestMovement:
                 assert sums[1].tolist() == [20.0 + 2 * step] * 5
 
 
-class TestCargo:
+class TestDataWithDigests:
     """Data that come with the digests need not be written again."""
 
     @pytest.mark.parametrize("size", [2, 3, 4])
