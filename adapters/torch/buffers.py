@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 # its average without a copy. The smaller ones are copied together, each way: that takes a third of
 # the time of one by one.
 _LARGE = 2**16
-# Bytes from which on a gradient that is copied gives up its own memory at once for that of its
-# copy: the C library returns such large pieces to the system anyhow. That of others is kept until
-# the gradients are zeroed, when it would be freed without an exchange, too: freed in another order,
-# the heap would be trimmed, and every step would fault it in again, page by page, which takes
-# longer than a copy; and memory that is free for a moment may go back from a virtual machine to its
-# host.
-_HUGE = 2**25
 
 _NOTHING = slice(0, 0)
 
@@ -74,12 +67,14 @@ class GradientBuffers:
         sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
         # On a device the cache does not matter, and the number of kernels does.
         self.large = [memory is None and size >= _LARGE for size in sizes]
-        self._allows_zero_copy, self._huge = (
-            [size >= limit for size in sizes] for limit in (LEAST_ZERO_COPY, _HUGE)
-        )
+        self._allows_zero_copy = [size >= LEAST_ZERO_COPY for size in sizes]
         # The number of sparse axes of gradients that were sparse and are exchanged as dense ones.
         self._densified: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []  # the own memory of gradients that are averages now
+        # The own memory of gradients that are averages now, until they are zeroed, when it would be
+        # freed without an exchange, too: freed in another order, the heap would be trimmed, and
+        # every step would fault it in again, page by page, which takes longer than a copy; and
+        # memory that is free for a moment may go back from a virtual machine to its host.
+        self._kept: list[torch.Tensor] = []
         # The address of the average that a gradient became last: its memory, which numpy made.
         self._average_at: dict[int, int] = {}
         # The gradients that were exchanged last without a copy, in memory that torch had made
@@ -108,7 +103,6 @@ class GradientBuffers:
         """Forget the gradients of the last step."""
         self.sparse: dict[int, torch.Tensor] = {}
         self._lent: set[int] = set()
-        self._swapped: set[int] = set()
 
     def release(self) -> None:
         """Release the old memory of gradients so that autograd can reuse it."""
@@ -158,37 +152,24 @@ class GradientBuffers:
             "synchronize() only"
         )
 
-    def bring_large(self, number: int, gives_up: bool) -> bool:
+    def bring_large(self, number: int) -> bool:
         """Bring a large gradient into its bucket: all of it, or what other ranks read.
 
-        Args:
-            number: the parameter's.
-            gives_up: whether its copy may become the gradient itself.
-
         Returns:
-            Whether there is no separate copy of it, or of a part.
+            Whether a part has no copy.
         """
         gradient: Any = self._parameters[number].grad
         self._zero_copy_of_torch.discard(number)
         if self._may_lend(number, gradient):
             self._send_zero_copy(number, gradient)
             return True
-        (gradient,) = self.copy([number])
-        swaps = gives_up and self._huge[number] and self._has_slot(number)
-        if not (swaps and self._may_swap(number, gradient)):
-            return False
-        # Its old memory is free for the gradients to come: fewer pages are touched, and less memory
-        # is needed at a time.
-        gradient.data = self._slots[number]
-        self._swapped.add(number)
-        return True
+        self.copy([number])
+        return False
 
     def copies(self, number: int) -> Copies | None:
         """Return the copies of a gradient of this step, if it has a slot."""
         if not self._has_slot(number):
             return None
-        if number in self._swapped:
-            return []
         slot = self._slots[number].reshape(-1)
         if number not in self._lent:
             return [(slice(None), slot)]
@@ -234,17 +215,6 @@ class GradientBuffers:
         ]
         with torch.no_grad():
             torch._foreach_copy_([gradients[number] for number in numbers], averages)
-        if any(self._huge):
-            # The memory of a slot that others view is theirs now, with the average in it.
-            self._renew(n for n in numbers if self._huge[n] and self._is_slot(n, gradients[n]))
-
-    def _renew(self, numbers: Iterable[int]) -> None:
-        """Give later gradients of some parameters other slots."""
-        buckets = self._exchange.buckets
-        for index in {buckets.index_of(number) for number in numbers}:
-            buckets.renew_slots(index)
-            for number in buckets.plan[index]:
-                self._slots[number] = self._tensor(buckets.slot(number))
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
@@ -266,20 +236,13 @@ class GradientBuffers:
         if not self._is_plain(gradient) or _use_count is None:
             return False
         storage = gradient.untyped_storage()
-        is_slot = self._is_slot(number, gradient)  # which `_slots` views, too
-        if _use_count(storage._cdata) - is_slot > _ALONE or storage.nbytes() != gradient.nbytes:
+        if _use_count(storage._cdata) > _ALONE or storage.nbytes() != gradient.nbytes:
             return False
-        is_ours = (
-            is_slot
-            or number in self._zero_copy_of_torch
-            or gradient.data_ptr() == self._average_at.get(number)
+        is_ours = number in self._zero_copy_of_torch or gradient.data_ptr() == self._average_at.get(
+            number
         )
         # What is not resizable was made by somebody else, numpy for example.
         return is_ours or (storage.resizable() and not storage.is_shared())
-
-    def _is_slot(self, number: int, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient lies in its slot, having given up its own memory."""
-        return gradient.data_ptr() == self._slots[number].data_ptr()
 
     def _is_plain(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient's elements lie on the host, one after the other."""

@@ -268,8 +268,7 @@ class GradientHooks:
             return
         index = self._bucket_of[number]
         if self._buffers.large[number]:
-            copied = not self._buffers.bring_large(number, not self._changes.compares_all)
-            if not copied:
+            if self._buffers.bring_large(number):
                 self._changes.sample(number, gradient)
         elif self._changes.steps == 0:
             if self._memory is not None:

@@ -130,12 +130,8 @@ class Bucket:
         self.absent: Collection[int] = ()
         self.zero_copy: dict[int, Any] = {}
         self.unsent: Any = None
-        self.renew_send()
+        self.send: Any = empty(self.bounds[-1], parameters[0].dtype)
         self.renew()
-
-    def renew_send(self) -> None:
-        """Allocate a new send array; its users may keep the old one."""
-        self.send: Any = self._empty(self.bounds[-1], self.parameters[0].dtype)
 
     def renew(self) -> None:
         """Allocate a new result array; its users may keep the old one."""

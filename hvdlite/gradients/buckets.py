@@ -146,10 +146,6 @@ class GradientBuckets:
         """Return the bucket of a parameter, and its position there."""
         return self._places[number]
 
-    def index_of(self, number: int) -> int:
-        """Return the position in ``plan`` of a parameter's bucket."""
-        return self.all.index(self._places[number][0])
-
     def slot(self, number: int) -> Any:
         """Return the array into which a gradient is to be copied, in the parameter's shape.
 
@@ -215,12 +211,6 @@ class GradientBuckets:
         bucket, position = self._places[number]
         if part.size:
             bucket.arrays.zero_copy[bucket.arrays.bounds[position] + first] = part
-
-    def renew_slots(self, index: int) -> None:
-        """Replace the send array of a bucket, between steps: the old memory is the caller's."""
-        arrays = self.all[index].arrays
-        self.lane.release(arrays.send)
-        arrays.renew_send()
 
     def start_bucket(
         self,
