@@ -290,8 +290,8 @@ class LocalSteps:
                 entries.append(_Entry(described, moment.array, moment.write))
         exchange = self._connect([entry.parameter for entry in entries], strategy, _AVERAGE)
         _run(exchange, lambda number: entries[number].array)
-        for number, entry in enumerate(entries):
-            entry.write(exchange.result_slot(number))
+        slots = map(exchange.result_slot, range(len(entries)))
+        _write([partial(entry.write, slot) for entry, slot in zip(entries, slots, strict=True)])
 
     def _outer_step(self, numbers: Sequence[int], weights: Weights) -> None:
         parameters = [self.parameters[number] for number in numbers]
@@ -310,9 +310,12 @@ class LocalSteps:
             # Undo the buckets that did arrive, too: the next exchange includes all changes.
             self._state.load_state_dict(before)
             raise
-        for position, number in enumerate(numbers):
+
+        def step(position: int) -> None:
             result = exchange.result_slot(position)
-            weights.write(number, self._outer.step(parameters[position].name, result))
+            weights.write(numbers[position], self._outer.step(parameters[position].name, result))
+
+        _write([partial(step, position) for position in range(len(numbers))])
 
     def _check_finite(self, exchange: GradientBuckets, parameters: Sequence[Parameter]) -> None:
         """Raise on all ranks for values that would stay in the outer momentum for ever."""
@@ -369,6 +372,20 @@ def _start(exchange: GradientBuckets, value: Callable[[int], Any], errors: list[
             errors.append(error)
             return index
     return len(exchange.plan)
+
+
+def _write(writes: Sequence[Callable[[], None]]) -> None:
+    """Replace weights; a signal's handler finds all replaced, or none."""
+    try:
+        _write_all(writes)
+    finally:
+        leave()
+
+
+@uninterrupted
+def _write_all(writes: Sequence[Callable[[], None]]) -> None:
+    for write in writes:
+        write()
 
 
 class _StepAgreement(Operation):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -90,6 +91,40 @@ def test_of_other_types_and_alike_to_the_bit_after_an_exchange(size, dtype, sche
         assert kept == {"float32"}
     tolerance = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}[dtype]
     assert_close(replica, expected[hvd.rank()], tolerance)
+
+
+class Interrupting(ArrayWeights):
+    """Weights during whose first replacement a signal arrives."""
+
+    def write(self, number, array):
+        super().write(number, array)
+        if number == 0:
+            signal.raise_signal(signal.SIGUSR2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("schedule", [Schedule.LocalSGD(1), Schedule.DiLoCo(1)], ids=repr)
+def test_a_handler_that_raises_finds_all_weights_replaced(schedule):
+    def stop(number, frame):
+        raise InterruptedError
+
+    steps, replica = make(schedule), Replica()
+    hvd.shutdown()
+    previous = signal.signal(signal.SIGUSR2, stop)
+    hvd.init()
+    weights = Interrupting(replica, tuple(SHAPES))
+    try:
+        steps.begin(weights)
+        replica.step(hvd.rank(), 0)
+        with pytest.raises(InterruptedError):
+            steps.end(weights)
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    assert same_everywhere(replica.weights)
+    train(steps, replica, 1)
+    other = make(schedule, label="undisturbed"), Replica()
+    train(*other, 2)
+    assert bits(replica.weights) == bits(other[1].weights)
 
 
 @SEVERAL
