@@ -10,7 +10,7 @@ from typing import Any
 from hvdlite import world
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.engine.control import Barrier
+from hvdlite.engine.operation import Barrier
 from hvdlite.world import World
 
 

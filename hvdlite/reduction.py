@@ -146,7 +146,7 @@ class Scaling:
         if dtype.kind in "iub":
             return self._scale_integers(values).astype(dtype)
         if accumulator(dtype) != dtype:
-            return self._scale_halves(values)
+            return self._scale_float16(values)
         self.write(values, values)
         return values
 
@@ -170,7 +170,7 @@ class Scaling:
         else:
             np.divide(values, dtype.type(self.divisor), out=out)
 
-    def _scale_halves(self, values: Any) -> Any:
+    def _scale_float16(self, values: Any) -> Any:
         flat, result = values.reshape(-1), np.empty(values.size, values.dtype)
         for piece in float16.pieces(flat.size):
             wide = float16.widen(flat[piece], float16.scratch(piece.stop - piece.start))

@@ -64,8 +64,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The process set, which collectives take from now on.
 
     Raises:
-        ValueError: it is registered, another one has the same ranks, or it names a rank that
-            does not exist, none, or what is no rank.
+        ValueError: it is registered, another set has the same ranks, it is empty, or it
+            names something that is not an existing rank.
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     added = _as_process_set(process_set)
@@ -183,7 +183,7 @@ def shutdown() -> None:
             rank,
             limit,
         )
-    # Else communication has failed before, and whoever waited for it knows.
+    # Otherwise communication failed earlier, and its waiters have got the error.
     timeline.stop()
 
 
@@ -216,7 +216,7 @@ def stop_timeline() -> None:
 
 
 def note_lost_world(rank: int, size: int) -> None:
-    """Have an exception that ends this rank end the job, although there is no world any more.
+    """Let an exception that ends this rank end the job even after its world has failed.
 
     Does nothing where there is one.
 

@@ -90,8 +90,8 @@ class Settings:
     #: Exchange buckets during the backward pass: "1", "0", or "auto": if a rank has a core to spare
     #: for it or waits for a network.
     overlap: str = field(default="auto", metadata={"parse": _overlap, "allowed": "0, 1 or auto"})
-    #: Milliseconds that a lane's thread lets submissions come together before it turns to them,
-    #: if nobody waits for them meanwhile.
+    #: Milliseconds that a lane's thread waits for further submissions before it runs them, unless
+    #: a thread waits for one of them.
     cycle_time: float = field(
         default=1.0,
         metadata=_number(float, "a number of milliseconds, 0 to 1000", lambda ms: 0 <= ms <= 1000),
@@ -150,8 +150,8 @@ class Settings:
     )
 
 
-# Settings with which ranks that differ in them would run different collectives, or would wait for
-# ever.
+# Settings that must be equal on all ranks: otherwise ranks would run different collectives, or wait
+# forever.
 _SAME_EVERYWHERE = (
     "shared_memory",
     "force_local_size",

@@ -382,10 +382,10 @@ class TestMistakes:
         check(made, 2)
 
 
-class TestLending:
+class TestZeroCopy:
     @ALL
     @pytest.mark.parametrize("threshold", [0, 80])
-    def test_the_exchange_reads_what_is_lent_where_it_lies(self, threshold):
+    def test_the_exchange_reads_zero_copy_parts_in_place(self, threshold):
         hvd.init()
         made = exchange("model", model(dtypes=DTYPES), threshold=threshold)
         for step in range(3):

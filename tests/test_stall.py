@@ -1,4 +1,4 @@
-"""Ranks that wait are told for whom, and no wait is without an end."""
+"""Waiting ranks report which ranks are missing, and every wait ends."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ import hvdlite as hvd
 from hvdlite import runtime
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
-from hvdlite.engine.control import Barrier
+from hvdlite.engine.operation import Barrier
 from hvdlite.gradients import GradientExchange
 from tests.harness import ranks
 
@@ -57,7 +57,7 @@ def test_ranks_that_wait_in_different_operations_are_named(monkeypatch):
 
 @ranks(2, fresh=True, env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.3"})
 def test_gradients_that_are_missing_are_named(monkeypatch):
-    """Nobody knows what bucket 0 is."""
+    """Messages name the parameters: users do not know which ones bucket 0 holds."""
     hvd.init()
     hvd.barrier()
     messages = collect_warnings(monkeypatch)

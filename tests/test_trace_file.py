@@ -1,4 +1,4 @@
-"""The file of a timeline: whole at all times, whoever writes to it and however that ends."""
+"""The trace file stays valid JSON, whichever process writes to it and however it ends."""
 
 from __future__ import annotations
 

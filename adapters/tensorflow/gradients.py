@@ -337,8 +337,8 @@ class _BucketExchange:
             self._start(own)
         finally:
             leave()
-        # All buckets have started before the first is waited for. One that nobody waits for would
-        # be in the way of the next step.
+        # All buckets start before the first wait. A bucket without a waiter would block the next
+        # step.
         return together(self._finish())
 
     @uninterrupted  # a step is sent whole, or not at all

@@ -25,7 +25,7 @@ from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks
 
 _LABEL = "DistributedGradientTape"
-# Of all tapes, which are made anew for every step.
+# Shared by all tapes, because each step makes a new tape.
 _checks = ReplicaChecks()
 _FORGOTTEN = (
     "the step before has not ended, so ranks would train apart; with a schedule, call "

@@ -21,8 +21,8 @@ _LARGE = 2**16
 
 _NOTHING = slice(0, 0)
 
-# The first steps, in which all gradients are compared with their copies: a program that changes
-# them unseen mostly does so from the beginning. Later that would cost time, and they take turns.
+# The number of first steps in which all gradients are compared with their copies: a program that
+# changes them unnoticed mostly does so from the start. Later they are compared in turn.
 _STEPS_COMPARED = 3
 # The number of elements that are compared then: scaling and clipping change them everywhere.
 _SAMPLE = 2**12
@@ -40,7 +40,7 @@ _STRIDED = {torch.strided}
 
 
 class GradientBuffers:
-    """The slots of gradients and the places of their averages.
+    """The slots of gradients, and the arrays of their averages.
 
     Args:
         parameters: whose gradients they are.
@@ -102,7 +102,7 @@ class GradientBuffers:
     def begin_step(self) -> None:
         """Forget the gradients of the last step."""
         self.sparse: dict[int, torch.Tensor] = {}
-        self._lent: set[int] = set()
+        self._zero_copied: set[int] = set()
 
     def release(self) -> None:
         """Release the old memory of gradients so that autograd can reuse it."""
@@ -160,7 +160,7 @@ class GradientBuffers:
         """
         gradient: Any = self._parameters[number].grad
         self._zero_copy_of_torch.discard(number)
-        if self._may_lend(number, gradient):
+        if self._can_skip_copy(number, gradient):
             self._send_zero_copy(number, gradient)
             return True
         self.copy([number])
@@ -171,7 +171,7 @@ class GradientBuffers:
         if not self._has_slot(number):
             return None
         slot = self._slots[number].reshape(-1)
-        if number not in self._lent:
+        if number not in self._zero_copied:
             return [(slice(None), slot)]
         return [(part, slot[part]) for part in self._read(number)]
 
@@ -241,7 +241,7 @@ class GradientBuffers:
         is_ours = number in self._zero_copy_of_torch or gradient.data_ptr() == self._average_at.get(
             number
         )
-        # What is not resizable was made by somebody else, numpy for example.
+        # Storage that is not resizable was allocated elsewhere, by numpy for example.
         return is_ours or (storage.resizable() and not storage.is_shared())
 
     def _is_plain(self, gradient: torch.Tensor) -> bool:
@@ -254,7 +254,7 @@ class GradientBuffers:
             and not gradient.requires_grad
         )
 
-    def _may_lend(self, number: int, gradient: torch.Tensor) -> bool:
+    def _can_skip_copy(self, number: int, gradient: torch.Tensor) -> bool:
         """Return whether a part of a gradient needs no copy, as no other rank reads it."""
         return (
             self._zero_copy_ranges[number] != _NOTHING
@@ -274,7 +274,7 @@ class GradientBuffers:
             slot[part].copy_(flat[part])
         zero_copy = self._zero_copy_ranges[number]
         self._exchange.buckets.set_zero_copy(number, zero_copy.start, to_array(flat[zero_copy]))
-        self._lent.add(number)
+        self._zero_copied.add(number)
 
     def _read(self, number: int) -> list[slice]:
         """Return the parts of a flat gradient that other ranks read."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hvdlite.torch.device_memory import CudaMemory
     from hvdlite.torch.reducer import Reducer
 
-# Steps in which a bucket's C hooks did not do, after which it has none any more.
+# After this many steps in which its C hooks did not suffice, a bucket uses Python hooks only.
 _MAX_MISSES = 3
 # With fewer gradients than this a bucket has no C hooks: they would not pay.
 _FEWEST = 4
@@ -33,7 +33,7 @@ _gradient_of = attrgetter("grad")
 _hooks = WeakTensorKeyDictionary()
 
 
-class BucketArrivals:
+class BucketHooks:
     """The gradients of one bucket that have arrived in the current step, and their hooks.
 
     At first each gradient has a Python hook. After a step in which all have arrived, the small ones
@@ -129,7 +129,7 @@ class GradientHooks:
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
         self._changes = ChangeDetector(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._arrivals: list[BucketArrivals] = []
+        self._bucket_hooks: list[BucketHooks] = []
         self._python_hooks = [self._make_hook(number) for number in range(len(parameters))]
         self._handles = [self._register(*pair) for pair in enumerate(self._python_hooks)]
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -157,7 +157,7 @@ class GradientHooks:
     @property
     def in_flight(self) -> bool:
         """Return whether gradients have arrived for which `finish` has not been called."""
-        return self.exchange.in_flight or any(each.has_begun for each in self._arrivals)
+        return self.exchange.in_flight or any(each.has_begun for each in self._bucket_hooks)
 
     # Registration
 
@@ -165,10 +165,10 @@ class GradientHooks:
         self._buffers.connect(self.exchange)
         plan = self.exchange.buckets.plan
         self._bucket_of = {n: index for index, members in enumerate(plan) for n in members}
-        for arrivals in self._arrivals:
-            self._set_c_hooks(arrivals, [])
-        self._arrivals = [
-            BucketArrivals(members, [n for n in members if not self._buffers.large[n]])
+        for bucket_hooks in self._bucket_hooks:
+            self._set_c_hooks(bucket_hooks, [])
+        self._bucket_hooks = [
+            BucketHooks(members, [n for n in members if not self._buffers.large[n]])
             for members in plan
         ]
 
@@ -184,12 +184,14 @@ class GradientHooks:
             parameter.requires_grad_(False)
         return _hooks[parameter]
 
-    def _set_c_hooks(self, arrivals: BucketArrivals, chosen: list[int]) -> None:
+    def _set_c_hooks(self, bucket_hooks: BucketHooks, chosen: list[int]) -> None:
         """Give some members of a bucket C hooks, and the others Python hooks."""
-        before, arrivals.c_hooks = arrivals.c_hooks, chosen
+        before, bucket_hooks.c_hooks = bucket_hooks.c_hooks, chosen
         for number in {*before} ^ {*chosen}:
             if _hooks.get(self.parameters[number]) is self._handles[number]:  # not another's now
-                hook = arrivals.unseen.append if number in chosen else self._python_hooks[number]
+                hook = (
+                    bucket_hooks.unseen.append if number in chosen else self._python_hooks[number]
+                )
                 self._handles[number] = self._register(number, hook)
 
     def _allows_c_hooks(self) -> bool:
@@ -278,14 +280,14 @@ class GradientHooks:
         if self._changes.steps == 0:  # its exact order is recorded
             self._mark([number])
             return
-        arrivals = self._arrivals[index]
+        bucket_hooks = self._bucket_hooks[index]
         if self._memory is not None:
-            arrivals.streams.add(self._memory.stream())
-        if arrivals.record(number):
+            bucket_hooks.streams.add(self._memory.stream())
+        if bucket_hooks.record(number):
             self._complete += 1
             if self.exchange.buckets.overlaps:
                 self._send([index])
-            elif self._complete == len(self._arrivals):
+            elif self._complete == len(self._bucket_hooks):
                 # No bucket leaves before: all at once disturbs the backward pass least.
                 self._send(range(self._complete))
 
@@ -294,43 +296,45 @@ class GradientHooks:
 
         Buckets that have been sent in this step are left out.
         """
-        indices = [index for index in indices if self._arrivals[index].has_begun]
+        indices = [index for index in indices if self._bucket_hooks[index].has_begun]
         small: list[int] = []
         unseen: list[int] = []
         for index in indices:
-            arrivals = self._arrivals[index]
+            bucket_hooks = self._bucket_hooks[index]
             if self._memory is not None:
-                self._memory.join(arrivals.streams)
+                self._memory.join(bucket_hooks.streams)
                 self.exchange.buckets.all[index].order_writes()
-            if arrivals.unseen:
-                unseen += self._take_unseen(arrivals)
-            small += [number for number in arrivals.seen if not self._buffers.large[number]]
+            if bucket_hooks.unseen:
+                unseen += self._take_unseen(bucket_hooks)
+            small += [number for number in bucket_hooks.seen if not self._buffers.large[number]]
         if small or unseen:
             gradients = self._buffers.copy(unseen + small)
             self._changes.take(unseen, gradients)
         for index in indices:
-            arrivals = self._arrivals[index]
-            if arrivals.absent or self._buffers.sparse or self.exchange.learns_order:
-                self._mark([*arrivals.seen, *(n for n in unseen if self._bucket_of[n] == index)])
+            bucket_hooks = self._bucket_hooks[index]
+            if bucket_hooks.absent or self._buffers.sparse or self.exchange.learns_order:
+                self._mark(
+                    [*bucket_hooks.seen, *(n for n in unseen if self._bucket_of[n] == index)]
+                )
             else:
                 self.exchange.mark_bucket(index)
-            arrivals.seen = []
+            bucket_hooks.seen = []
 
     def _mark(self, numbers: Sequence[int]) -> None:
         found = self._buffers.sparse
         sparse = {n: found[n].sparse_dim() for n in numbers if n in found}
         self.exchange.mark(*(n for n in numbers if n not in sparse), sparse=sparse)
 
-    def _take_unseen(self, arrivals: BucketArrivals) -> list[int]:
+    def _take_unseen(self, bucket_hooks: BucketHooks) -> list[int]:
         """Return the members whose C hooks were called; each has been once, or too often."""
-        count, numbers = len(arrivals.unseen), arrivals.c_hooks
-        if not count == len(numbers) == len(set(map(id, arrivals.unseen))):
-            arrived = [self._numbers[id(parameter)] for parameter in arrivals.unseen]
+        count, numbers = len(bucket_hooks.unseen), bucket_hooks.c_hooks
+        if not count == len(numbers) == len(set(map(id, bucket_hooks.unseen))):
+            arrived = [self._numbers[id(parameter)] for parameter in bucket_hooks.unseen]
             numbers = list(dict.fromkeys(arrived))
             if len(numbers) < count:
                 self.repeated += [self._too_often(n) for n in numbers if arrived.count(n) > 1]
-        arrivals.unseen.clear()
-        arrivals.absent -= len(numbers)
+        bucket_hooks.unseen.clear()
+        bucket_hooks.absent -= len(numbers)
         return numbers
 
     # The end of a step
@@ -346,8 +350,8 @@ class GradientHooks:
         self._gradients = [*map(_gradient_of, self.parameters)]
         if self._is_converted:
             return []
-        for index, arrivals in enumerate(self._arrivals):
-            if arrivals.absent or arrivals.seen:
+        for index, bucket_hooks in enumerate(self._bucket_hooks):
+            if bucket_hooks.absent or bucket_hooks.seen:
                 self._send_incomplete(index)
         changed = self._changes.find(self._gradients, self._buffers.copies)
         if not changed:
@@ -362,13 +366,13 @@ class GradientHooks:
 
     def _send_incomplete(self, index: int) -> None:
         """Send the gradients of a bucket of which some are missing."""
-        arrivals = self._arrivals[index]
-        unseen = {self._numbers[id(parameter)] for parameter in arrivals.unseen}
-        for number in arrivals.members:
+        bucket_hooks = self._bucket_hooks[index]
+        unseen = {self._numbers[id(parameter)] for parameter in bucket_hooks.unseen}
+        for number in bucket_hooks.members:
             taken = number in unseen or number in self._changes
             if not taken and self.parameters[number].grad is not None:
                 self._take(number)  # accumulation was cut short
-        if arrivals.has_begun:
+        if bucket_hooks.has_begun:
             self._send([index])
 
     def finish(self, samples: int | None = None) -> None:
@@ -424,16 +428,16 @@ class GradientHooks:
         self._is_open = False
         self._buffers.release()
         if not self._allows_c_hooks():
-            for arrivals in self._arrivals:
-                self._set_c_hooks(arrivals, [])
+            for bucket_hooks in self._bucket_hooks:
+                self._set_c_hooks(bucket_hooks, [])
 
     def _begin_step(self) -> None:
         allowed = self._allows_c_hooks()
-        for arrivals in self._arrivals:
-            chosen = arrivals.choose_c_hooks() if allowed else []
-            if chosen != arrivals.c_hooks:
-                self._set_c_hooks(arrivals, chosen)
-            arrivals.begin_step()
+        for bucket_hooks in self._bucket_hooks:
+            chosen = bucket_hooks.choose_c_hooks() if allowed else []
+            if chosen != bucket_hooks.c_hooks:
+                self._set_c_hooks(bucket_hooks, chosen)
+            bucket_hooks.begin_step()
         self._passes = [0] * len(self.parameters)
         self._is_open = False
         self._changes.begin_step()

@@ -74,14 +74,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     With a closure, every evaluation is exchanged, and the loss that ``step`` gets is that of all
     ranks, averaged (or summed, with op=Sum) as the gradients are. So optimizers that decide by
-    the loss, such as `torch.optim.LBFGS`, decide alike on all ranks. The loss keeps its type: a
+    the loss, such as `torch.optim.LBFGS`, decide the same on all ranks. The loss keeps its type: a
     number, or a tensor of one element; anything else stays this rank's own. Ranks that evaluate
     their closures a different number of times, because of different options for example, get an
     error. With a schedule of local steps, and with Adasum, ranks decide by their own losses.
 
-    Ranks whose batches differ in size tell it, in every step: ``optimizer.step(batch_size=n)``,
-    or ``optimizer.synchronize(batch_size=n)``. Each rank's gradient, which is the average over its
-    batch, then counts as much as it has samples, and the result is the gradient of all samples.
+    If batches differ in size between ranks, pass the size in every step, on all ranks:
+    ``optimizer.step(batch_size=n)`` or ``optimizer.synchronize(batch_size=n)``. Each rank's
+    gradient, the average over its batch, is then weighted by its number of samples, and the result
+    is the gradient of all samples.
 
     With the second exchange of gradients the ranks compare their weights, and the class and the
     options of their optimizers (``HVDLITE_CHECK_RANKS=error``, ``warn`` or ``off``): a forgotten
@@ -373,7 +374,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @untraced
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # Also without a new gradient here, the next step is exchanged: another rank may have one.
+    # Exchange the next step even without a new gradient here: another rank may have one.
     optimizer._reducer.averaged = False
 
 

@@ -49,7 +49,7 @@ class PersistentAllreduce:
     ) -> None:
         self.operation = operation
         self._arguments = arguments
-        # Weakly, or memory of an engine that has been shut down would wait for the collector.
+        # Weak, so that a closed engine's memory is freed before the garbage collector runs.
         weak_cache, itself, name = weakref.ref(cache), weakref.ref(self), operation.name
         self._tensor = weakref.ref(tensor, lambda _: _remove(weak_cache(), name, itself()))
         self._address, self._shape, self._dtype = tensor.data_ptr(), tensor.shape, tensor.dtype
@@ -98,7 +98,7 @@ def allreduce_in_place(
 
     handle = engine.submit("allreduce", name, describe, begin)
     operation, out = made
-    # A warning that comes with the argument `average` comes every time.
+    # With `average`, every call must issue the deprecation warning, so it is not cached.
     if name and average is None and tensor.is_cpu and out is not None:
         cache = engine.persistent
         cache.put(name, PersistentAllreduce(operation, tensor, arguments, cache))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from hvdlite.collectives.allgather import allgather, allgather_async, describe_allgather
 from hvdlite.collectives.allreduce import allreduce, allreduce_async, describe_allreduce
 from hvdlite.collectives.alltoall import alltoall, alltoall_async, describe_alltoall
-from hvdlite.collectives.barrier import agree_on, barrier, join
+from hvdlite.collectives.barrier import agree_on, barrier
 from hvdlite.collectives.broadcast import (
     broadcast,
     broadcast_async,
@@ -27,6 +27,7 @@ from hvdlite.collectives.groups import (
     grouped_reducescatter,
     grouped_reducescatter_async,
 )
+from hvdlite.collectives.join import join
 from hvdlite.collectives.objects import allgather_object, broadcast_object
 from hvdlite.collectives.reducescatter import (
     describe_reducescatter,

@@ -14,7 +14,7 @@ from hvdlite import runtime
 from hvdlite.arrays import as_array, as_bytes, flat
 from hvdlite.engine import Handle, Operation, Signature
 from hvdlite.engine.device import DeviceArray, DeviceOperation
-from hvdlite.engine.overlap import Extent, extents_of
+from hvdlite.engine.memory import Extent, extents_of
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
@@ -85,7 +85,7 @@ class Allgather(Operation):
     Args:
         name: Name of the operation.
         array: Array of at least one axis; all but the first are the same on all ranks.
-        label: What messages call the operation.
+        label: Kind of the operation, in messages.
         with_rows: Whether the result is a pair of the whole and each rank's number of rows.
         failure: Why this rank has no array.
     """

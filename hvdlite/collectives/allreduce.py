@@ -21,7 +21,7 @@ from hvdlite.compression import (
 )
 from hvdlite.engine import Handle, Operation, Signature
 from hvdlite.engine.device import DeviceArray, DeviceOperation
-from hvdlite.engine.overlap import Extent, extents_of
+from hvdlite.engine.memory import Extent, extents_of
 from hvdlite.errors import GradientError
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
@@ -114,7 +114,7 @@ def describe_allreduce(
     out: Any = None,
     average: bool | None = None,
 ) -> Operation:
-    """Make the operation that `allreduce` submits, which describes the arguments.
+    """Check the arguments of `allreduce`, and return its operation.
 
     Raises:
         ValueError: As `allreduce`, for everything that this rank can tell alone.

@@ -14,7 +14,7 @@ from hvdlite import runtime, timeline
 from hvdlite.arrays import as_array, as_bytes, cut, flat
 from hvdlite.engine import Handle, Operation, Signature
 from hvdlite.engine.device import DeviceArray, DeviceOperation
-from hvdlite.engine.overlap import Extent, extents_of
+from hvdlite.engine.memory import Extent, extents_of
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport

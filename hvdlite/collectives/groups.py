@@ -15,7 +15,7 @@ from hvdlite.compression import Compression, Strategy
 from hvdlite.engine import Handle, Operation, Signature
 from hvdlite.engine.device import DeviceMemory, DeviceOperation
 from hvdlite.engine.fusion import fuse
-from hvdlite.engine.overlap import Extent
+from hvdlite.engine.memory import Extent
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
@@ -189,7 +189,7 @@ def describe_group(
     """Make one operation of several.
 
     Args:
-        label: What messages call the operation.
+        label: Kind of the operation, in messages.
         name: Name of the operation; its members are called ``name.0``, ``name.1`` and so on.
         items: One for each member.
         describe: Makes a member of an item and the member's name.

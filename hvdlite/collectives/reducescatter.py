@@ -14,7 +14,7 @@ from hvdlite.collectives.allreduce import out_of_range
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Handle, Operation, Signature
 from hvdlite.engine.device import DeviceArray, DeviceOperation
-from hvdlite.engine.overlap import Extent, extents_of
+from hvdlite.engine.memory import Extent, extents_of
 from hvdlite.errors import GradientError, UnsupportedError
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers

@@ -26,7 +26,7 @@ class Strategy(ABC):
 
     #: Whether gradients are exchanged unchanged: all of them, in their own dtype.
     is_identity: ClassVar[bool] = False
-    #: Whether it works on device arrays, too; otherwise these are exchanged by way of the host.
+    #: Whether it works on device arrays; otherwise they are exchanged through the host.
     on_device: ClassVar[bool] = False
     #: The reductions that it computes; all others are refused in advance.
     ops: tuple[ReduceOp, ...] = (ReduceOp.AVERAGE, ReduceOp.SUM)
@@ -202,7 +202,7 @@ def exchange_bucket(
     if weight != 1.0 or not strategy.is_identity:
         bucket.complete()
     if weight != 1.0:
-        # Not 0 times the gradients: the average of no samples is not a number.
+        # Zeros rather than 0 * gradients: the average of no samples is NaN.
         bucket.result[...] = bucket.send if weight else 0
         bucket.result[...] = Scaling(weight).apply(bucket.result)
         bucket = bucket.derive(bucket.result, bucket.result)

@@ -65,8 +65,8 @@ class ErrorFeedback(Wrapper):
     a gradient of a parameter, its residuals stay unchanged.
 
     If a gradient is refused (it is not a number, say), the residuals of its bucket stay unchanged.
-    Buckets that were exchanged before in that step have sent their residuals, with gradients of
-    which no optimizer made a step: these are lost, like those gradients. To lose nothing, return
+    Buckets exchanged earlier in that step have already sent their residuals, which are lost
+    together with the gradients of the skipped step. To lose nothing, return
     to a checkpoint, or to a commit of ``hvd.elastic``. If a GradScaler changes the scale of the
     loss, residuals keep the old scale.
 

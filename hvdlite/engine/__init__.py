@@ -31,8 +31,8 @@ _place: ContextVar[str | None] = ContextVar("place", default=None)
 def naming(place: str) -> Iterator[None]:
     """Name unnamed operations by their place in the program while this context lasts.
 
-    For operations that each rank submits in an order of its own, as a graph does. Numbers in the
-    order of submission would pair different operations.
+    Use it for operations that ranks submit in different orders, as graphs do: numbers in the order
+    of submission would pair different operations.
 
     Args:
         place: Name that is unique among the operations in flight, and the same on all ranks.
@@ -116,7 +116,7 @@ class Engine:
     def submit(
         self, kind: str, name: str | None, describe: Callable[[str], Operation], begin: bool = True
     ) -> Handle:
-        """Do what `run` does but wait: return a handle at once.
+        """Submit an operation as `run` does, and return its handle without waiting.
 
         Args:
             kind, name, describe: As in `run`.
@@ -163,7 +163,7 @@ class Engine:
         if timeout is None:
             timeout = self.settings.shutdown_timeout_seconds
         deadline = time.monotonic() + timeout
-        self.begin_close()  # all of them first: others may wait for this rank in any
+        self.begin_close()  # both first: other ranks may wait for this one in either
         lanes = (self.gradients, self.named)
         closed = [lane.close(max(deadline - time.monotonic(), 0.0)) for lane in lanes]
         return all(closed)
@@ -172,9 +172,8 @@ class Engine:
 def _overlap(asked: str, world: World) -> str:
     """Return whether buckets should leave before the backward pass is over.
 
-    Where the ranks fill the cores, the exchange takes the core from the backward pass, and
-    switching between the two comes on top. That is another matter where ranks wait for a
-    network.
+    If the ranks use all cores, the exchange competes with the backward pass, and thread switches
+    add to its cost. Ranks that wait for a network leave their cores free.
     """
     if asked != "auto":
         return asked

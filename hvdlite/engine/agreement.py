@@ -23,7 +23,7 @@ class Description:
     waited: float = 0.0  # seconds since it was submitted
     key: str = ""  # of the operation; empty: its name
     stands_in: bool = False  # whether ranks that have joined can take part in it
-    patient: bool = False  # whether it may wait without limit
+    stall_exempt: bool = False  # whether it may wait without limit
     about: str = ""  # an addition to the name in messages
 
     @property
@@ -130,7 +130,7 @@ def _failure(
         )
     if missing:
         waited = max(entry.waited for entry in entries.values())
-        if waited <= give_up_after or any(entry.patient for entry in entries.values()):
+        if waited <= give_up_after or any(entry.stall_exempt for entry in entries.values()):
             return None
         return (
             f"{name} has waited {waited:.0f} s and is still missing on {ranks_text(missing)}; "
@@ -157,7 +157,7 @@ def _sort_waiting(
     for name, keys in by_name.items():
         if len(keys) == len(tables):
             decision.clashing.append(keys)
-        elif not any(tables[rank][key].patient for rank, key in keys.items()):
+        elif not any(tables[rank][key].stall_exempt for rank, key in keys.items()):
             for key in dict.fromkeys(keys.values()):
                 label = key if name in decision.missing else name
                 decision.missing[label] = waiting[key]

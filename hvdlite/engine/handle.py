@@ -29,7 +29,7 @@ class Handle:
         name: Name of the operation.
 
     Attributes:
-        driver: The lane that can run the operation in the thread of whoever waits for it.
+        driver: The lane, which can run the operation in the waiting thread.
         finished: Whether the operation has ended.
     """
 
@@ -87,7 +87,7 @@ class Handle:
     def _sleep(self) -> None:
         """Wait for the end, for a while.
 
-        By a plain lock, which no exception can leave half taken, as it could a `threading.Event`.
+        Use a plain lock: unlike a `threading.Event`, an exception cannot leave it half acquired.
         """
         ended = self._lock()
         # Either `finish` has seen the lock, or the operation has ended before this:

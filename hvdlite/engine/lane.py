@@ -2,8 +2,8 @@
 
 Collectives of one communicator must be issued in the same order on all ranks, while ranks
 submit them in any order, from any thread. So a lane works in rounds (`rounds.py`), in which
-the ranks agree on the next operations. The thread that drives the rounds is the lane's own, or
-that of whoever waits for an operation.
+the ranks agree on the next operations. Either the lane's own thread
+drives the rounds, or a thread that waits for an operation.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hvdlite.interrupts import Interrupted, deferred, is_due, leave, uninterrupt
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
-# While operations are submitted at shorter intervals the lane's thread stays out of the way, for so
-# many cycles at most: two threads that take turns with the GIL take twice as long.
+# The lane's thread waits, for at most this many cycles, while operations are submitted at shorter
+# intervals: two threads that compete for the GIL take twice as long.
 _BURST_SECONDS, _MAX_BURST_CYCLES = 1e-4, 10
 # How often an idle lane checks the work that its device has not finished.
 _WATCH_SECONDS = 0.1
@@ -62,7 +62,7 @@ class Lane:
             settings,
             self._queue.describe,
             transport.absent,
-            self._queue.is_patient,
+            self._queue.is_stall_exempt,
             lambda: self._rounds.waiting,
         )
         self._rounds = Rounds(name, self._queue, transport, self._devices, self._stall, settings)
@@ -94,7 +94,7 @@ class Lane:
 
         Args:
             operation: Operation to run; one that has ended may be submitted again.
-            begin: Whether the lane's thread turns to it; else it may stay until somebody waits.
+            begin: Whether the lane's thread runs it; otherwise it may stay until a thread waits.
 
         Raises:
             ValueError: An operation of this name is still in flight.
@@ -182,7 +182,7 @@ class Lane:
 
     @uninterrupted
     def take_over(self) -> None:
-        """Let the lane's thread turn to operations for which nobody may wait any more."""
+        """Have the lane's thread run the pending operations, which may have lost their waiter."""
         with self._lock:
             if self._queue:
                 self._announce()
@@ -263,7 +263,7 @@ class Lane:
                 return
 
     def _sleep(self) -> None:
-        """Wait until there is something to do, or to watch."""
+        """Sleep until there is an operation to run or device work to check."""
         self._watching = bool(self._devices.under_way)
         while not self._is_wanted():
             self._sleeping = True
@@ -285,7 +285,7 @@ class Lane:
         return self._rounds.closed or not self._has_work()
 
     def _break(self, error: BaseException) -> None:
-        # Before anybody here can react; where even this fails there is no way to tell.
+        # First tell the other ranks; if this fails too, there is no other channel.
         with contextlib.suppress(Exception):
             self._transport.leave()
         reason = _describe_error(error)

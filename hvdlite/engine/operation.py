@@ -6,13 +6,13 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
 from hvdlite import timeline
 from hvdlite.engine.handle import Handle
-from hvdlite.engine.overlap import Extent
+from hvdlite.engine.memory import Extent
 from hvdlite.transport import Transport
 
 # A program submits the same names step after step.
@@ -53,8 +53,8 @@ class Operation(ABC):
         name: Name, the same on all ranks; together with the kind, which the signature begins with,
             it says which submissions belong together.
         signature: Properties that must be equal on all ranks.
-        payload: Data that may differ and that every rank needs of every other: the number of rows
-            to gather, the gradients that are present.
+        payload: Data that may differ between ranks and that all ranks need: the number of rows to
+            gather, the gradients that are present.
         failure: Why this rank cannot take part. The operation then fails on all ranks, instead of
             leaving the others waiting.
 
@@ -67,7 +67,7 @@ class Operation(ABC):
         memory: The device memory of its arrays; None: they are on the host.
         handle: Handle that delivers the result; set at the submission.
         stands_in: Whether ranks that have joined can take part in it, see `stand_in`.
-        patient: Whether it may wait for the other ranks without limit, exempt from stall reports.
+        stall_exempt: Whether it may wait for the other ranks without limit and without a report.
         joins: Whether it says that this rank has joined.
         uses_memory_twice: Whether it may use some memory twice by itself.
     """
@@ -76,7 +76,7 @@ class Operation(ABC):
     memory: Any = None
     nbytes = 0
     stands_in = False
-    patient = False
+    stall_exempt = False
     joins = False
     uses_memory_twice = False
     lane = ""
@@ -180,3 +180,18 @@ def _digest(name: str, payload: bytes, signature: bytes, failed: bool) -> bytes:
     lengths = struct.pack("<QQ?", len(encoded), len(payload), failed)
     content = lengths + encoded + payload + signature
     return hashlib.blake2b(content, digest_size=16).digest()
+
+
+class Barrier(Operation):
+    """A wait for every rank, done by the round in which the ranks agree on it.
+
+    Args:
+        name: Name of the operation.
+        entries: Further entries of the signature, which must be equal on all ranks.
+    """
+
+    def __init__(self, name: str, entries: Iterable[tuple[str, Any]] = ()) -> None:
+        super().__init__(name, Signature((("the operation", "barrier"), *entries)))
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
+        """Do nothing more."""

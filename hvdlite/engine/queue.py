@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 from hvdlite.engine.agreement import Description, Pending
+from hvdlite.engine.memory import MemoryInUse
 from hvdlite.engine.operation import Operation
-from hvdlite.engine.overlap import Overlaps
 from hvdlite.errors import HorovodInternalError
 
 
@@ -34,8 +34,8 @@ class Queue:
         self.closing = False
         self._rank = rank
         self.operations: dict[str, Operation] = {}
-        self._overlaps = Overlaps()
-        # The only operation, if it is not in _overlaps yet.
+        self._memory = MemoryInUse()
+        # The only operation, if it is not in _memory yet.
         self._alone: Operation | None = None
         self._refusal: str | None = None
         self._changes = self._changes_reported = 0
@@ -69,8 +69,8 @@ class Queue:
     def _check_memory(self, operation: Operation) -> None:
         if self._alone is not None:
             first, self._alone = self._alone, None
-            self._overlaps.add(first, first.extents())
-        other = self._overlaps.add(operation, operation.extents())
+            self._memory.add(first, first.extents())
+        other = self._memory.add(operation, operation.extents())
         if other is not None:
             found = f"{operation.name!r} uses the same memory twice"
             if other is not operation:
@@ -83,10 +83,10 @@ class Queue:
 
     def _forget_memory(self, operations: Sequence[Operation]) -> None:
         if not self.operations:
-            self._overlaps.clear()
+            self._memory.clear()
             return
         for operation in operations:
-            self._overlaps.remove(operation, operation.extents())
+            self._memory.remove(operation, operation.extents())
 
     def close(self, reason: str) -> None:
         """Refuse operations for this reason, whatever the reason was before."""
@@ -118,7 +118,7 @@ class Queue:
         with self.lock:
             taken = list(self.operations.values())
             self.operations.clear()
-            self._overlaps.clear()
+            self._memory.clear()
             self._alone = None
         return taken
 
@@ -136,7 +136,7 @@ class Queue:
                     now - operation.submitted,
                     operation.key,
                     operation.stands_in,
-                    operation.patient,
+                    operation.stall_exempt,
                     operation.about,
                 )
                 for operation in self.operations.values()
@@ -155,16 +155,16 @@ class Queue:
         return math.inf if newest is None else time.monotonic() - newest.submitted
 
     def waited(self) -> float:
-        """Return the seconds since the oldest operation that is not patient was submitted."""
+        """Return the seconds since the oldest operation that is not exempt was submitted."""
         with self.lock:
-            pending = [each.submitted for each in self.operations.values() if not each.patient]
+            pending = [each.submitted for each in self.operations.values() if not each.stall_exempt]
         return time.monotonic() - min(pending) if pending else 0.0
 
-    def is_patient(self) -> bool:
+    def is_stall_exempt(self) -> bool:
         """Return whether all pending operations may wait without limit."""
         with self.lock:
             operations = list(self.operations.values())
-        return bool(operations) and all(operation.patient for operation in operations)
+        return bool(operations) and all(operation.stall_exempt for operation in operations)
 
     def describe(self) -> str:
         """Return the names of the first operations."""

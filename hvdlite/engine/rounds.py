@@ -88,7 +88,7 @@ class Rounds:
             if trace is not None and trace.mark_cycles:
                 trace.instant(self._name, timeline.CYCLE_START)
             if self._devices.under_way:
-                self._devices.check()  # before the ranks meet, so that no other one goes on
+                self._devices.check()  # first, so that a failure here stops all ranks
         operations = self._operations
         groups = fuse(operations, self._settings.fusion_threshold)
         digests = [operation.digest for operation in operations] or [_CLOSING_DIGEST]
@@ -141,7 +141,7 @@ class Rounds:
             self._pause()
 
     def _fail_differing(self, key: str) -> None:
-        """Exchange the full signatures, which the digests only stand for, and explain."""
+        """Exchange the full signatures, and fail the operation with their first difference."""
         operation = self._queue.operations.get(key)  # None: this rank has joined
         messages = self._transport.gather(pickle.dumps(operation and operation.signature))
         if operation is not None:
@@ -160,13 +160,13 @@ class Rounds:
             found = {**pickle.loads(message), **found}
         stand_ins = {key: found[key]() for key, operation in own.items() if operation is None}
         for operation in stand_ins.values():
-            operation.handle = Handle(operation.name)  # for which nobody waits
+            operation.handle = Handle(operation.name)  # no thread waits for it
             operation.lane = self._name
             operation.submitted = time.monotonic()
         return stand_ins
 
     def _fail(self, operation: Operation, error: BaseException) -> None:
-        handle = operation.handle  # it may be submitted again as soon as it is removed
+        handle = operation.handle  # read first: once removed, the operation may be resubmitted
         self._next_pause = _FIRST_PAUSE
         self._queue.remove([operation])
         handle.finish(error=error)

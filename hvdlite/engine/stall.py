@@ -21,7 +21,7 @@ class StallInspector:
         settings: Times of the stall report and shutdown.
         describe: Returns a text for what is waited for; called when a report is due.
         absent: Returns the ranks that have not come (None: not known).
-        exempt: Returns whether the wait may take any time, without a report.
+        exempt: Returns whether the wait is exempt from the report and the shutdown.
         resumable: Returns whether the wait may be left, and resumed in another thread.
     """
 
@@ -49,7 +49,7 @@ class StallInspector:
         """Report the wait, or end it, if that is due.
 
         Args:
-            elapsed: Seconds of this wait; less than before: it is another one.
+            elapsed: Seconds of this wait. A smaller value than before means a new wait.
 
         Raises:
             HorovodInternalError: The wait has been abandoned or has lasted too long.

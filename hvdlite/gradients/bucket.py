@@ -39,8 +39,8 @@ class GradientBucket(Operation):
             the same.
         snapshot: of this rank's replica, if the ranks compare them with this exchange.
         pending: the handle of the exchange, once it has been submitted in this step.
-        abandoned: whether nobody waits for the exchange, because another bucket's has failed, or
-            an exception has ended the wait.
+        abandoned: whether the exchange has lost its waiter, because another bucket failed or an
+            exception ended the wait.
         kinds: after the exchange, as in `Metadata`.
         all_arrived: after the exchange, whether all ranks had all gradients, as dense ones.
         weight: after the exchange, the factor of this rank's gradients.

@@ -243,11 +243,11 @@ class GradientBuckets:
                 raise ValueError(
                     f"bucket {index} of {self.label!r} is on its way; call finish_bucket() first"
                 )
-            bucket.settle()  # it belonged to a step that was given up before its end
+            bucket.settle()  # left over from an abandoned step
             bucket.begin_step()
         try:
             for number, gradient in gradients.items():
-                self._copy_or_lend(number, gradient)
+                self._bring_gradient(number, gradient)
             bucket.samples = samples
             if index == 0:
                 self.check = check
@@ -257,8 +257,8 @@ class GradientBuckets:
             bucket.begin_step()
             raise
 
-    def _copy_or_lend(self, number: int, gradient: Any) -> None:
-        """Mark a gradient, copy what other ranks read of it, and the rest unless zero-copy pays."""
+    def _bring_gradient(self, number: int, gradient: Any) -> None:
+        """Mark a gradient and copy it into its slot, without its zero-copy range if it is large."""
         bucket, first = self._places[number]
         arrays = bucket.arrays
         start, stop = arrays.bounds[first], arrays.bounds[first] + gradient.size
@@ -312,12 +312,12 @@ class GradientBuckets:
         finally:
             if bucket.pending.done():
                 bucket.begin_step()
-            # Else a signal's handler has raised: other ranks need the contents of the slots.
+            # Otherwise a signal handler has raised, and other ranks still need the slots.
 
     def result(self, index: int) -> Any:
         """Return the averages of a bucket, flat, in the order of ``plan[index]``.
 
-        The memory is the caller's as long as needed: the next exchange uses another.
+        The caller may keep the array: the next exchange allocates another one.
         """
         return self.all[index].arrays.result
 

@@ -18,9 +18,8 @@ from hvdlite.collectives.objects import BroadcastBytes
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, Handle, Operation
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.engine.control import Barrier
 from hvdlite.engine.device import DeviceMemory
-from hvdlite.engine.operation import Signature
+from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
@@ -55,8 +54,8 @@ class State(Enum):
 class GradientExchange:
     """The averaging of the gradients of a fixed list of parameters, step after step.
 
-    In each step, which `begin` opens, the owner copies every gradient into its slot
-    (``buckets.put``, or in a way of its own, but once) and then calls `mark`. A bucket leaves as
+    `begin` opens a step. The owner then copies each gradient into its slot, once, by
+    ``buckets.put`` or directly, and calls `mark`. A bucket leaves as
     soon as all its gradients are there. `finish` sends the rest, with zeros for gradients that are
     missing here, and waits.
 
@@ -149,8 +148,8 @@ class GradientExchange:
     def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
         """Record that gradients are in their slots, and send the buckets that are complete.
 
-        A marked slot may be read at any time, so a second copy must not even be made:
-        ``buckets.put`` refuses it, other owners have to. If this raises, `finish` still has to end
+        A marked slot may be read at any time and must not be written again. ``buckets.put`` checks
+        this; other owners must check it themselves. If this raises, `finish` still has to end
         the step, since earlier buckets have left.
 
         Args:
@@ -178,8 +177,8 @@ class GradientExchange:
     def mark_converted(self) -> None:
         """Tell the other ranks that the parameters have another dtype or size than before.
 
-        It takes the place of all gradients of a step. After `finish`, which leaves gradients as
-        they are, every rank knows it, and makes a new exchange, which compares the parameters.
+        It replaces all gradients of a step. `finish` then leaves the gradients unchanged, and every
+        rank learns of the conversion and makes a new exchange, which compares the parameters.
         """
         self.mark(sparse=dict.fromkeys(range(self._count), CONVERTED - DENSE))
 
@@ -199,9 +198,9 @@ class GradientExchange:
         Raises:
             HorovodInternalError: the ranks disagree, one's gradient is sparse where another's
                 is dense, or communication failed. The next step begins anew.
-            Interrupted: a signal's handler is to run; this is to be called again.
-            ValueError: a sum is to be weighted, or ``samples`` comes after a step without. The
-                exchange is ended all the same.
+            Interrupted: a signal handler is pending; call this method again.
+            ValueError: ``samples`` with a sum, or after a step without ``samples``. The exchange
+                has ended in this case, too.
         """
         ended = True
         try:
@@ -222,7 +221,7 @@ class GradientExchange:
                 self._end_step()
 
     def wait_for_order(self) -> None:
-        """Wait for what `begin` waits for; unlike there, the wait may be interrupted."""
+        """Wait for the order that `begin` needs; this wait can be interrupted."""
         if self._sent_order is not None:
             with contextlib.suppress(HorovodInternalError):  # `begin` raises it
                 self._sent_order.wait()
@@ -318,7 +317,7 @@ class GradientExchange:
                 while self._launched < len(self.buckets.all):
                     self._launch_next(begin=False)
         finally:
-            for bucket in self.buckets.all:  # to the last, whatever becomes of one
+            for bucket in self.buckets.all:  # all of them, even if one fails
                 try:
                     bucket.wait()
                 except HorovodInternalError as error:
@@ -350,9 +349,9 @@ class GradientExchange:
         return ""
 
     def _take_back(self) -> None:
-        """Let the buckets of the first step, which have left without a weight, leave again.
+        """Send the buckets of the first step again, this time with weights.
 
-        On one rank that may be some buckets, on another none, so all of them leave first.
+        Ranks may have sent different buckets without weights, so first all ranks send all of them.
         """
         try:
             self._complete()
@@ -407,7 +406,7 @@ class GradientExchange:
             by_kind.append(f"{text} on {ranks_text(ranks)}")
         raise MismatchError(
             f"the gradient of {self.buckets.parameters[number].name!r} is "
-            f"{' and '.join(by_kind)}; make the layer alike on all ranks, or wrap the "
+            f"{' and '.join(by_kind)}; set up the layer identically on all ranks, or wrap the "
             "optimizer with sparse_as_dense=True"
         )
 

@@ -1,4 +1,4 @@
-"""The loss that an optimizer decides by, combined over all ranks in the way of its gradients."""
+"""The loss of an optimizer's closure, combined over all ranks as its gradients are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from functools import partial
 
 from hvdlite import runtime
 from hvdlite.engine import Operation
-from hvdlite.engine.control import Barrier
-from hvdlite.engine.operation import Signature
+from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport

@@ -121,8 +121,8 @@ def decode_replicas(payloads: Sequence[bytes], parameters: int) -> list[bytes]:
 def decode(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -> Metadata:
     """Combine the metadata of all ranks; the result is the same on every rank.
 
-    A rank that has joined, whose payload is empty, counts as one that has every gradient that
-    another rank has, of no samples.
+    A joined rank has an empty payload. It counts as a rank with 0 samples that has every gradient
+    that another rank has.
 
     Args:
         payloads: by rank.

@@ -21,7 +21,7 @@ from hvdlite.reduction import (
 #: A prepared function call: the function and its arguments.
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 #: Prepares the reduction of parts into a result, which may be the first or the second of them.
-Reducer = Callable[[Any, Sequence[Any]], list[Call]]
+PreparedReduction = Callable[[Any, Sequence[Any]], list[Call]]
 
 # Elements that stay in a core's own cache from one pass over them to the next.
 _BLOCK = 2**16
@@ -40,7 +40,7 @@ def reduce_into(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Scalin
         op: SUM, MIN, MAX or PRODUCT.
         scaling: applied once, at the end.
     """
-    for function, arguments in reducer(result.dtype, op, scaling)(result, parts):
+    for function, arguments in prepare_reduction(result.dtype, op, scaling)(result, parts):
         function(*arguments)
 
 
@@ -51,7 +51,7 @@ def perform(calls: Sequence[Call]) -> None:
 
 
 @lru_cache  # a program reduces the same way step after step
-def reducer(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
+def prepare_reduction(dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> PreparedReduction:
     """Prepare `reduce_into` for many arrays of a dtype.
 
     Returns:

@@ -39,8 +39,8 @@ def test_joined_ranks_count_as_zeros(size):
         np.testing.assert_allclose(average, expected / size)  # of all ranks
         smallest = hvd.allreduce(own + 1, op=hvd.Min, name=f"min {step}")
         np.testing.assert_array_equal(smallest, np.zeros(5))  # rank 0 has none
-        halves = hvd.allreduce(own, op=hvd.Sum, compression=Compression.fp16, name=f"16 {step}")
-        np.testing.assert_allclose(halves, expected)
+        float16s = hvd.allreduce(own, op=hvd.Sum, compression=Compression.fp16, name=f"16 {step}")
+        np.testing.assert_allclose(float16s, expected)
         group = hvd.grouped_allreduce([own, np.int8([1])], op=hvd.Sum, name=f"group {step}")
         np.testing.assert_array_equal(group[0], expected)
         assert group[1].tolist() == [len(here)]

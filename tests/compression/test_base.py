@@ -75,9 +75,9 @@ def test_a_cast_leaves_what_is_no_wider_float_alone(strategy):
 def test_an_average_stays_in_range_where_its_sum_does_not():
     arrays = [np.full(3, 60000, np.float32)] * 4
     assert exchange(Compression.fp16, arrays, Reduction(Average)).tolist() == [60000.0] * 3
-    halves = [array.astype(np.float16) for array in arrays]
+    float16s = [array.astype(np.float16) for array in arrays]
     for reduction in REDUCTIONS[1:]:
-        assert exchange(Compression.none, halves, reduction).tolist() == [60000.0] * 3
+        assert exchange(Compression.none, float16s, reduction).tolist() == [60000.0] * 3
 
 
 def test_what_is_out_of_range_becomes_infinite_and_nan_stays():

@@ -206,7 +206,7 @@ class TestJoinedRanks:
         return Description("a", digest, b"", failure=failure, stands_in=stands_in)
 
     def joined(self, *descriptions):
-        join = Description("join()", b"join", b"", waited=1e9, key="join.join()", patient=True)
+        join = Description("join()", b"join", b"", waited=1e9, key="join.join()", stall_exempt=True)
         return Pending((*descriptions, join), joined=True)
 
     def test_they_stand_in_where_they_can(self):

@@ -12,9 +12,8 @@ from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.engine import Lane, Operation
-from hvdlite.engine.control import Barrier
 from hvdlite.engine.fusion import fuse
-from hvdlite.engine.operation import Signature
+from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, Sum
 from hvdlite.settings import Settings

@@ -15,8 +15,7 @@ from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.engine import Handle, Lane, Operation
-from hvdlite.engine.control import Barrier
-from hvdlite.engine.operation import Signature
+from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Max, Sum
 from hvdlite.settings import Settings

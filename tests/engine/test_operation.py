@@ -10,7 +10,7 @@ from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.collectives.objects import BroadcastBytes
 from hvdlite.engine import Handle
-from hvdlite.engine.control import Barrier
+from hvdlite.engine.operation import Barrier
 from hvdlite.reduction import Average, Sum
 
 

@@ -243,7 +243,7 @@ class TestBatchSize:
 
     @ranks(2)
     def test_error_feedback_loses_nothing_where_parameters_come_later(self):
-        """Whose first step is none of the others."""
+        """The later parameters have a first step of their own."""
         new_world()
         parameters, optimizer = make(ErrorFeedback(Compression.TopK(0.1)), names=["a"])
         step(parameters, optimizer, 0, batch_size=1)

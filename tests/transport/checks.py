@@ -319,9 +319,9 @@ def several_at_once(transport: Transport) -> None:
             transport.allreduce_all(sends, sends, Sum, Scaling())
             assert [send.tobytes() for send in sends] == [result.tobytes() for result in results]
             agree(transport, b"".join(result.tobytes() for result in results))
-    halves = [np.full(size, 60000, np.float16) for size in sizes]
-    transport.allreduce_all(halves, halves, Sum, Scaling(1.0, transport.size))
-    assert all((array == 60000).all() for array in halves)
+    float16s = [np.full(size, 60000, np.float16) for size in sizes]
+    transport.allreduce_all(float16s, float16s, Sum, Scaling(1.0, transport.size))
+    assert all((array == 60000).all() for array in float16s)
 
 
 EVERYTHING = (

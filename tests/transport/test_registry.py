@@ -130,7 +130,7 @@ class TestFallback:
         [0, 2],
     )
     def test_the_warning_names_the_rank_that_cannot_and_the_reason(self, monkeypatch, guilty):
-        """Not a rank that could, were it not for that one."""
+        """It does not name ranks that could share memory themselves."""
         if mpi.load().COMM_WORLD.rank == guilty:
             monkeypatch.setattr(os, "memfd_create", refuse)
         with warnings_of(monkeypatch) as messages, connected():

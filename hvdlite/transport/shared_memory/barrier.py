@@ -33,9 +33,9 @@ OUTPUTS = 3
 _ARRIVED, _SLEEPS, _GONE = 0, 64, 68
 _HEADER = struct.Struct("<9q")
 _NOTES, _NOTE_BYTES = 4096, _HEADER.size + MAX_DIGESTS * DIGEST_SIZE
-# Not at the beginning of a page, as large arrays nearly do: where a copy goes 4 to 16 bytes further
-# into its page than it comes from, recent AMD processors take three to six times as long (glibc's
-# bug 30994).
+# Away from the start of a page, near which large arrays begin: recent AMD processors take three to
+# six times as long for a copy whose target lies 4 to 16 bytes further into its page than the source
+# (glibc bug 30994).
 _CHUNKS = 32 * 4096 + 2048
 _OUTPUTS = _CHUNKS + COPIES * LARGEST_CHUNK
 _SLOT_BYTES = _OUTPUTS + OUTPUTS * LARGEST_CHUNK
@@ -176,7 +176,7 @@ class Barrier:
     def output(self, number: int, size: int, dtype: np.dtype[Any]) -> Any:
         """Return the buffer in which the ranks reduce for each other, a slice each.
 
-        The ranks number it as they like, all in the same way, and read it until they arrive at the
+        All ranks number the buffers in the same way. They may read one until they arrive at the
         second generation after the one that completed it, or wait for the next.
         """
         return self.slots[0].output(number, size, dtype)
@@ -286,7 +286,7 @@ class Barrier:
                     raise RankGoneError(failure)
 
     def _failure(self, slot: Slot, elapsed: float) -> str | None:
-        """Return why a rank will not arrive; None if nothing is known against it."""
+        """Return why a rank will not arrive; None if it still may."""
         if slot.gone.value:
             return _has_ended(slot)
         if elapsed >= _CHECK_SECONDS and not slot.peer.is_running():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.arrays import slice_bounds
-from hvdlite.transport.reduce import Call, Reducer
+from hvdlite.transport.reduce import Call, PreparedReduction
 from hvdlite.transport.shared_memory.barrier import COPIES, Barrier, Step
 
 
@@ -52,7 +52,7 @@ class ChunkedAllreduce:
         result: Any,
         room: int,
         owners: int,
-        reduce: Reducer,
+        reduce: PreparedReduction,
     ) -> None:
         self._barrier = barrier
         self._rank = rank

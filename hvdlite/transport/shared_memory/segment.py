@@ -171,7 +171,7 @@ class Arena:
                 self._private.add(address)
 
     def _after_fork(self) -> None:
-        """In the child: keep its writes from the parent and the parent's peers; forget all."""
+        """In the child: hide its writes from the parent and the parent's peers, and forget all."""
         self._forked = True
         if not self._close_file.alive:  # nothing of it is shared any more
             return
@@ -228,7 +228,7 @@ class Peer:
         return np.ndarray(size, dtype, self._regions[first], offset - first)
 
     def is_running(self) -> bool:
-        """Return whether the process has not ended; a stopped one has not."""
+        """Return whether the process still exists, running or stopped."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
                 # The state follows the name, which is in parentheses and may have more of them.

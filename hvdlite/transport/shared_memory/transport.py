@@ -16,12 +16,12 @@ from hvdlite.transport.adasum import adasum
 from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport, common_prefix
 from hvdlite.transport.reduce import (
     Call,
-    Reducer,
+    PreparedReduction,
     combine,
     is_integer_mean,
     perform,
+    prepare_reduction,
     reduce_into,
-    reducer,
 )
 from hvdlite.transport.shared_memory import futex
 from hvdlite.transport.shared_memory.barrier import (
@@ -91,7 +91,7 @@ class SharedMemoryTransport(Transport):
         return None if barrier is None else cls(barrier, world.node.rank)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
-        """Compare all ranks' notes; the first chunk of the data lies beside them."""
+        """Compare all ranks' digests; the first chunk of the data travels with them."""
         barrier = self._barrier
         mine = b"".join(digests[:MAX_DIGESTS])
         if barrier.passed == barrier.last:  # else the wait was interrupted, and is resumed
@@ -283,10 +283,10 @@ class SharedMemoryTransport(Transport):
             for rank, (slot, offset) in enumerate(zip(self._barrier.slots, offsets, strict=True))
         ]
 
-    def _reducer(self, dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> Reducer:
+    def _reducer(self, dtype: np.dtype[Any], op: ReduceOp, scaling: Scaling) -> PreparedReduction:
         """Prepare to reduce slices for all, over all nodes."""
         if self._cross is None:
-            return reducer(dtype, op, scaling)
+            return prepare_reduction(dtype, op, scaling)
         return lambda out, parts: [(self._reduce_across, (out, parts, op, scaling))]
 
     def _reduce_across(

@@ -11,8 +11,8 @@ import hvdlite as hvd
 from hvdlite import world
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.engine import operation
+from hvdlite.engine.memory import Extent, MemoryInUse
 from hvdlite.engine.operation import Signature
-from hvdlite.engine.overlap import Extent, Overlaps
 from hvdlite.engine.queue import Queue
 from hvdlite.reduction import Sum
 from tests.harness import ranks
@@ -21,7 +21,7 @@ from tests.harness import ranks
 def test_it_finds_what_a_comparison_with_all_others_finds():
     drawn = random.Random(1)
     pending = {}
-    overlaps = Overlaps()
+    memory = MemoryInUse()
     refused = 0
     for user in range(3000):
         start = drawn.randrange(400)
@@ -32,15 +32,15 @@ def test_it_finds_what_a_comparison_with_all_others_finds():
             for other, each in pending.items()
             if each.start < new.stop and new.start < each.stop and each.writer != new.writer
         }
-        found = overlaps.add(user, [new])
+        found = memory.add(user, [new])
         assert found in clashes if clashes else found is None
         refused += bool(clashes)
         if not clashes:
             pending[user] = new
         for ended in drawn.sample(sorted(pending), min(len(pending), drawn.randrange(2))):
-            overlaps.remove(ended, [pending.pop(ended)])
+            memory.remove(ended, [pending.pop(ended)])
     assert 500 < refused < 2500
-    assert len(overlaps) == len(pending)
+    assert len(memory) == len(pending)
 
 
 def test_what_has_ended_is_forgotten_although_something_stays():
@@ -56,7 +56,7 @@ def test_what_has_ended_is_forgotten_although_something_stays():
         queue.remove([made])
         queue.add(made)  # an operation that has ended may be submitted again
         queue.remove([made])
-    assert len(queue._overlaps) == 1  # what has ended is let go of
+    assert len(queue._memory) == 1  # what has ended is let go of
     assert "allreduce.again" not in queue.operations
 
 

@@ -15,8 +15,8 @@ class Extent(NamedTuple):
     Attributes:
         start: Address of the first byte.
         stop: Address after the last.
-        writer: None if it is only read. Else it is written, and equal writers do not conflict:
-            they write the same, as the broadcasts of a weight that a model has twice.
+        writer: None for memory that is only read. Equal writers do not conflict, because they
+            write the same values, as broadcasts of tied weights do.
     """
 
     start: int
@@ -45,7 +45,7 @@ def extents_of(writer: Hashable, array: Any, out: Any = None) -> list[Extent]:
     return [own] if other[:2] == own[:2] else [other, own]
 
 
-class Overlaps:
+class MemoryInUse:
     """The memory of the operations in flight, to find what two use and one of them writes."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Overlaps:
     def _find(self, new: Extent) -> Any:
         """Return an operation whose use of memory conflicts with a new one."""
         place = bisect_left(self._starts, new.stop)
-        # An extent that begins further below than the longest one is long ends too early.
+        # Extents that start lower by more than the size of the longest one end before this one.
         while place and self._starts[place - 1] + self._longest > new.start:
             place -= 1
             if self._stops[place] > new.start:

@@ -1,0 +1,80 @@
+"""Join: a rank without data takes part in the operations of the others with zeros.
+
+The rounds treat it specially: while a `Join` is pending on some ranks, `hvdlite.engine.agreement`
+counts an operation that only these lack as ready, and `Rounds` makes its stand-in there.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+
+from hvdlite import runtime
+from hvdlite.engine import Engine
+from hvdlite.engine.operation import Operation, Signature
+from hvdlite.errors import HorovodInternalError
+from hvdlite.interrupts import uninterrupted
+from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.transport import Transport
+
+
+def join(process_set: ProcessSet = global_process_set) -> int:
+    """Declare that this rank has no more data, and wait until all ranks do so.
+
+    Until then this rank takes part with zeros in the allreduces of the others, those of gradients
+    included; averages still divide by the number of all ranks. Other collectives raise on the
+    ranks that call them meanwhile.
+
+    The weights of a joined rank stop changing. Afterwards broadcast the weights of the returned
+    rank, which has taken every step.
+
+    If an exception from a signal handler ends the wait, this rank stays joined; call again to
+    continue waiting.
+
+    Args:
+        process_set: The ranks that take part.
+
+    Returns:
+        The rank that joined last, the same on all.
+
+    Raises:
+        ValueError: This rank is not in the process set.
+        HorovodInternalError: A rank has shut down without joining, or communication failed.
+    """
+    engine = runtime.engine(process_set)
+    _submit_joins(engine)
+    try:
+        last: int = [handle.wait() for handle in engine.joins][-1]
+    except HorovodInternalError:
+        engine.joins.clear()
+        raise
+    engine.joins.clear()
+    return last
+
+
+@uninterrupted
+def _submit_joins(engine: Engine) -> None:
+    if not engine.joins:  # otherwise an earlier call was interrupted in its wait
+        lanes = (engine.gradients, engine.named)
+        engine.joins.extend([lane.submit(Join("join()")) for lane in lanes])
+
+
+class Join(Operation):
+    """A wait until every rank has joined; until then this one takes part with zeros.
+
+    Args:
+        name: Name of the operation.
+    """
+
+    stall_exempt = joins = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, Signature((("the operation", "join"),)))
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> int:
+        """Return the global rank that joined last."""
+        waited = time.monotonic() - self.submitted
+        messages = transport.gather(struct.pack("<d", waited))
+        times = [struct.unpack("<d", message)[0] for message in messages]
+        return transport.members[times.index(min(times))]
