@@ -45,6 +45,9 @@ _PIECE = 2**18
 # Smaller arrays, in bytes, are reduced on every rank, in one generation. Larger ones make up for a
 # second generation, in which each rank reduces a slice for all.
 _SMALL = 2**16
+# Bytes of arrays that are fused at a time: their copies stay in the cache. With 2 ranks, 20 arrays
+# of 256 KiB took 0.98 of the time of fusing all at once, and 400 of 16 KiB 0.87.
+_FUSED = 2**18
 # Up to this number of ranks, unless they are 16-bit floats, every rank reduces whole chunks.
 _FEW_RANKS = 2
 
@@ -143,6 +146,18 @@ class SharedMemoryTransport(Transport):
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce a small array at once, others in shared memory or chunk by chunk."""
         self.allreduce_init(send, result, op, scaling)()
+
+    def allreduce_all(
+        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
+    ) -> None:
+        """Reduce as many arrays at a time as stay in the cache together."""
+        first, nbytes = 0, 0
+        for number, send in enumerate(sends):
+            if nbytes and nbytes + send.nbytes > _FUSED:
+                super().allreduce_all(sends[first:number], results[first:number], op, scaling)
+                first, nbytes = number, 0
+            nbytes += send.nbytes
+        super().allreduce_all(sends[first:], results[first:], op, scaling)
 
     def allreduce_zero_copy(
         self,
