@@ -17,12 +17,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from tests.benchmarks import job
 
 _RUNS = 101
+_ROOT = Path(__file__).parents[2]
+_FOLDERS = ("hvdlite", "adapters")
 _WAITING = ("_reached", "Barrier._is_here")
 
 
@@ -84,11 +87,10 @@ def _median(function: Callable[[], Any]) -> list[tuple[str, str]]:
 
 
 def _file(code: CodeType) -> str:
-    name = code.co_filename
-    for folder in ("/hvdlite/hvdlite/", "/adapters/"):
-        if folder in name and "site-packages" not in name:
-            return folder.strip("/").split("/")[-1] + "/" + name.rsplit(folder, 1)[1]
-    return ""
+    """Return the file of a function of hvdlite, from the checkout on; "" for other functions."""
+    path = Path(code.co_filename)
+    is_ours = path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _FOLDERS
+    return str(path.relative_to(_ROOT)) if is_ours else ""
 
 
 def main() -> None:
