@@ -14,7 +14,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite import timeline
-from hvdlite.torch.hooks import BucketArrivals
+from hvdlite.torch.hooks import BucketHooks
 
 WIDTH = 3
 
@@ -54,8 +54,8 @@ class Training:
     @property
     def c_hooks(self):
         """Return how many gradients have no hook in Python, by bucket."""
-        arrivals = self.optimizer._reducer._hooks[0]._arrivals
-        return [len(each.c_hooks) for each in arrivals]
+        bucket_hooks = self.optimizer._reducer._hooks[0]._bucket_hooks
+        return [len(each.c_hooks) for each in bucket_hooks]
 
     def backward(self, *branches):
         self._loss(self.model, hvd.rank(), branches).backward()
@@ -286,41 +286,43 @@ def test_after_shutdown_and_init():
         assert sum(training.c_hooks) == 15
 
 
-class TestBucketArrivals:
+class TestBucketHooks:
     def test_the_last_small_one_is_not_quick(self):
-        arrivals = BucketArrivals(range(6), [0, 1, 2, 3, 5])
-        assert [arrivals.record(number) for number in (5, 4, 3, 0, 2, 1)] == [False] * 5 + [True]
-        assert arrivals.choose_c_hooks() == [0, 2, 3, 5]
+        bucket_hooks = BucketHooks(range(6), [0, 1, 2, 3, 5])
+        assert [bucket_hooks.record(number) for number in (5, 4, 3, 0, 2, 1)] == [False] * 5 + [
+            True
+        ]
+        assert bucket_hooks.choose_c_hooks() == [0, 2, 3, 5]
 
     def test_after_a_large_last_one_all_small_ones_are(self):
-        arrivals = BucketArrivals(range(5), [0, 1, 2, 3])
-        assert [arrivals.record(number) for number in range(5)] == [False] * 4 + [True]
-        assert arrivals.choose_c_hooks() == [0, 1, 2, 3]
+        bucket_hooks = BucketHooks(range(5), [0, 1, 2, 3])
+        assert [bucket_hooks.record(number) for number in range(5)] == [False] * 4 + [True]
+        assert bucket_hooks.choose_c_hooks() == [0, 1, 2, 3]
 
     def test_not_if_they_are_few_or_some_have_not_come(self):
-        few = BucketArrivals(range(3), range(3))
+        few = BucketHooks(range(3), range(3))
         assert [few.record(number) for number in range(3)][-1]
         assert few.choose_c_hooks() == []
-        gaps = BucketArrivals(range(5), range(5))
+        gaps = BucketHooks(range(5), range(5))
         assert not any(gaps.record(number) for number in range(4))
         assert gaps.choose_c_hooks() == []
 
     def test_whoever_tells_knows_of_those_that_came_quickly(self):
-        arrivals = BucketArrivals(range(5), range(5))
-        arrivals.c_hooks = [0, 1, 2, 3]
-        arrivals.unseen += [torch.zeros(1) for _ in range(4)]
-        assert arrivals.has_begun
-        assert arrivals.record(4)
-        assert arrivals.choose_c_hooks() is arrivals.c_hooks
+        bucket_hooks = BucketHooks(range(5), range(5))
+        bucket_hooks.c_hooks = [0, 1, 2, 3]
+        bucket_hooks.unseen += [torch.zeros(1) for _ in range(4)]
+        assert bucket_hooks.has_begun
+        assert bucket_hooks.record(4)
+        assert bucket_hooks.choose_c_hooks() is bucket_hooks.c_hooks
 
     def test_after_three_setbacks_it_is_left(self):
-        arrivals = BucketArrivals(range(5), range(5))
+        bucket_hooks = BucketHooks(range(5), range(5))
         for _ in range(3):
-            assert [arrivals.record(number) for number in range(5)][-1]
-            arrivals.c_hooks = arrivals.choose_c_hooks()
-            assert len(arrivals.c_hooks) == 4
-            arrivals.begin_step()
-            arrivals.c_hooks = arrivals.choose_c_hooks()
-            assert arrivals.c_hooks == []
-        assert [arrivals.record(number) for number in range(5)][-1]
-        assert arrivals.choose_c_hooks() == []
+            assert [bucket_hooks.record(number) for number in range(5)][-1]
+            bucket_hooks.c_hooks = bucket_hooks.choose_c_hooks()
+            assert len(bucket_hooks.c_hooks) == 4
+            bucket_hooks.begin_step()
+            bucket_hooks.c_hooks = bucket_hooks.choose_c_hooks()
+            assert bucket_hooks.c_hooks == []
+        assert [bucket_hooks.record(number) for number in range(5)][-1]
+        assert bucket_hooks.choose_c_hooks() == []

@@ -345,7 +345,7 @@ def test_gradients_with_weights(monkeypatch):
 @ranks(2)
 @pytest.mark.parametrize("step", [0, 1, 5])
 @pytest.mark.parametrize("seen", [True, False])
-def test_a_change_of_what_is_lent_is_an_error(monkeypatch, step, seen):
+def test_a_change_of_a_zero_copy_part_is_an_error(monkeypatch, step, seen):
     lent = lend_all(monkeypatch)
     hvd.init()
     parameter = torch.nn.Parameter(torch.zeros(10))
@@ -400,7 +400,7 @@ def test_gradients_that_share_memory_are_copied(monkeypatch):
 
 
 @ranks(2)
-def test_what_is_lent_is_let_go_of_when_gradients_are_zeroed(monkeypatch):
+def test_zero_copy_parts_are_released_when_gradients_are_zeroed(monkeypatch):
     lent = lend_all(monkeypatch)
     hvd.init()
     model, optimizer = distributed()
