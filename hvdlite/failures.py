@@ -119,9 +119,12 @@ def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], obje
         print_it: prints the traceback with the hook that the user had installed before.
     """
     text = "".join(traceback.format_exception(error))
-    if all(isinstance(one, HorovodInternalError) for one in chain(error)):
-        # It is about another rank, or all ranks have raised it.
-        first = _claim(job_rank.job, _CONSEQUENCE) and not isinstance(error, RankGoneError)
+    errors = list(chain(error))
+    if all(isinstance(one, HorovodInternalError) for one in errors):
+        # It is about another rank, or all ranks have raised it. The claim of a rank that is gone,
+        # which may have printed why, is gone with it.
+        is_about_end = any(isinstance(one, RankGoneError) for one in errors)
+        first = _claim(job_rank.job, _CONSEQUENCE) and not is_about_end
     else:
         _claim(job_rank.job, _CONSEQUENCE)
         first = _claim(job_rank.job, text)
