@@ -7,6 +7,8 @@ import sys
 import tempfile
 import warnings
 import zipfile
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,6 +22,15 @@ from tests.keras.measures import close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, STEPS, TORCH, data, fit, make_model, own, reference
 
 
+def traced_only():
+    """Have torch.compile trace the steps, and not call the C++ compiler, which takes a minute."""
+    if not TORCH:
+        return nullcontext()
+    import torch
+
+    return patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
 def test_steps_are_compiled_without_xla():
     messages = []
     handler = logging.Handler()
@@ -31,7 +42,7 @@ def test_steps_are_compiled_without_xla():
         for jit in ("auto", True):
             model = make_model()
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-            with exchanges() as count, warnings.catch_warnings():
+            with exchanges() as count, warnings.catch_warnings(), traced_only():
                 warnings.simplefilter("ignore")  # of torch.compile
                 fit(model, optimizer, *map(own, data()), BATCH, jit_compile=jit)
             assert len(count) == STEPS
