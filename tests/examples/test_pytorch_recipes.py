@@ -21,11 +21,12 @@ def test_resnet50_and_resuming_it(tmp_path):
         "--sync-batch-norm",
     )
     folder = ("--checkpoint-dir", tmp_path)
-    whole, _ = train_in_turn(script, 2, options, (*options, *folder, "--epochs", 1))
+    adasum = (*SHORT, "--use-adasum", "--fp16-allreduce")
+    whole, _, resumed, other = train_in_turn(
+        script, 2, options, (*options, *folder, "--epochs", 1), (*options, *folder), adasum
+    )
     assert whole["train_loss"] > 0
     assert 0 <= whole["test_accuracy"] <= 1
-    adasum = (*SHORT, "--use-adasum", "--fp16-allreduce")
-    resumed, other = train_in_turn(script, 2, (*options, *folder), adasum)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert other["weights_sha256"] != whole["weights_sha256"]
 
@@ -63,14 +64,14 @@ def test_compression_and_resuming_it(tmp_path):
     script, options = "pytorch_compression.py", ("--epochs", 4)
     folder = ("--checkpoint-dir", tmp_path / "parts")
     # 23 steps make an epoch: the second training is interrupted in the third.
-    whole, _ = train_in_turn(
+    whole, _, resumed, other = train_in_turn(
         script,
         2,
         (*options, "--checkpoint-dir", tmp_path / "whole"),
         (*options, *folder, "--steps", 50),
+        (*options, *folder),
+        (*options, "--compression", "powersgd"),
     )
     assert whole["test_accuracy"] > 0.8
-    low_rank = (*options, "--compression", "powersgd")
-    resumed, other = train_in_turn(script, 2, (*options, *folder), low_rank)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert other["test_accuracy"] > 0.8

@@ -17,25 +17,15 @@ def framework(request):
 
 
 @pytest.mark.slow
-def test_digits(framework):
-    result = scripts.train(f"{framework}_mnist.py", 2)
-    assert result["framework"] == framework
-    assert result["test_accuracy"] >= 0.97
-    # An accuracy over 360 images, each counted once.
-    assert result["test_accuracy"] * 360 == pytest.approx(round(result["test_accuracy"] * 360))
-    assert result["train_loss"] < 0.01
-    assert result["images_per_s"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("script", "size"), [("pytorch", 4), ("tensorflow", 1)])
+@pytest.mark.parametrize(("script", "size"), [("pytorch", 3), ("tensorflow", 1)])
 def test_another_number_of_processes(script, size):
     pytest.importorskip(script.replace("py", ""))
     assert scripts.train(f"{script}_mnist.py", size, "--epochs", 3)["train_loss"] < 2
 
 
 @pytest.mark.slow
-def test_resumed_training_ends_like_an_uninterrupted_one(framework, tmp_path):
+def test_training_and_resuming_it(framework, tmp_path):
+    """A training learns digits; an interrupted one ends like one that is not."""
     script, folder = f"{framework}_mnist.py", ("--checkpoint-dir", tmp_path)
     # 23 steps make an epoch: the second training is interrupted in the second one.
     whole, interrupted, compressed = scripts.train_in_turn(
@@ -48,7 +38,7 @@ def test_resumed_training_ends_like_an_uninterrupted_one(framework, tmp_path):
     assert interrupted["weights_sha256"] != whole["weights_sha256"]
     assert compressed["weights_sha256"] != whole["weights_sha256"]
     assert compressed["train_loss"] < 1
-    resumed, finished = scripts.train_in_turn(script, 2, *[("--epochs", 3, *folder)] * 2)
+    resumed, finished, long = scripts.train_in_turn(script, 2, *[("--epochs", 3, *folder)] * 2, ())
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert resumed["train_loss"] == whole["train_loss"]
     # A finished training is evaluated again.
@@ -56,6 +46,12 @@ def test_resumed_training_ends_like_an_uninterrupted_one(framework, tmp_path):
     assert finished["test_accuracy"] == resumed["test_accuracy"]
     assert finished["train_loss"] is finished["images_per_s"] is None
     assert [path.name for path in tmp_path.iterdir()] == [f"{framework}_mnist.npz"]
+    assert long["framework"] == framework
+    assert long["test_accuracy"] >= 0.97
+    # An accuracy over 360 images, each counted once.
+    assert long["test_accuracy"] * 360 == pytest.approx(round(long["test_accuracy"] * 360))
+    assert long["train_loss"] < 0.01
+    assert long["images_per_s"] > 0
 
 
 def _check_refusal(job, *words):
