@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from typing import Any
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
 from hvdlite import reduction, runtime
 from hvdlite.collectives import describe_allreduce
-from hvdlite.engine import Operation
-from hvdlite.engine.persistent import PersistentCache
+from hvdlite.engine import Engine, Operation
+from hvdlite.interrupts import uninterrupted
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.device_memory import device_converter
@@ -18,52 +23,36 @@ from hvdlite.torch.handles import TensorHandle, copied, written
 from hvdlite.torch.tensors import to_array
 
 
+@dataclass(frozen=True)
 class PersistentAllreduce:
     """An allreduce of a host tensor in place, kept for the next call with the same arguments.
 
-    It keeps the tensor's memory, but not the tensor.
-
-    Args:
-        operation: Operation that has been submitted once.
-        tensor: Contiguous tensor.
-        arguments: The call's other arguments.
-        cache: Cache that holds it by the operation's name, until the tensor is gone.
+    It keeps the tensor's memory, but not the tensor. ``.data`` can give a tensor other memory.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_address",
-        "_arguments",
-        "_dtype",
-        "_shape",
-        "_tensor",
-        "operation",
-    )
-
-    def __init__(
-        self,
-        operation: Operation,
-        tensor: torch.Tensor,
-        arguments: Any,
-        cache: PersistentCache[PersistentAllreduce],
-    ) -> None:
-        self.operation = operation
-        self._arguments = arguments
-        # Weak, so that a closed engine's memory is freed before the garbage collector runs.
-        weak_cache, itself, name = weakref.ref(cache), weakref.ref(self), operation.name
-        self._tensor = weakref.ref(tensor, lambda _: _remove(weak_cache(), name, itself()))
-        self._address, self._shape, self._dtype = tensor.data_ptr(), tensor.shape, tensor.dtype
+    operation: Operation
+    tensor: weakref.ref[torch.Tensor]
+    address: int
+    shape: torch.Size
+    dtype: torch.dtype
+    arguments: Any
 
     def fits(self, tensor: torch.Tensor, arguments: Any) -> bool:
-        """Return whether a call is the same; ``.data`` can give a tensor other memory."""
+        """Return whether a call is the same."""
         return (
-            self._tensor() is tensor
-            and self._address == tensor.data_ptr()
-            and self._dtype is tensor.dtype
-            and self._shape == tensor.shape
-            and self._arguments == arguments
+            self.tensor() is tensor
+            and self.address == tensor.data_ptr()
+            and self.dtype is tensor.dtype
+            and self.shape == tensor.shape
+            and self.arguments == arguments
             and _is_plain(tensor)
         )
+
+
+Cache: TypeAlias = "OrderedDict[str, PersistentAllreduce]"  # by name, the oldest first
+
+#: The operations of each world. To describe one takes longer than to submit it.
+caches: WeakKeyDictionary[Engine, Cache] = WeakKeyDictionary()
 
 
 def allreduce_in_place(
@@ -83,7 +72,11 @@ def allreduce_in_place(
     """
     engine = runtime.engine(process_set)
     arguments = average, op, prescale, postscale
-    known = engine.persistent.get(name) if name else None
+    try:
+        cache = caches[engine]
+    except KeyError:
+        cache = caches[engine] = OrderedDict()
+    known = cache.get(name) if name else None
     if known is not None and known.fits(tensor, arguments):
         return TensorHandle(engine.named.submit(known.operation, begin), written, tensor)
     made: list[Any] = []
@@ -100,18 +93,33 @@ def allreduce_in_place(
     operation, out = made
     # With `average`, every call must issue the deprecation warning, so it is not cached.
     if name and average is None and tensor.is_cpu and out is not None:
-        cache = engine.persistent
-        cache.put(name, PersistentAllreduce(operation, tensor, arguments, cache))
+        keep(cache, engine.settings.cache_capacity, operation, tensor, arguments)
     return TensorHandle(handle, copied if out is None else written, tensor)
 
 
-def _remove(
-    cache: PersistentCache[PersistentAllreduce] | None,
-    name: str,
-    entry: PersistentAllreduce | None,
+@uninterrupted  # until the wait for the operation, which follows
+def keep(
+    cache: Cache, capacity: int, operation: Operation, tensor: torch.Tensor, arguments: Any
 ) -> None:
-    if cache is not None and entry is not None:
-        cache.remove(name, entry)
+    """Add an operation to a cache, until its tensor is gone or the cache is full of newer ones."""
+    name = operation.name
+    # Weak, so that a closed engine's memory is freed before the garbage collector runs.
+    of_tensor = weakref.ref(tensor, partial(_remove, weakref.ref(cache), name))
+    cache.pop(name, None)
+    cache[name] = PersistentAllreduce(
+        operation, of_tensor, tensor.data_ptr(), tensor.shape, tensor.dtype, arguments
+    )
+    with contextlib.suppress(KeyError):  # other threads may have emptied it
+        while len(cache) > capacity:
+            cache.popitem(last=False)
+
+
+def _remove(reference: weakref.ref[Cache], name: str, of_tensor: weakref.ref[torch.Tensor]) -> None:
+    """Remove the operation of a tensor; the garbage collector may call this at any time."""
+    cache = reference()
+    known = None if cache is None else cache.get(name)
+    if cache is not None and known is not None and known.tensor is of_tensor:
+        cache.pop(name, None)
 
 
 def memory_of(tensor: torch.Tensor, array: Any) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 from hvdlite.engine.handle import Handle, poll, synchronize
 from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Operation, Signature
-from hvdlite.engine.persistent import PersistentCache
 from hvdlite.interrupts import deferred, leave, uninterrupted
 from hvdlite.settings import Settings
 from hvdlite.transport import connect
@@ -51,7 +50,6 @@ class Engine:
         gradients: Lane of gradient buckets.
         named: Lane of operations that users submit by name.
         settings: The settings given, with ``overlap`` decided.
-        persistent: Cache of an adapter's persistent operations.
         world: The world given.
         joins: Handles of a join that has begun.
 
@@ -76,7 +74,6 @@ class Engine:
             Lane(name + suffix, transport, self.settings)
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
-        self.persistent: PersistentCache[Any] = PersistentCache(settings.cache_capacity)
         self.joins: list[Handle] = []
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counting = threading.Lock()

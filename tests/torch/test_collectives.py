@@ -1,13 +1,14 @@
 import gc
 import math
+import threading
 import weakref
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hvdlite import mpi, runtime
-from hvdlite.engine.persistent import PersistentCache
 from tests.harness import ranks
 
 pytest.importorskip("torch")
@@ -15,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.torch.persistent import PersistentAllreduce
+from hvdlite.torch.persistent import caches, keep
 
 DTYPES = [
     torch.uint8,
@@ -331,8 +332,8 @@ def test_nothing_kept_holds_a_tensor(size):
     tensor = torch.ones(4)
     reduce_in_place(tensor)
     gone = weakref.ref(tensor)
-    persistent = runtime.engine().persistent
-    kept = weakref.ref(persistent.get("again"))
+    persistent = caches[runtime.engine()]
+    kept = weakref.ref(persistent["again"])
     del tensor
     assert gone() is None
     assert len(persistent) == 0
@@ -341,22 +342,48 @@ def test_nothing_kept_holds_a_tensor(size):
     reduce_in_place(first)
     reduce_in_place(second)  # in the place of the first
     del first
-    assert persistent.get("again") is not None
+    assert "again" in persistent
     del second
     assert len(persistent) == 0
 
 
 def test_what_is_kept_needs_no_garbage_collector():
-    kept, tensor = PersistentCache(1), torch.ones(4)
-    operation = SimpleNamespace(name="again")
+    kept, tensor = OrderedDict(), torch.ones(4)
     gc.disable()
     try:
-        kept.put("again", PersistentAllreduce(operation, tensor, (), kept))
-        gone = [weakref.ref(kept), weakref.ref(kept.get("again"))]
+        keep(kept, 1, SimpleNamespace(name="again"), tensor, ())
+        gone = [weakref.ref(kept), weakref.ref(kept["again"])]
         del kept
         assert [each() for each in gone] == [None, None]
     finally:
         gc.enable()
+
+
+def test_the_oldest_makes_room():
+    kept, tensor = OrderedDict(), torch.ones(4)
+    for name in "abcbd":  # b twice
+        keep(kept, 2, SimpleNamespace(name=name), tensor, ())
+    assert [*kept] == ["b", "d"]
+
+
+@pytest.mark.parametrize("capacity", [1, 10])
+def test_many_threads_keep_calls(capacity):
+    kept = OrderedDict()
+
+    def keep_many(first):
+        for number in range(first, first + 2000):
+            keep(kept, capacity, SimpleNamespace(name=str(number % 50)), torch.ones(1), ())
+            kept.get(str(number % 37))
+        keep(kept, capacity, SimpleNamespace(name="last"), tensor, ())
+
+    tensor = torch.ones(4)
+    threads = [threading.Thread(target=keep_many, args=(1000 * index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(map(threading.Thread.is_alive, threads))
+    assert len(kept) <= capacity
 
 
 @pytest.mark.slow
@@ -367,7 +394,7 @@ def test_nothing_is_kept_where_there_is_no_room(size):
     for _ in range(3):
         reduce_in_place(tensor.fill_(1))
         assert tensor.tolist() == [4.0] * 4
-    assert len(runtime.engine().persistent) == 0
+    assert len(caches[runtime.engine()]) == 0
 
 
 @ranks(2)
