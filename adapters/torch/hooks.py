@@ -422,7 +422,7 @@ class GradientHooks:
             self._reducer.process_set,
         )
 
-    def count_anew(self) -> None:
+    def reset_passes(self) -> None:
         """Reset the counts of backward passes."""
         self._passes = [0] * len(self.parameters)
         self._is_open = False

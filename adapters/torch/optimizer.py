@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.compression import Compression, Reduction
+from hvdlite.compression import Compression, Reduction, StrategyState
 from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
+from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import (
     EACH_CHANGE,
     CompressionArgument,
     ExchangeSchedule,
+    ExchangeState,
+    LocalSteps,
     check_exchange,
     check_unweighted,
 )
@@ -27,7 +30,7 @@ from hvdlite.torch.dynamo import untraced, untraced_methods
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
-from hvdlite.torch.tensors import CONVERSION
+from hvdlite.torch.tensors import CONVERSION, leaf_to_array, leaf_to_tensor
 from hvdlite.torch.wrapping import (
     STATE,
     Wrapped,
@@ -146,9 +149,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         remove_hooks(names)
         optimizer.register_step_pre_hook(_before_step_outside)
         return optimizer
-    reducer = Reducer(names, strategy, reduction, passes, sparse_as_dense, process_set)
+    state = ExchangeState(StrategyState())
     wrapped = change_class(optimizer, _Distributed if chosen is None else _Scheduled)
-    wrapped._reducer = reducer
+    wrapped._reducer = reducer = Reducer(
+        names,
+        strategy,
+        reduction,
+        passes,
+        sparse_as_dense,
+        process_set,
+        state.state,
+        optimizer if chosen is None else None,
+    )
+    wrapped._exchange_state = state
     wrapped._parameter_names = reducer.names
     wrapped._skipping = False
     wrapped._synchronized_by = ""
@@ -157,14 +170,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._losses = LossExchange(label, reduction.op, process_set)
     average_before_scaling()
     if chosen is None:
-        reducer.compare_replicas(optimizer)
         reducer.attach(wrapped._trainable())
         optimizer.register_step_pre_hook(_before_step)
         optimizer.register_step_post_hook(_after_step)
         return optimizer
-    wrapped._schedule = OptimizerSchedule(
-        optimizer, chosen, strategy, reduction, reducer, process_set
-    )
+    label = next_label("DistributedOptimizer", process_set)
+    state.steps = LocalSteps(chosen, strategy, reduction, label, process_set)
+    wrapped._schedule = OptimizerSchedule(optimizer, state.steps, reducer)
     wrapped._schedule.attach(wrapped._trainable())
     optimizer.register_step_pre_hook(_before_scheduled_step)
     optimizer.register_step_post_hook(_after_scheduled_step)
@@ -176,6 +188,7 @@ class _Distributed(Wrapped):
     """The methods that `DistributedOptimizer` adds to the class of an optimizer."""
 
     _reducer: Reducer
+    _exchange_state: ExchangeState
     _skipping: bool
     _synchronized_by: str  # the last method that did
     _losses: LossExchange
@@ -200,13 +213,13 @@ class _Distributed(Wrapped):
         self._synchronized_by = "synchronize()"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with what the compression remembers, if it does.
+        """Return the optimizer's state, with what compression and schedule remember, if they do.
 
         To be called between steps: while gradients are being exchanged, that changes.
         """
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        own = self._reducer.state_dict()
-        if own and self._reducer.in_flight:
+        own = self._exchange_state.state_dict(self._reducer.process_set)
+        if "compression" in own and self._reducer.in_flight:
             # No error: it may be the last chance to save anything.
             warnings.warn(
                 "state_dict() was called after backward() and before step() or synchronize(), "
@@ -214,12 +227,16 @@ class _Distributed(Wrapped):
                 "that of different steps; call optimizer.synchronize() first",
                 stacklevel=2,
             )
-        return {**state, STATE: {"compression": own}} if own else state
+        return {**state, STATE: map_leaves(leaf_to_tensor, own)} if own else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, of this optimizer or of one that is not wrapped."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._reducer.load_state_dict(state_dict.get(STATE, {}).get("compression", {}))
+        saved = map_leaves(leaf_to_array, state_dict.get(STATE, {}))
+        if self._exchange_state.steps is None:  # saved by an optimizer with a schedule
+            saved = {key: part for key, part in saved.items() if key != "schedule"}
+        reducer = self._reducer
+        self._exchange_state.load_state_dict(saved, reducer.op, reducer.process_set)
 
     def consolidate_exchange_state(self) -> None:
         """Make what the compression remembers the same on all ranks; collective.
@@ -230,7 +247,7 @@ class _Distributed(Wrapped):
         Raises:
             HorovodInternalError: communication failed.
         """
-        self._reducer.consolidate_exchange_state()
+        self._exchange_state.consolidate(self._reducer.process_set)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -248,7 +265,8 @@ class _Distributed(Wrapped):
             RuntimeError: an exchange has begun that no step or ``synchronize()`` has ended.
         """
         self._refuse_in_flight("set_backward_passes_per_step()")
-        self._reducer.set_passes_per_step(checked_passes(passes))
+        self._reducer.passes_per_step = checked_passes(passes)
+        self._reducer.reset_passes()
 
     def _restart(self) -> None:
         """Abandon the step that a failure has interrupted."""
@@ -262,7 +280,7 @@ class _Distributed(Wrapped):
             RuntimeError: their exchange has begun and no step or ``synchronize()`` ended it.
         """
         self._refuse_in_flight("zero_grad()")
-        self._reducer.count_anew()
+        self._reducer.reset_passes()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def _refuse_in_flight(self, call: str) -> None:
@@ -272,9 +290,14 @@ class _Distributed(Wrapped):
                 "while gradients are being exchanged; call optimizer.synchronize() first"
             )
 
+    @property
+    def _synchronized(self) -> bool:
+        """Return whether the gradients are averages."""
+        return self._reducer.averaged and not self._reducer.in_flight
+
     def _prepare_step(self, batch_size: int | None = None) -> None:
         """Require averaged gradients, or average them now."""
-        if self._reducer.synchronized:
+        if self._synchronized:
             if batch_size is not None and self._synchronized_by != "step()":
                 raise ValueError(
                     f"step(batch_size={batch_size}) comes after {self._synchronized_by}, which has "
@@ -282,7 +305,13 @@ class _Distributed(Wrapped):
                     "instead"
                 )
             if not self._skipping and self._synchronized_by == "synchronize()":
-                _warn_of_second_synchronization()
+                warnings.warn(
+                    # The first words are Horovod's: programs filter the warning by them.
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(); the gradients are not exchanged a second time. Use "
+                    "`with optimizer.skip_synchronize():` around step() to say that this is meant",
+                    stacklevel=4,
+                )
         elif self._skipping:
             raise RuntimeError(
                 "optimizer.step() inside skip_synchronize() would use gradients that have not "
@@ -312,12 +341,12 @@ class _Distributed(Wrapped):
 
     def _prepare_unscaling(self, enabled: bool) -> None:
         # Also for a scaler that is not enabled: what follows, clipping mostly, is for averages.
-        if not self._reducer.synchronized:
+        if not self._synchronized:
             self.synchronize()
             self._synchronized_by = "unscale_()"
 
     def _prepare_scaled_step(self, batch_size: int | None) -> None:
-        if self._skipping or not self._reducer.synchronized:
+        if self._skipping or not self._synchronized:
             self._prepare_step(batch_size)
 
     def _end_scaled_step(self) -> None:
@@ -382,7 +411,7 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _before_scheduled_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     check_unweighted(kwargs.pop("batch_size", None))
     optimizer._schedule.attach(optimizer._trainable())
-    optimizer._schedule.begin()
+    optimizer._schedule.steps.begin(optimizer._schedule.weights)
     return _before_step(optimizer, args, kwargs)
 
 
@@ -401,16 +430,6 @@ def _find_closure(
     if len(args) > 1 and callable(args[1]):
         return args[1], lambda closure: ((args[0], closure, *args[2:]), kwargs)
     return None, lambda closure: None
-
-
-def _warn_of_second_synchronization() -> None:
-    warnings.warn(
-        # The first words are Horovod's: programs filter the warning by them.
-        "optimizer.step() called without optimizer.skip_synchronize() context after "
-        "optimizer.synchronize(); the gradients are not exchanged a second time. Use `with "
-        "optimizer.skip_synchronize():` around step() to say that this is meant",
-        stacklevel=5,
-    )
 
 
 def _value_of_loss(loss: Any) -> float | None:

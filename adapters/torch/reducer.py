@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from hvdlite import gradients, interrupts, runtime
+from hvdlite import interrupts, runtime
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import (
     GradientExchange,
@@ -20,12 +20,11 @@ from hvdlite.gradients import (
 )
 from hvdlite.interrupts import resumable
 from hvdlite.process_sets import ProcessSet
-from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.hooks import GradientHooks
-from hvdlite.torch.tensors import dtype_of, leaf_to_array, leaf_to_tensor, to_array
+from hvdlite.torch.tensors import dtype_of, to_array
 
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
 _REMEDY = (
@@ -44,6 +43,8 @@ class Reducer:
         passes_per_step: the number of backward passes after which a gradient is complete.
         sparse_as_dense: whether to exchange sparse gradients as dense ones.
         process_set: the ranks that take part.
+        state: of the strategy.
+        optimizer: compared across ranks, with its weights; None: ranks may differ.
 
     Attributes:
         process_set: as given.
@@ -61,19 +62,21 @@ class Reducer:
         passes_per_step: int,
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        state: StrategyState,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self.process_set = process_set
         self.names = names
         self._strategy = strategy
         self._reduction = reduction
-        self._state = StrategyState()
+        self._state = state
         self.sparse_as_dense = sparse_as_dense
         self.passes_per_step = passes_per_step
         self.averaged = False
         self._engine = runtime.engine(process_set)
         self._reconnecting = threading.Lock()
         self._hooks: list[GradientHooks] = []  # a list for each device and each `attach`
-        self._optimizer: Callable[[], torch.optim.Optimizer | None] | None = None
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         # While `finish` is not done: the hooks whose exchange has not ended yet, and its errors.
         self._unfinished: list[GradientHooks] | None = None
         self._errors: list[Exception] = []
@@ -121,11 +124,6 @@ class Reducer:
         """Return whether gradients have arrived for which `finish` has not been called."""
         return self._unfinished is not None or any(map(_in_flight, self._hooks))
 
-    @property
-    def synchronized(self) -> bool:
-        """Return whether the gradients are averages: `finish` was the last to write them."""
-        return self.averaged and not self.in_flight
-
     def finish(self, samples: int | None = None) -> None:
         """Exchange the remaining gradients, and write the averages into the parameters' ``grad``.
 
@@ -161,30 +159,21 @@ class Reducer:
         self._unfinished = None
         if self._errors:
             raise self._errors[0]
-        if any(map(_is_converted, self._hooks)):
-            self._attach_anew()
+        if any(map(_is_converted, self._hooks)):  # by model.double(), for example
+            parameters = [parameter for hooks in self._hooks for parameter in hooks.parameters]
+            self.detach()
+            self.attach(parameters)
             self._finish(samples)
             return
         if self._complaints:
             raise RuntimeError(self._complaints[0])
         self.averaged = True
 
-    def _attach_anew(self) -> None:
-        """Make the exchanges anew, after ``model.double()`` for example."""
-        parameters = [parameter for hooks in self._hooks for parameter in hooks.parameters]
-        self.detach()
-        self.attach(parameters)
-
-    def set_passes_per_step(self, passes: int) -> None:
-        """Set after how many backward passes a gradient is complete."""
-        self.passes_per_step = passes
-        self.count_anew()
-
-    def count_anew(self) -> None:
+    def reset_passes(self) -> None:
         """Reset the counts of backward passes."""
         self.averaged = False
         for hooks in self._hooks:
-            hooks.count_anew()
+            hooks.reset_passes()
 
     def reconnect(self) -> None:
         """Move to the current world after ``shutdown()`` and ``init()``; a step begins anew."""
@@ -238,24 +227,6 @@ class Reducer:
             memory=memory,
             state=self._state,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the compression on this rank; {} if there is none."""
-        saved = gradients.save(self._state, self.process_set)
-        return map_leaves(leaf_to_tensor, saved)
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned, as far as it is this rank's."""
-        gradients.load(self._state, map_leaves(leaf_to_array, saved), self.op, self.process_set)
-
-    def consolidate_exchange_state(self) -> None:
-        """Give all ranks the average of their states of the compression; collective."""
-        name = runtime.engine(self.process_set).unnamed("consolidate_exchange_state")
-        gradients.consolidate(self._state, name, self.process_set)
-
-    def compare_replicas(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the ranks compare an optimizer and its weights; call it before `attach`."""
-        self._optimizer = weakref.ref(optimizer)
 
     def _make_check(self, parameters: Sequence[torch.Tensor]) -> ReplicaCheck:
         find_optimizer, names = self._optimizer, self.names

@@ -9,23 +9,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvdlite.compression import Reduction, Strategy
-from hvdlite.process_sets import ProcessSet
-from hvdlite.recipe._tree import map_leaves
 from hvdlite.reduction import ReduceOp
-from hvdlite.schedule import ExchangeSchedule, LocalSteps, check_unweighted
+from hvdlite.schedule import LocalSteps, check_unweighted
 from hvdlite.schedule.local_steps import Moment
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Reducer
-from hvdlite.torch.tensors import (
-    leaf_to_array,
-    leaf_to_tensor,
-    properties_of,
-    to_array,
-    to_tensor,
-)
-from hvdlite.torch.wrapping import STATE, next_label
+from hvdlite.torch.tensors import properties_of, to_array, to_tensor
 
 
 @untraced_methods("synchronize", "average_weights")
@@ -41,11 +31,13 @@ class Scheduled:
             ValueError: ``batch_size`` is given.
         """
         check_unweighted(batch_size)
-        if not self._schedule.is_local:
+        if not self._schedule.steps.is_local:
             super().synchronize()  # type: ignore[misc]
 
     def _combine_loss(self, loss: Any) -> Any:
-        return loss if self._schedule.is_local else super()._combine_loss(loss)  # type: ignore[misc]
+        if self._schedule.steps.is_local:
+            return loss
+        return super()._combine_loss(loss)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -59,7 +51,7 @@ class Scheduled:
                 "with op=hvd.Adasum it is the step itself that is exchanged, which cannot be "
                 "skipped; clip or unscale the gradients after backward(), and call step() alone"
             )
-        if self._schedule.is_local:
+        if self._schedule.steps.is_local:
             yield
             return
         with super().skip_synchronize():  # type: ignore[misc]
@@ -75,30 +67,17 @@ class Scheduled:
             HorovodInternalError: the ranks disagree, or communication failed.
         """
         self._schedule.attach(self._trainable())  # type: ignore[attr-defined]
-        self._schedule.average()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with the schedule's and the compression's."""
-        state = super().state_dict()  # type: ignore[misc]
-        own = {**state.get(STATE, {}), "schedule": self._schedule.state_dict()}
-        return {**state, STATE: own}
+        self._schedule.steps.average(self._schedule.weights)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, of this optimizer or of one without a schedule."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        own = state_dict.get(STATE, {})
-        if "schedule" in own:
-            self._schedule.load_state_dict(own["schedule"])
-
-    def consolidate_exchange_state(self) -> None:
-        """Make what the compression remembers the same on all ranks; collective."""
-        super().consolidate_exchange_state()  # type: ignore[misc]
-        self._schedule.consolidate_exchange_state()
+        self._schedule.attach_reducer()
 
     def _restart(self) -> None:
         """Abandon the step that a failure has interrupted."""
         super()._restart()  # type: ignore[misc]
-        self._schedule.restart()
+        self._schedule.steps.restart()
 
     def _prepare_unscaling(self, enabled: bool) -> None:
         if enabled:
@@ -114,74 +93,57 @@ class Scheduled:
 
 
 class OptimizerSchedule:
-    """The schedule of an optimizer, and the weights that it is about.
+    """The local steps of an optimizer, and the weights that they are about.
 
     Args:
         optimizer: whose weights they are.
-        schedule: which steps are local, and what is exchanged when.
-        strategy: how weights, or their changes, travel.
-        reduction: of changes.
+        steps: count its steps.
         reducer: that exchanges gradients before steps that are not local.
-        process_set: the ranks that take part.
+
+    Attributes:
+        steps: as given.
+        weights: of the parameters attached, for ``steps``.
+        is_adasum: whether it stands for op=hvd.Adasum.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        schedule: ExchangeSchedule,
-        strategy: Strategy,
-        reduction: Reduction,
-        reducer: Reducer,
-        process_set: ProcessSet,
+        self, optimizer: torch.optim.Optimizer, steps: LocalSteps, reducer: Reducer
     ) -> None:
-        self.is_adasum = reduction.op is ReduceOp.ADASUM
+        self.steps = steps
+        self.is_adasum = reducer.op is ReduceOp.ADASUM
         self._optimizer = optimizer
         self._reducer = reducer
-        label = next_label("DistributedOptimizer", process_set)
-        self._steps = LocalSteps(schedule, strategy, reduction, label, process_set)
         self._parameters: list[torch.Tensor] = []
-        self._weights = TensorWeights(self._parameters, self._moments)
+        self.weights = TensorWeights(self._parameters, self._moments)
         self._attached: set[int] = set()  # by id; the list keeps them alive
-        self._made_for = properties_of(self._parameters)
+        self._properties = properties_of(self._parameters)
 
     @property
     def name(self) -> str:
         """Return its name for messages."""
-        return "op=hvd.Adasum" if self.is_adasum else f"schedule=hvd.{self._steps.schedule!r}"
-
-    @property
-    def is_local(self) -> bool:
-        """Return whether the next step is made on this rank's own gradients."""
-        return self._steps.is_local
+        return "op=hvd.Adasum" if self.is_adasum else f"schedule=hvd.{self.steps.schedule!r}"
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Attach these parameters, too, if they are not yet; the same ones on all ranks."""
-        if properties_of(self._parameters) != self._made_for:
-            self._steps.convert(self._reducer.describe(self._parameters))
-            self._made_for = properties_of(self._parameters)
-        if not self._attached.issuperset(map(id, parameters)):
-            self._attach([each for each in parameters if id(each) not in self._attached])
-        self._follow(parameters)
+        if properties_of(self._parameters) != self._properties:
+            self.steps.convert(self._reducer.describe(self._parameters))
+        fresh = [each for each in parameters if id(each) not in self._attached]
+        if fresh:
+            fresh = self._reducer.in_order(fresh)
+            if self.steps.is_local:
+                remove_hooks(fresh)
+            self._parameters += fresh
+            self._attached.update(map(id, fresh))
+            self.steps.add(self._reducer.describe(fresh))
+        self._properties = properties_of(self._parameters)
+        self.attach_reducer(parameters)
 
-    def _attach(self, fresh: list[torch.Tensor]) -> None:
-        fresh = self._reducer.in_order(fresh)
-        if self.is_local:
-            remove_hooks(fresh)
-        self._parameters += fresh
-        self._attached.update(map(id, fresh))
-        self._steps.add(self._reducer.describe(fresh))
-        self._made_for = properties_of(self._parameters)
-
-    def _follow(self, parameters: Sequence[torch.Tensor]) -> None:
+    def attach_reducer(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Attach the reducer to the gradients, or detach it, as the next step needs it."""
-        if self.is_local:
+        if self.steps.is_local:
             self._reducer.detach()
         else:
-            self._reducer.attach(parameters)
-
-    def begin(self) -> None:
-        """Prepare for a step."""
-        self._steps.begin(self._weights)
+            self._reducer.attach(self._parameters if parameters is None else parameters)
 
     def end(self) -> None:
         """Count a step, and exchange weights if that is due.
@@ -189,33 +151,12 @@ class OptimizerSchedule:
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
         """
-        if not self._steps.in_step:
+        if not self.steps.in_step:
             return  # a step that calls its parent's comes here twice
         try:
-            self._steps.end(self._weights)
+            self.steps.end(self.weights)
         finally:
-            self._follow(self._parameters)
-
-    def average(self) -> None:
-        """Average the weights now."""
-        self._steps.average(self._weights)
-
-    def restart(self) -> None:
-        """Forget an abandoned step."""
-        self._steps.restart()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps, and copies of all arrays that are kept, by name."""
-        return map_leaves(leaf_to_tensor, self._steps.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned on any rank; collective."""
-        self._steps.load_state_dict(map_leaves(leaf_to_array, state))
-        self._follow(self._parameters)
-
-    def consolidate_exchange_state(self) -> None:
-        """Give all ranks the average of their states of the compression; collective."""
-        self._steps.consolidate_exchange_state()
+            self.attach_reducer()
 
     def _moments(self, number: int) -> Mapping[str, Any]:
         """Return the state that the optimizer keeps for a parameter."""

@@ -360,7 +360,7 @@ def test_accumulation_and_gradients_that_are_missing(run):
                 have = [r + 1 for r in range(2) if number != r + 1]
                 total = passes * sum(have) * (step + 1) * (number + 1)
                 assert torch.equal(parameter.grad, torch.full_like(parameter, total))
-            optimizer._reducer.count_anew()
+            optimizer._reducer.reset_passes()
 
     run(2, train)
 
@@ -466,7 +466,7 @@ def test_an_asynchronous_error_ends_the_training_on_all_ranks(run):
             rank.memory.node.communicators[0].async_error = "the network is down"
         with pytest.raises(hvd.HorovodInternalError):  # noqa: PT012
             for step in range(2):
-                optimizer._reducer.count_anew()
+                optimizer._reducer.reset_passes()
                 backward(model, rank.rank, step)
                 optimizer.synchronize()
         return rank.memory.node.communicators[rank.rank].aborts
