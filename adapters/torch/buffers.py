@@ -49,7 +49,7 @@ class GradientBuffers:
         names: of the parameters.
 
     Attributes:
-        large: for each parameter, whether its gradient is copied alone, by `bring_large`.
+        large: for each parameter, whether its gradient is copied alone, by `write_large`.
         sparse: the gradients of this step that are exchanged as sparse ones, by number.
     """
 
@@ -152,8 +152,8 @@ class GradientBuffers:
             "synchronize() only"
         )
 
-    def bring_large(self, number: int) -> bool:
-        """Bring a large gradient into its bucket: all of it, or what other ranks read.
+    def write_large(self, number: int) -> bool:
+        """Write a large gradient into its bucket: all of it, or what other ranks read.
 
         Returns:
             Whether a part has no copy.
@@ -200,13 +200,15 @@ class GradientBuffers:
 
     def _write_averages(self, gradients: Sequence[Any], numbers: Sequence[int]) -> None:
         if any(self.large):
-            swapped = {n for n in numbers if self.large[n] and self._may_swap(n, gradients[n])}
-            for number in sorted(swapped):
+            replaced = {
+                n for n in numbers if self.large[n] and self._can_replace_memory(n, gradients[n])
+            }
+            for number in sorted(replaced):
                 average = self._average(number)
                 self._average_at[number] = average.data_ptr()
                 self._kept.append(gradients[number].detach())
-                _become(gradients[number], average)
-            numbers = [number for number in numbers if number not in swapped]
+                _replace_memory(gradients[number], average)
+            numbers = [number for number in numbers if number not in replaced]
         if not numbers:
             return
         results = self._results
@@ -227,7 +229,7 @@ class GradientBuffers:
         """Return whether the gradient of this step goes into a bucket."""
         return number not in self.sparse and number not in self._exchange.sparse_parameters
 
-    def _may_swap(self, number: int, gradient: torch.Tensor) -> bool:
+    def _can_replace_memory(self, number: int, gradient: torch.Tensor) -> bool:
         """Return whether a gradient may be given other memory.
 
         Only if nobody else has its memory: if a user's flat buffer, an array or another process
@@ -292,7 +294,7 @@ def _views_of_one_tensor() -> int:
 _ALONE = _views_of_one_tensor()
 
 
-def _become(gradient: torch.Tensor, average: torch.Tensor) -> None:
+def _replace_memory(gradient: torch.Tensor, average: torch.Tensor) -> None:
     """Give a gradient the memory of an average, without a copy.
 
     The memory is freed when nobody views it any more. The gradient stays the same tensor, for

@@ -21,9 +21,9 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
 from hvdlite.torch.device_memory import device_array, device_converter
-from hvdlite.torch.handles import TensorHandle, copied, submit, synchronize, written
+from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submit, synchronize
 from hvdlite.torch.persistent import allreduce_in_place, memory_of
-from hvdlite.torch.tensors import CONVERSION, taken, to_array, to_tensor_like
+from hvdlite.torch.tensors import CONVERSION, on_current_stream, to_array, to_tensor_like
 
 
 def allreduce_async(
@@ -98,10 +98,8 @@ def allreduce(
     name = name or runtime.engine(process_set).unnamed("allreduce")
     strategy = check_strategy(compression, CONVERSION)
     chosen = reduction.choose(average, op)
-    factors = prescale_factor, postscale_factor
-    result: torch.Tensor = autograd.Allreduce.apply(
-        tensor, name, strategy, chosen, *factors, process_set
-    )
+    arguments = name, strategy, chosen, prescale_factor, postscale_factor, process_set
+    result: torch.Tensor = autograd.Allreduce.apply(False, *arguments, tensor)[0]
     return result
 
 
@@ -157,7 +155,7 @@ def allgather(
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("allgather")
-    result: torch.Tensor = autograd.Allgather.apply(tensor, name, process_set)
+    result: torch.Tensor = autograd.Allgather.apply(False, name, process_set, tensor)[0]
     return result
 
 
@@ -184,13 +182,13 @@ def broadcast_async_(
 ) -> TensorHandle:
     """Start `broadcast_` and return a handle; do not touch the tensor until it is done."""
     engine = runtime.engine(process_set)
-    convert = copied
+    convert = copy_result
 
     def describe(name: str) -> Operation:
         nonlocal convert
         array = to_array(tensor, device_array)
         out = memory_of(tensor, array)
-        convert = copied if out is None else written
+        convert = copy_result if out is None else mark_written
         return describe_broadcast(engine, array, name, root_rank, out)
 
     handle = engine.submit("broadcast", name, describe)
@@ -333,10 +331,8 @@ def reducescatter(
     """
     name = name or runtime.engine(process_set).unnamed("reducescatter")
     chosen = reduction.choose(None, op)
-    factors = prescale_factor, postscale_factor
-    result: torch.Tensor = autograd.Reducescatter.apply(
-        tensor, name, compression, chosen, *factors, process_set
-    )
+    arguments = name, compression, chosen, prescale_factor, postscale_factor, process_set
+    result: torch.Tensor = autograd.Reducescatter.apply(False, *arguments, tensor)[0]
     return result
 
 
@@ -366,5 +362,5 @@ def _rows(result: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_and_splits(result: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    whole, received = taken(result)
+    whole, received = on_current_stream(result)
     return to_tensor_like(whole, tensor), torch.tensor(received, dtype=torch.int32, device="cpu")

@@ -20,9 +20,9 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.torch import autograd
 from hvdlite.torch.device_memory import device_array, device_converter
-from hvdlite.torch.handles import TensorHandle, copied, submit, synchronize, written
+from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submit, synchronize
 from hvdlite.torch.persistent import memory_of
-from hvdlite.torch.tensors import CONVERSION, taken, to_array, to_tensor_like
+from hvdlite.torch.tensors import CONVERSION, on_current_stream, to_array, to_tensor_like
 
 
 def grouped_allreduce(
@@ -54,7 +54,7 @@ def grouped_allreduce(
     factors = prescale_factor, postscale_factor
     strategy = check_strategy(compression, CONVERSION)
     arguments = name, strategy, chosen, *factors, process_set
-    return list(autograd.GroupedAllreduce.apply(*arguments, *_checked(tensors)))
+    return list(autograd.Allreduce.apply(True, *arguments, *_checked(tensors)))
 
 
 def grouped_allreduce_async(
@@ -68,20 +68,7 @@ def grouped_allreduce_async(
 ) -> TensorHandle:
     """Start `grouped_allreduce` and return one handle; do not touch the tensors until then."""
     factors = prescale_factor, postscale_factor
-
-    def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
-        on_device = device_converter(tensors, *factors)
-        chosen = reduction.choose(average, op)
-        return describe_group(
-            "grouped allreduce",
-            name,
-            tensors,
-            lambda tensor, member: describe_allreduce(
-                to_array(tensor, on_device), member, chosen, *factors
-            ),
-        )
-
-    return _submit("grouped_allreduce", name, tensors, describe, _like, process_set)
+    return _allreduce(tensors, average, name, op, factors, process_set, in_place=False)
 
 
 def grouped_allreduce_(
@@ -111,27 +98,41 @@ def grouped_allreduce_async_(
 ) -> TensorHandle:
     """Start `grouped_allreduce_` and return one handle; do not touch the tensors until then."""
     factors = prescale_factor, postscale_factor
-    in_place: list[bool] = []
+    return _allreduce(tensors, average, name, op, factors, process_set, in_place=True)
 
-    def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
+
+def _allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | int | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    in_place: bool,
+) -> TensorHandle:
+    has_out: list[bool] = []  # for each tensor, whether the result is written to its memory
+
+    def prepare(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor, str], Operation]:
         on_device = device_converter(tensors, *factors)
         chosen = reduction.choose(average, op)
 
-        def describe_member(tensor: torch.Tensor, member: str) -> Operation:
+        def describe(tensor: torch.Tensor, member: str) -> Operation:
             array = to_array(tensor, on_device)
-            out = memory_of(tensor, array)
-            in_place.append(out is not None)
+            out = memory_of(tensor, array) if in_place else None
+            has_out.append(out is not None)
             return describe_allreduce(array, member, chosen, *factors, out=out)
 
-        return describe_group("grouped allreduce", name, tensors, describe_member)
+        return describe
 
     def convert(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
-            written(result, tensor) if is_written else copied(result, tensor)
-            for result, tensor, is_written in zip(taken(results), tensors, in_place, strict=True)
+            mark_written(result, tensor) if is_written else copy_result(result, tensor)
+            for result, tensor, is_written in zip(
+                on_current_stream(results), tensors, has_out, strict=True
+            )
         ]
 
-    return _submit("grouped_allreduce", name, tensors, describe, convert, process_set)
+    return _submit("allreduce", name, tensors, prepare, process_set, convert if in_place else _like)
 
 
 def grouped_allgather(
@@ -141,7 +142,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
     name = name or runtime.engine(process_set).unnamed("grouped_allgather")
-    return list(autograd.GroupedAllgather.apply(name, process_set, *_checked(tensors)))
+    return list(autograd.Allgather.apply(True, name, process_set, *_checked(tensors)))
 
 
 def grouped_allgather_async(
@@ -151,15 +152,10 @@ def grouped_allgather_async(
 ) -> TensorHandle:
     """Start `grouped_allgather` and return one handle; do not touch the tensors until then."""
 
-    def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
-        return describe_group(
-            "grouped allgather",
-            name,
-            tensors,
-            lambda tensor, member: describe_allgather(to_array(tensor, device_array), member),
-        )
+    def describe(tensor: torch.Tensor, member: str) -> Operation:
+        return describe_allgather(to_array(tensor, device_array), member)
 
-    return _submit("grouped_allgather", name, tensors, describe, _like, process_set)
+    return _submit("allgather", name, tensors, lambda tensors: describe, process_set)
 
 
 def grouped_reducescatter(
@@ -175,7 +171,7 @@ def grouped_reducescatter(
     name = name or runtime.engine(process_set).unnamed("grouped_reducescatter")
     factors = prescale_factor, postscale_factor
     arguments = name, compression, reduction.choose(None, op), *factors, process_set
-    return list(autograd.GroupedReducescatter.apply(*arguments, *_checked(tensors)))
+    return list(autograd.Reducescatter.apply(True, *arguments, *_checked(tensors)))
 
 
 def grouped_reducescatter_async(
@@ -189,36 +185,32 @@ def grouped_reducescatter_async(
     """Start `grouped_reducescatter` and return one handle; do not touch the tensors until then."""
     factors = prescale_factor, postscale_factor
 
-    def describe(name: str, tensors: list[torch.Tensor]) -> Operation:
+    def prepare(tensors: list[torch.Tensor]) -> Callable[[torch.Tensor, str], Operation]:
         on_device = device_converter(tensors, *factors)
         chosen = reduction.choose(None, op)
-        return describe_group(
-            "grouped reducescatter",
-            name,
-            tensors,
-            lambda tensor, member: describe_reducescatter(
-                to_array(tensor, on_device), member, chosen, *factors
-            ),
+        return lambda tensor, member: describe_reducescatter(
+            to_array(tensor, on_device), member, chosen, *factors
         )
 
-    return _submit("grouped_reducescatter", name, tensors, describe, _like, process_set)
+    return _submit("reducescatter", name, tensors, prepare, process_set)
 
 
 def _submit(
     kind: str,
     name: str | None,
     tensors: Sequence[torch.Tensor],
-    describe: Callable[[str, list[torch.Tensor]], Operation],
-    convert: Callable[[Any, Any], Any],
+    prepare: Callable[[list[torch.Tensor]], Callable[[torch.Tensor, str], Operation]],
     process_set: ProcessSet,
+    convert: Callable[[Any, Any], Any] | None = None,
 ) -> TensorHandle:
+    """Submit a group; ``prepare`` returns what describes a member, given all tensors."""
     listed: list[torch.Tensor] = []
 
-    def describe_listed(name: str) -> Operation:
+    def describe(name: str) -> Operation:
         listed.extend(_checked(tensors))
-        return describe(name, listed)
+        return describe_group(f"grouped {kind}", name, listed, prepare(listed))
 
-    return submit(kind, name, describe_listed, convert, listed, process_set)
+    return submit(f"grouped_{kind}", name, describe, convert or _like, listed, process_set)
 
 
 def _checked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -231,4 +223,4 @@ def _checked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _like(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return list(map(to_tensor_like, taken(results), tensors))
+    return list(map(to_tensor_like, on_current_stream(results), tensors))

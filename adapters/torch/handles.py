@@ -12,7 +12,7 @@ from hvdlite.engine import Handle, Operation
 from hvdlite.errors import HorovodInternalError
 from hvdlite.process_sets import ProcessSet
 from hvdlite.torch.dynamo import untraced_methods
-from hvdlite.torch.tensors import taken, to_tensor_like
+from hvdlite.torch.tensors import on_current_stream, to_tensor_like
 
 
 @untraced_methods("wait")
@@ -96,16 +96,16 @@ def _checked(handle: TensorHandle) -> TensorHandle:
     return handle
 
 
-def copied(result: Any, tensor: torch.Tensor) -> torch.Tensor:
+def copy_result(result: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Copy a result that lies elsewhere to the tensor, and return the tensor."""
     with torch.no_grad():
         return tensor.copy_(to_tensor_like(result, tensor))
 
 
-def written(result: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, to whose memory a result has been written."""
+def mark_written(result: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Tell torch that a result has been written to the memory of a tensor; return the tensor."""
     if not tensor.is_cpu:
-        taken(result)
+        on_current_stream(result)
     # torch did not see the write: views and saved tensors must know of it.
     torch.autograd.graph.increment_version(tensor)
     return tensor

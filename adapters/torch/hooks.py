@@ -270,7 +270,7 @@ class GradientHooks:
             return
         index = self._bucket_of[number]
         if self._buffers.large[number]:
-            if self._buffers.bring_large(number):
+            if self._buffers.write_large(number):
                 self._changes.sample(number, gradient)
         elif self._changes.steps == 0:
             if self._memory is not None:

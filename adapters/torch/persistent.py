@@ -19,7 +19,7 @@ from hvdlite.interrupts import uninterrupted
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.device_memory import device_converter
-from hvdlite.torch.handles import TensorHandle, copied, written
+from hvdlite.torch.handles import TensorHandle, copy_result, mark_written
 from hvdlite.torch.tensors import to_array
 
 
@@ -78,7 +78,7 @@ def allreduce_in_place(
         cache = caches[engine] = OrderedDict()
     known = cache.get(name) if name else None
     if known is not None and known.fits(tensor, arguments):
-        return TensorHandle(engine.named.submit(known.operation, begin), written, tensor)
+        return TensorHandle(engine.named.submit(known.operation, begin), mark_written, tensor)
     made: list[Any] = []
 
     def describe(name: str) -> Operation:
@@ -94,7 +94,7 @@ def allreduce_in_place(
     # With `average`, every call must issue the deprecation warning, so it is not cached.
     if name and average is None and tensor.is_cpu and out is not None:
         keep(cache, engine.settings.cache_capacity, operation, tensor, arguments)
-    return TensorHandle(handle, copied if out is None else written, tensor)
+    return TensorHandle(handle, copy_result if out is None else mark_written, tensor)
 
 
 @uninterrupted  # until the wait for the operation, which follows

@@ -16,7 +16,7 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.collectives import allreduce_async
 from hvdlite.torch.device_memory import device_array
-from hvdlite.torch.tensors import dtype_of, taken, to_array, to_tensor, to_tensor_like
+from hvdlite.torch.tensors import dtype_of, on_current_stream, to_array, to_tensor, to_tensor_like
 
 
 def sparse_allreduce_async(
@@ -67,7 +67,7 @@ def sparse_allreduce_async(
         results, errors = [], []
         for handle in handles:  # wait for both, even if the first has failed
             try:
-                results.append(taken(handle.wait()))
+                results.append(on_current_stream(handle.wait()))
             except HorovodInternalError as error:
                 errors.append(error)
         if errors:

@@ -89,7 +89,7 @@ def to_tensor_like(array: Any, like: torch.Tensor) -> torch.Tensor:
     """Do what `to_tensor` does, on the device of ``like``; device results stay where they are."""
     if like.is_cpu:
         return to_tensor(array)
-    array = taken(array)
+    array = on_current_stream(array)
     return array if isinstance(array, torch.Tensor) else to_tensor(array).to(like.device)
 
 
@@ -118,7 +118,7 @@ def _cast(tensor: torch.Tensor, dtype: Any) -> torch.Tensor:
     return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
 
-def taken(result: Any) -> Any:
+def on_current_stream(result: Any) -> Any:
     """Return a collective's result, ready for the current stream if it is on a device."""
     return result.take() if isinstance(result, DeviceResult) else result
 
