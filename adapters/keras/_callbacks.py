@@ -20,6 +20,20 @@ def complete(mixin: type[Any], base: type[Any], module: str) -> Any:
     return type(mixin.__name__, (mixin, base), {"__doc__": mixin.__doc__, "__module__": module})
 
 
+def public_callbacks(callbacks: Any, module: str) -> list[Any]:
+    """Return the classes of a public module, given Keras' module of callbacks."""
+    mixins = (
+        BroadcastGlobalVariablesCallback,
+        MetricAverageCallback,
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
+    )
+    return [
+        *(complete(mixin, callbacks.Callback, module) for mixin in mixins),
+        complete(BestModelCheckpoint, callbacks.ModelCheckpoint, module),
+    ]
+
+
 class BroadcastGlobalVariablesCallback:
     """Give every rank the weights and the optimizer's variables of rank ``root_rank``.
 

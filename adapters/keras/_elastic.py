@@ -79,13 +79,7 @@ _trackers: WeakKeyDictionary[State, dict[str, _Tracker]] = WeakKeyDictionary()
 
 
 class _StateCallback:
-    """A callback for a state.
-
-    Attributes:
-        state: As given.
-        model: The model that trains; set by Keras.
-        params: Parameters of its ``fit``, the same object for all callbacks; set by Keras.
-    """
+    """A callback for a state."""
 
     model: Any
     params: Any
@@ -208,12 +202,7 @@ class UpdateBatchStateCallback(_Tracker):
 
 
 class _LeaveOut:
-    """A replacement for a model's training function that leaves batches out.
-
-    Attributes:
-        train: The original function.
-        next: Leave out the next call.
-    """
+    """A replacement for a model's training function that leaves batches out."""
 
     def __init__(self, train: Callable[[Any], Any], batches: int) -> None:
         self.train = train
@@ -259,3 +248,10 @@ class UpdateEpochStateCallback(_Tracker):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.epoch = self._ended + epoch - (self._first or 0) + 1
+
+
+CALLBACKS: tuple[type[Any], ...] = (
+    CommitStateCallback,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+)

@@ -42,12 +42,7 @@ framework: Any = importlib.import_module(_FRAMEWORKS[_NAME])
 
 
 def distribute(optimizer: Any, options: Options) -> Any:
-    """Make an optimizer of Keras 3, or the one of a name, distributed.
-
-    Raises:
-        ValueError: It is distributed already, or cannot accumulate gradients.
-        TypeError: It is no Keras optimizer.
-    """
+    """Make an optimizer of Keras 3, or the one of a name, distributed."""
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -68,7 +63,7 @@ ADAPTER = KerasAdapter(framework.CONVERSION, distribute, keras.saving.load_model
 class DistributedKeras3(Distributed):
     """A mixin that averages gradients in ``apply``."""
 
-    @framework.as_it_is
+    @framework.unconverted
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], batch_size: Any = None
     ) -> Any:
@@ -84,7 +79,7 @@ class DistributedKeras3(Distributed):
         self.apply(grads, trainable_variables, batch_size)
         return self.iterations  # type: ignore[attr-defined]
 
-    @framework.as_it_is
+    @framework.unconverted
     def apply(
         self,
         grads: Sequence[Any],
@@ -140,11 +135,7 @@ class DistributedKeras3(Distributed):
 
 
 def _variables_for(optimizer: Any, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
-    """Return the variables of gradients, by default all of the optimizer's.
-
-    Raises:
-        ValueError: The numbers differ; Keras would leave out the last ones.
-    """
+    """Return the variables of gradients, by default all of the optimizer's."""
     variables = list(optimizer._trainable_variables if given is None else given)
     if len(grads) != len(variables):
         raise ValueError(
@@ -165,11 +156,7 @@ def _build(optimizer: Any, variables: list[Any]) -> None:
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:
-    """Make Keras accumulate the gradients of so many passes.
-
-    Raises:
-        ValueError: Keras accumulates another number already, or cannot.
-    """
+    """Make Keras accumulate the gradients of so many passes."""
     if isinstance(optimizer, keras.optimizers.Optimizer) and hasattr(optimizer, "optimizers"):
         raise ValueError(
             f"backward_passes_per_step={passes} with a {type(optimizer).__name__}: pass "
@@ -193,14 +180,6 @@ def _reduce_accumulated(optimizer: Any, gradients: list[Any], variables: list[An
     """Let Keras accumulate gradients, and exchange the sums in the pass in which it will update.
 
     In that pass its accumulators, with this pass's gradients, are exchanged and then reset.
-
-    Args:
-        optimizer: A distributed optimizer.
-        gradients: Gradients of this rank and pass.
-        variables: Their variables.
-
-    Returns:
-        The gradients to pass to Keras.
     """
     _build(optimizer, variables)
     synchronizer, traced = optimizer._hvdlite, framework.is_traced()
@@ -278,7 +257,7 @@ def _with_reduction(original: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(original)
-    @framework.as_it_is
+    @framework.unconverted
     def apply(
         self: Any,
         grads: Sequence[Any],

@@ -26,7 +26,7 @@ from hvdlite.keras._optimizer import (
 from hvdlite.keras._synchronizer import Options, Synchronizer
 from hvdlite.keras._tensorflow import Backend
 from hvdlite.tensorflow.graphs import refuse_session
-from hvdlite.tensorflow.tensors import as_it_is
+from hvdlite.tensorflow.tensors import unconverted
 
 _Pairs = list[tuple[Any, Any]]
 
@@ -44,11 +44,7 @@ def is_legacy(optimizer: Any) -> bool:
 
 
 def distribute(optimizer: Any, options: Options) -> Any:
-    """Make an optimizer of ``tf_keras`` distributed.
-
-    Raises:
-        ValueError: It is distributed already, or the schedule forbids it.
-    """
+    """Make an optimizer of ``tf_keras`` distributed."""
     inner = _inner(optimizer)
     if isinstance(optimizer, Distributed) or isinstance(inner, Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
@@ -65,16 +61,13 @@ class DistributedLegacy(Distributed):
 
     iterations: tf.Variable
 
-    @as_it_is
+    @unconverted
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> _Pairs:
         """Compute gradients as Keras does and average them over all ranks, as in Horovod.
 
         `apply_gradients` does not average these gradients again.
-
-        Raises:
-            HorovodInternalError: The ranks disagree, or communication failed.
         """
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
             compute = super()._compute_gradients  # type: ignore[misc]
@@ -85,14 +78,14 @@ class DistributedLegacy(Distributed):
             raise ValueError(f"{type(self).__name__} takes no grad_loss; leave it out")
         return _paired(self._hvdlite.reduce_early, pairs)
 
-    @as_it_is
+    @unconverted
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """Return averaged gradients of tensors in a graph, as `_compute_gradients` does."""
         params = tf.nest.flatten(params)
         gradients = getattr(super(), "get_gradients", tf.gradients)(loss, params)
         return self._hvdlite.reduce_early(gradients, params)
 
-    @as_it_is
+    @unconverted
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Any]],
@@ -168,12 +161,7 @@ class DistributedLegacy(Distributed):
 
 
 class PassCounter:
-    """Accumulates gradients and makes a step in every n-th pass.
-
-    Args:
-        passes: Number of passes per step.
-        average: Average the gradients of a step's passes instead of summing them.
-    """
+    """Accumulates gradients and makes a step in every n-th pass."""
 
     def __init__(self, passes: int, average: bool) -> None:
         self._passes = passes
@@ -182,11 +170,7 @@ class PassCounter:
         self._pending: set[int] = set()
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Create the variables for the gradients of these variables, outside of any graph.
-
-        Raises:
-            NotImplementedError: The caller builds a graph for a ``tf.compat.v1.Session``.
-        """
+        """Create the variables for the gradients of these variables, outside of any graph."""
         refuse_session("backward_passes_per_step")
         if self._sums:
             return
@@ -275,7 +259,7 @@ def _with_reduction(original: Any) -> Any:
     """Return an ``apply_gradients`` that averages before Keras looks for overflows."""
 
     @functools.wraps(original)
-    @as_it_is
+    @unconverted
     def apply_gradients(
         self: Any, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any
     ) -> Any:
@@ -300,7 +284,7 @@ def _with_early_reduction(original: Any) -> Any:
     """Return a method that computes gradients and averages them after Keras has unscaled them."""
 
     @functools.wraps(original)
-    @as_it_is
+    @unconverted
     def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         inner = self.inner_optimizer
         if not isinstance(inner, Distributed):

@@ -258,16 +258,7 @@ class Distributed:
 
 
 def make_distributed(optimizer: Any, mixin: type[Distributed], synchronizer: Synchronizer) -> Any:
-    """Change the class of an optimizer to a distributed subclass with the same name.
-
-    Args:
-        optimizer: The optimizer, which keeps its variables and attributes.
-        mixin: Base class to add.
-        synchronizer: The exchange of its gradients.
-
-    Returns:
-        The same object.
-    """
+    """Change the class of an optimizer to a distributed subclass with the same name."""
     original = type(optimizer)
     subclass = type(
         original.__name__,
@@ -299,10 +290,6 @@ def with_recompilation(
 
     A training step that was compiled before the optimizer became distributed would exchange
     nothing, so it is compiled again.
-
-    Args:
-        make: The original method.
-        context: Returns the context in which to make a model's training step.
     """
 
     @functools.wraps(make)

@@ -55,9 +55,6 @@ class Options:
         Args:
             accumulates: Keras accumulates the gradients of several calls.
             scales_loss: Keras scales the loss and skips steps that overflow.
-
-        Raises:
-            ValueError: There is a schedule of local steps, and one of the two is true.
         """
         if self.schedule is None:
             return
@@ -74,15 +71,7 @@ class Options:
             )
 
     def check_batch_size(self, batch_size: Any, accumulates: bool) -> None:
-        """Refuse a batch size if a call is not a step on the gradients of all ranks.
-
-        Args:
-            batch_size: As the caller gave it; None is accepted always.
-            accumulates: Gradients of several calls add up before an exchange.
-
-        Raises:
-            ValueError: There is a schedule of local steps, or gradients add up.
-        """
+        """Refuse a batch size if a call is not a step on the gradients of all ranks."""
         if batch_size is None:
             return
         if self.schedule is not None:
@@ -173,12 +162,7 @@ class Synchronizer:
         self._local_layers: list[Any] = []
 
     def keep_local(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
-        """Stop exchanging the gradients of variables and of layers.
-
-        Args:
-            variables: Variables of Keras or of the framework.
-            layers: A layer, several, or None; they need not be built yet.
-        """
+        """Stop exchanging the gradients of variables and of layers."""
         self._local_variables += variables
         if layers is not None:
             several = isinstance(layers, (list, tuple, set))
@@ -287,12 +271,6 @@ class Synchronizer:
             variables: Their variables, the same on all ranks.
             moments: Returns what the optimizer keeps for a variable, by name.
             apply: Makes the step.
-
-        Returns:
-            The result of ``apply``.
-
-        Raises:
-            HorovodInternalError: The ranks disagree, or communication failed.
         """
         if is_outside(self.options.process_set):
             return apply(list(gradients))
@@ -310,12 +288,7 @@ class Synchronizer:
         return result
 
     def average_weights(self) -> None:
-        """Average the weights over all ranks now, except on ranks outside the process set.
-
-        Raises:
-            ValueError: There has been no step by a schedule.
-            HorovodInternalError: The ranks disagree, or communication failed.
-        """
+        """Average the weights over all ranks now, except on ranks outside the process set."""
         if is_outside(self.options.process_set):
             return
         if self._steps is None:
@@ -362,11 +335,7 @@ def _identities(variable: Any) -> set[int]:
 
 
 def _describe(reference: Callable[[], Any]) -> list[tuple[str, Any]]:
-    """Return the class and the options of an optimizer, including the configuration of schedules.
-
-    Args:
-        reference: Returns the optimizer; None if it has been freed.
-    """
+    """Return the class and the options of an optimizer, with the configuration of schedules."""
     optimizer = reference()
     if optimizer is None:
         return []

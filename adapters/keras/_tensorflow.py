@@ -13,18 +13,14 @@ from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, divided
 from hvdlite.tensorflow.local_steps import VariableSteps
-from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, value_of
+from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
 
-__all__ = ["CONVERSION", "Backend", "as_dense", "as_it_is", "is_traced", "pin_device"]
+__all__ = ["CONVERSION", "Backend", "as_dense", "unconverted", "is_traced", "pin_device"]
 
 
 class Backend:
-    """The exchange of TensorFlow's gradients and variables.
-
-    Args:
-        synchronizer: The optimizer's exchange.
-    """
+    """The exchange of TensorFlow's gradients and variables."""
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         options = synchronizer.options
@@ -41,7 +37,7 @@ class Backend:
             else None,
         )
 
-    @as_it_is
+    @unconverted
     def reduce(
         self, gradients: Sequence[Gradient], variables: Sequence[Any], batch_size: Any = None
     ) -> list[Gradient]:

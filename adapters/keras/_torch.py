@@ -27,7 +27,7 @@ from hvdlite.torch.device import pin_device
 from hvdlite.torch.scheduled import TensorWeights
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 
-__all__ = ["CONVERSION", "Backend", "as_dense", "as_it_is", "is_traced", "pin_device"]
+__all__ = ["CONVERSION", "Backend", "as_dense", "unconverted", "is_traced", "pin_device"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -35,11 +35,7 @@ _REMEDY = "model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallb
 
 
 class Backend:
-    """The exchange of PyTorch's gradients and tensors.
-
-    Args:
-        synchronizer: The optimizer's exchange.
-    """
+    """The exchange of PyTorch's gradients and tensors."""
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         self._options = synchronizer.options
@@ -139,13 +135,7 @@ class Backend:
 
 
 class TensorSteps:
-    """Local steps of Keras variables on PyTorch.
-
-    Args:
-        steps: The schedule's steps.
-        variables: One for each of their parameters.
-        moments: For each variable the moments that are averaged with it, by name.
-    """
+    """Local steps of Keras variables on PyTorch."""
 
     def __init__(
         self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
@@ -193,7 +183,7 @@ def _start(
         )
 
 
-def as_it_is(function: _Function) -> _Function:
+def unconverted(function: _Function) -> _Function:
     """Return a function unchanged; nothing rewrites functions here."""
     return function
 

@@ -181,12 +181,7 @@ def broadcast_arrays(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return the arrays of rank ``root_rank``, after a comparison of names, shapes and dtypes.
-
-    Raises:
-        ValueError: There is no such rank.
-        HorovodInternalError: The ranks disagree on names, shapes or dtypes.
-    """
+    """Return the arrays of rank ``root_rank``, after a comparison of names, shapes and dtypes."""
     engine = runtime.engine(process_set)
     prefix = name or engine.unnamed("broadcast_variables")
     # Checked first: everything below waits for the other ranks.

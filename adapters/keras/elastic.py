@@ -23,12 +23,8 @@ __all__ = [
     "run",
 ]
 
-CommitStateCallback = complete(_elastic.CommitStateCallback, keras.callbacks.Callback, __name__)
-UpdateBatchStateCallback = complete(
-    _elastic.UpdateBatchStateCallback, keras.callbacks.Callback, __name__
-)
-UpdateEpochStateCallback = complete(
-    _elastic.UpdateEpochStateCallback, keras.callbacks.Callback, __name__
+CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = (
+    complete(mixin, keras.callbacks.Callback, __name__) for mixin in _elastic.CALLBACKS
 )
 
 

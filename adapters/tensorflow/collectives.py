@@ -21,12 +21,12 @@ from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.rank_ops import rank_op, set_size
 from hvdlite.tensorflow.tensors import (
     CONVERSION,
-    as_it_is,
     engine,
     like,
     rows_like,
     run,
     to_tensor,
+    unconverted,
 )
 
 _Factors = tuple[float, float]
@@ -130,7 +130,7 @@ def grouped_allreduce(
     return results
 
 
-@as_it_is
+@unconverted
 def _allreduce(
     tensors: Sequence[Any],
     grouped: bool,
@@ -165,7 +165,7 @@ def _averaged(
     return _allreduce(tensors, grouped, name, Compression.none, Average, (1.0, 1.0), process_set)
 
 
-@as_it_is
+@unconverted
 def _allreduce_slices(
     slices: tf.IndexedSlices,
     op: ReduceOp,
@@ -240,7 +240,7 @@ def grouped_allgather(
     return _allgather(_checked(tensors), True, name, process_set)
 
 
-@as_it_is
+@unconverted
 def _allgather(
     tensors: Sequence[Any], grouped: bool, name: str | None, process_set: ProcessSet
 ) -> list[tf.Tensor]:
@@ -281,7 +281,7 @@ def _allgather(
     return list(differentiable(*map(to_tensor, tensors)))
 
 
-@as_it_is
+@unconverted
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -354,7 +354,7 @@ def alltoall(
     return rows if splits is None else (rows, received)
 
 
-@as_it_is
+@unconverted
 def _alltoall(
     tensor: Any, splits: Any, name: str | None, process_set: ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -440,7 +440,7 @@ def grouped_reducescatter(
     return _reducescatter(tensors, True, compression, chosen, name, process_set, factors)
 
 
-@as_it_is
+@unconverted
 def _reducescatter(
     tensors: Sequence[Any],
     grouped: bool,
@@ -479,7 +479,7 @@ def _reducescatter(
     return list(differentiable(*map(to_tensor, tensors)))
 
 
-@as_it_is
+@unconverted
 def barrier(
     process_set: ProcessSet = global_process_set, name: str | None = None
 ) -> tf.Operation | None:
@@ -500,7 +500,7 @@ def barrier(
     return done.op if for_session() else None
 
 
-@as_it_is
+@unconverted
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> tf.Tensor:
     """Announce that this rank has no more data, and wait until all ranks have joined.
 

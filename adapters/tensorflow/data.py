@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdlite import recipe
 from hvdlite.recipe import Sharding
-from hvdlite.tensorflow.tensors import as_it_is
+from hvdlite.tensorflow.tensors import unconverted
 
 
 def shard(
@@ -100,7 +100,7 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
         dataset = files.shuffle(1000, seed=1).apply(hvd.sharded(64)).map(decode)
     """
 
-    @as_it_is
+    @unconverted
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
         samples = int(dataset.cardinality())
         if samples < 0:

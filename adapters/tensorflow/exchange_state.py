@@ -18,11 +18,7 @@ _states: WeakVariablesDict[ExchangeState] = WeakVariablesDict()
 
 
 def exchange_state(sources: Sequence[Any]) -> ExchangeState:
-    """Return the state for a list of variables, of TensorFlow or Keras, in this order.
-
-    Raises:
-        ValueError: One is not a variable, so it does not last from step to step.
-    """
+    """Return the state for a list of variables, of TensorFlow or Keras, in this order."""
     for source in sources:
         if not isinstance(source, tf.Variable) and not hasattr(source, "assign"):
             raise ValueError(

@@ -14,7 +14,7 @@ from hvdlite.keras._values import broadcast_arrays
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.graphs import for_session
-from hvdlite.tensorflow.tensors import as_it_is, engine, like, run, to_tensor
+from hvdlite.tensorflow.tensors import engine, like, run, to_tensor, unconverted
 from hvdlite.tensorflow.variables import is_variable, name_of
 
 _log = logging.getLogger("hvdlite")
@@ -121,7 +121,7 @@ def broadcast_variables(
     return tf.group(values) if for_session() else None
 
 
-@as_it_is
+@unconverted
 def broadcast_(
     variables: Any,
     root_rank: int,
@@ -156,11 +156,7 @@ def broadcast_(
 
 
 def flat_variables(variables: Any) -> list[Any]:
-    """Return the variables of a nested structure; warn if there are none.
-
-    Raises:
-        TypeError: There is something else in it.
-    """
+    """Return the variables of a nested structure; warn if there are none."""
     flat: list[Any] = tf.nest.flatten(
         list(variables) if isinstance(variables, Iterator) else variables
     )

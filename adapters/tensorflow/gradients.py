@@ -264,14 +264,7 @@ _exchanges: WeakKeyDictionary[Engine, OrderedDict[ExchangeSpec, GradientBuckets]
 
 
 class _BucketExchange:
-    """The exchange of dense gradients: now, or by operations of a graph.
-
-    Args:
-        spec: Of the exchange.
-        gradients: This rank's, by their numbers among the parameters in buckets.
-        weight: The number of samples, if ranks are weighted.
-        check: Compares the sources across ranks.
-    """
+    """The exchange of dense gradients: now, or by operations of a graph."""
 
     def __init__(
         self,

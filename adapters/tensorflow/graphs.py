@@ -150,11 +150,7 @@ def numbered(label: str, process_set: ProcessSet) -> str:
 
 
 def refuse_session(what: str) -> None:
-    """Refuse a feature that depends on the order of operations, which a session does not keep.
-
-    Raises:
-        NotImplementedError: The current graph is one for a session.
-    """
+    """Refuse a feature that depends on the order of operations, which a session does not keep."""
     if for_session():
         raise NotImplementedError(
             f"{what} in a graph for a tf.compat.v1.Session, where operations run in any order; "

@@ -23,14 +23,6 @@ class VariableSteps:
     """Steps of `LocalSteps` that change TensorFlow variables.
 
     Inside ``tf.function``, all that depends on the number of steps is decided when the graph runs.
-
-    Args:
-        steps: Count the steps and exchange the variables.
-        variables: One for each parameter of the steps.
-        moments: For each variable, the optimizer's variables that are averaged with it, by name.
-
-    Raises:
-        NotImplementedError: In a graph for a ``tf.compat.v1.Session``.
     """
 
     def __init__(
@@ -49,10 +41,6 @@ class VariableSteps:
 
         Args:
             forgotten: The error message if the step before has not ended; None: that is no error.
-
-        Raises:
-            ValueError: The step before has not ended.
-            HorovodInternalError: The ranks differ, or communication failed.
         """
 
         def begin(*arrays: Any) -> list[Any]:
@@ -70,13 +58,7 @@ class VariableSteps:
         reduce: Callable[[], list[Gradient]],
         sparse_as_dense: bool = False,
     ) -> list[Gradient]:
-        """Return the gradients for the step: this rank's own, or reduced ones.
-
-        Args:
-            own: This rank's gradients.
-            reduce: Returns the gradients of all ranks.
-            sparse_as_dense: Whether it converts sparse gradients to dense ones.
-        """
+        """Return the gradients for the step: this rank's own, or reduced ones."""
         if self.steps.schedule.is_local(0):  # and so are all steps
             return list(own)
 
@@ -100,11 +82,7 @@ class VariableSteps:
         return result
 
     def end(self) -> None:
-        """Count a step, after it has changed the variables, and exchange them if that is due.
-
-        Raises:
-            HorovodInternalError: The ranks differ, or communication failed.
-        """
+        """Count a step, after it has changed the variables, and exchange them if that is due."""
         due = self._ask(self.steps.count)
         if not tf.executing_eagerly():
             tf.cond(due, self._exchange, lambda: tf.constant(False))
@@ -112,11 +90,7 @@ class VariableSteps:
             self._exchange()
 
     def average(self) -> None:
-        """Average all variables now.
-
-        Raises:
-            HorovodInternalError: The ranks differ, or communication failed.
-        """
+        """Average all variables now."""
         self._update(self.steps.average)
 
     def _ask(self, question: Callable[[], bool]) -> tf.Tensor:
@@ -201,14 +175,6 @@ def local_steps_of(
     """Return the steps of some variables so far, for tapes, which are made anew for every step.
 
     They are dropped with the first of the variables.
-
-    Args:
-        variables: On all ranks in the same order, with the same names, shapes and dtypes.
-        schedule: As for `LocalSteps`, and so are the others.
-        strategy: The compression of exchanges.
-        reduction: Sum or average.
-        process_set: The ranks that take part.
-        label: The name of the exchanges in messages.
     """
     options = schedule, strategy, reduction, label, process_set
 

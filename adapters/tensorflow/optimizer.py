@@ -13,7 +13,7 @@ from hvdlite.keras._synchronizer import Options, Synchronizer
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule
-from hvdlite.tensorflow.tensors import CONVERSION, as_it_is
+from hvdlite.tensorflow.tensors import CONVERSION, unconverted
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -73,11 +73,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _distribute(optimizer: Any, options: Options) -> Any:
-    """Make an optimizer of TensorFlow 1 or of any Keras distributed.
-
-    Raises:
-        ValueError, TypeError: As for `DistributedOptimizer`.
-    """
+    """Make an optimizer of TensorFlow 1 or of any Keras distributed."""
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         return _distribute_v1(optimizer, options)
     if isinstance(optimizer, str):
@@ -106,7 +102,7 @@ ADAPTER = KerasAdapter(CONVERSION, _distribute, _load_model)
 class _DistributedV1(Distributed):
     """The methods that `DistributedOptimizer` adds to a ``tf.compat.v1.train.Optimizer``."""
 
-    @as_it_is
+    @unconverted
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Compute gradients as TensorFlow does, and average them over all ranks.
 

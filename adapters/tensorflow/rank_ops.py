@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdlite import runtime, world
 from hvdlite.process_sets import ProcessSet
-from hvdlite.tensorflow.tensors import as_it_is, engine, run
+from hvdlite.tensorflow.tensors import engine, run, unconverted
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
@@ -62,7 +62,7 @@ def _find(process_set_id: int) -> ProcessSet:
     return runtime.process_sets().find(process_set_id)
 
 
-@as_it_is
+@unconverted
 def _number(count: Callable[[], int]) -> tf.Tensor:
     (result,) = run(lambda: [np.int32(count())], [], [tf.TensorSpec((), tf.int32)])
     return result

@@ -12,7 +12,7 @@ from hvdlite.reduction import Sum
 from hvdlite.tensorflow.collectives import allgather, allreduce
 from hvdlite.tensorflow.errors import ArgumentError
 from hvdlite.tensorflow.graphs import refuse_session
-from hvdlite.tensorflow.tensors import as_it_is, to_tensor
+from hvdlite.tensorflow.tensors import to_tensor, unconverted
 
 # Keras 3, or tf_keras where TF_USE_LEGACY_KERAS is set.
 keras = tf.keras
@@ -123,7 +123,7 @@ def _check_backend() -> None:
         )
 
 
-@as_it_is
+@unconverted
 def _moments(
     x: tf.Tensor,
     axes: Sequence[int],

@@ -21,7 +21,7 @@ from hvdlite.schedule import (
 )
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, divided
 from hvdlite.tensorflow.local_steps import VariableSteps, local_steps_of
-from hvdlite.tensorflow.tensors import CONVERSION, as_it_is, value_of
+from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks
 
 _LABEL = "DistributedGradientTape"
@@ -152,7 +152,7 @@ class DistributedGradientTape(tf.GradientTape):
             raise TypeError(f"expected a layer or a tf.Module, found {layer!r}")
         self._local_layers.append(layer)
 
-    @as_it_is
+    @unconverted
     def gradient(
         self,
         target: Any,
@@ -246,7 +246,7 @@ class DistributedGradientTape(tf.GradientTape):
             self._sparse_as_dense,
         )
 
-    @as_it_is
+    @unconverted
     def end_step(self) -> None:
         """Exchange the sources if the schedule says so, after the optimizer has changed them.
 
@@ -259,7 +259,7 @@ class DistributedGradientTape(tf.GradientTape):
         if self._schedule is not None and not is_outside(self._process_set):
             self._scheduled_steps("end_step").end()
 
-    @as_it_is
+    @unconverted
     def average_weights(self) -> None:
         """Average the sources over all ranks now: before an evaluation, or at the end.
 
@@ -379,11 +379,7 @@ def _checked(
     reduction: Reduction,
     sparse_as_dense: bool,
 ) -> tuple[Strategy, ExchangeSchedule | None]:
-    """Return the strategy, and the schedule if it has local steps.
-
-    Raises:
-        ValueError: A tape cannot follow the schedule.
-    """
+    """Return the strategy, and the schedule if it has local steps."""
     strategy, chosen, passes = check_exchange(
         compression, schedule, CONVERSION, reduction, 1, sparse_as_dense
     )

@@ -16,7 +16,7 @@ from hvdlite.tensorflow.errors import ArgumentError, translated
 from hvdlite.tensorflow.graphs import call_python, call_python_in_session, for_session
 
 #: Keeps AutoGraph from rewriting a function of hvdlite, and its callees, when it is traced.
-as_it_is = tf.autograph.experimental.do_not_convert
+unconverted = tf.autograph.experimental.do_not_convert
 
 
 def engine(process_set: Any = None) -> Engine:
@@ -38,11 +38,7 @@ def engine(process_set: Any = None) -> Engine:
 
 
 def to_tensor(value: Any) -> tf.Tensor:
-    """Return a tensor of numbers for a tensor, a variable (Keras' too) or an array.
-
-    Raises:
-        TypeError: It holds strings or handles, or is ragged or sparse.
-    """
+    """Return a tensor of numbers for a tensor, a variable (Keras' too) or an array."""
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         raise TypeError(
             f"expected a dense tensor, found a {type(value).__name__}; convert it first, by "

@@ -50,11 +50,7 @@ def unique_names(variables: Sequence[Any]) -> list[str]:
 
 
 def parameters_of(variables: Sequence[Any]) -> tuple[Parameter, ...]:
-    """Describe variables of TensorFlow or Keras, or tensors.
-
-    Raises:
-        ValueError: A tensor's static shape is not fully known, in a graph.
-    """
+    """Describe variables of TensorFlow or Keras, or tensors."""
     return tuple(
         Parameter(name, _shape(name, variable), dtype_of(variable.dtype))
         for name, variable in zip(unique_names(variables), variables, strict=True)
@@ -94,12 +90,7 @@ def _drop(reference: weakref.ref[WeakVariablesDict[Any]], key: tuple[Any, ...]) 
 
 
 class ReplicaChecks:
-    """The comparisons across ranks of the variables that an optimizer, or tapes, train.
-
-    Args:
-        describe_optimizer: Returns what is compared beside the variables.
-        uncompared: As for `ReplicaCheck`.
-    """
+    """The comparisons across ranks of the variables that an optimizer, or tapes, train."""
 
     def __init__(
         self,
@@ -111,12 +102,7 @@ class ReplicaChecks:
         self._checks: WeakVariablesDict[ReplicaCheck] = WeakVariablesDict()
 
     def of(self, sources: Sequence[Any], process_set: ProcessSet) -> ReplicaCheck | None:
-        """Return the comparison of some variables; None: there is nothing to compare.
-
-        Args:
-            sources: Variables of TensorFlow or Keras; others are left out.
-            process_set: The ranks that take part.
-        """
+        """Return the comparison of some variables; None: there is nothing to compare."""
         inner = [value_of(source) for source in sources]
         variables = [variable for variable in inner if isinstance(variable, tf.Variable)]
         # In a graph for a session, no function could read them.

@@ -42,12 +42,6 @@ _STRIDED = {torch.strided}
 class GradientBuffers:
     """The slots of gradients, and the arrays of their averages.
 
-    Args:
-        parameters: whose gradients they are.
-        memory: of the device on which all lie; None: host memory.
-        sparse_as_dense: whether sparse gradients are exchanged as dense ones, in buckets.
-        names: of the parameters.
-
     Attributes:
         large: for each parameter, whether its gradient is copied alone, by `write_large`.
         sparse: the gradients of this step that are exchanged as sparse ones, by number.
@@ -109,11 +103,7 @@ class GradientBuffers:
         self._kept.clear()
 
     def copy(self, numbers: Sequence[int]) -> list[Any]:
-        """Copy gradients into their slots, if they have any; return all of them.
-
-        Raises:
-            RuntimeError: a gradient that has been computed is not there.
-        """
+        """Copy gradients into their slots, if they have any; return all of them."""
         parameters = self._parameters
         gradients: list[Any] = [parameters[number].grad for number in numbers]
         try:
@@ -306,14 +296,7 @@ def _replace_memory(gradient: torch.Tensor, average: torch.Tensor) -> None:
 
 
 class ChangeDetector:
-    """Find gradients that are changed between their hook and the step.
-
-    Args:
-        memory: of the device on which they lie; None: host memory.
-
-    Attributes:
-        steps: the number of steps that have ended.
-    """
+    """Find gradients that are changed between their hook and the step."""
 
     def __init__(self, memory: CudaMemory | None) -> None:
         self._memory = memory

@@ -20,12 +20,7 @@ _log = logging.getLogger("hvdlite")
 
 
 class CudaMemory:
-    """The memory of one device.
-
-    Args:
-        cuda: the devices of this process.
-        index: the number of the device.
-    """
+    """The memory of one device."""
 
     def __init__(self, cuda: Cuda, index: int) -> None:
         self.cuda = cuda
@@ -56,14 +51,7 @@ class CudaMemory:
         tensor.record_stream(torch.cuda.current_stream(self.index))
 
     def check_not_capturing(self, what: str) -> None:
-        """Refuse an exchange while a CUDA graph is captured: its replay would exchange nothing.
-
-        Args:
-            what: the tensor, for the message.
-
-        Raises:
-            RuntimeError: the current stream is being captured.
-        """
+        """Refuse an exchange while a CUDA graph is captured: its replay would exchange nothing."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{what} cannot be exchanged while a CUDA graph is captured: its replay would not "
@@ -119,9 +107,6 @@ def device_converter(
     """Return `device_array` for tensors whose reduction can run on their device, else None.
 
     Integers that are multiplied are reduced on the host, which sees whether results fit them.
-
-    Raises:
-        TypeError: ``compression`` is no strategy.
     """
     if not check_strategy(compression).on_device:
         return None

@@ -17,11 +17,7 @@ __all__ = ["ElasticSampler", "HostUpdate", "ObjectState", "State", "TorchState",
 
 
 class StateHandler:
-    """Base class of handlers, which save, restore and synchronise one object of a `TorchState`.
-
-    Args:
-        value: the object.
-    """
+    """Base class of handlers, which save, restore and synchronise one object of a `TorchState`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -101,11 +101,6 @@ class GradientHooks:
     see references from a parameter's hooks, so they must not keep it alive, as it keeps the
     parameter alive.
 
-    Args:
-        reducer: that it belongs to.
-        parameters: in the order of their registration.
-        memory: of the device on which all of them are exchanged; None: host memory.
-
     Attributes:
         parameters: as given.
         exchange: of their gradients, in the current world.
@@ -132,14 +127,9 @@ class GradientHooks:
         self._bucket_hooks: list[BucketHooks] = []
         self._python_hooks = [self._make_hook(number) for number in range(len(parameters))]
         self._handles = [self._register(*pair) for pair in enumerate(self._python_hooks)]
-        weakref.finalize(self, _remove, self._handles).atexit = False
-        self.connect()
-        self._begin_step()
-
-    def connect(self) -> None:
-        """Make the exchange in the current world."""
-        self.exchange = self._reducer.make_exchange(self._label, self.parameters, self._memory)
-        self._find_buffers()
+        handles = self._handles
+        weakref.finalize(self, lambda: [each.remove() for each in handles]).atexit = False
+        self.restart()
 
     def remove(self) -> None:
         """Remove this object's hooks."""
@@ -148,10 +138,11 @@ class GradientHooks:
                 _hooks.pop(parameter).remove()
 
     def restart(self) -> None:
-        """Make the exchange anew, without the gradients that have arrived for the old one."""
+        """Make the exchange in the current world, without gradients that arrived for an old one."""
         self._gradients.clear()
         self._changes.restart()
-        self.connect()
+        self.exchange = self._reducer.make_exchange(self._label, self.parameters, self._memory)
+        self._find_buffers()
         self._begin_step()
 
     @property
@@ -189,10 +180,8 @@ class GradientHooks:
         before, bucket_hooks.c_hooks = bucket_hooks.c_hooks, chosen
         for number in {*before} ^ {*chosen}:
             if _hooks.get(self.parameters[number]) is self._handles[number]:  # not another's now
-                hook = (
-                    bucket_hooks.unseen.append if number in chosen else self._python_hooks[number]
-                )
-                self._handles[number] = self._register(number, hook)
+                c_hook, hook = bucket_hooks.unseen.append, self._python_hooks[number]
+                self._handles[number] = self._register(number, c_hook if number in chosen else hook)
 
     def _allows_c_hooks(self) -> bool:
         """Return whether gradients may arrive without a Python hook that looks at each."""
@@ -444,11 +433,6 @@ class GradientHooks:
         self._buffers.begin_step()
         self._complete = 0  # the number of buckets that have all their gradients
         self.repeated: list[str] = []
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def remove_hooks(parameters: Iterable[torch.Tensor]) -> None:

@@ -95,11 +95,6 @@ class Scheduled:
 class OptimizerSchedule:
     """The local steps of an optimizer, and the weights that they are about.
 
-    Args:
-        optimizer: whose weights they are.
-        steps: count its steps.
-        reducer: that exchanges gradients before steps that are not local.
-
     Attributes:
         steps: as given.
         weights: of the parameters attached, for ``steps``.
@@ -146,11 +141,7 @@ class OptimizerSchedule:
             self._reducer.attach(self._parameters if parameters is None else parameters)
 
     def end(self) -> None:
-        """Count a step, and exchange weights if that is due.
-
-        Raises:
-            HorovodInternalError: the ranks disagree, or communication failed.
-        """
+        """Count a step, and exchange weights if that is due."""
         if not self.steps.in_step:
             return  # a step that calls its parent's comes here twice
         try:

@@ -81,12 +81,7 @@ def sparse_allreduce_async(
 
 
 def empty_like(tensor: torch.Tensor, sparse_axes: int) -> torch.Tensor:
-    """Return a sparse tensor without entries.
-
-    Args:
-        tensor: with the shape, dtype and device.
-        sparse_axes: how many axes, the first ones, are sparse.
-    """
+    """Return a sparse tensor without entries."""
     indices = torch.empty((sparse_axes, 0), dtype=torch.int64, device=tensor.device)
     entry = tensor.shape[sparse_axes:]
     values = torch.empty((0, *entry), dtype=tensor.dtype, device=tensor.device)
@@ -211,12 +206,7 @@ class SparseGradient(NamedTuple):
 def reduce_sparse_gradients(
     members: Sequence[SparseGradient], op: ReduceOp, process_set: ProcessSet
 ) -> None:
-    """Write reduced gradients into parameters' ``grad``; collective, for the same parameters.
-
-    Raises:
-        HorovodInternalError: the ranks disagree, or communication failed; after the last has
-            been waited for.
-    """
+    """Write reduced gradients into parameters' ``grad``; collective, for the same parameters."""
     waits = [_start(member, op, process_set) for member in members]
     errors: list[Exception] = []
     for member, wait in zip(members, waits, strict=True):

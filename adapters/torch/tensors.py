@@ -36,10 +36,6 @@ def to_array(
 
     A tensor on an accelerator is copied to the host first, unless ``on_device`` takes it.
 
-    Args:
-        tensor: what to view.
-        on_device: Makes a device array of a tensor on an accelerator, or returns None.
-
     Raises:
         TypeError: it is not a dense tensor, or of a dtype that numpy cannot hold.
     """

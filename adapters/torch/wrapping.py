@@ -60,12 +60,7 @@ class Wrapped:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Require an optimizer that can be wrapped.
-
-    Raises:
-        TypeError: it is no torch optimizer, or one without torch's step hooks.
-        ValueError: it is wrapped already.
-    """
+    """Require an optimizer that can be wrapped."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
     if isinstance(optimizer, Wrapped):
@@ -90,11 +85,7 @@ def names_of(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
 ) -> dict[torch.Tensor, str]:
-    """Return names by parameter, in the order of registration.
-
-    Raises:
-        ValueError: they are malformed, one occurs twice, or a parameter has none.
-    """
+    """Return names by parameter, in the order of registration."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named_parameters is None:
         return {parameter: f"parameter.{number}" for number, parameter in enumerate(own)}
@@ -128,11 +119,7 @@ def _is_named(pair: Any) -> bool:
 
 
 def checked_passes(passes: int) -> int:
-    """Return a number of backward passes.
-
-    Raises:
-        ValueError: it is no integer, or below 1.
-    """
+    """Return a number of backward passes."""
     check_count("backward_passes_per_step", passes)
     return int(passes)
 
@@ -142,12 +129,7 @@ def check_groups(
     num_groups: int,
     groups: int | list[Any] | None,
 ) -> None:
-    """Check Horovod's arguments for groups of gradients, which buckets do not need.
-
-    Raises:
-        ValueError: a number is negative, or ``groups`` is something else than a number or lists
-            of the optimizer's parameters, each once.
-    """
+    """Check Horovod's arguments for groups of gradients, which buckets do not need."""
     check_group_numbers(num_groups, groups)
     if groups is None or isinstance(groups, int):
         return

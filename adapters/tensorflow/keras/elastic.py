@@ -22,10 +22,6 @@ __all__ = [
 
 KerasState = TensorFlowKerasState
 
-CommitStateCallback = complete(_elastic.CommitStateCallback, tf.keras.callbacks.Callback, __name__)
-UpdateBatchStateCallback = complete(
-    _elastic.UpdateBatchStateCallback, tf.keras.callbacks.Callback, __name__
-)
-UpdateEpochStateCallback = complete(
-    _elastic.UpdateEpochStateCallback, tf.keras.callbacks.Callback, __name__
+CommitStateCallback, UpdateBatchStateCallback, UpdateEpochStateCallback = (
+    complete(mixin, tf.keras.callbacks.Callback, __name__) for mixin in _elastic.CALLBACKS
 )
