@@ -284,6 +284,34 @@ class TestFailed:
                 hvd.allreduce(array, name="a")
             assert time.monotonic() - start < 2
 
+    @ranks(2, 3, fresh=True, timeout=30, env={"HVDLITE_SHARED_MEMORY": "0"})
+    @pytest.mark.parametrize("count", [1, 4])
+    def test_a_rank_that_cannot_allocate_for_a_sum_over_mpi(self, monkeypatch, count, size):
+        hvd.init()
+        empty = np.empty
+
+        def no_room(shape, dtype=float, *_):
+            if np.dtype(dtype) == np.uint8 and shape > 5000:
+                raise MemoryError("no room")
+            return empty(shape, dtype)
+
+        def totals():
+            names = [f"array {number}" for number in range(count)]
+            return [hvd.allreduce_async(np.ones(999), name=name, op=hvd.Sum) for name in names]
+
+        for handle in totals():
+            assert handle.wait().tolist() == [size] * 999
+        start = time.monotonic()
+        with monkeypatch.context() as patch:
+            if hvd.rank() == 1:
+                patch.setattr(np, "empty", no_room)
+            for handle in totals():
+                with pytest.raises(hvd.HorovodInternalError, match=r"rank 1: 'a.*no room'"):
+                    handle.wait()
+        assert time.monotonic() - start < 5
+        for handle in totals():
+            assert handle.wait().tolist() == [size] * 999
+
     @pytest.mark.slow
     @ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
     def test_it_is_heard_of_by_who_waits_for_a_third_rank(self, monkeypatch):

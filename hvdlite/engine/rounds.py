@@ -21,7 +21,7 @@ from hvdlite.engine.queue import Queue
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import GradientError, HorovodInternalError, MismatchError
 from hvdlite.settings import Settings
-from hvdlite.transport import Transport
+from hvdlite.transport import NoRoomError, Transport
 
 _log = logging.getLogger("hvdlite")
 _CLOSING_DIGEST = bytes(16)
@@ -94,7 +94,13 @@ class Rounds:
         digests = [operation.digest for operation in operations] or [_CLOSING_DIGEST]
         began = trace.now() if trace is not None else 0
         self.waiting = True
-        agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
+        try:
+            agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
+        except NoRoomError as error:
+            self.waiting = False
+            for operation in groups[0]:  # the next round tells the other ranks
+                operation.failure = f"{operation.title} failed: {MemoryError(*error.args)!r}"
+            return
         self.waiting, self._operations = False, []  # which hold arrays
         outcome = None if agreed else self._negotiate()
         if trace is not None and operations:

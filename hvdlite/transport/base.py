@@ -26,6 +26,10 @@ DIGEST_SIZE = 16
 OnWait = Callable[[float], None]
 
 
+class NoRoomError(MemoryError):
+    """`Transport.meet` cannot allocate what the data need; it has sent nothing yet."""
+
+
 class Transport(ABC):
     """The collectives of one communicator, on flat contiguous arrays.
 
@@ -68,6 +72,8 @@ class Transport(ABC):
 
         Raises:
             HorovodInternalError: another rank has given up waiting; and what ``on_wait`` raises.
+            NoRoomError: there is no memory for the reduction of ``data``. The other ranks know
+                nothing of this call: make another one in its place.
         """
 
     def absent(self) -> list[int] | None:
@@ -128,10 +134,15 @@ class Transport(ABC):
         reduce_into(rows[0], list(rows), op, scaling)
         self.gather_slices(rows[0], result)
 
+    def scratch(self, size: int, dtype: np.dtype[Any], exchanged: bool = False) -> Any:
+        """Return an uninitialised flat array for one collective, perhaps as `empty` does."""
+        return self.empty(size, dtype) if exchanged else np.empty(size, dtype)
+
     def scatter_slices(self, array: Any) -> Any:
         """Return all ranks' values of slice r on rank r, one row for each rank."""
         bounds = slice_bounds(array.size, self.size)
-        rows = np.empty((self.size, bounds[self.rank + 1] - bounds[self.rank]), array.dtype)
+        length = bounds[self.rank + 1] - bounds[self.rank]
+        rows = self.scratch(self.size * length, array.dtype).reshape(self.size, length)
         pieces = [as_bytes(array[start:stop]) for start, stop in pairwise(bounds)]
         self.alltoall(pieces, [as_bytes(row) for row in rows])
         return rows
@@ -193,13 +204,17 @@ class Transport(ABC):
             self.allreduce(sends[0], results[0], op, scaling)
             return
         bounds = np.cumsum([0, *(array.size for array in sends)]).tolist()
-        together = self.empty(bounds[-1], sends[0].dtype)
+        together = self.scratch(bounds[-1], sends[0].dtype, exchanged=True)
         with timeline.span(self.lane, timeline.MEMCPY_IN_FUSION_BUFFER):
             np.concatenate(sends, out=together)
-        self.allreduce(together, together, op, scaling)
+        self.allreduce_fused(together, op, scaling)
         with timeline.span(self.lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
             for result, (start, stop) in zip(results, pairwise(bounds), strict=True):
                 result[...] = together[start:stop]
+
+    def allreduce_fused(self, array: Any, op: ReduceOp, scaling: Scaling) -> None:
+        """Do an `allreduce` in place, of an array that fuses several."""
+        self.allreduce(array, array, op, scaling)
 
     @abstractmethod
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:

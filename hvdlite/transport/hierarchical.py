@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport.base import Transport
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
 from hvdlite.world import World
@@ -66,6 +65,9 @@ class HierarchicalTransport(MPITransport):
         """Release it within the node."""
         self._node.release(array)
 
+    def _reserve(self, data: Sequence[Any]) -> None:
+        """Reserve nothing: an allreduce moves the arrays in chunks."""
+
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce within the node and across nodes, slice by slice."""
         if op is ReduceOp.ADASUM:
@@ -81,7 +83,11 @@ class HierarchicalTransport(MPITransport):
             for send, result in zip(sends, results, strict=True):
                 self.allreduce(send, result, op, scaling)
         else:
-            Transport.allreduce_all(self, sends, results, op, scaling)
+            super().allreduce_all(sends, results, op, scaling)
+
+    def allreduce_fused(self, array: Any, op: ReduceOp, scaling: Scaling) -> None:
+        """Reduce within the node and across nodes."""
+        self.allreduce(array, array, op, scaling)
 
     def close(self) -> None:
         """Close all of them."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite.interrupts import Interrupted
 from hvdlite.reduction import ReduceOp, Scaling
-from hvdlite.transport.base import DIGEST_SIZE, LARGEST_FUSED, OnWait, Transport
+from hvdlite.transport.base import DIGEST_SIZE, LARGEST_FUSED, NoRoomError, OnWait, Transport
 from hvdlite.transport.liveness import Liveness
 from hvdlite.transport.reduce import is_integer_mean
 from hvdlite.world import World
@@ -49,7 +49,7 @@ class MPITransport(Transport):
     MPI moves data only while it is polled: with Open MPI 5 and 2 ranks, an allreduce of float32
     took 2.3 times as long for 64 MiB, and 19 times for 4 KiB. So operations allocate whatever they
     can before they meet: a rank that fails between `meet` and the data leaves the others in a
-    call that cannot end.
+    call that cannot end. `meet` allocates for the arrays that it is given.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
@@ -67,6 +67,7 @@ class MPITransport(Transport):
         self._liveness = Liveness(MPI, comm.Dup(), self.members)
         self._comparison: tuple[Any, Any, Any] | None = None  # in progress: request and buffers
         self._on_wait: OnWait | None = None
+        self._reserved: list[Any] = []  # byte arrays for the collectives after `meet`
         self._byte = MPI.BYTE
         self._in_place = MPI.IN_PLACE
         self._request = MPI.Request
@@ -91,6 +92,7 @@ class MPITransport(Transport):
         """
         self._on_wait = on_wait
         if self._comparison is None:
+            self._reserve(data)
             own = np.zeros(self.max_digests * DIGEST_SIZE // 8, np.uint64)
             given = np.frombuffer(b"".join(digests[: self.max_digests]), np.uint64)
             own[: given.size] = given
@@ -107,6 +109,29 @@ class MPITransport(Transport):
         same = (least[:half] == ~least[half:]).reshape(-1, DIGEST_SIZE // 8).all(axis=1)
         same = same[: min(len(digests), self.max_digests)]
         return int(same.size if same.all() else same.argmin())
+
+    def _reserve(self, data: Sequence[Any]) -> None:
+        """Allocate what an `allreduce_all` of arrays may take: a fusion buffer, and slices."""
+        self._reserved = []
+        if not data:
+            return
+        first = data[0]
+        if first.nbytes > LARGEST_FUSED and first.dtype.name in _NATIVE[ReduceOp.SUM]:
+            return  # mostly for MPI_Allreduce, which needs neither
+        nbytes = sum(array.nbytes for array in data)
+        try:
+            self._reserved.append(np.empty(nbytes + self.size * first.itemsize, np.uint8))
+            if len(data) > 1:
+                self._reserved.append(np.empty(nbytes, np.uint8))
+        except MemoryError as error:
+            raise NoRoomError(*error.args) from error
+
+    def scratch(self, size: int, dtype: np.dtype[Any], exchanged: bool = False) -> Any:
+        """Return an array that `meet` has allocated, if one is left that is large enough."""
+        nbytes = size * dtype.itemsize
+        if self._reserved and nbytes <= self._reserved[-1].size:
+            return self._reserved.pop()[:nbytes].view(dtype)
+        return super().scratch(size, dtype, exchanged)
 
     def gather(self, message: bytes) -> list[bytes]:
         """Gather the lengths, and then the messages."""
@@ -161,18 +186,10 @@ class MPITransport(Transport):
             self._comm.Allreduce(self._in_place, part, self._ops[op])
         result[...] = scaling.apply(result)
 
-    def allreduce_all(
-        self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
-    ) -> None:
+    def allreduce_fused(self, array: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce several arrays together, with the bits that each would have alone."""
-        if len(sends) > 1 and self._depends_on_order(op, sends[0].dtype):
-            together = np.concatenate(sends)
-            super().allreduce(together, together, op, scaling)
-            bounds = np.cumsum([array.size for array in sends])[:-1]
-            for result, part in zip(results, np.split(together, bounds), strict=True):
-                result[...] = part
-        else:
-            super().allreduce_all(sends, results, op, scaling)
+        by_slices = self._depends_on_order(op, array.dtype)
+        (super().allreduce if by_slices else self.allreduce)(array, array, op, scaling)
 
     def _depends_on_order(self, op: ReduceOp, dtype: np.dtype[Any]) -> bool:
         exact = dtype.name in _INTEGERS or op in (ReduceOp.MIN, ReduceOp.MAX)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 
+from hvdlite.errors import HorovodInternalError, RankGoneError
+from hvdlite.interrupts import Interrupted
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.transport import Transport
 from tests.references import INTEGERS, Digest, cases, check_reduction, dtype_of, sample, samples
@@ -50,6 +56,75 @@ def meet_with_several_digests(transport: Transport) -> None:
         fewer = many[: alike + 1] if transport.rank == 0 else many
         found = transport.meet(fewer, on_wait)
         assert found == (alike + 1 if transport.size > 1 else len(fewer))
+
+
+def interrupted_meet(transport: Transport) -> None:
+    """A wait that is interrupted is resumed, in another thread, and the data are those sent."""
+    with ThreadPoolExecutor(1) as other_thread:
+        for late in {0, transport.size - 1}:
+            # Under load an early rank may be the last; then nothing is interrupted.
+            attempts = (_interrupted(transport, late, other_thread) for _ in range(20))
+            assert any(attempts) or transport.size == 1
+
+
+def _interrupted(transport: Transport, late: int, other_thread: ThreadPoolExecutor) -> bool:
+    """Meet with a late rank; return whether the waits of all others were interrupted."""
+    interruptions, meeting = 0, True
+
+    def interrupt(elapsed: float) -> None:
+        nonlocal interruptions
+        on_wait(elapsed)
+        if meeting and interruptions < 2:
+            interruptions += 1
+            raise Interrupted
+
+    if transport.rank == late:
+        time.sleep(0.2)
+    send, result = np.full(3, transport.rank + 1.0), np.zeros(3)
+    arguments = [bytes([late + 1]) * 16], interrupt, [send]
+    try:
+        found = transport.meet(*arguments)
+    except Interrupted:
+        found = 0
+    while not found:
+        with contextlib.suppress(Interrupted):
+            found = other_thread.submit(transport.meet, *arguments).result()
+    meeting = False
+    assert found == 1
+    transport.allreduce_all([send], [result], Sum, Scaling())
+    assert result.tolist() == [transport.size * (transport.size + 1) / 2] * 3
+    interrupted = transport.gather(b"%d" % interruptions)
+    return all(int(times) > 0 for rank, times in enumerate(interrupted) if rank != late)
+
+
+def living_ranks(transport: Transport) -> None:
+    """All ranks are alive, before a collective and after it."""
+    for _ in range(2):
+        transport.check_alive()
+        assert transport.meet([bytes(16)], on_wait) == 1
+        agree(transport, b"")
+
+
+def leave(transport: Transport) -> None:
+    """Ranks that wait for one that leaves, now or later, get an error; it is the last check.
+
+    Afterwards the transport is not closed, since that may be collective.
+    """
+    assert transport.meet([bytes(16)], on_wait) == 1
+    if transport.rank == 0:
+        time.sleep(0.3)
+        transport.leave()
+        transport.leave()  # does no harm
+        return
+    if transport.rank == transport.size - 1:
+        time.sleep(0.6 if transport.size > 2 else 0.0)
+    start = time.monotonic()
+    with pytest.raises(HorovodInternalError, match="has ended"):
+        transport.meet([bytes(16)], on_wait)
+    assert time.monotonic() - start < 10
+    with contextlib.suppress(RankGoneError):  # a transport may not know
+        transport.check_alive()
+    transport.leave()
 
 
 def gather(transport: Transport) -> None:
@@ -327,6 +402,8 @@ def several_at_once(transport: Transport) -> None:
 EVERYTHING = (
     meet,
     meet_with_several_digests,
+    interrupted_meet,
+    living_ranks,
     gather,
     narrow_integers_wrap,
     scaling,

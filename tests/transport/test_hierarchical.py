@@ -8,9 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
+from hvdlite import mpi
 from hvdlite.reduction import Max, Min, Product, Scaling, Sum
+from hvdlite.transport import connect
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.shared_memory import futex
+from hvdlite.world import World
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, samples
 from tests.transport import checks
@@ -140,6 +143,14 @@ class TestTwoAndTwo(Promises):
 @ranks(4, timeout=60)
 class TestThreeAndOne(Promises):
     local_size = 3
+
+
+@ranks(3, 4, fresh=True, timeout=60)
+def test_ranks_learn_that_one_has_left():
+    MPI = mpi.load()
+    made = connect(MPI, World.split(MPI, MPI.COMM_WORLD.Dup(), 2))
+    assert isinstance(made, HierarchicalTransport)
+    checks.leave(made)
 
 
 @ranks(4, timeout=60)

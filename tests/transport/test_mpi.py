@@ -10,7 +10,7 @@ import pytest
 from hvdlite import mpi
 from hvdlite.errors import HorovodInternalError
 from hvdlite.reduction import Scaling, Sum
-from hvdlite.transport import MPITransport
+from hvdlite.transport import MPITransport, NoRoomError
 from hvdlite.transport import mpi as mpi_transport
 from tests.harness import ranks
 from tests.transport import checks
@@ -31,6 +31,34 @@ def transport():
 def test_it_keeps_every_promise(check):
     with transport() as made:
         check(made)
+
+
+@ranks(2, 3, fresh=True, timeout=30)
+def test_ranks_learn_that_one_has_left():
+    checks.leave(MPITransport(mpi.load(), mpi.load().COMM_WORLD))
+
+
+@ranks(1, 2, 3, timeout=30)
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, count):
+    def no_room(*_):
+        raise MemoryError("no room")
+
+    with transport() as made:
+        sends = [np.full(n, made.rank + 1.0, np.float32) for n in range(1, count + 1)]
+        results = [np.empty_like(send) for send in sends]
+        total = made.size * (made.size + 1) / 2
+        if made.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(np, "empty", no_room)
+                with pytest.raises(NoRoomError, match="no room"):
+                    made.meet([bytes(16)], checks.on_wait, sends)
+        assert made.meet([bytes(16)], checks.on_wait, sends) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "empty", no_room)
+            made.allreduce_all(sends, results, Sum, Scaling())  # which allocates nothing any more
+        for result in results:
+            assert set(result.tolist()) == {total}
 
 
 @ranks(1, 2, 3, 4, timeout=60)

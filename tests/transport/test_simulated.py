@@ -17,6 +17,11 @@ def test_it_keeps_every_promise(check, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
+def test_ranks_learn_that_one_has_left(size):
+    on_all_ranks(checks.leave, Simulation(size).transports)
+
+
+@pytest.mark.parametrize("size", [2, 3])
 def test_reductions(size):
     on_all_ranks(lambda made: checks.reductions(made, (0, 7)), Simulation(size).transports)
 

@@ -71,6 +71,11 @@ def wild(size, dtype, count):
 
 
 class TestPromises:
+    @ranks(2, 3, timeout=30)
+    def test_ranks_learn_that_one_has_left(self):
+        with transport() as made:
+            checks.leave(made)
+
     @ranks(2, 3, 4, timeout=30)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all(self, check):
