@@ -230,7 +230,7 @@ def signature(module: str, name: str) -> str:
     """Return a call's signature without annotations, or the value of something else."""
     found: Any = importlib.import_module(module)
     if name.startswith("DistributedOptimizer.") and module == "hvdlite.torch":
-        found = importlib.import_module("hvdlite.torch.optimizer")._Scheduled
+        found = importlib.import_module("hvdlite.torch.scheduled").Scheduled
         name = name.partition(".")[2]
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -14,9 +14,8 @@ from hvdlite import timeline
 from hvdlite.interrupts import Interrupted, deferred, leave, uninterrupted
 from hvdlite.torch.buffers import ChangeDetector, GradientBuffers
 from hvdlite.torch.dynamo import untraced
-from hvdlite.torch.sparse import SparseGradient, reduce_sparse_gradients
+from hvdlite.torch.sparse import start_reduction
 from hvdlite.torch.tensors import properties_of
-from hvdlite.torch.wrapping import next_label
 
 if TYPE_CHECKING:
     from hvdlite.torch.device_memory import CudaMemory
@@ -110,10 +109,11 @@ class GradientHooks:
     def __init__(
         self,
         reducer: Reducer,
+        label: str,
         parameters: Sequence[torch.Tensor],
         memory: CudaMemory | None = None,
     ) -> None:
-        self._label = next_label("DistributedOptimizer", reducer.process_set)
+        self._label = label
         # References back are weak, so that all is freed at once with the optimizer.
         self._reducer: Reducer = weakref.proxy(reducer)
         self.parameters = members = list(parameters)
@@ -396,20 +396,20 @@ class GradientHooks:
             gradients = [
                 each * weight if weight and each is not None else None for each in gradients
             ]
-        numbers = sorted({*sparse_axes} | (self.exchange.sparse_parameters & {*dense}))
-        reduce_sparse_gradients(
-            [
-                SparseGradient(
-                    f"{self._label}: {self._names[number]!r}",
-                    self.parameters[number],
-                    gradients[number],
-                    sparse_axes.get(number),
-                )
-                for number in numbers
-            ],
-            self._reducer.op,
-            self._reducer.process_set,
-        )
+        op, process_set = self._reducer.op, self._reducer.process_set
+        waits = {}
+        for number in sorted({*sparse_axes} | (self.exchange.sparse_parameters & {*dense})):
+            parameter, gradient = self.parameters[number], gradients[number]
+            name, axes = f"{self._label}: {self._names[number]!r}", sparse_axes.get(number)
+            waits[number] = start_reduction(name, parameter, gradient, axes, op, process_set)
+        errors: list[Exception] = []
+        for number, wait in waits.items():  # to the last, whatever becomes of one
+            try:
+                self.parameters[number].grad = wait()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def reset_passes(self) -> None:
         """Reset the counts of backward passes."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,7 +21,7 @@ from hvdlite.gradients import (
     describe_weights,
 )
 from hvdlite.interrupts import resumable
-from hvdlite.process_sets import ProcessSet
+from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
@@ -31,6 +33,11 @@ _REMEDY = (
     "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
     "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
 )
+
+
+# Ranks make their optimizers in one order, those of a process set among themselves. The numbers
+# outlive the engine, so that exchanges keep their names whichever is the first to use a new world.
+_numbers: WeakKeyDictionary[ProcessSet, Iterator[int]] = WeakKeyDictionary()
 
 
 class Reducer:
@@ -94,7 +101,8 @@ class Reducer:
             return
         fresh = [parameter for parameter in parameters if id(parameter) not in self._attached]
         for memory, members in self._by_memory(self.in_order(fresh)):
-            self._hooks.append(GradientHooks(self, members, memory))
+            label = next_label("DistributedOptimizer", self.process_set)
+            self._hooks.append(GradientHooks(self, label, members, memory))
         self._attached.update(map(id, fresh))
 
     def in_order(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -251,3 +259,9 @@ def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
         name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for name, value in group.items()
     }
+
+
+def next_label(kind: str, process_set: ProcessSet | None) -> str:
+    """Return a label that no other exchange of the process set has, the same on all its ranks."""
+    numbers = _numbers.setdefault(process_set or global_process_set, itertools.count())
+    return f"{kind} {next(numbers)}"

@@ -16,11 +16,12 @@ from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.tensors import properties_of, to_array, to_tensor
+from hvdlite.torch.wrapping import Distributed
 
 
-@untraced_methods("synchronize", "average_weights")
-class Scheduled:
-    """The methods that a schedule adds to the class of a distributed optimizer, before its own."""
+@untraced_methods("synchronize", "average_weights", "_before_step", "_after_step")
+class Scheduled(Distributed):
+    """The methods of an optimizer with a schedule of local steps, or with Adasum."""
 
     _schedule: OptimizerSchedule
 
@@ -32,12 +33,12 @@ class Scheduled:
         """
         check_unweighted(batch_size)
         if not self._schedule.steps.is_local:
-            super().synchronize()  # type: ignore[misc]
+            super().synchronize()
 
     def _combine_loss(self, loss: Any) -> Any:
         if self._schedule.steps.is_local:
             return loss
-        return super()._combine_loss(loss)  # type: ignore[misc]
+        return super()._combine_loss(loss)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -54,7 +55,7 @@ class Scheduled:
         if self._schedule.steps.is_local:
             yield
             return
-        with super().skip_synchronize():  # type: ignore[misc]
+        with super().skip_synchronize():
             yield
 
     def average_weights(self) -> None:
@@ -66,17 +67,27 @@ class Scheduled:
         Raises:
             HorovodInternalError: the ranks disagree, or communication failed.
         """
-        self._schedule.attach(self._trainable())  # type: ignore[attr-defined]
+        self._schedule.attach(self._trainable())
         self._schedule.steps.average(self._schedule.weights)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, of this optimizer or of one without a schedule."""
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict(state_dict)
         self._schedule.attach_reducer()
+
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_unweighted(kwargs.pop("batch_size", None))
+        self._schedule.attach(self._trainable())
+        self._schedule.steps.begin(self._schedule.weights)
+        return super()._before_step(args, kwargs)
+
+    def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+        super()._after_step()
+        self._schedule.end()
 
     def _restart(self) -> None:
         """Abandon the step that a failure has interrupted."""
-        super()._restart()  # type: ignore[misc]
+        super()._restart()
         self._schedule.steps.restart()
 
     def _prepare_unscaling(self, enabled: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -186,42 +185,25 @@ def _sparse(
     )
 
 
-class SparseGradient(NamedTuple):
-    """The gradient of a parameter whose gradients are sparse, or were so before.
+def start_reduction(
+    name: str,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor | None,
+    sparse_axes: int | None,
+    op: ReduceOp,
+    process_set: ProcessSet,
+) -> Callable[[], torch.Tensor]:
+    """Start to reduce a gradient that has no slot in a bucket, and return what waits for it.
 
-    Attributes:
-        name: of its exchange, the same on all ranks.
-        parameter: whose gradient it is.
+    Args:
+        name: of the exchange, the same on all ranks.
+        parameter: whose gradients are sparse, or were so before.
         gradient: of this rank, sparse or dense; None: it counts as zeros.
         sparse_axes: how many of its axes are sparse on the ranks that have one; None: the ranks'
             gradients are dense.
+        op: Sum or Average.
+        process_set: the ranks that take part.
     """
-
-    name: str
-    parameter: torch.Tensor
-    gradient: torch.Tensor | None
-    sparse_axes: int | None
-
-
-def reduce_sparse_gradients(
-    members: Sequence[SparseGradient], op: ReduceOp, process_set: ProcessSet
-) -> None:
-    """Write reduced gradients into parameters' ``grad``; collective, for the same parameters."""
-    waits = [_start(member, op, process_set) for member in members]
-    errors: list[Exception] = []
-    for member, wait in zip(members, waits, strict=True):
-        try:
-            member.parameter.grad = wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-def _start(
-    member: SparseGradient, op: ReduceOp, process_set: ProcessSet
-) -> Callable[[], torch.Tensor]:
-    name, parameter, gradient, sparse_axes = member
     if sparse_axes is not None:
         own = empty_like(parameter, sparse_axes) if gradient is None else gradient
         return sparse_allreduce_async(own, name, op, process_set)

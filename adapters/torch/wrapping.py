@@ -1,30 +1,34 @@
-"""The base class of wrapped optimizers, and checks of `DistributedOptimizer`'s arguments."""
+"""The classes of wrapped optimizers."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from numbers import Real
 from operator import attrgetter
 from typing import Any, NoReturn, cast
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch.amp import GradScaler
 
 from hvdlite.arguments import check_count
-from hvdlite.compression import check_groups as check_group_numbers
+from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.horovod import answers
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.recipe._tree import map_leaves
+from hvdlite.schedule import ExchangeState
+from hvdlite.torch.dynamo import untraced_methods
+from hvdlite.torch.reducer import Reducer
+from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
 
 #: The key of hvdlite's part of an optimizer's state dict.
 STATE = "hvdlite"
 
 _requires_grad = attrgetter("requires_grad")
-
-# Ranks make their optimizers in one order, those of a process set among themselves. The numbers
-# outlive the engine, so that exchanges keep their names whichever is the first to use a new world.
-_numbers: WeakKeyDictionary[ProcessSet, Iterator[int]] = WeakKeyDictionary()
 
 
 class Wrapped:
@@ -43,8 +47,13 @@ class Wrapped:
     def _prepare_scaled_step(self, batch_size: int | None) -> None:
         """Prepare for a GradScaler that decides whether a step is taken."""
 
-    def _end_scaled_step(self) -> None:
-        """End a step that a GradScaler has taken or skipped."""
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Prepare a step, as a hook of torch; return its arguments."""
+        checked_samples(kwargs.pop("batch_size", None))
+        return args, kwargs
+
+    def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+        """End a step; a GradScaler calls this, too, because it may skip the step."""
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy()
@@ -59,17 +68,212 @@ class Wrapped:
         )
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Require an optimizer that can be wrapped."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    if isinstance(optimizer, Wrapped):
-        raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
-    if not getattr(type(optimizer).step, "hooked", False):
-        raise TypeError(
-            f"{type(optimizer).__name__} does not run torch's step hooks, on which the exchange "
-            "relies; call super().__init__() in its constructor"
-        )
+@untraced_methods("synchronize", "zero_grad", "_before_step", "_after_step")
+class Distributed(Wrapped):
+    """The methods that `DistributedOptimizer` adds to the class of an optimizer."""
+
+    _reducer: Reducer
+    _exchange_state: ExchangeState
+    _skipping: bool
+    _synchronized_by: str  # the last method that did
+    _losses: LossExchange
+    _evaluating: bool  # whether a closure runs
+
+    def synchronize(self, batch_size: int | None = None) -> None:
+        """Wait for the exchange; afterwards every ``p.grad`` is the average over the ranks.
+
+        Args:
+            batch_size: of how many samples this rank's gradients are averages; given on all
+                ranks, and in every step, or never.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+            RuntimeError: a gradient was changed after its exchange had begun.
+            ValueError: ``batch_size`` is no number of samples, comes after a step without it, or
+                with another op than Average.
+        """
+        samples = checked_samples(batch_size)
+        self._reducer.attach(self._trainable())
+        self._reducer.finish(samples)
+        self._synchronized_by = "synchronize()"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with what compression and schedule remember, if they do.
+
+        To be called between steps: while gradients are being exchanged, that changes.
+        """
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        own = self._exchange_state.state_dict(self._reducer.process_set)
+        if "compression" in own and self._reducer.in_flight:
+            # No error: it may be the last chance to save anything.
+            warnings.warn(
+                "state_dict() was called after backward() and before step() or synchronize(), "
+                "while gradients are being exchanged: what the compression has left to send is "
+                "that of different steps; call optimizer.synchronize() first",
+                stacklevel=2,
+            )
+        return {**state, STATE: map_leaves(leaf_to_tensor, own)} if own else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` has returned, of this optimizer or of one that is not wrapped."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        saved = map_leaves(leaf_to_array, state_dict.get(STATE, {}))
+        if self._exchange_state.steps is None:  # saved by an optimizer with a schedule
+            saved = {key: part for key, part in saved.items() if key != "schedule"}
+        reducer = self._reducer
+        self._exchange_state.load_state_dict(saved, reducer.op, reducer.process_set)
+
+    def consolidate_exchange_state(self) -> None:
+        """Make what the compression remembers the same on all ranks; collective.
+
+        To be called before one rank saves ``state_dict()`` for all. Nothing is lost: every rank
+        gets the average of what all have left to send, so the sum stays what it is.
+
+        Raises:
+            HorovodInternalError: communication failed.
+        """
+        self._exchange_state.consolidate(self._reducer.process_set)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` use the gradients as they are, after ``synchronize()``."""
+        self._skipping = True
+        try:
+            yield
+        finally:
+            self._skipping = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes add up before an exchange.
+
+        Raises:
+            RuntimeError: an exchange has begun that no step or ``synchronize()`` has ended.
+        """
+        self._refuse_in_flight("set_backward_passes_per_step()")
+        check_count("backward_passes_per_step", passes)
+        self._reducer.passes_per_step = int(passes)
+        self._reducer.reset_passes()
+
+    def _restart(self) -> None:
+        """Abandon the step that a failure has interrupted."""
+        self._losses.restart()
+        self._reducer.restart()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does.
+
+        Raises:
+            RuntimeError: their exchange has begun and no step or ``synchronize()`` ended it.
+        """
+        self._refuse_in_flight("zero_grad()")
+        self._reducer.reset_passes()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def _refuse_in_flight(self, call: str) -> None:
+        if self._reducer.in_flight:
+            raise RuntimeError(
+                f"{call} was called after backward() and before step() or synchronize(), "
+                "while gradients are being exchanged; call optimizer.synchronize() first"
+            )
+
+    @property
+    def _synchronized(self) -> bool:
+        """Return whether the gradients are averages."""
+        return self._reducer.averaged and not self._reducer.in_flight
+
+    def _prepare_step(self, batch_size: int | None = None) -> None:
+        """Require averaged gradients, or average them now."""
+        if self._synchronized:
+            if batch_size is not None and self._synchronized_by != "step()":
+                raise ValueError(
+                    f"step(batch_size={batch_size}) comes after {self._synchronized_by}, which has "
+                    "averaged the gradients already; call synchronize(batch_size=...) before that "
+                    "instead"
+                )
+            if not self._skipping and self._synchronized_by == "synchronize()":
+                warnings.warn(
+                    # The first words are Horovod's: programs filter the warning by them.
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(); the gradients are not exchanged a second time. Use "
+                    "`with optimizer.skip_synchronize():` around step() to say that this is meant",
+                    stacklevel=4,
+                )
+        elif self._skipping:
+            raise RuntimeError(
+                "optimizer.step() inside skip_synchronize() would use gradients that have not "
+                "been exchanged; call optimizer.synchronize() before"
+            )
+        else:
+            self.synchronize(batch_size)
+            # A step() that calls its parent's comes here twice.
+            self._synchronized_by = "step()"
+
+    def _evaluate(self, closure: Callable[[], Any], batch_size: int | None) -> Any:
+        """Run a closure, exchange its gradients, and return the loss of all ranks."""
+        if self._evaluating:  # a step() that calls its parent's has wrapped the closure twice
+            return closure()
+        self._evaluating = True
+        try:
+            loss = closure()
+        finally:
+            self._evaluating = False
+        self._prepare_step(batch_size)
+        return self._combine_loss(loss)
+
+    def _combine_loss(self, loss: Any) -> Any:
+        own = _value_of_loss(loss)
+        total = self._losses.combine(own, self._reducer.weight)
+        return loss if total is None else _loss_like(loss, total)
+
+    def _prepare_unscaling(self, enabled: bool) -> None:
+        # Also for a scaler that is not enabled: what follows, clipping mostly, is for averages.
+        if not self._synchronized:
+            self.synchronize()
+            self._synchronized_by = "unscale_()"
+
+    def _prepare_scaled_step(self, batch_size: int | None) -> None:
+        if self._skipping or not self._synchronized:
+            self._prepare_step(batch_size)
+
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Exchange before the step, or, if there is a closure, whenever it has run.
+
+        As a hook, it also runs where ``step`` has been replaced on the instance, as learning
+        rate schedulers do.
+        """
+        batch_size = kwargs.pop("batch_size", None)  # which the optimizer's own step does not know
+        closure, replace = _find_closure(args, kwargs)
+        if closure is None:
+            self._prepare_step(batch_size)
+            return args, kwargs
+        self._losses.begin_step()
+        return replace(partial(self._evaluate, closure, batch_size))
+
+    def _after_step(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+        # Exchange the next step even without a new gradient here: another rank may have one.
+        self._reducer.averaged = False
+
+
+class Outside(Wrapped):
+    """The methods on a rank that is not in the process set, and steps by itself."""
+
+    def synchronize(self, batch_size: int | None = None) -> None:
+        """Leave the gradients as they are."""
+        checked_samples(batch_size)
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """Let ``step()`` use the gradients as they are, as it always does here."""
+        return contextlib.nullcontext()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Check the number, as on the other ranks; gradients add up here in any case."""
+        check_count("backward_passes_per_step", passes)
+
+    def consolidate_exchange_state(self) -> None:
+        """Do nothing: there is no exchange that remembers anything."""
+
+    def average_weights(self) -> None:
+        """Leave the weights as they are."""
 
 
 def change_class(optimizer: torch.optim.Optimizer, addition: type) -> Any:
@@ -81,81 +285,33 @@ def change_class(optimizer: torch.optim.Optimizer, addition: type) -> Any:
     return optimizer
 
 
-def names_of(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
-) -> dict[torch.Tensor, str]:
-    """Return names by parameter, in the order of registration."""
-    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if named_parameters is None:
-        return {parameter: f"parameter.{number}" for number, parameter in enumerate(own)}
-    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
-    if not all(map(_is_named, pairs)):
-        raise ValueError(
-            f"named_parameters is a {type(named_parameters).__name__}, and must be pairs of a name "
-            "and a parameter, such as model.named_parameters()"
-        )
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"named_parameters has these names more than once: {', '.join(twice)}")
-    unnamed = len(set(own) - {parameter for _, parameter in pairs})
-    if unnamed:
-        raise ValueError(
-            f"{unnamed} of the optimizer's {len(own)} parameters are not in named_parameters; "
-            "pass the named parameters of every module that the optimizer updates"
-        )
-    members = set(own)
-    return {parameter: name for name, parameter in pairs if parameter in members}
+def _find_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[], Any] | None, Callable[[Any], Any]]:
+    """Return the closure among ``step``'s arguments, the optimizer first, and a setter."""
+    if kwargs.get("closure") is not None:
+        return kwargs["closure"], lambda closure: (args, {**kwargs, "closure": closure})
+    if len(args) > 1 and callable(args[1]):
+        return args[1], lambda closure: ((args[0], closure, *args[2:]), kwargs)
+    return None, lambda closure: None
 
 
-def _is_named(pair: Any) -> bool:
-    return (
-        isinstance(pair, tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], torch.Tensor)
-    )
+def _value_of_loss(loss: Any) -> float | None:
+    """Return a loss as a number; None if it is not one number."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss.item()) if loss.numel() == 1 and not loss.is_complex() else None
+    if isinstance(loss, np.ndarray):
+        return float(loss.item()) if loss.size == 1 and loss.dtype.kind in "fiu" else None
+    return float(loss) if isinstance(loss, Real) and not isinstance(loss, bool) else None
 
 
-def checked_passes(passes: int) -> int:
-    """Return a number of backward passes."""
-    check_count("backward_passes_per_step", passes)
-    return int(passes)
-
-
-def check_groups(
-    optimizer: torch.optim.Optimizer,
-    num_groups: int,
-    groups: int | list[Any] | None,
-) -> None:
-    """Check Horovod's arguments for groups of gradients, which buckets do not need."""
-    check_group_numbers(num_groups, groups)
-    if groups is None or isinstance(groups, int):
-        return
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    seen: set[int] = set()
-    for number, members in enumerate(groups):
-        if not isinstance(members, (list, tuple)):
-            raise ValueError(
-                f"groups[{number}] is a {type(members).__name__}; groups is a list of lists of "
-                "parameters"
-            )
-        for parameter in members:
-            if id(parameter) not in own:
-                raise ValueError(
-                    f"groups[{number}] has a {type(parameter).__name__} that is no parameter of "
-                    "the optimizer"
-                )
-            if id(parameter) in seen:
-                raise ValueError(f"groups[{number}] has a parameter that stands in groups twice")
-            seen.add(id(parameter))
-
-
-def next_label(kind: str, process_set: ProcessSet | None) -> str:
-    """Return a label that no other exchange of the process set has, the same on all its ranks."""
-    numbers = _numbers.setdefault(process_set or global_process_set, itertools.count())
-    return f"{kind} {next(numbers)}"
+def _loss_like(loss: Any, value: float) -> Any:
+    """Return a number as a loss of the type of another; a whole number becomes a float."""
+    if isinstance(loss, torch.Tensor):
+        return torch.full_like(loss.detach(), value)
+    if isinstance(loss, np.ndarray):
+        return np.full_like(loss, value)
+    return type(loss)(value) if isinstance(loss, np.floating) else value
 
 
 @functools.cache
@@ -181,7 +337,7 @@ def average_before_scaling() -> None:
             return step(self, optimizer, *args, **kwargs)
         optimizer._prepare_scaled_step(kwargs.get("batch_size"))
         result = step(self, cast(Any, optimizer), *args, **kwargs)
-        optimizer._end_scaled_step()  # the optimizer's hooks are not called if it is skipped
+        optimizer._after_step()  # the optimizer's hooks are not called if it is skipped
         return result
 
     GradScaler.unscale_ = unscale_averages  # type: ignore[method-assign]
