@@ -154,7 +154,7 @@ class KerasAdapter:
             ValueError, TypeError: As for `DistributedOptimizer`.
         """
         distributed = self.DistributedOptimizer(optimizer, *args, **kwargs)
-        distributed_part(distributed)._hvdlite.keep_local(layers=local_layers)
+        distributed_part(distributed)._hvdlite.local.add(layers=local_layers)
         return distributed
 
     def load_model(
@@ -193,7 +193,7 @@ class Distributed:
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradients of a variable on this rank instead of exchanging them."""
-        self._hvdlite.keep_local([var])
+        self._hvdlite.local.add([var])
 
     def exchange_state_dict(self) -> dict[str, Any]:
         """Return what compression and schedule remember on this rank: numbers and arrays, or {}.

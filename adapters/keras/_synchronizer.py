@@ -84,8 +84,8 @@ class Options:
             )
 
 
-class Backend(Protocol):
-    """The framework that Keras runs on, as the exchange needs it."""
+class GradientReduction(Protocol):
+    """The reduction of a framework's gradients."""
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], batch_size: Any = None
@@ -94,6 +94,10 @@ class Backend(Protocol):
 
     def divide_by_size(self, gradient: Any) -> Any:
         """Return a gradient, or None, divided by the number of ranks."""
+
+
+class Backend(GradientReduction, Protocol):
+    """The framework that Keras runs on, as the exchange needs it."""
 
     def describe(self, variables: Sequence[Any]) -> Sequence[Parameter]:
         """Return names, shapes and dtypes of variables."""
@@ -122,6 +126,53 @@ class Steps(Protocol):
         """Average all variables now."""
 
 
+class LocalVariables:
+    """Variables whose gradients stay on their rank.
+
+    Args:
+        scale: Divide these gradients by the number of ranks.
+    """
+
+    def __init__(self, scale: bool) -> None:
+        self._scale = scale
+        self._variables: list[Any] = []
+        self._layers: list[Any] = []
+
+    def add(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
+        """Add variables, and those of a layer or several, which need not be built yet."""
+        self._variables += variables
+        if layers is not None:
+            self._layers += layers if isinstance(layers, (list, tuple, set)) else [layers]
+
+    def others(self, variables: Sequence[Any]) -> list[int]:
+        """Return the indices of the variables that are not local."""
+        of_layers = [variable for layer in self._layers for variable in layer.variables]
+        local = set().union(*map(_identities, (*self._variables, *of_layers)))
+        return [n for n, each in enumerate(variables) if local.isdisjoint(_identities(each))]
+
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        batch_size: Any,
+        reduction: GradientReduction,
+    ) -> list[Any]:
+        """Return the gradients reduced over all ranks, except those of local variables."""
+        result, shared = list(gradients), self.others(variables)
+        if self._scale:
+            for number in {*range(len(result))}.difference(shared):
+                check_not_local(batch_size)
+                result[number] = reduction.divide_by_size(result[number])
+        reduced = reduction.reduce(
+            [result[number] for number in shared],
+            [variables[number] for number in shared],
+            batch_size,
+        )
+        for number, gradient in zip(shared, reduced, strict=True):
+            result[number] = gradient
+        return result
+
+
 class Synchronizer:
     """The exchange of one optimizer's gradients.
 
@@ -140,6 +191,7 @@ class Synchronizer:
         pending: Indices of variables with a gradient since the last exchange (Keras 3).
         pass_counter: Accumulates the gradients of several passes (legacy Keras).
         train_functions: Models' compiled training functions that exchange gradients.
+        local: Variables whose gradients are not exchanged.
     """
 
     def __init__(
@@ -158,15 +210,7 @@ class Synchronizer:
         self._early: list[Any] = []
         self._steps: Steps | None = None
         self._backend = backend(self)
-        self._local_variables: list[Any] = []
-        self._local_layers: list[Any] = []
-
-    def keep_local(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
-        """Stop exchanging the gradients of variables and of layers."""
-        self._local_variables += variables
-        if layers is not None:
-            several = isinstance(layers, (list, tuple, set))
-            self._local_layers += layers if several else [layers]
+        self.local = LocalVariables(options.scale_local)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -196,25 +240,9 @@ class Synchronizer:
             HorovodInternalError: The ranks disagree, or communication failed.
             ValueError: ``batch_size`` is no number of samples, or cannot be used here.
         """
-        result = list(gradients)
         if is_outside(self.options.process_set):
-            return result
-        local = self._local_identities()
-        shared = []
-        for number, variable in enumerate(variables):
-            if local.isdisjoint(_identities(variable)):
-                shared.append(number)
-            elif self.options.scale_local:
-                check_not_local(batch_size)
-                result[number] = self._backend.divide_by_size(result[number])
-        reduced = self._backend.reduce(
-            [result[number] for number in shared],
-            [variables[number] for number in shared],
-            batch_size,
-        )
-        for number, gradient in zip(shared, reduced, strict=True):
-            result[number] = gradient
-        return result
+            return list(gradients)
+        return self.local.reduce(gradients, variables, batch_size, self._backend)
 
     def reduce_early(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduce gradients before they are applied; `are_reduced` recognizes them later.
@@ -274,8 +302,7 @@ class Synchronizer:
         """
         if is_outside(self.options.process_set):
             return apply(list(gradients))
-        local = self._local_identities()
-        shared = [each for each in variables if local.isdisjoint(_identities(each))]
+        shared = [variables[number] for number in self.local.others(variables)]
         counted = self._local_steps(shared)
         averaged = [moments(each) if counted.schedule.momentum else {} for each in shared]
         steps = self._steps = self._backend.local_steps(counted, shared, averaged)
@@ -316,15 +343,6 @@ class Synchronizer:
             steps.load_state_dict(state)
         self.state.follow(steps)
         return steps
-
-    def _local_identities(self) -> set[int]:
-        # Layers may have been built since the last call.
-        of_layers = [v for layer in self._local_layers for v in layer.trainable_variables]
-        return {
-            identity
-            for variable in (*self._local_variables, *of_layers)
-            for identity in _identities(variable)
-        }
 
 
 def _identities(variable: Any) -> set[int]:

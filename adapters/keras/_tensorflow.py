@@ -11,7 +11,7 @@ from hvdlite.compression import Parameter
 from hvdlite.keras._synchronizer import LABEL, Synchronizer
 from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.device import pin_device
-from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, divided
+from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
 from hvdlite.tensorflow.local_steps import VariableSteps
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
@@ -24,7 +24,6 @@ class Backend:
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         options = synchronizer.options
-        self._process_set = options.process_set
         self._allreduce = GradientAllreduce(
             options.strategy,
             options.reduction,
@@ -36,6 +35,7 @@ class Backend:
             if options.replicates
             else None,
         )
+        self.divide_by_size = self._allreduce.divide_by_size
 
     @unconverted
     def reduce(
@@ -43,10 +43,6 @@ class Backend:
     ) -> list[Gradient]:
         """Return the gradients reduced over all ranks; None where no rank has one."""
         return self._allreduce.reduce(gradients, variables, batch_size)
-
-    def divide_by_size(self, gradient: Gradient) -> Gradient:
-        """Return a gradient, or None, divided by the number of ranks."""
-        return divided(gradient, self._process_set)
 
     def describe(self, variables: Sequence[Any]) -> list[Parameter]:
         """Return names, shapes and dtypes of variables."""

@@ -143,6 +143,15 @@ class GradientAllreduce:
             _hold_updates(sources, reduced)
         return reduced
 
+    def divide_by_size(self, gradient: Gradient) -> Gradient:
+        """Return a gradient, or None, divided by the number of ranks."""
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            values = self.divide_by_size(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient / tf.cast(set_size(self._process_set), gradient.dtype)
+
     def _state_of(self, sources: Sequence[Any]) -> StrategyState | None:
         if not self._strategy.stateful:
             return None
@@ -172,16 +181,6 @@ def densified(gradients: Sequence[Gradient]) -> list[Gradient]:
         tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
         for gradient in gradients
     ]
-
-
-def divided(gradient: Gradient, process_set: ProcessSet) -> Gradient:
-    """Return a gradient divided by the number of ranks."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = divided(gradient.values, process_set)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(set_size(process_set), gradient.dtype)
 
 
 def _samples(samples: Any, reduction: Reduction) -> tf.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.compression import Compression, Reduction, Strategy, check_groups
-from hvdlite.gradients import check_not_local
+from hvdlite.keras._synchronizer import LocalVariables
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import (
@@ -19,7 +19,7 @@ from hvdlite.schedule import (
     check_exchange,
     check_unweighted,
 )
-from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, divided
+from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
 from hvdlite.tensorflow.local_steps import VariableSteps, local_steps_of
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks
@@ -131,13 +131,11 @@ class DistributedGradientTape(tf.GradientTape):
         self._sparse_as_dense = sparse_as_dense
         self._steps: VariableSteps | None = None
         self._process_set = process_set
-        self._local_sources: list[Any] = []
-        self._local_layers: list[Any] = []
-        self._scale_local_gradients = scale_local_gradients
+        self._local = LocalVariables(scale_local_gradients)
 
     def register_local_source(self, source: Any) -> None:
         """Keep a variable's gradients to this rank: they are not exchanged."""
-        self._local_sources.append(source)
+        self._local.add([source])
 
     def register_local_layer(self, layer: Any) -> None:
         """Keep the gradients of a layer's variables, present and future ones, to this rank.
@@ -150,7 +148,7 @@ class DistributedGradientTape(tf.GradientTape):
         """
         if not hasattr(layer, "variables"):
             raise TypeError(f"expected a layer or a tf.Module, found {layer!r}")
-        self._local_layers.append(layer)
+        self._local.add(layers=layer)
 
     @unconverted
     def gradient(
@@ -190,59 +188,39 @@ class DistributedGradientTape(tf.GradientTape):
         if is_outside(self._process_set):
             return own
         flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
-        local = self._locals()
-        shared = [n for n, source in enumerate(flat_sources) if id(value_of(source)) not in local]
         if self._schedule is None:
-            gradients = self._reduced(gradients, flat_sources, shared, batch_size)
+            gradients = self._reduced(gradients, flat_sources, batch_size)
         else:
             check_unweighted(batch_size)
-            gradients = self._scheduled(self._schedule, gradients, flat_sources, shared)
+            gradients = self._scheduled(self._schedule, gradients, flat_sources)
         return tf.nest.pack_sequence_as(sources, gradients)
 
     def _reduced(
-        self,
-        gradients: Sequence[Gradient],
-        sources: Sequence[Any],
-        shared: Sequence[int],
-        batch_size: Any = None,
+        self, gradients: Sequence[Gradient], sources: Sequence[Any], batch_size: Any = None
     ) -> list[Gradient]:
-        """Return the gradients reduced over all ranks; local ones are divided instead."""
-        result = list(gradients)
-        if self._scale_local_gradients:
-            for number in {*range(len(result))}.difference(shared):
-                check_not_local(batch_size)
-                result[number] = divided(gradients[number], self._process_set)
-        reduced = self._allreduce.reduce(
-            [gradients[number] for number in shared],
-            [sources[number] for number in shared],
-            batch_size,
-        )
-        for number, gradient in zip(shared, reduced, strict=True):
-            result[number] = gradient
-        return result
+        return self._local.reduce(gradients, sources, batch_size, self._allreduce)
 
     def _scheduled(
         self,
         schedule: ExchangeSchedule,
         gradients: Sequence[Gradient],
         sources: Sequence[Any],
-        shared: Sequence[int],
     ) -> list[Gradient]:
         """Return the gradients that the schedule has the step made on: own or reduced ones."""
-        variables = [value_of(sources[number]) for number in shared]
+        own = [sources[number] for number in self._local.others(sources)]
+        variables = list(map(value_of, own))
         for variable in variables:
             if not isinstance(variable, tf.Variable):
                 raise ValueError(
                     "a schedule exchanges what the sources are, and one is no variable but "
                     f"{variable!r}; leave out the schedule, or the source"
                 )
-        own = [sources[number] for number in shared]
         steps = local_steps_of(own, schedule, *self._step_options)
         self._steps = VariableSteps(steps, variables)
         self._steps.begin(_FORGOTTEN)
         return self._steps.gradients(
             gradients,
-            lambda: self._reduced(gradients, sources, shared),
+            lambda: self._reduced(gradients, sources),
             self._sparse_as_dense,
         )
 
@@ -279,11 +257,6 @@ class DistributedGradientTape(tf.GradientTape):
                 f"{call}() is for a tape with a schedule of local steps, after its gradient()"
             )
         return self._steps
-
-    def _locals(self) -> set[int]:
-        """Return the identities of all local sources; layers are built by now."""
-        of_layers = [variable for layer in self._local_layers for variable in layer.variables]
-        return {id(value_of(source)) for source in (*self._local_sources, *of_layers)}
 
     def __enter__(self) -> DistributedGradientTape:
         self._inner.__enter__()
