@@ -182,7 +182,6 @@ class Synchronizer:
         backend: Makes the framework's part.
 
     Attributes:
-        options: As given.
         state: What compression and schedule remember of the variables.
         describe_optimizer: Returns what ranks compare of the optimizer.
         uncompared: Returns the number of exchanges before ranks compare their replicas.
@@ -226,19 +225,13 @@ class Synchronizer:
     ) -> list[Any]:
         """Reduce gradients over all ranks, except those of local variables.
 
+        A rank outside the process set gets its own gradients.
+
         Args:
             gradients: Gradients of this rank; None counts as zeros if another rank has one.
             variables: Their variables, the same on all ranks.
             batch_size: Number of samples that this rank's gradients average, as their weight;
                 None on all ranks: all ranks have the same weight.
-
-        Returns:
-            The reduced gradient of each variable; None where no rank has one. A rank outside the
-            process set gets its own gradients.
-
-        Raises:
-            HorovodInternalError: The ranks disagree, or communication failed.
-            ValueError: ``batch_size`` is no number of samples, or cannot be used here.
         """
         if is_outside(self.options.process_set):
             return list(gradients)

@@ -95,11 +95,6 @@ class GradientAllreduce:
                 a scalar tensor, which weights the average over the ranks; None, on all ranks:
                 all ranks count the same.
 
-        Raises:
-            ValueError: ``samples`` is not a number of samples, or the reduction is no average.
-            NotImplementedError: There are ``tf.IndexedSlices``, and Adasum or ``samples``.
-            MismatchError: The ranks disagree.
-            HorovodInternalError: Communication failed.
         """
         engine(self._process_set)
         weight = [] if samples is None else [_samples(samples, self._reduction)]

@@ -45,7 +45,6 @@ class BucketHooks:
         small: those members that need no copy as soon as they arrive.
 
     Attributes:
-        members: as given.
         seen: those that a Python hook has recorded and that have not been sent, by number.
         unseen: the parameters whose C hooks were called and whose gradients have not been sent.
         c_hooks: the members with C hooks in this step.
@@ -101,7 +100,6 @@ class GradientHooks:
     parameter alive.
 
     Attributes:
-        parameters: as given.
         exchange: of their gradients, in the current world.
         repeated: messages about gradients that arrived too often.
     """

@@ -44,7 +44,7 @@ class Reducer:
     """Average the gradients of the parameters that it is attached to.
 
     Args:
-        names: of the parameters, in the order of their registration.
+        names: of the parameters, in the order of their registration; later ones are added.
         strategy: how gradients travel.
         reduction: sum or average.
         passes_per_step: the number of backward passes after which a gradient is complete.
@@ -54,10 +54,6 @@ class Reducer:
         optimizer: compared across ranks, with its weights; None: ranks may differ.
 
     Attributes:
-        process_set: as given.
-        names: as given; parameters that come later are added.
-        passes_per_step: as given.
-        sparse_as_dense: as given.
         averaged: whether the gradients that `finish` wrote are the last.
     """
 
@@ -135,12 +131,8 @@ class Reducer:
     def finish(self, samples: int | None = None) -> None:
         """Exchange the remaining gradients, and write the averages into the parameters' ``grad``.
 
-        Args:
-            samples: as in `GradientExchange.finish`.
-
         Raises:
-            HorovodInternalError: the ranks disagree, or communication failed.
-            ValueError: ``samples`` comes after a step without.
+            HorovodInternalError, ValueError: as `GradientExchange.finish`.
             RuntimeError: a gradient was changed after it had been copied. The exchange is
                 ended all the same, so that no other rank waits for this one.
             BaseException: from a signal's handler. All gradients have been sent then, and

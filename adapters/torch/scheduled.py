@@ -107,7 +107,7 @@ class OptimizerSchedule:
     """The local steps of an optimizer, and the weights that they are about.
 
     Attributes:
-        steps: as given.
+        steps: count its steps.
         weights: of the parameters attached, for ``steps``.
         is_adasum: whether it stands for op=hvd.Adasum.
     """
