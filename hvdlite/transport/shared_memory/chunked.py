@@ -1,12 +1,15 @@
-"""Allreduce of an array that lies anywhere, chunk by chunk through the slots of a node's ranks."""
+"""Allreduce of arrays that lie anywhere, chunk by chunk through the slots of a node's ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdlite import timeline
 from hvdlite.arrays import slice_bounds
 from hvdlite.transport.reduce import Call, PreparedReduction
 from hvdlite.transport.shared_memory.barrier import COPIES, Barrier, Step
@@ -20,10 +23,81 @@ def slice_of(rank: int, size: int, owners: int) -> slice:
     return slice(*slice_bounds(size, owners)[rank : rank + 2])
 
 
-def load(target: Any, chunk: Any, own: slice) -> list[Call]:
-    """Prepare to copy a chunk to a slot, without the slice that no other rank reads."""
+class Chunk(NamedTuple):
+    """Arrays that one generation moves: a part of one array, or several small arrays.
+
+    Attributes:
+        sends: flat arrays of one dtype.
+        results: an array of the same size for each of them, or the same arrays.
+        size: the elements of all of them.
+    """
+
+    sends: Sequence[Any]
+    results: Sequence[Any]
+    size: int
+
+    def split(self, whole: Any) -> list[Any]:
+        """Return the part of the whole chunk that belongs to each array."""
+        bounds = accumulate((send.size for send in self.sends), initial=0)
+        return [whole[start:stop] for start, stop in pairwise(bounds)]
+
+
+def cut(sends: Sequence[Any], results: Sequence[Any], room: int) -> list[Chunk]:
+    """Cut arrays into chunks of at most ``room`` elements.
+
+    Arrays that fit a chunk together share it. So the first chunk of a list begins with that of any
+    list which it begins with.
+    """
+    chunks: list[Chunk] = []
+    first, size = 0, 0
+    for number, send in enumerate(sends):
+        if number > first and size + send.size > room:
+            chunks.append(Chunk(sends[first:number], results[first:number], size))
+            first, size = number, 0
+        if send.size <= room:
+            size += send.size
+            continue
+        for start in range(0, send.size, room):
+            parts = send[start : start + room], results[number][start : start + room]
+            chunks.append(Chunk([parts[0]], [parts[1]], parts[0].size))
+        first = number + 1
+    if first < len(sends):
+        chunks.append(Chunk(sends[first:], results[first:], size))
+    return chunks
+
+
+def load(slot: Any, chunk: Chunk, own: slice, lane: str) -> list[Call]:
+    """Prepare to copy a chunk to a slot.
+
+    Args:
+        slot: the rank's own, for all elements of the chunk.
+        chunk: the chunk.
+        own: the slice that no other rank reads; of a single array it is left out.
+        lane: the timeline's row.
+    """
+    if len(chunk.sends) > 1:
+        return [(_copy_in, (slot, chunk.sends, lane))]
+    (send,) = chunk.sends
     rest = (slice(0, own.start), slice(own.stop, chunk.size))
-    return [(np.copyto, (target[s], chunk[s])) for s in rest if s.start < s.stop]
+    return [(np.copyto, (slot[s], send[s])) for s in rest if s.start < s.stop]
+
+
+def _unload(output: Any, chunk: Chunk, lane: str) -> Call:
+    """Prepare to copy a reduced chunk to its results."""
+    if len(chunk.results) == 1:
+        return np.copyto, (chunk.results[0], output)
+    return _copy_out, (chunk.results, chunk.split(output), lane)
+
+
+def _copy_in(slot: Any, arrays: Sequence[Any], lane: str) -> None:
+    with timeline.span(lane, timeline.MEMCPY_IN_FUSION_BUFFER):
+        np.concatenate(arrays, out=slot)
+
+
+def _copy_out(results: Sequence[Any], parts: Sequence[Any], lane: str) -> None:
+    with timeline.span(lane, timeline.MEMCPY_OUT_FUSION_BUFFER):
+        for result, part in zip(results, parts, strict=True):
+            np.copyto(result, part)
 
 
 class ChunkedAllreduce:
@@ -36,32 +110,28 @@ class ChunkedAllreduce:
     Args:
         barrier: of the node's ranks.
         rank: this rank's position there.
-        send: flat array.
-        result: flat array like ``send``, or ``send`` itself.
-        room: the elements of a chunk.
+        chunks: at least one.
         owners: the number of ranks, from the first on, that reduce a slice of each chunk for all;
             0: each of two ranks reduces the chunks for itself.
-        reduce: prepares the reduction of a chunk, or of a slice.
+        reduce: prepares the reduction of an array, or of a slice of a chunk.
+        lane: the timeline's row.
     """
 
     def __init__(
         self,
         barrier: Barrier,
         rank: int,
-        send: Any,
-        result: Any,
-        room: int,
+        chunks: Sequence[Chunk],
         owners: int,
         reduce: PreparedReduction,
+        lane: str,
     ) -> None:
         self._barrier = barrier
         self._rank = rank
+        self._chunks = chunks
         self._owners = owners
         self._reduce = reduce
-        self._chunks = [
-            (send[start : start + room], result[start : start + room])
-            for start in range(0, send.size, room)
-        ]
+        self._lane = lane
         self._steps: dict[int, list[Step]] = {}
 
     def run(self, generation: int) -> None:
@@ -74,13 +144,16 @@ class ChunkedAllreduce:
     def _whole(self, generation: int) -> list[Step]:
         """Reduce each chunk on both of two ranks, for itself."""
         steps: list[Step] = []
-        for number, (send, result) in enumerate(self._chunks, generation):
+        for number, chunk in enumerate(self._chunks, generation):
             if steps:
-                steps[-1].before.extend(self._load(number, send))
-            parts = self._parts(number, send)
-            parts[self._rank] = send
-            steps.append(Step(self._reduce(result, parts), []))
-        return steps or [Step([], [])]
+                steps[-1].before.extend(self._load(number, chunk))
+            calls: list[Call] = []
+            every = map(chunk.split, self._slots(number, chunk))
+            for send, result, *parts in zip(chunk.sends, chunk.results, *every, strict=True):
+                parts[self._rank] = send
+                calls += self._reduce(result, parts)
+            steps.append(Step(calls, []))
+        return steps
 
     def _in_slices(self, generation: int) -> list[Step]:
         """Reduce a slice of each chunk on each rank, for all.
@@ -90,24 +163,26 @@ class ChunkedAllreduce:
         """
         steps: list[Step] = []
         copies: list[Call] = []
-        for number, (send, result) in enumerate(self._chunks):
+        for number, chunk in enumerate(self._chunks):
             if steps:
-                steps[-1].before.extend(self._load(generation + number, send))
-            own = self._own(send)
-            parts = [part[own] for part in self._parts(generation + number, send)]
-            parts[self._rank] = send[own]
-            output = self._barrier.output(number, send.size, send.dtype)
+                steps[-1].before.extend(self._load(generation + number, chunk))
+            own = self._own(chunk)
+            parts = [slot[own] for slot in self._slots(generation + number, chunk)]
+            if len(chunk.sends) == 1:
+                parts[self._rank] = chunk.sends[0][own]
+            output = self._barrier.output(number, chunk.size, parts[0].dtype)
             is_empty = own.start == own.stop
             steps.append(Step([] if is_empty else self._reduce(output[own], parts), copies))
-            copies = [(np.copyto, (result, output))]
+            copies = [_unload(output, chunk, self._lane)]
         return [*steps, Step(copies, [])]
 
-    def _load(self, generation: int, send: Any) -> list[Call]:
-        return load(self._parts(generation, send)[self._rank], send, self._own(send))
+    def _load(self, generation: int, chunk: Chunk) -> list[Call]:
+        slot = self._slots(generation, chunk)[self._rank]
+        return load(slot, chunk, self._own(chunk), self._lane)
 
-    def _own(self, chunk: Any) -> slice:
+    def _own(self, chunk: Chunk) -> slice:
         return slice_of(self._rank, chunk.size, self._owners)
 
-    def _parts(self, generation: int, chunk: Any) -> list[Any]:
+    def _slots(self, generation: int, chunk: Chunk) -> list[Any]:
         """Return all ranks' copies of a chunk."""
-        return list(self._barrier.chunks(generation % COPIES, chunk.size, chunk.dtype))
+        return list(self._barrier.chunks(generation % COPIES, chunk.size, chunk.sends[0].dtype))
