@@ -425,7 +425,14 @@ class TestDataWithDigests:
     @pytest.mark.parametrize("dtype", ["float32", "float16"])
     def test_ranks_that_bring_small_and_large_arrays(self, size, dtype):
         """From 64 KiB on an array is not small; several that are small together need not be."""
-        lists = ((10, 16_000), (16_000, 10, 10), (40_000, 10), (10, 40_000, 10), (0, 10))
+        lists = (
+            (10, 16_000),
+            (16_000, 10, 10),
+            (40_000, 10),
+            (10, 40_000, 10),
+            (0, 10),
+            (10, 600_000),
+        )
 
         def run(made):
             for counts in lists:
