@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 deferred: dict[int, float] = {}
 # An exchange of data ends soon, since all ranks take part. If it does not, because a peer was
 # stopped, handlers run after so many seconds nevertheless; one that raises ends communication.
-_LONGEST_SECONDS = 5.0
+_MAX_SECONDS = 5.0
 
 # The uninterrupted functions; True: the function is resumable.
 _codes: dict[CodeType, bool] = {}
@@ -141,7 +141,7 @@ def run_overdue() -> None:
         HorovodInternalError: a handler has raised; `run_deferred` will raise the same.
     """
     since = min(deferred.values(), default=0.0)
-    if not is_due() or time.monotonic() - since < _LONGEST_SECONDS:
+    if not is_due() or time.monotonic() - since < _MAX_SECONDS:
         return
     try:
         _run_all()
@@ -150,7 +150,7 @@ def run_overdue() -> None:
         deferred[0] = since
         raise HorovodInternalError(
             f"a signal's handler raised {type(error).__name__} while an exchange of data did not "
-            f"end within {_LONGEST_SECONDS:.0f} s; a rank has been stopped or hangs"
+            f"end within {_MAX_SECONDS:.0f} s; a rank has been stopped or hangs"
         ) from error
 
 

@@ -15,7 +15,7 @@ from hvdlite.errors import SettingsError
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 # Longer than any job, and still what a thread can be told to wait.
-_MOST_SECONDS = 1e9
+_MAX_SECONDS = 1e9
 
 
 def _number(kind: type, allowed: str, accept: Callable[[Any], bool]) -> dict[str, Any]:
@@ -43,13 +43,13 @@ def _one_of(*words: str) -> dict[str, Any]:
 
 def _seconds(allowed: str, accept: Callable[[float], bool]) -> dict[str, Any]:
     return _number(
-        float, f"a number of seconds{allowed}", lambda s: accept(s) and s <= _MOST_SECONDS
+        float, f"a number of seconds{allowed}", lambda s: accept(s) and s <= _MAX_SECONDS
     )
 
 
 def _some_seconds(text: str) -> float:
     value = float(text)
-    if not 0 <= value <= _MOST_SECONDS:
+    if not 0 <= value <= _MAX_SECONDS:
         raise ValueError
     return value
 

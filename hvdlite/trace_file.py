@@ -35,7 +35,7 @@ _SEPARATOR = b"\n,"
 _BRACKET = b"\n]"
 _END = _BRACKET + b"\n"
 _BLANKS = 2**14
-_LONGEST_FIRST_LINE = 4096
+_MAX_FIRST_LINE = 4096
 # Bytes to search for the end of the last complete write; no write is that long.
 _TAIL = 2**24
 # A writer holds the lock for less than a millisecond, a reader as long as it reads.
@@ -127,7 +127,7 @@ class TraceFile:
 
     def _holds(self, run: Run) -> bool:
         """Return whether the file belongs to this run or a later one, by faster ranks."""
-        head = os.pread(self._descriptor, _LONGEST_FIRST_LINE, len(_BEGINNING))
+        head = os.pread(self._descriptor, _MAX_FIRST_LINE, len(_BEGINNING))
         try:
             args = json.loads(head.split(b"\n")[0])["args"]
             return bool(args["job"] == run.job and args["start"] >= run.start)

@@ -321,7 +321,7 @@ class TestDeferred:
         def exchange():
             signal.raise_signal(signal.SIGUSR2)
             interrupts.run_overdue()
-            monkeypatch.setattr(interrupts, "_LONGEST_SECONDS", 0.0)
+            monkeypatch.setattr(interrupts, "_MAX_SECONDS", 0.0)
             with pytest.raises(hvd.HorovodInternalError, match="handler raised Stop"):
                 interrupts.run_overdue()
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hvdlite import runtime
-from hvdlite.arguments import check_count
-from hvdlite.compression import Compression, Conversion, Reduction, check_groups
+from hvdlite.arguments import check_count, check_groups
+from hvdlite.compression import Compression, Conversion, Reduction
 from hvdlite.keras._synchronizer import Options, Synchronizer
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp

@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.compression import Compression, Reduction, Strategy, check_groups
+from hvdlite.arguments import check_groups
+from hvdlite.compression import Compression, Reduction, Strategy
 from hvdlite.keras._synchronizer import LocalVariables
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hvdlite.arguments import check_count
-from hvdlite.compression import Compression, Reduction, StrategyState, check_groups
+from hvdlite.arguments import check_count, check_groups
+from hvdlite.compression import Compression, Reduction, StrategyState
 from hvdlite.gradients import LossExchange
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 
 from hvdlite.arguments import check_count
 from hvdlite.gradients import LossExchange, checked_samples
-from hvdlite.horovod import answers
+from hvdlite.horovod import is_alias
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.schedule import ExchangeState
 from hvdlite.torch.dynamo import untraced_methods
@@ -280,7 +280,7 @@ def change_class(optimizer: torch.optim.Optimizer, addition: type) -> Any:
     """Change an optimizer's class to a subclass of the same name with the addition's methods."""
     kind = type(optimizer)
     # Under the alias as in Horovod: some programs look for its name in the class's module.
-    module = "horovod.torch.optimizer" if answers("horovod.torch") else kind.__module__
+    module = "horovod.torch.optimizer" if is_alias("horovod.torch") else kind.__module__
     optimizer.__class__ = type(kind.__name__, (addition, kind), {"__module__": module})
     return optimizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hvdlite.arguments import check_groups
 from hvdlite.compression.base import DENSE, Dense, Strategy, check_op, exchange_bucket
 from hvdlite.compression.bucket import Bucket, Parameter, Reduction
 from hvdlite.compression.cast import Cast
@@ -52,7 +51,6 @@ __all__ = [
     "TopK",
     "TwoBit",
     "WarmUp",
-    "check_groups",
     "check_op",
     "check_strategy",
     "exchange_bucket",

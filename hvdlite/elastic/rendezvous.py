@@ -11,7 +11,7 @@ from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import RankGoneError
 
 _MEET, _LEFT = 1, 2
-_FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 20e-3
+_FIRST_PAUSE, _MAX_PAUSE = 1e-3, 20e-3
 
 
 class Rendezvous:
@@ -87,7 +87,7 @@ class Rendezvous:
                     "still computes"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_PAUSE)
         return [received[rank] for rank in range(self.comm.size)]
 
     def _try(self, rank: int, call: Any, *args: Any) -> Any:

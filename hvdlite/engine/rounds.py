@@ -26,7 +26,7 @@ from hvdlite.transport import NoRoomError, Transport
 _log = logging.getLogger("hvdlite")
 _CLOSING_DIGEST = bytes(16)
 # Pauses between rounds in which nothing could be decided; a new submission ends them.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5e-3, 20e-3
+_FIRST_PAUSE, _MAX_PAUSE = 0.5e-3, 20e-3
 
 
 class Rounds:
@@ -235,7 +235,7 @@ class Rounds:
             self.pausing = True
             self._queue.changed.wait_for(self._queue.has_changed, self._next_pause)
             self.pausing = False
-        self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)
+        self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
 
     def _report_stall(self, decision: Decision) -> None:
         waited = self._queue.waited()

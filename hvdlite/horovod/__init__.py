@@ -20,6 +20,6 @@ Scripts that are started in any other way are not affected.
 
 from __future__ import annotations
 
-from hvdlite.horovod.finder import answers, install
+from hvdlite.horovod.finder import install, is_alias
 
-__all__ = ["answers", "install"]
+__all__ = ["is_alias", "install"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdlite.horovod.names import ANSWERS, REASONS, VERSION
+from hvdlite.horovod.names import MODULES, REASONS, VERSION
 
 BOOTSTRAP = str(Path(__file__).with_name("bootstrap"))
 """A folder for PYTHONPATH: Python installs the finder from it at its start."""
@@ -56,7 +56,7 @@ def with_bootstrap(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join([BOOTSTRAP, *others])}
 
 
-def answers(name: str) -> bool:
+def is_alias(name: str) -> bool:
     """Return whether a module of this name has been imported through hvdlite's finder."""
     return isinstance(getattr(sys.modules.get(name), "__loader__", None), Finder)
 
@@ -74,13 +74,13 @@ class Finder(MetaPathFinder, Loader):
         """
         if fullname.partition(".")[0] != "horovod":
             return None
-        if fullname not in ANSWERS:
+        if fullname not in MODULES:
             parent = sys.modules.get(fullname.rpartition(".")[0])
             # Without the name, by which `from horovod.x import y` would take it for its own
             # question and answer it with a shorter message.
-            raise ModuleNotFoundError(_no_answer(fullname, parent))
+            raise ModuleNotFoundError(_not_provided(fullname, parent))
         # All are packages, and what lies in them is for the finder to say.
-        origin = f"hvdlite ({ANSWERS[fullname].module})"
+        origin = f"hvdlite ({MODULES[fullname].module})"
         return ModuleSpec(fullname, self, origin=origin, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -92,10 +92,13 @@ class Finder(MetaPathFinder, Loader):
         Raises:
             ImportError: the module of hvdlite cannot be imported, or has none of it.
         """
-        answer = ANSWERS[module.__name__]
-        found = _answer(module.__name__, answer.module, answer.names) if answer.module else {}
-        if answer.util:
-            found.update(_answer(module.__name__, "hvdlite.horovod.util", answer.util))
+        provided = MODULES[module.__name__]
+        found = (
+            _names_of(module.__name__, provided.module, provided.names) if provided.module else {}
+        )
+        if provided.util:
+            util = _names_of(module.__name__, "hvdlite.horovod.util", provided.util)
+            found.update(util)
         if module.__name__ in ("horovod", "horovod.version"):
             found["__version__"] = VERSION
         module.__doc__ = f"The part of {module.__name__} that hvdlite provides."
@@ -104,7 +107,7 @@ class Finder(MetaPathFinder, Loader):
         vars(module)["__getattr__"] = functools.partial(_missing, module)
 
 
-def _answer(name: str, module: str, wanted: Sequence[str]) -> dict[str, Any]:
+def _names_of(name: str, module: str, wanted: Sequence[str]) -> dict[str, Any]:
     try:
         source = importlib.import_module(module)
     except ImportError as error:
@@ -124,17 +127,17 @@ def _answer(name: str, module: str, wanted: Sequence[str]) -> dict[str, Any]:
 def _missing(module: ModuleType, name: str) -> Any:
     """Return a module inside another, which Horovod would have imported; else raise."""
     inner = f"{module.__name__}.{name}"
-    if inner in ANSWERS:
+    if inner in MODULES:
         try:
             return importlib.import_module(inner)
         except ImportError as error:
             raise AttributeError(str(error), name=name, obj=module) from error
     if name.startswith("__"):
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-    raise AttributeError(_no_answer(inner, module), name=name, obj=module)
+    raise AttributeError(_not_provided(inner, module), name=name, obj=module)
 
 
-def _no_answer(name: str, parent: ModuleType | None) -> str:
+def _not_provided(name: str, parent: ModuleType | None) -> str:
     above = [name.rsplit(".", count)[0] for count in range(name.count("."))]
     reason = next((REASONS[known] for known in above if known in REASONS), "")
     text = f"hvdlite has no answer for {name}"
@@ -142,6 +145,6 @@ def _no_answer(name: str, parent: ModuleType | None) -> str:
         return f"{text}; {reason}"
     there = sorted(getattr(parent, "__all__", ()))
     outer = name.rpartition(".")[0]
-    inner = [known for known in ANSWERS if known.rpartition(".")[0] == outer]
+    inner = [known for known in MODULES if known.rpartition(".")[0] == outer]
     words = ", ".join([*there, *sorted(inner)])
     return f"{text}; in {outer} there is: {words}" if words else text

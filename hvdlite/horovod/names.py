@@ -8,7 +8,7 @@ VERSION = "0.28.1"
 """The value of ``horovod.__version__``: the release whose interface hvdlite has."""
 
 
-class Answer(NamedTuple):
+class Module(NamedTuple):
     """The contents of one of Horovod's modules.
 
     Attributes:
@@ -59,27 +59,27 @@ _UTIL = ("check_extension", "gpu_available")
 _PROCESS_SETS = ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set")
 _COMPRESSORS = ("Compression", "Compressor", "FP16Compressor", "NoneCompressor")
 
-ANSWERS: dict[str, Answer] = {
-    "horovod": Answer("hvdlite", ("run",)),
-    "horovod.runner": Answer("hvdlite", ("run",)),
-    "horovod.version": Answer(""),
+MODULES: dict[str, Module] = {
+    "horovod": Module("hvdlite", ("run",)),
+    "horovod.runner": Module("hvdlite", ("run",)),
+    "horovod.version": Module(""),
     # All frameworks.
-    "horovod.common": Answer(""),
-    "horovod.common.basics": Answer("hvdlite", _BASICS),
-    "horovod.common.elastic": Answer("hvdlite.elastic"),
-    "horovod.common.exceptions": Answer(
+    "horovod.common": Module(""),
+    "horovod.common.basics": Module("hvdlite", _BASICS),
+    "horovod.common.elastic": Module("hvdlite.elastic"),
+    "horovod.common.exceptions": Module(
         "hvdlite", ("HorovodInternalError", "HostsUpdatedInterrupt")
     ),
-    "horovod.common.process_sets": Answer("hvdlite", _PROCESS_SETS),
-    "horovod.common.util": Answer("hvdlite.horovod.util"),
-    "horovod.data": Answer("hvdlite.horovod.data"),
-    "horovod.data.data_loader_base": Answer("hvdlite.horovod.data"),
+    "horovod.common.process_sets": Module("hvdlite", _PROCESS_SETS),
+    "horovod.common.util": Module("hvdlite.horovod.util"),
+    "horovod.data": Module("hvdlite.horovod.data"),
+    "horovod.data.data_loader_base": Module("hvdlite.horovod.data"),
     # PyTorch
-    "horovod.torch": Answer("hvdlite.torch", util=_UTIL),
-    "horovod.torch.compression": Answer("hvdlite.compression", _COMPRESSORS),
-    "horovod.torch.elastic": Answer("hvdlite.torch.elastic"),
-    "horovod.torch.elastic.sampler": Answer("hvdlite.torch.elastic", ("ElasticSampler",)),
-    "horovod.torch.elastic.state": Answer(
+    "horovod.torch": Module("hvdlite.torch", util=_UTIL),
+    "horovod.torch.compression": Module("hvdlite.compression", _COMPRESSORS),
+    "horovod.torch.elastic": Module("hvdlite.torch.elastic"),
+    "horovod.torch.elastic.sampler": Module("hvdlite.torch.elastic", ("ElasticSampler",)),
+    "horovod.torch.elastic.state": Module(
         "hvdlite.torch.elastic",
         (
             "TorchState",
@@ -91,7 +91,7 @@ ANSWERS: dict[str, Answer] = {
             "set_handler_registry",
         ),
     ),
-    "horovod.torch.functions": Answer(
+    "horovod.torch.functions": Module(
         "hvdlite.torch",
         (
             "allgather_object",
@@ -100,38 +100,38 @@ ANSWERS: dict[str, Answer] = {
             "broadcast_parameters",
         ),
     ),
-    "horovod.torch.mpi_ops": Answer("hvdlite.torch", util=_UTIL),
-    "horovod.torch.optimizer": Answer("hvdlite.torch", ("DistributedOptimizer",)),
-    "horovod.torch.sync_batch_norm": Answer("hvdlite.torch", ("SyncBatchNorm",)),
+    "horovod.torch.mpi_ops": Module("hvdlite.torch", util=_UTIL),
+    "horovod.torch.optimizer": Module("hvdlite.torch", ("DistributedOptimizer",)),
+    "horovod.torch.sync_batch_norm": Module("hvdlite.torch", ("SyncBatchNorm",)),
     # TensorFlow
-    "horovod.tensorflow": Answer("hvdlite.tensorflow", util=_UTIL),
-    "horovod.tensorflow.data": Answer(""),
-    "horovod.tensorflow.data.compute_service": Answer(
+    "horovod.tensorflow": Module("hvdlite.tensorflow", util=_UTIL),
+    "horovod.tensorflow.data": Module(""),
+    "horovod.tensorflow.data.compute_service": Module(
         "hvdlite.tensorflow.data",
         ("TfDataServiceConfig", "tf_data_service", "send_to_data_service"),
     ),
-    "horovod.tensorflow.data.compute_worker": Answer(
+    "horovod.tensorflow.data.compute_worker": Module(
         "hvdlite.tensorflow.data", ("compute_worker_fn",)
     ),
-    "horovod.tensorflow.compression": Answer("hvdlite.compression", _COMPRESSORS),
-    "horovod.tensorflow.elastic": Answer("hvdlite.tensorflow.elastic"),
-    "horovod.tensorflow.functions": Answer(
+    "horovod.tensorflow.compression": Module("hvdlite.compression", _COMPRESSORS),
+    "horovod.tensorflow.elastic": Module("hvdlite.tensorflow.elastic"),
+    "horovod.tensorflow.functions": Module(
         "hvdlite.tensorflow",
         ("allgather_object", "broadcast_object", "broadcast_variables"),
     ),
-    "horovod.tensorflow.keras": Answer("hvdlite.tensorflow.keras"),
-    "horovod.tensorflow.keras.callbacks": Answer("hvdlite.tensorflow.keras.callbacks"),
-    "horovod.tensorflow.keras.elastic": Answer("hvdlite.tensorflow.keras.elastic"),
-    "horovod.tensorflow.mpi_ops": Answer("hvdlite.tensorflow", util=_UTIL),
-    "horovod.tensorflow.util": Answer(
+    "horovod.tensorflow.keras": Module("hvdlite.tensorflow.keras"),
+    "horovod.tensorflow.keras.callbacks": Module("hvdlite.tensorflow.keras.callbacks"),
+    "horovod.tensorflow.keras.elastic": Module("hvdlite.tensorflow.keras.elastic"),
+    "horovod.tensorflow.mpi_ops": Module("hvdlite.tensorflow", util=_UTIL),
+    "horovod.tensorflow.util": Module(
         "hvdlite.tensorflow.util",
         ("refs_to_vars", "vars_to_refs", "_cache", "_executing_eagerly", "_make_subgraph"),
     ),
-    "horovod.tensorflow.sync_batch_norm": Answer("hvdlite.tensorflow", ("SyncBatchNormalization",)),
+    "horovod.tensorflow.sync_batch_norm": Module("hvdlite.tensorflow", ("SyncBatchNormalization",)),
     # Keras
-    "horovod.keras": Answer("hvdlite.keras"),
-    "horovod.keras.callbacks": Answer("hvdlite.keras.callbacks"),
-    "horovod.keras.elastic": Answer("hvdlite.keras.elastic"),
+    "horovod.keras": Module("hvdlite.keras"),
+    "horovod.keras.callbacks": Module("hvdlite.keras.callbacks"),
+    "horovod.keras.elastic": Module("hvdlite.keras.elastic"),
 }
 
 REASONS: dict[str, str] = {

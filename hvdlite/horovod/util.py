@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 EXTENSIONS = ["tensorflow", "torch"]
 """The frameworks that Horovod would have an extension for."""
@@ -115,29 +116,21 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
         return False
 
 
-def mpi_built(verbose: bool = False) -> bool:
-    """Return whether mpi4py is installed."""
-    return build.mpi_built()
+def _verbosely(built: Callable[[], _Result]) -> Callable[..., _Result]:
+    """Return a query that takes Horovod's argument ``verbose``, which has no effect."""
+
+    def query(verbose: bool = False) -> _Result:
+        return built()
+
+    query.__name__, query.__doc__ = built.__name__, built.__doc__
+    return query
 
 
-def gloo_built(verbose: bool = False) -> bool:
-    """Return False: hvdlite does not use gloo."""
-    return build.gloo_built()
-
-
-def nccl_built(verbose: bool = False) -> int:
-    """Return NCCL's version code, or 0."""
-    return build.nccl_built()
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return False: hvdlite does not use IBM's DDL."""
-    return build.ddl_built()
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return False: hvdlite does not use Intel's oneCCL."""
-    return build.ccl_built()
+mpi_built = _verbosely(build.mpi_built)
+gloo_built = _verbosely(build.gloo_built)
+nccl_built = _verbosely(build.nccl_built)
+ddl_built = _verbosely(build.ddl_built)
+ccl_built = _verbosely(build.ccl_built)
 
 
 @contextlib.contextmanager

@@ -238,7 +238,11 @@ def _call(function: list[Part], options: _Options, numbered: bool) -> dict[int, 
         if server.key:
             settings[protocol.KEY] = server.key.hex()
         names = [] if here else exported(settings)
-        arguments = program.arguments(_description(server, options, names))
+        output = options.output_folder or rank.TO_LAUNCHER
+        shim = [sys.executable, "-I", "-S", rank.__file__, server.address, output]
+        command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
+        launch = mpirun.Launch(options.num_proc, options.hosts, names, [*shim, *command])
+        arguments = program.arguments(launch)
         if options.verbose:
             job.say(shlex.join(arguments))
         deadline = time.monotonic() + options.start_timeout
@@ -247,7 +251,7 @@ def _call(function: list[Part], options: _Options, numbered: bool) -> dict[int, 
             if time.monotonic() > deadline and len(server.connected) < options.num_proc:
                 _raise_not_started(server, options, f"did not start in {options.start_timeout:g} s")
 
-        ending = job.follow(
+        code, received = job.follow(
             arguments,
             settings,
             server,
@@ -256,18 +260,12 @@ def _call(function: list[Part], options: _Options, numbered: bool) -> dict[int, 
             streams=(subprocess.DEVNULL, server.stdout, server.stderr),
             check=check_start,
         )
-        if not ending.received:
-            _check_end(server, options, ending)
-    if ending.received:
-        _obey(ending.received)
+        if not received:
+            _check_end(server, options, code)
+    if received:  # what the signal would have done without us, now that the job has ended
+        signal.raise_signal(received)
+        raise HorovodInternalError(f"the job was ended, because this process got {received.name}")
     return server.results
-
-
-def _description(server: Server, options: _Options, names: list[str]) -> mpirun.Launch:
-    output = options.output_folder or rank.TO_LAUNCHER
-    shim = [sys.executable, "-I", "-S", rank.__file__, server.address, output]
-    command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
-    return mpirun.Launch(options.num_proc, options.hosts, names, [*shim, *command])
 
 
 def _names(hosts: Sequence[Host]) -> list[str]:
@@ -280,23 +278,17 @@ def _names(hosts: Sequence[Host]) -> list[str]:
     return list(dict.fromkeys([*names, socket.getfqdn(), socket.gethostname()]))
 
 
-def _obey(number: signal.Signals) -> NoReturn:
-    """Do what the signal would have done without us, now that the job has ended."""
-    signal.raise_signal(number)
-    raise HorovodInternalError(f"the job was ended, because this process got {number.name}")
-
-
-def _check_end(server: Server, options: _Options, ending: job.Ending) -> None:
+def _check_end(server: Server, options: _Options, code: int) -> None:
     """Raise unless every rank has brought a result and the job has ended well."""
     if server.failures:
         raise _first_error(list(server.failures.values()))
     missing = sorted(set(range(options.num_proc)) - set(server.results))
-    how = rank.describe("mpirun", ending.code)
+    how = rank.describe("mpirun", code)
     if len(server.connected) < options.num_proc:
         _raise_not_started(server, options, f"did not start; {how}")
     if missing:
         raise HorovodInternalError(f"ranks {missing} brought no result; {how}{_printed(server)}")
-    if ending.code:
+    if code:
         raise HorovodInternalError(f"{how} after all ranks had returned{_printed(server)}")
 
 

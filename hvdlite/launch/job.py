@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.launch.rank import describe, die_with_parent, shell_code
@@ -28,18 +27,6 @@ _ENDED: _Plan = ((0.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 _ENDED_FROM_TERMINAL: _Plan = ((2.5, signal.SIGTERM), (6.0, signal.SIGKILL))
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Ending(NamedTuple):
-    """The end of a job: its exit code and reason.
-
-    Attributes:
-        code: mpirun's exit code, negative for a signal.
-        received: the signal that the launcher got meanwhile.
-    """
-
-    code: int
-    received: signal.Signals | None
 
 
 def run(
@@ -59,15 +46,15 @@ def run(
     Raises:
         StartError: mpirun cannot be started.
     """
-    ending = follow(arguments, environment, server, quiet_end, at_terminal=os.isatty(0))
-    if ending.received:
-        return 128 + ending.received
+    code, received = follow(arguments, environment, server, quiet_end, at_terminal=os.isatty(0))
+    if received:
+        return 128 + received
     if server.exited:
         say(server.exited.text)
         return server.exited.code
-    if ending.code:
-        say(describe("mpirun", ending.code))
-    return shell_code(ending.code)
+    if code:
+        say(describe("mpirun", code))
+    return shell_code(code)
 
 
 def follow(
@@ -78,7 +65,7 @@ def follow(
     at_terminal: bool,
     streams: Sequence[int | None] = (None, None, None),
     check: Callable[[], object] = lambda: None,
-) -> Ending:
+) -> tuple[int, signal.Signals | None]:
     """Run mpirun to its end, and end it when a rank or a signal demands it.
 
     Args:
@@ -89,6 +76,9 @@ def follow(
         at_terminal: whether it reads from a terminal, for which it must be in the launcher's group.
         streams: its standard input, output and error, as `subprocess.Popen` takes them.
         check: called again and again; what it raises ends the job.
+
+    Returns:
+        mpirun's exit code, negative for a signal, and the signal that this process got meanwhile.
 
     Raises:
         StartError: mpirun cannot be started.
@@ -116,7 +106,7 @@ def follow(
             server.finish()
         finally:
             _end(process)
-    return Ending(process.returncode, received[0] if received else None)
+    return process.returncode, received[0] if received else None
 
 
 def say(text: str) -> None:

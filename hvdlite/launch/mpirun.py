@@ -53,6 +53,8 @@ class Mpirun(ABC):
     quiet_end: ClassVar[signal.Signals | None] = None
     #: Arguments by which it puts the time before each line of output; empty: it cannot.
     timestamps: ClassVar[Sequence[str]] = ()
+    #: The option with the hosts.
+    host_option: ClassVar[str] = "-hosts"
     #: The variable with arguments for ssh.
     ssh_variable: ClassVar[str]
     #: The variables with the networks to use between hosts.
@@ -62,11 +64,17 @@ class Mpirun(ABC):
         self.path = path
         self.version = version
 
-    @abstractmethod
     def arguments(self, launch: Launch) -> list[str]:
         """Return the command line that starts ``launch``."""
+        places = ",".join(f"{host.name}:{host.slots}" for host in launch.hosts)
+        hosts = [self.host_option, places] if places else []
+        words = [self.path, "-np", str(launch.num_proc), *hosts, *self.export(launch.exported)]
+        return [*words, *launch.extra, *launch.command]
 
     @abstractmethod
+    def export(self, names: Sequence[str]) -> list[str]:
+        """Return the arguments that carry variables to other hosts."""
+
     def settings(self, root: bool, here: bool) -> dict[str, str]:
         """Return the variables that it needs and that the user may override.
 
@@ -74,6 +82,7 @@ class Mpirun(ABC):
             root: whether the user is root.
             here: whether all ranks run on this host.
         """
+        return {}
 
     def networks(self, names: Sequence[str]) -> dict[str, str]:
         """Return the variables that have it use these networks between hosts."""
@@ -86,15 +95,17 @@ class OpenMPI(Mpirun):
     banner = r"\(Open MPI\) (?:[5-9]|\d\d)\."
     quiet_end = signal.SIGTERM
     timestamps: ClassVar[Sequence[str]] = ("--output", "timestamp")
+    host_option = "--host"
     ssh_variable = "PRTE_MCA_plm_ssh_args"
     network_variables = ("OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include")
+    placement: ClassVar[Mapping[str, str]] = {
+        "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+    }
 
-    def arguments(self, launch: Launch) -> list[str]:
-        """Return the command line that starts ``launch``."""
-        hosts = ["--host", _joined(launch.hosts)] if launch.hosts else []
-        exported = [word for name in launch.exported for word in ("-x", name)]
-        numbers = ["-np", str(launch.num_proc)]
-        return [self.path, *numbers, *hosts, *exported, *launch.extra, *launch.command]
+    def export(self, names: Sequence[str]) -> list[str]:
+        """Name each of them."""
+        return [word for name in names for word in ("-x", name)]
 
     def settings(self, root: bool, here: bool) -> dict[str, str]:
         """Return the variables that it needs and that the user may override."""
@@ -105,16 +116,10 @@ class OpenMPI(Mpirun):
             **dict.fromkeys(allowed, "1"),
             **network,
             "HOME": _home(),
-            **self._placement(),
+            **self.placement,
             "OMPI_MCA_mpi_yield_when_idle": "1",
             # Its UCX part complains on every rank that makes a window on a machine without UCX.
             "OMPI_MCA_osc_ucx_verbose": "-1",
-        }
-
-    def _placement(self) -> dict[str, str]:
-        return {
-            "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
         }
 
 
@@ -125,12 +130,10 @@ class OpenMPI4(OpenMPI):
     timestamps = ("--timestamp-output",)
     ssh_variable = "OMPI_MCA_plm_rsh_args"
     network_variables = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")
-
-    def _placement(self) -> dict[str, str]:
-        return {
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-        }
+    placement: ClassVar[Mapping[str, str]] = {
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+    }
 
 
 class MPICH(Mpirun):
@@ -144,16 +147,9 @@ class MPICH(Mpirun):
     ssh_variable = "HYDRA_LAUNCHER_EXTRA_ARGS"
     network_variables = ("HYDRA_IFACE", "FI_TCP_IFACE")
 
-    def arguments(self, launch: Launch) -> list[str]:
-        """Return the command line that starts ``launch``."""
-        hosts = ["-hosts", _joined(launch.hosts)] if launch.hosts else []
-        exported = ["-genvall"] if launch.exported else []
-        numbers = ["-np", str(launch.num_proc)]
-        return [self.path, *numbers, *hosts, *exported, *launch.extra, *launch.command]
-
-    def settings(self, root: bool, here: bool) -> dict[str, str]:
-        """Return the variables that it needs and that the user may override."""
-        return {}
+    def export(self, names: Sequence[str]) -> list[str]:
+        """Carry all variables."""
+        return ["-genvall"] if names else []
 
     def networks(self, names: Sequence[str]) -> dict[str, str]:
         """Return the variables that have it use a network between hosts: it takes one only."""
@@ -171,7 +167,7 @@ class IntelMPI(MPICH):
         """Return the command line that starts ``launch``: one section for each host."""
         if not launch.hosts:
             return super().arguments(launch)
-        words = [self.path, *(["-genvall"] if launch.exported else []), *launch.extra]
+        words = [self.path, *self.export(launch.exported), *launch.extra]
         left = launch.num_proc
         for host in launch.hosts:
             here = min(left, host.slots)
@@ -267,7 +263,3 @@ def _home() -> str:
         return pwd.getpwuid(os.geteuid()).pw_dir
     except KeyError:  # Containers give out user ids that have no entry.
         return os.sep
-
-
-def _joined(hosts: Sequence[Host]) -> str:
-    return ",".join(f"{host.name}:{host.slots}" for host in hosts)

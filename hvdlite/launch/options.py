@@ -23,28 +23,24 @@ class Option:
     """An option of the command line.
 
     Attributes:
-        spellings: its names, with blanks between them.
-        help: what it does; empty where ``instead`` says it.
-        values: the names of its values in ``--help``; empty: it is a flag.
+        usage: its names and those of its values; a flag has none. ``--[no-]x`` has an opposite.
+        help: what it does; for an option without effect, what to use instead.
         parse: makes the value of the text; None: as the setting demands.
-        has_opposite: whether there is a flag ``--no-...``, too.
         setting: the variable of `hvdlite.settings`, without its prefix, that it sets.
         variables: environment variables that it sets, ``{}`` being the value (1 and 0 of a flag).
         ssh: arguments that it adds to those of ssh, ``{}`` being the value.
-        instead: for an option without effect, what to use instead.
         joined: whether it may be given several times, for one value with commas.
+        has_effect: whether it does anything.
     """
 
-    spellings: str
-    help: str = ""
-    values: str = ""
+    usage: str
+    help: str
     parse: Callable[[str], Any] | None = None
-    has_opposite: bool = False
     setting: str = ""
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ssh: str = ""
-    instead: str = ""
     joined: bool = False
+    has_effect: bool = True
 
     def of(self, options: argparse.Namespace) -> Any:
         """Return the value on a command line; None: it was not given."""
@@ -52,14 +48,24 @@ class Option:
         return ",".join(value) if self.joined and value is not None else value
 
     @property
+    def spellings(self) -> list[str]:
+        """Return its names."""
+        return [w.replace("[no-]", "") for w in self.usage.split() if w.startswith("-")]
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Return the names of its values in ``--help``."""
+        return tuple(word for word in self.usage.split() if not word.startswith("-"))
+
+    @property
     def flag(self) -> str:
-        """Return the last of its spellings."""
-        return self.spellings.split()[-1]
+        """Return the last of its names."""
+        return self.spellings[-1]
 
     @property
     def opposite(self) -> str:
-        """Return the flag for the opposite."""
-        return self.flag.replace("--", "--no-", 1)
+        """Return the flag for the opposite; empty: there is none."""
+        return self.flag.replace("--", "--no-", 1) if "[no-]" in self.usage else ""
 
     @property
     def name(self) -> str:
@@ -91,107 +97,125 @@ def _as_setting(name: str) -> Callable[[str], str]:
     return parse
 
 
-_AUTOTUNE = "hvdlite's sizes are fixed; see --fusion-threshold-mb"
-_ELASTIC = "the number of ranks stays the same while a job runs; give it by -np and -H"
-_HIERARCHICAL = "hvdlite always reduces within a node first, and then across nodes"
-_TIMES = "hvdlite logs through Python's logging, whose format has the time if you want it"
-
-GROUPS: dict[str, Sequence[Option]] = {
+_TCP_ONLY = {
+    "NCCL_IB_DISABLE": "1",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "^openib,ofi,uct,usnic",
+    "FI_PROVIDER": "tcp",
+    "UCX_TLS": "tcp,self,sm",
+}
+# What to use instead of options of horovodrun that have no effect here.
+_WITHOUT_EFFECT: dict[str, Sequence[str]] = {
+    "hvdlite always reduces within a node first, and then across nodes": (
+        "--[no-]hierarchical-allreduce",
+        "--[no-]hierarchical-allgather",
+        "--[no-]torus-allreduce",
+    ),
+    "hvdlite's sizes are fixed; see --fusion-threshold-mb": (
+        "--[no-]autotune",
+        "--autotune-log-file F",
+        "--autotune-warmup-samples N",
+        "--autotune-steps-per-sample N",
+        "--autotune-bayes-opt-max-samples N",
+        "--autotune-gaussian-process-noise N",
+    ),
+    "the number of ranks stays the same while a job runs; give it by -np and -H": (
+        "--min-np --min-num-proc N",
+        "--max-np --max-num-proc N",
+        "--slots-per-host N",
+        "--host-discovery-script F",
+        "--blacklist-cooldown-range MIN MAX",
+    ),
+    "HVDLITE_ELASTIC_RETRIES limits the failures in a row without a commit": ("--reset-limit N",),
+    "hvdlite needs MPI in several threads": ("--[no-]mpi-threads-disable",),
+    "hvdlite uses one stream for each of its lanes": ("--num-nccl-streams N",),
+    "hvdlite binds no thread; --binding-args binds ranks": ("--thread-affinity N",),
+    "there is no Gloo; see --stall-check-shutdown-time-seconds": ("--gloo-timeout-seconds N",),
+    "hvdlite logs through Python's logging, whose format has the time if you want it": (
+        "--log-with-timestamp",
+        "--log-without-timestamp",
+        "--[no-]log-hide-timestamp",
+    ),
+    "hvdliterun keeps no results of its checks": ("--disable-cache",),
+    "ranks exchange through MPI and NCCL": ("--gloo",),
+    "this is the default": ("--mpi",),
+    "mpirun starts the ranks; see -H for their hosts": ("--jsrun",),
+}
+_GROUPS: dict[str, Sequence[Option]] = {
     "the job": (
-        Option("-np --num-proc", "number of processes", "N", _at_least(1)),
-        Option("-H --hosts", "host1:2,host2:2; default: this host, or the batch job's", "HOSTS"),
-        Option("-hostfile --hostfile", "file with one 'host slots=N' or 'host:N' per line", "F"),
+        Option("-np --num-proc N", "number of processes", _at_least(1)),
+        Option("-H --hosts HOSTS", "host1:2,host2:2; default: this host, or the batch job's"),
+        Option("-hostfile --hostfile F", "file with one 'host slots=N' or 'host:N' per line"),
         Option("--horovod", "have `import horovod` find hvdlite in all of the command"),
-        Option("--config-file", "horovodrun's YAML file; the command line comes first", "F"),
+        Option("--config-file F", "horovodrun's YAML file; the command line comes first"),
     ),
     "output": (
-        Option("--output-filename", "write what rank N prints to D/rank.N/stdout and stderr", "D"),
+        Option("--output-filename D", "write what rank N prints to D/rank.N/stdout and stderr"),
         Option(
             "-prefix-timestamp --prefix-output-with-timestamp",
             "put the time before each line of output (Open MPI)",
         ),
         Option(
-            "--log-level",
+            "--log-level LEVEL",
             "of hvdlite's logger: trace, debug, info, warning, error, fatal",
-            "LEVEL",
             setting="LOG_LEVEL",
         ),
         Option("--verbose", "print mpirun's command line"),
     ),
     "communication": (
         Option(
-            "--fusion-threshold-mb",
+            "--fusion-threshold-mb N",
             "size of a gradient bucket in MiB",
-            "N",
             _megabytes,
             setting="FUSION_THRESHOLD",
         ),
+        Option("--cycle-time-ms N", "time in which operations come together", setting="CYCLE_TIME"),
         Option(
-            "--cycle-time-ms", "time in which operations come together", "N", setting="CYCLE_TIME"
-        ),
-        Option(
-            "--cache-capacity",
+            "--cache-capacity N",
             "number of named operations kept ready",
-            "N",
             setting="CACHE_CAPACITY",
         ),
+        Option("--tcp", "use TCP only, for MPI and for NCCL", variables=_TCP_ONLY),
         Option(
-            "--tcp",
-            "use TCP only, for MPI and for NCCL",
-            variables={
-                "NCCL_IB_DISABLE": "1",
-                "OMPI_MCA_pml": "ob1",
-                "OMPI_MCA_btl": "^openib,ofi,uct,usnic",
-                "FI_PROVIDER": "tcp",
-                "UCX_TLS": "tcp,self,sm",
-            },
-        ),
-        Option(
-            "--network-interface --network-interfaces",
+            "--network-interface --network-interfaces NAMES",
             "networks to use between hosts: eth0,eth1",
-            "NAMES",
             variables={"NCCL_SOCKET_IFNAME": "{}"},
             joined=True,
         ),
         Option(
-            "--elastic-timeout",
+            "--elastic-timeout N",
             "seconds to meet again after a failure",
-            "N",
             setting="ELASTIC_TIMEOUT",
         ),
     ),
     "other hosts": (
-        Option("-p --ssh-port", "port of ssh", "N", _at_least(1), ssh="-p {}"),
-        Option("-i --ssh-identity-file", "private key for ssh", "F", ssh="-i {}"),
+        Option("-p --ssh-port N", "port of ssh", _at_least(1), ssh="-p {}"),
+        Option("-i --ssh-identity-file F", "private key for ssh", ssh="-i {}"),
         Option(
-            "--start-timeout",
+            "--start-timeout N",
             "seconds in which a host must answer",
-            "N",
             _at_least(1),
             ssh="-o ConnectTimeout={}",
         ),
-        Option("--mpi-args", 'more arguments for mpirun: --mpi-args="--map-by ppr:2:node"', "A"),
-        Option("--binding-args", 'where mpirun binds ranks: --binding-args="--bind-to core"', "A"),
+        Option("--mpi-args A", 'more arguments for mpirun: --mpi-args="--map-by ppr:2:node"'),
+        Option("--binding-args A", 'where mpirun binds ranks: --binding-args="--bind-to core"'),
     ),
     "timeline and stalls": (
-        Option("--timeline-filename", "write what the ranks do when to F, for Perfetto", "F"),
+        Option("--timeline-filename F", "write what the ranks do when to F, for Perfetto"),
         Option(
-            "--timeline-mark-cycles",
+            "--[no-]timeline-mark-cycles",
             "mark each round in it",
-            has_opposite=True,
             setting="TIMELINE_MARK_CYCLES",
         ),
-        Option("--stall-check", "report long waits (the default)", has_opposite=True),
+        Option("--[no-]stall-check", "report long waits (the default)"),
         Option(
-            "--stall-check-warning-time-seconds",
+            "--stall-check-warning-time-seconds N",
             "report waits of N seconds",
-            "N",
             setting="STALL_CHECK_TIME_SECONDS",
         ),
         Option(
-            "--stall-check-shutdown-time-seconds",
+            "--stall-check-shutdown-time-seconds N",
             "make waits of N seconds an error",
-            "N",
             setting="STALL_SHUTDOWN_TIME_SECONDS",
         ),
     ),
@@ -199,54 +223,11 @@ GROUPS: dict[str, Sequence[Option]] = {
         Option("--check-compression", "measure which compression pays on the links of N processes"),
         Option("-cb --check-build", "print what is installed, and exit"),
     ),
-    "options of horovodrun without effect here": (
-        Option("--hierarchical-allreduce", has_opposite=True, instead=_HIERARCHICAL),
-        Option("--hierarchical-allgather", has_opposite=True, instead=_HIERARCHICAL),
-        Option("--torus-allreduce", has_opposite=True, instead=_HIERARCHICAL),
-        Option("--autotune", has_opposite=True, instead=_AUTOTUNE),
-        Option("--autotune-log-file", values="F", instead=_AUTOTUNE),
-        Option("--autotune-warmup-samples", values="N", instead=_AUTOTUNE),
-        Option("--autotune-steps-per-sample", values="N", instead=_AUTOTUNE),
-        Option("--autotune-bayes-opt-max-samples", values="N", instead=_AUTOTUNE),
-        Option("--autotune-gaussian-process-noise", values="N", instead=_AUTOTUNE),
-        Option("--min-np --min-num-proc", values="N", instead=_ELASTIC),
-        Option("--max-np --max-num-proc", values="N", instead=_ELASTIC),
-        Option("--slots-per-host", values="N", instead=_ELASTIC),
-        Option("--host-discovery-script", values="F", instead=_ELASTIC),
-        Option("--blacklist-cooldown-range", values="MIN MAX", instead=_ELASTIC),
-        Option(
-            "--reset-limit",
-            values="N",
-            instead="HVDLITE_ELASTIC_RETRIES limits the failures in a row without a commit",
-        ),
-        Option(
-            "--mpi-threads-disable",
-            has_opposite=True,
-            instead="hvdlite needs MPI in several threads",
-        ),
-        Option(
-            "--num-nccl-streams",
-            values="N",
-            instead="hvdlite uses one stream for each of its lanes",
-        ),
-        Option(
-            "--thread-affinity",
-            values="N",
-            instead="hvdlite binds no thread; --binding-args binds ranks",
-        ),
-        Option(
-            "--gloo-timeout-seconds",
-            values="N",
-            instead="there is no Gloo; see --stall-check-shutdown-time-seconds",
-        ),
-        Option("--log-with-timestamp", instead=_TIMES),
-        Option("--log-without-timestamp", instead=_TIMES),
-        Option("--log-hide-timestamp", has_opposite=True, instead=_TIMES),
-        Option("--disable-cache", instead="hvdliterun keeps no results of its checks"),
-        Option("--gloo", instead="ranks exchange through MPI and NCCL"),
-        Option("--mpi", instead="this is the default"),
-        Option("--jsrun", instead="mpirun starts the ranks; see -H for their hosts"),
-    ),
+    "options of horovodrun without effect here": [
+        Option(usage, instead, has_effect=False)
+        for instead, usages in _WITHOUT_EFFECT.items()
+        for usage in usages
+    ],
 }
 # The sections of a config file, and the beginning of their options' names.
 _SECTIONS = {
@@ -264,7 +245,7 @@ _OTHER_NAMES = {
     "stall_check_enabled": "stall_check",
 }
 
-_ALL = [option for options in GROUPS.values() for option in options]
+_ALL = [option for options in _GROUPS.values() for option in options]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -291,8 +272,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def without_effect(options: argparse.Namespace) -> Iterator[str]:
     """Yield a line for each option that was given and has no effect."""
     for option in _ALL:
-        if option.instead and option.of(options) is not None:
-            yield f"{option.spellings.split()[0]} has no effect: {option.instead}"
+        if not option.has_effect and option.of(options) is not None:
+            yield f"{option.spellings[0]} has no effect: {option.help}"
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
@@ -355,7 +336,7 @@ def _parser() -> _Parser:
         description="Run a command on N processes through mpirun.",
         allow_abbrev=False,
     )
-    for title, options in GROUPS.items():
+    for title, options in _GROUPS.items():
         group = parser.add_argument_group(title)
         for option in options:
             _add(group, option)
@@ -367,11 +348,10 @@ def _parser() -> _Parser:
 
 
 def _add(group: Any, option: Option) -> None:
-    spellings, values = option.spellings.split(), tuple(option.values.split())
-    text = (option.help or option.instead).replace("%", "%%")
+    text, values = option.help.replace("%", "%%"), option.values
     if values:
         group.add_argument(
-            *spellings,
+            *option.spellings,
             dest=option.name,
             action="append" if option.joined else "store",
             type=option.parse or _as_setting(option.setting),
@@ -381,8 +361,8 @@ def _add(group: Any, option: Option) -> None:
         )
         return
     on = {"dest": option.name, "action": "store_const", "const": True}
-    group.add_argument(*spellings, help=text, **on)
-    if option.has_opposite:
+    group.add_argument(*option.spellings, help=text, **on)
+    if option.opposite:
         text = f"the opposite of {option.flag}"
         group.add_argument(option.opposite, help=text, **{**on, "const": False})
 
@@ -405,7 +385,7 @@ def _configured(path: str) -> Iterator[str]:
             )
         elif value:
             yield option.flag
-        elif option.has_opposite:
+        elif option.opposite:
             yield option.opposite
 
 

@@ -40,8 +40,8 @@ NONCE = 32
 HEADER = struct.Struct("!cQ")
 
 _SECONDS_TO_ANSWER = 30.0
-_MOST_AT_ONCE = 1 << 20
-_LONGEST_PATH = 107  # of a socket of this host; sockaddr_un has 108 bytes
+_MAX_READ = 1 << 20
+_MAX_PATH = 107  # of a socket of this host; sockaddr_un has 108 bytes
 
 Part = bytes | bytearray | memoryview
 
@@ -165,7 +165,7 @@ class Channel:
         received = bytearray(length)
         view, done = memoryview(received), 0
         while done < length:
-            count = self._socket.recv_into(view[done : done + _MOST_AT_ONCE])
+            count = self._socket.recv_into(view[done : done + _MAX_READ])
             if not count:
                 raise ConnectionError("the other end has closed the connection")
             done += count
@@ -207,7 +207,7 @@ def tcp_address(hosts: list[str], port: int) -> str:
 @contextlib.contextmanager
 def short(path: str) -> Iterator[str]:
     """Provide a name of a file that the address of a socket has room for."""
-    if len(os.fsencode(path)) <= _LONGEST_PATH:
+    if len(os.fsencode(path)) <= _MAX_PATH:
         yield path
         return
     folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

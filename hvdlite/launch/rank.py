@@ -41,8 +41,8 @@ _END = 8.0
 # Seconds that a rank has to end after it began to leave.
 _LEAVE = 5.0
 
-_MOST_AT_ONCE = 1 << 16
-_LONGEST_LINE = 1 << 16
+_MAX_READ = 1 << 16
+_MAX_LINE = 1 << 16
 
 FOLDER = "HVDLITE_LAUNCHER_FOLDER"
 """The environment variable with a folder for this rank alone, removed at the end of the job."""
@@ -189,7 +189,7 @@ class _Forwarding:
                 if ready == [self._ended]:
                     break
                 for reader in set(ready) & set(kinds):
-                    received = os.read(reader, _MOST_AT_ONCE)
+                    received = os.read(reader, _MAX_READ)
                     text = unfinished[reader] + received
                     unfinished[reader] = self._send_lines(kinds[reader], text, last=not received)
                     if not received:
@@ -200,7 +200,7 @@ class _Forwarding:
     def _send_lines(self, kind: bytes, text: bytes, last: bool) -> bytes:
         """Send whole lines, and return the rest."""
         lines, end, rest = text.rpartition(b"\n")
-        if rest and (last or len(rest) > _LONGEST_LINE):
+        if rest and (last or len(rest) > _MAX_LINE):
             lines, end, rest = text, b"\n", b""
         if end:
             self._channel.send(kind, lines)

@@ -26,13 +26,13 @@ from hvdlite.launch.protocol import Channel, ForgedError, Part
 
 _TICK = 0.05
 # Messages that wait for the calling thread; the ranks wait when there are more.
-_MOST_WAITING = 64
+_MAX_WAITING = 64
 # Seconds for what is still on its way when the job has ended.
 _LAST_SECONDS = 2.0
 _REMEMBERED_LINES = 20
 # Connections that have not proved yet that they know the key: how many, and for how many seconds
 # each, when there are fewer, and when nobody else could connect because of them.
-_MOST_STRANGERS = 64
+_MAX_STRANGERS = 64
 _SECONDS_TO_PROVE, _SECONDS_WHEN_FULL = 10.0, 1.0
 _MPIRUN = -1  # in the place of a rank
 
@@ -84,7 +84,7 @@ class Server:
         self.connected: set[int] = set()
         self.printed: list[str] = []
         self._task = task
-        self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MOST_WAITING)
+        self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MAX_WAITING)
         self._closed = False
         self._pipes: list[int] = []
         self._readers: list[threading.Thread] = []
@@ -109,7 +109,7 @@ class Server:
         """Take the messages that have come; wait for one at most so many seconds."""
         with contextlib.suppress(queue.Empty):
             self._take(self._messages.get(timeout=seconds))
-            for _ in range(_MOST_WAITING):
+            for _ in range(_MAX_WAITING):
                 self._take(self._messages.get_nowait())
 
     def finish(self) -> None:
@@ -199,7 +199,7 @@ class Server:
         with self._listener:
             while not self._closed:
                 strangers = self._drop_strangers()
-                if len(strangers) >= _MOST_STRANGERS:
+                if len(strangers) >= _MAX_STRANGERS:
                     time.sleep(_TICK)
                     continue
                 try:
@@ -220,7 +220,7 @@ class Server:
         """Close the connections that proved nothing in time, and return the others by age."""
         arrivals = list(self._connections.items())
         strangers = [(since, connection) for connection, since in arrivals if since is not None]
-        full = len(strangers) >= _MOST_STRANGERS
+        full = len(strangers) >= _MAX_STRANGERS
         latest = time.monotonic() - (_SECONDS_WHEN_FULL if full else _SECONDS_TO_PROVE)
         for since, connection in strangers:
             if since < latest:

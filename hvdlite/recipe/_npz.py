@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlite.errors import CheckpointError
-from hvdlite.recipe._tree import EXTENSION_DTYPES
+from hvdlite.recipe._tree import EXTENSION_DTYPES, check_version
 
 STRUCTURE = "structure.json"
 _FORMAT = "hvdlite checkpoint"
@@ -59,11 +59,7 @@ def _read_header(archive: zipfile.ZipFile, path: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a checkpoint of hvdlite: {STRUCTURE} lacks the format {_FORMAT!r}"
         )
-    if header["version"] != _VERSION:
-        raise CheckpointError(
-            f"{path} is a checkpoint of version {header['version']!r}, this hvdlite reads version "
-            f"{_VERSION}: load it with the hvdlite that wrote it"
-        )
+    check_version(path, header["version"], _VERSION)
     return header
 
 

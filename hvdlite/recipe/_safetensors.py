@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite.errors import CheckpointError
+from hvdlite.recipe._tree import check_version
 
 _Arrays = list[npt.NDArray[Any]]
 
@@ -30,25 +30,22 @@ _KEY = "hvdlite"
 _CHECKSUM = "hvdlite.crc32"
 _VERSION = 1
 _DTYPES: dict[str, np.dtype[Any]] = {
-    code: np.dtype(dtype)
-    for code, dtype in {
-        "BOOL": np.bool_,
-        "U8": np.uint8,
-        "I8": np.int8,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
-        "U16": np.dtype("<u2"),
-        "I16": np.dtype("<i2"),
-        "F16": np.dtype("<f2"),
-        "BF16": ml_dtypes.bfloat16,
-        "U32": np.dtype("<u4"),
-        "I32": np.dtype("<i4"),
-        "F32": np.dtype("<f4"),
-        "U64": np.dtype("<u8"),
-        "I64": np.dtype("<i8"),
-        "F64": np.dtype("<f8"),
-        "C64": np.dtype("<c8"),
-    }.items()
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+    "C64": np.dtype("<c8"),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
@@ -128,11 +125,7 @@ def read(file: IO[bytes], tensor_key: str) -> tuple[Any, _Arrays]:
     if str(zlib.crc32(metadata[_KEY].encode())) != metadata[_CHECKSUM]:
         raise ValueError("the tree does not match its checksum")
     own = json.loads(metadata[_KEY])
-    if own["version"] != _VERSION:
-        raise CheckpointError(
-            f"{file.name} is a checkpoint of version {own['version']!r}, this hvdlite reads "
-            f"version {_VERSION}: load it with the hvdlite that wrote it"
-        )
+    check_version(file.name, own["version"], _VERSION)
     for name, code, shape, checksum in own["arrays"]:
         found = arrays[name]
         if (_CODES[found.dtype], list(found.shape)) != (code, shape):

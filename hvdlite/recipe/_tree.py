@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from hvdlite.errors import CheckpointError
+
 _Arrays = list[npt.NDArray[Any]]
 
 _ALLOWED = (
@@ -29,6 +31,15 @@ EXTENSION_DTYPES = {
     for scalar in vars(ml_dtypes).values()
     if isinstance(scalar, type) and issubclass(scalar, np.generic)
 }
+
+
+def check_version(path: str, version: Any, known: int) -> None:
+    """Raise CheckpointError for a file of another version of its format."""
+    if version != known:
+        raise CheckpointError(
+            f"{path} is a checkpoint of version {version!r}, this hvdlite reads version {known}: "
+            "load it with the hvdlite that wrote it"
+        )
 
 
 def flatten(state: Any) -> tuple[Any, _Arrays]:

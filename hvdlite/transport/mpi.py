@@ -34,7 +34,7 @@ _NATIVE = {
 # Ranks that arrive together meet within this time. A rank that waits longer sleeps, because ranks
 # often fill the cores and a spinning rank would take one from those it waits for.
 _SPIN_SECONDS = 100e-6
-_LONGEST_SLEEP = 1e-3
+_MAX_SLEEP = 1e-3
 # Seconds of waiting after which a rank listens for announcements of others.
 _LISTEN_AFTER = 0.2
 # Buffers of abandoned collectives, to which MPI may still write.
@@ -159,7 +159,7 @@ class MPITransport(Transport):
                 if self._on_wait is not None:
                     self._on_wait(elapsed)
                 # The sleep grows with the time waited: a wait ends at most an eighth late.
-                time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _LONGEST_SLEEP))
+                time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
         except Interrupted:
             raise
         except BaseException:

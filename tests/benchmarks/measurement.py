@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 5e-5, 0.02
+_SHORTEST_SLEEP, _MAX_SLEEP = 5e-5, 0.02
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def meet(comm: MPI.Comm) -> None:
     request, start = comm.Ibarrier(), time.monotonic()
     while not request.Test():
         waited = time.monotonic() - start
-        time.sleep(min(max(waited / 8, _SHORTEST_SLEEP), _LONGEST_SLEEP))
+        time.sleep(min(max(waited / 8, _SHORTEST_SLEEP), _MAX_SLEEP))
     comm.Barrier()
 
 

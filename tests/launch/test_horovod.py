@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlite.horovod.finder import BOOTSTRAP, with_bootstrap
-from hvdlite.horovod.names import ANSWERS, REASONS, VERSION
+from hvdlite.horovod.names import MODULES, REASONS, VERSION
 from tests.launch.launcher import ROOT, environment, hvdliterun
 
 pytestmark = pytest.mark.timeout(120)
@@ -158,9 +158,9 @@ def test_a_module_whose_answer_cannot_be_imported():
 
 
 def test_every_answer_lies_in_another():
-    for name in ANSWERS:
+    for name in MODULES:
         outer = name.rpartition(".")[0]
-        assert not outer or outer in ANSWERS
+        assert not outer or outer in MODULES
 
 
 def test_only_then(another_horovod):

@@ -119,7 +119,7 @@ def test_a_stranger_ends_and_blocks_nothing(server, sent):
 
 @pytest.mark.slow
 def test_strangers_that_say_nothing_are_dropped(server, monkeypatch):
-    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 8)
+    monkeypatch.setattr(server_module, "_MAX_STRANGERS", 8)
     monkeypatch.setattr(server_module, "_SECONDS_WHEN_FULL", 0.5)
     monkeypatch.setattr(server_module, "_SECONDS_TO_PROVE", 1.0)
     with contextlib.ExitStack() as stack:
@@ -133,7 +133,7 @@ def test_strangers_that_say_nothing_are_dropped(server, monkeypatch):
 
 
 def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
-    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 0)  # as if it were too busy to accept
+    monkeypatch.setattr(server_module, "_MAX_STRANGERS", 0)  # as if it were too busy to accept
     with serving([], TASK) as server, contextlib.ExitStack() as stack:
         full = False
         for _ in range(5000):  # as many as the system takes without an answer
@@ -150,7 +150,7 @@ def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
         thread.join(0.2)
         assert thread.is_alive()
         stack.close()
-        monkeypatch.setattr(server_module, "_MOST_STRANGERS", 64)
+        monkeypatch.setattr(server_module, "_MAX_STRANGERS", 64)
         thread.join(10)
         assert server.connected == {1}
 

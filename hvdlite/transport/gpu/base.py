@@ -17,7 +17,7 @@ from hvdlite.transport.base import Transport
 from hvdlite.transport.gpu.cuda import Cuda, Event, stored_as
 
 _SPIN_SECONDS = 100e-6
-_LONGEST_SLEEP = 1e-3
+_MAX_SLEEP = 1e-3
 
 
 class Work:
@@ -68,7 +68,7 @@ class Work:
                     f"nothing came for {elapsed:.1f} s; a rank has ended, hangs, or runs "
                     "different steps"
                 )
-            time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _LONGEST_SLEEP))
+            time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
 
 
 class DeviceTransport(ABC):
