@@ -47,11 +47,7 @@ def _seconds(allowed: str, accept: Callable[[float], bool]) -> dict[str, Any]:
     )
 
 
-def _some_seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= _MAX_SECONDS:
-        raise ValueError
-    return value
+_SECONDS_OR_NEVER = _seconds(", or 0 for never", lambda value: value >= 0)
 
 
 def _flag(text: str) -> bool:
@@ -111,14 +107,12 @@ class Settings:
     stall_check_time_seconds: float = field(
         default=60.0,
         metadata={
-            "parse": lambda text: _some_seconds(text) or math.inf,
+            "parse": lambda text: _SECONDS_OR_NEVER["parse"](text) or math.inf,
             "allowed": "a number of seconds, or 0 for no report",
         },
     )
     #: Seconds of waiting after which the wait becomes an error; 0: never.
-    stall_shutdown_time_seconds: float = field(
-        default=0.0, metadata=_seconds(", or 0 for never", lambda value: value >= 0)
-    )
+    stall_shutdown_time_seconds: float = field(default=0.0, metadata=_SECONDS_OR_NEVER)
     #: Seconds that ``shutdown()`` waits for the other ranks.
     shutdown_timeout_seconds: float = field(
         default=30.0, metadata=_seconds(" above 0", lambda value: value > 0)

@@ -92,7 +92,12 @@ class _Attempts:
         is_new = False  # the world, for the state
         while True:
             try:
-                self._prepare(is_new)
+                if is_new:
+                    self._state.on_reset()
+                if self._skip_sync:
+                    self._state.merge()
+                else:
+                    self._state.sync()
                 result = train()
                 self._end_together()
                 return result
@@ -105,15 +110,6 @@ class _Attempts:
             reports = reset(self._rendezvous, report)
             self._learn(reports, failure)
             is_new = True
-
-    def _prepare(self, is_new: bool) -> None:
-        """Adapt the state to the world, and make it the same on all ranks."""
-        if is_new:
-            self._state.on_reset()
-        if self._skip_sync:
-            self._state.merge()
-        else:
-            self._state.sync()
 
     def _end_together(self) -> None:
         if not world.is_initialized():  # the function has called shutdown()

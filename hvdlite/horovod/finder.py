@@ -93,12 +93,11 @@ class Finder(MetaPathFinder, Loader):
             ImportError: the module of hvdlite cannot be imported, or has none of it.
         """
         provided = MODULES[module.__name__]
-        found = (
-            _names_of(module.__name__, provided.module, provided.names) if provided.module else {}
-        )
+        found = {}
+        if provided.module:
+            found = _names_of(module.__name__, provided.module, provided.names)
         if provided.util:
-            util = _names_of(module.__name__, "hvdlite.horovod.util", provided.util)
-            found.update(util)
+            found |= _names_of(module.__name__, "hvdlite.horovod.util", provided.util)
         if module.__name__ in ("horovod", "horovod.version"):
             found["__version__"] = VERSION
         module.__doc__ = f"The part of {module.__name__} that hvdlite provides."
@@ -107,7 +106,8 @@ class Finder(MetaPathFinder, Loader):
         vars(module)["__getattr__"] = functools.partial(_missing, module)
 
 
-def _names_of(name: str, module: str, wanted: Sequence[str]) -> dict[str, Any]:
+def _names_of(name: str, module: str, names: str) -> dict[str, Any]:
+    wanted = names.split()
     try:
         source = importlib.import_module(module)
     except ImportError as error:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hvdlite import build
+from hvdlite.arrays import slice_bounds
 from hvdlite.build import (
     cuda_built,
     gloo_enabled,
@@ -174,8 +175,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 def split_list(l: Sequence[_Item], n: int) -> list[Sequence[_Item]]:  # noqa: E741 - Horovod's name
     """Split a list into n parts in order; the first ones are longer by one where n is uneven."""
-    starts = [part * (len(l) // n) + min(part, len(l) % n) for part in range(n + 1)]
-    return [l[begin:end] for begin, end in itertools.pairwise(starts)]
+    return [l[begin:end] for begin, end in itertools.pairwise(slice_bounds(len(l), n))]
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:

@@ -13,7 +13,7 @@ from hvdlite.errors import StartError
 from hvdlite.horovod.finder import with_bootstrap
 from hvdlite.launch import check_build, job, mpirun, rank
 from hvdlite.launch.environment import exported, on_this_host, with_own_package
-from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
+from hvdlite.launch.hosts import Host, all_local, choose_hosts
 from hvdlite.launch.options import (
     mpirun_arguments,
     parse,
@@ -78,22 +78,20 @@ def _launch(options: argparse.Namespace) -> int:
         arguments = program.arguments(launch)
         if options.verbose:
             news = {name: value for name, value in added.items() if name not in settings}
-            _show(arguments, {**news, **asked})
+            job.say(
+                shlex.join(
+                    [*(f"{n}={value}" for n, value in {**news, **asked}.items()), *arguments]
+                )
+            )
         return job.run(arguments, {**added, **settings}, server, program.quiet_end)
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:
     if options.num_proc is None:
         raise StartError("-np is missing: give the number of processes, e.g. -np 2")
-    hosts = []
     if options.hosts is not None and options.hostfile is not None:
         raise StartError("-H is not allowed with --hostfile: give one of them")
-    if options.hosts is not None:
-        hosts = parse_hosts(options.hosts)
-    elif options.hostfile is not None:
-        hosts = parse_hostfile(options.hostfile)
-    check_slots(hosts, options.num_proc)
-    return hosts
+    return choose_hosts(options.hosts, options.hostfile, options.num_proc)
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -177,7 +175,3 @@ def _make_folder(option: str, name: str) -> None:
         os.makedirs(name, exist_ok=True)
     except OSError as error:
         raise StartError(f"{option} {name}: {error.strerror}") from None
-
-
-def _show(arguments: Sequence[str], variables: Mapping[str, str]) -> None:
-    job.say(shlex.join([*(f"{name}={value}" for name, value in variables.items()), *arguments]))

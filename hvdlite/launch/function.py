@@ -13,14 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import job, mpirun, protocol, rank, worker
 from hvdlite.launch.environment import exported, on_this_host
-from hvdlite.launch.hosts import Host, check_slots, parse_hostfile, parse_hosts
+from hvdlite.launch.hosts import Host, choose_hosts
 from hvdlite.launch.pickling import RemoteError, pack, unpack
 from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import Failure, Server, serving
@@ -32,27 +31,6 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _OF_A_RANK = re.compile(
     r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HVDLITE_LAUNCH)\w+"
 )
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Settings with which ranks are started.
-
-    Attributes:
-        num_proc: how many.
-        hosts: where; empty: here, or wherever the batch system says.
-        output_folder: for files with what they print; empty: it is shown.
-        env: environment variables on top of those of this process.
-        start_timeout: seconds until all must have started.
-        verbose: whether to print mpirun's command line.
-    """
-
-    num_proc: int
-    hosts: Sequence[Host] = ()
-    output_folder: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    start_timeout: float = _START_TIMEOUT
-    verbose: bool = False
 
 
 def run(
@@ -122,19 +100,16 @@ def run(
     if hosts is not None and hostfile is not None:
         raise ValueError("run() got both hosts and hostfile; give one of them")
     count = _count(np if num_proc is None else num_proc)
-    places = parse_hosts(hosts) if hosts is not None else []
-    if hostfile is not None:
-        places = parse_hostfile(os.fspath(hostfile))
-    check_slots(places, count)
-    options = _Options(
+    path = None if hostfile is None else os.fspath(hostfile)
+    results = _call(
+        (func, args, kwargs or {}),
         count,
-        places,
-        _folder(output_filename),
-        _variables(env),
-        _START_TIMEOUT if start_timeout is None else float(start_timeout),
-        bool(verbose),
+        choose_hosts(hosts, path, count),
+        env=env,
+        start_timeout=start_timeout,
+        output_filename=output_filename,
+        verbose=bool(verbose),
     )
-    results = _call(_pack(func, args, kwargs or {}), options, numbered=False)
     return [_result(rank, results[rank]) for rank in range(count)]
 
 
@@ -164,10 +139,8 @@ def spawn(
         Exception: as `run`.
     """
     count = _count(num_proc)
-    timeout = _START_TIMEOUT if start_timeout is None else float(start_timeout)
     here = [Host("localhost", count)]
-    options = _Options(count, here, env=_variables(env), start_timeout=timeout)
-    _call(_pack(func, args, {}), options, numbered=True)
+    _call((func, args, {}), count, here, env=env, start_timeout=start_timeout, numbered=True)
 
 
 def _count(num_proc: int | None) -> int:
@@ -215,41 +188,52 @@ def _result(rank: int, parts: list[bytearray]) -> Any:
         ) from error
 
 
-def _call(function: list[Part], options: _Options, numbered: bool) -> dict[int, list[bytearray]]:
+def _call(
+    function: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
+    num_proc: int,
+    hosts: Sequence[Host],
+    *,
+    env: Mapping[str, str] | None,
+    start_timeout: float | None,
+    output_filename: str | os.PathLike[str] | None = None,
+    verbose: bool = False,
+    numbered: bool = False,
+) -> dict[int, list[bytearray]]:
     """Call a function on all ranks, and return the parts of its results by rank.
 
     Args:
-        function: the parts of the function and its arguments.
-        options: how the ranks are started.
+        function: the function, its arguments and its keyword arguments.
+        num_proc: as for `run`, whose checks of the hosts have been made; so are the rest.
+        hosts: where the ranks run; empty: here, or wherever the batch system says.
         numbered: whether the function gets the rank as its first argument, and brings no result.
-
-    Raises:
-        Exception: as `hvdlite.run`, for what goes wrong on the ranks.
     """
+    folder, added = _folder(output_filename), _variables(env)
+    seconds = _START_TIMEOUT if start_timeout is None else float(start_timeout)
+    packed = _pack(*function)
     # The folder of the script is its first entry; an interactive session has an empty one.
     path = [os.path.abspath(entry) for entry in sys.path]
     task = pickle.dumps(tuple(worker.Task(path, list(sys.argv), numbered)))
     kept = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
-    settings = {**kept, **options.env}
-    here = on_this_host(options.hosts, settings)
+    settings = {**kept, **added}
+    here = on_this_host(hosts, settings)
     program = mpirun.detect(mpirun.find(settings))
     settings = {**program.settings(root=os.geteuid() == 0, here=here), **settings}
-    with serving([] if here else _names(options.hosts), [task, *function]) as server:
+    with serving([] if here else _names(hosts), [task, *packed]) as server:
         if server.key:
             settings[protocol.KEY] = server.key.hex()
         names = [] if here else exported(settings)
-        output = options.output_folder or rank.TO_LAUNCHER
+        output = folder or rank.TO_LAUNCHER
         shim = [sys.executable, "-I", "-S", rank.__file__, server.address, output]
         command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
-        launch = mpirun.Launch(options.num_proc, options.hosts, names, [*shim, *command])
+        launch = mpirun.Launch(num_proc, hosts, names, [*shim, *command])
         arguments = program.arguments(launch)
-        if options.verbose:
+        if verbose:
             job.say(shlex.join(arguments))
-        deadline = time.monotonic() + options.start_timeout
+        deadline = time.monotonic() + seconds
 
         def check_start() -> None:
-            if time.monotonic() > deadline and len(server.connected) < options.num_proc:
-                _raise_not_started(server, options, f"did not start in {options.start_timeout:g} s")
+            if time.monotonic() > deadline and len(server.connected) < num_proc:
+                _raise_not_started(server, num_proc, f"did not start in {seconds:g} s")
 
         code, received = job.follow(
             arguments,
@@ -261,7 +245,7 @@ def _call(function: list[Part], options: _Options, numbered: bool) -> dict[int, 
             check=check_start,
         )
         if not received:
-            _check_end(server, options, code)
+            _check_end(server, num_proc, code)
     if received:  # what the signal would have done without us, now that the job has ended
         signal.raise_signal(received)
         raise HorovodInternalError(f"the job was ended, because this process got {received.name}")
@@ -278,14 +262,14 @@ def _names(hosts: Sequence[Host]) -> list[str]:
     return list(dict.fromkeys([*names, socket.getfqdn(), socket.gethostname()]))
 
 
-def _check_end(server: Server, options: _Options, code: int) -> None:
+def _check_end(server: Server, num_proc: int, code: int) -> None:
     """Raise unless every rank has brought a result and the job has ended well."""
     if server.failures:
         raise _first_error(list(server.failures.values()))
-    missing = sorted(set(range(options.num_proc)) - set(server.results))
+    missing = sorted(set(range(num_proc)) - set(server.results))
     how = rank.describe("mpirun", code)
-    if len(server.connected) < options.num_proc:
-        _raise_not_started(server, options, f"did not start; {how}")
+    if len(server.connected) < num_proc:
+        _raise_not_started(server, num_proc, f"did not start; {how}")
     if missing:
         raise HorovodInternalError(f"ranks {missing} brought no result; {how}{_printed(server)}")
     if code:
@@ -305,10 +289,10 @@ def _first_error(failures: Sequence[Failure]) -> BaseException:
     return errors[0]
 
 
-def _raise_not_started(server: Server, options: _Options, how: str) -> NoReturn:
-    missing = sorted(set(range(options.num_proc)) - server.connected)
+def _raise_not_started(server: Server, num_proc: int, how: str) -> NoReturn:
+    missing = sorted(set(range(num_proc)) - server.connected)
     raise HorovodInternalError(
-        f"ranks {missing} of {options.num_proc} {how}; check the hosts and their slots, or raise "
+        f"ranks {missing} of {num_proc} {how}; check the hosts and their slots, or raise "
         f"start_timeout{_printed(server)}"
     )
 

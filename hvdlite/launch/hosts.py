@@ -22,6 +22,19 @@ class Host(NamedTuple):
     slots: int
 
 
+def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int) -> list[Host]:
+    """Read the hosts of ``num_proc`` processes from a list or a file; empty: neither is given.
+
+    Raises:
+        StartError: they are malformed, or have too few slots.
+    """
+    chosen = parse_hosts(hosts) if hosts is not None else []
+    if hostfile is not None:
+        chosen = parse_hostfile(hostfile)
+    check_slots(chosen, num_proc)
+    return chosen
+
+
 def parse_hosts(text: str) -> list[Host]:
     """Read ``host1:2,host2:2``; a host without a number has one slot.
 

@@ -35,17 +35,7 @@ def run(
     server: Server,
     quiet_end: signal.Signals | None,
 ) -> int:
-    """Run mpirun to its end, say which rank failed first, and return the job's exit code.
-
-    Args:
-        arguments: mpirun's command line.
-        environment: its environment.
-        server: where the ranks report.
-        quiet_end: the signal on which this mpirun ends a job without a word, if any.
-
-    Raises:
-        StartError: mpirun cannot be started.
-    """
+    """Do what `follow` does, say which rank failed first, and return the job's exit code."""
     code, received = follow(arguments, environment, server, quiet_end, at_terminal=os.isatty(0))
     if received:
         return 128 + received

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlite import world
+from hvdlite.arguments import check_count
 
 _FROM_WORLD: Any = None
 
@@ -61,8 +61,8 @@ class Sharding:
             object.__setattr__(self, "rank", world.rank())
             object.__setattr__(self, "size", world.size())
         for name, least in (("samples", 0), ("batch_size", 1), ("size", 1), ("seed", 0)):
-            _check_integer(name, getattr(self, name), least)
-        _check_integer("rank", self.rank, 0)
+            check_count(name, getattr(self, name), least)
+        check_count("rank", self.rank, 0)
         if self.rank >= self.size:
             raise ValueError(f"rank={self.rank} is not below size={self.size}")
         if self.samples < self.size and not self.allow_empty:
@@ -120,7 +120,7 @@ class Sharding:
         return batches
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        _check_integer("epoch", epoch, 0)
+        check_count("epoch", epoch, 0)
         order = np.arange(self.samples, dtype=np.int64)
         if self.shuffle:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
@@ -132,12 +132,3 @@ def _slice(total: int, rank: int, size: int) -> tuple[int, int]:
     share, extra = divmod(total, size)
     start = rank * share + min(rank, extra)
     return start, start + share + (rank < extra)
-
-
-def _check_integer(name: str, value: Any, least: int) -> None:
-    try:
-        fits = operator.index(value) >= least
-    except TypeError:
-        fits = False
-    if not fits:
-        raise ValueError(f"{name}={value!r}: expected an integer of at least {least}")

@@ -220,24 +220,18 @@ class Cuda:
     def _conversion(
         self, dtype: np.dtype[Any], target: np.dtype[Any], identity: bool, division: bool
     ) -> Any:
-        return self._cupy.ElementwiseKernel(
-            "S source, float64 factor, int64 divisor",
-            "T out",
-            kernels.conversion(dtype, target, _example(identity, division)),
-            "hvdlite_convert",
-            preamble=kernels.PREAMBLE,
-            no_return=True,
-        )
+        code = kernels.conversion(dtype, target, _example(identity, division))
+        return self._compile("convert", "S source, float64 factor, int64 divisor", code)
 
     @functools.cache  # noqa: B019 - one object for the life of a transport
     def _kernel(self, dtype: np.dtype[Any], op: ReduceOp, identity: bool, division: bool) -> Any:
+        code = kernels.body(dtype, op, _example(identity, division))
+        inputs = "raw T rows, int64 count, int64 stride, float64 factor, int64 divisor"
+        return self._compile("reduce", inputs, code)
+
+    def _compile(self, name: str, inputs: str, code: str) -> Any:
         return self._cupy.ElementwiseKernel(
-            "raw T rows, int64 count, int64 stride, float64 factor, int64 divisor",
-            "T out",
-            kernels.body(dtype, op, _example(identity, division)),
-            "hvdlite_reduce",
-            preamble=kernels.PREAMBLE,
-            no_return=True,
+            inputs, "T out", code, f"hvdlite_{name}", preamble=kernels.PREAMBLE, no_return=True
         )
 
 
