@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -336,6 +337,16 @@ class Synchronizer:
             steps.load_state_dict(state)
         self.state.follow(steps)
         return steps
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Return names with the repeated ones numbered: ``w``, ``w#1``, ``w#2``."""
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        result.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return result
 
 
 def _identities(variable: Any) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from hvdlite.gradients import (
     describe_weights,
 )
 from hvdlite.interrupts import leave, uninterrupted
-from hvdlite.keras._synchronizer import LABEL, Synchronizer
+from hvdlite.keras._synchronizer import LABEL, Synchronizer, unique
 from hvdlite.schedule import LocalSteps
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.scheduled import TensorWeights
@@ -87,14 +86,11 @@ class Backend:
 
     def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
         """Return unique names, shapes and dtypes of variables."""
-        seen: Counter[str] = Counter()
-        parameters = []
-        for variable in variables:
-            name, tensor = variable.path, variable.value
-            unique = f"{name}#{seen[name]}" if seen[name] else name
-            seen[name] += 1
-            parameters.append(Parameter(unique, tuple(tensor.shape), dtype_of(tensor.dtype)))
-        return tuple(parameters)
+        names = unique(variable.path for variable in variables)
+        return tuple(
+            Parameter(name, tuple(variable.value.shape), dtype_of(variable.value.dtype))
+            for name, variable in zip(names, variables, strict=True)
+        )
 
     def local_steps(
         self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -151,13 +152,10 @@ class _Arrays:
 
     def moments(self, number: int) -> list[Moment]:
         return [
-            Moment(key, self._arrays[position], self._writer(position))
+            Moment(key, self._arrays[position], partial(self.write, position))
             for (owner, key), position in self._moments.items()
             if owner == number
         ]
-
-    def _writer(self, position: int) -> Callable[[Any], None]:
-        return lambda array: self.write(position, array)
 
 
 def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +33,16 @@ _FORGOTTEN = (
     "tape.end_step() after the optimizer has applied what tape.gradient() returned, once for each "
     "call of it"
 )
+
+
+def _inner_method(name: str) -> Any:
+    """Return a method that calls the inner tape's; attributes of the base class hide that."""
+
+    @functools.wraps(getattr(tf.GradientTape, name))
+    def call(self: DistributedGradientTape, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._inner, name)(*args, **kwargs)
+
+    return call
 
 
 class DistributedGradientTape(tf.GradientTape):
@@ -271,29 +281,12 @@ class DistributedGradientTape(tf.GradientTape):
     ) -> None:
         self._inner.__exit__(kind, error, trace)
 
-    def watch(self, tensor: Any) -> None:
-        """Record what depends on a tensor."""
-        self._inner.watch(tensor)
-
-    def watched_variables(self) -> Any:
-        """Return the variables that the tape watches."""
-        return self._inner.watched_variables()
-
-    def stop_recording(self) -> AbstractContextManager[None]:
-        """Pause the recording."""
-        return self._inner.stop_recording()
-
-    def reset(self) -> None:
-        """Discard the recorded operations."""
-        self._inner.reset()
-
-    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute ``tf.GradientTape.jacobian``; nothing is exchanged."""
-        return self._inner.jacobian(*args, **kwargs)
-
-    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute ``tf.GradientTape.batch_jacobian``; nothing is exchanged."""
-        return self._inner.batch_jacobian(*args, **kwargs)
+    watch = _inner_method("watch")
+    watched_variables = _inner_method("watched_variables")
+    stop_recording = _inner_method("stop_recording")
+    reset = _inner_method("reset")
+    jacobian = _inner_method("jacobian")
+    batch_jacobian = _inner_method("batch_jacobian")
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # before the constructor has run, as in a copy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ import tensorflow as tf
 
 from hvdlite.compression import Parameter
 from hvdlite.gradients import ReplicaCheck, describe_weights
+from hvdlite.keras._synchronizer import unique
 from hvdlite.process_sets import ProcessSet
 from hvdlite.tensorflow.tensors import dtype_of, to_array, value_of
 
@@ -39,14 +39,8 @@ def name_of(variable: Any, number: int) -> str:
 
 
 def unique_names(variables: Sequence[Any]) -> list[str]:
-    """Return the variables' names; repeated ones are numbered: ``w``, ``w#1``, ``w#2``."""
-    seen: Counter[str] = Counter()
-    names = []
-    for number, variable in enumerate(variables):
-        name = name_of(variable, number)
-        names.append(f"{name}#{seen[name]}" if seen[name] else name)
-        seen[name] += 1
-    return names
+    """Return the variables' names; repeated ones are numbered."""
+    return unique(name_of(variable, number) for number, variable in enumerate(variables))
 
 
 def parameters_of(variables: Sequence[Any]) -> tuple[Parameter, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from hvdlite import collectives
 from hvdlite.elastic import HostUpdate, ObjectState, State, run
-from hvdlite.torch.elastic_sampler import ElasticSampler
+from hvdlite.torch.sampler import ElasticSampler
 from hvdlite.torch.state import broadcast_optimizer_state, broadcast_parameters, has_extra_state
 
 __all__ = ["ElasticSampler", "HostUpdate", "ObjectState", "State", "TorchState", "run"]

@@ -1,11 +1,15 @@
-"""A batch sampler for DataLoader: each sample once per epoch over all ranks."""
+"""Samplers for DataLoader that distribute a data set over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
+from itertools import cycle, islice
+from typing import Any
 
+import numpy as np
 from torch.utils.data import Sampler
 
+from hvdlite import world
 from hvdlite.recipe import Batches, Sharding
 
 
@@ -60,3 +64,109 @@ class ShardSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         has_samples = self.sharding.rank < self.sharding.samples
         return self.sharding.steps if has_samples else 0
+
+
+class ElasticSampler(Sampler[int]):
+    """A sampler that distributes the unprocessed samples of an epoch over the ranks.
+
+    Every sample comes once per epoch over all ranks, also if the number of ranks changes within
+    the epoch: samples that a rank has recorded as processed do not come again. The samples of a
+    step are the next ``batch_size * size`` of the epoch's order, which depends on
+    ``(seed, epoch)`` alone.
+
+    A DataLoader assembles its batches itself, so every rank must get the same number of samples
+    to make the same number of steps. If they do not divide evenly, the first ones are repeated
+    on at most ``size - 1`` ranks, as in Horovod. `ShardSampler`, which makes the batches itself,
+    repeats none, but cannot start in the middle of an epoch.
+
+    Give it to `TorchState` as one of the keywords, and record each batch::
+
+        sampler = hvd.elastic.ElasticSampler(dataset)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
+
+        for batch, (images, labels) in enumerate(loader):
+            ...
+            state.sampler.record_batch(batch, 32)
+            state.commit()
+
+    Args:
+        dataset: any object with a length.
+        shuffle: whether to permute the samples anew in each epoch.
+        seed: of the permutations; the same on all ranks.
+
+    Attributes:
+        epoch: the current one.
+        processed_indices: the processed samples of this epoch, as far as this rank knows.
+        indices: this rank's share of the others, in order.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.indices: list[int] = []
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start an epoch without processed samples; on all ranks, after the previous epoch."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Record that this rank has processed a batch.
+
+        Args:
+            batch_idx: number of the batch, from 0, in this iteration of the DataLoader.
+            batch_size: samples in every batch except a shorter last one.
+        """
+        self.record_indices(self.get_indices(batch_idx, batch_size))
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Record that samples have been processed."""
+        self.processed_indices.update(map(int, indices))
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the samples of a batch; arguments as for `record_batch`."""
+        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and its processed samples, independent of the number of ranks."""
+        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from the state of a sampler for this or any other number of ranks."""
+        self.epoch = state_dict["epoch"]
+        self.processed_indices = set(state_dict["processed_indices"])
+        self.reset()
+
+    def reset(self) -> None:
+        """Distribute the unprocessed samples over the current ranks.
+
+        All ranks must have the same processed samples: `TorchState` merges their records.
+        """
+        rank, size = world.rank(), world.size()
+        order = self._order()
+        if self.processed_indices:
+            done = np.fromiter(self.processed_indices, np.int64)
+            order = order[~np.isin(order, done)]
+        share = -(-len(order) // size)
+        self.indices = order[rank::size].tolist()
+        if len(self.indices) < share:
+            missed = rank - len(order) % size  # index among the ranks that repeat a sample
+            self.indices += islice(cycle(order.tolist()), missed, missed + 1)
+
+    def _order(self) -> Any:
+        samples = len(self.dataset)
+        # One rank and one batch give the order of the epoch, which depends on neither number.
+        whole = Sharding(samples, max(samples, 1), 0, 1, self.shuffle, self.seed, allow_empty=True)
+        return np.concatenate([*whole.indices(self.epoch), np.empty(0, np.int64)])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
