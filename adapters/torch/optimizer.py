@@ -134,31 +134,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if reduction.op is ReduceOp.ADASUM:
         chosen = EACH_CHANGE
     if is_outside(process_set):
-        kind: type[Wrapped] = Outside
-    else:
-        kind = Distributed if chosen is None else Scheduled
-    wrapped = change_class(optimizer, kind)
-    wrapped._parameter_names = names
-    optimizer.register_step_pre_hook(kind._before_step)
-    optimizer.register_step_post_hook(kind._after_step)
-    if kind is Outside:
         remove_hooks(names)
-        return optimizer
+        return change_class(optimizer, Outside, names)
     state = ExchangeState(StrategyState())
+    compared = optimizer if chosen is None else None
+    reducer = Reducer(
+        names, strategy, reduction, passes, sparse_as_dense, process_set, state.state, compared
+    )
+    wrapped = change_class(optimizer, Distributed if chosen is None else Scheduled, names)
+    wrapped._reducer = reducer
     wrapped._exchange_state = state
     wrapped._skipping = False
     wrapped._synchronized_by = ""
     wrapped._evaluating = False
-    wrapped._reducer = reducer = Reducer(
-        names,
-        strategy,
-        reduction,
-        passes,
-        sparse_as_dense,
-        process_set,
-        state.state,
-        optimizer if chosen is None else None,
-    )
     label = next_label("the closure of DistributedOptimizer", process_set)
     wrapped._losses = LossExchange(label, reduction.op, process_set)
     average_before_scaling()

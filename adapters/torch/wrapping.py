@@ -276,13 +276,19 @@ class Outside(Wrapped):
         """Leave the weights as they are."""
 
 
-def change_class(optimizer: torch.optim.Optimizer, addition: type) -> Any:
+def change_class(
+    optimizer: torch.optim.Optimizer, addition: type[Wrapped], names: dict[torch.Tensor, str]
+) -> Any:
     """Change an optimizer's class to a subclass of the same name with the addition's methods."""
     kind = type(optimizer)
     # Under the alias as in Horovod: some programs look for its name in the class's module.
     module = "horovod.torch.optimizer" if is_alias("horovod.torch") else kind.__module__
     optimizer.__class__ = type(kind.__name__, (addition, kind), {"__module__": module})
-    return optimizer
+    optimizer.register_step_pre_hook(addition._before_step)
+    optimizer.register_step_post_hook(addition._after_step)
+    wrapped: Any = optimizer
+    wrapped._parameter_names = names
+    return wrapped
 
 
 def _find_closure(

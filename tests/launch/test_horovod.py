@@ -129,7 +129,7 @@ def test_the_optimizer_of_pytorch():
         "import torch, {0}.torch as hvd\n"
         "from hvdlite.torch.wrapping import Wrapped, change_class\n"
         "plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)\n"
-        "wrapped = change_class(plain, Wrapped)\n"
+        "wrapped = change_class(plain, Wrapped, {{}})\n"
         "print('horovod' in str(type(wrapped)), type(wrapped).__name__)\n"
     )
     more = (

@@ -814,3 +814,14 @@ def test_a_rank_outside_of_the_process_set_steps_by_itself(options):
             with pytest.raises(ValueError, match="rank 2 is not in"):
                 call(what, 0, process_set=some)
     hvd.remove_process_set(some)
+
+
+@ranks(1)
+def test_an_optimizer_that_cannot_be_wrapped_stays_as_it_was(size):
+    hvd.init()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with pytest.raises(ValueError, match="process set"):
+        hvd.DistributedOptimizer(optimizer, process_set=hvd.ProcessSet([0]))  # not registered
+    assert type(optimizer) is torch.optim.SGD
+    assert hvd.DistributedOptimizer(optimizer) is optimizer
