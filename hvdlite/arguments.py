@@ -1,4 +1,4 @@
-"""Checks of numeric arguments; each error names the argument and its allowed values."""
+"""Checks of arguments; each raises a ValueError with the argument and its allowed values."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 
 def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
-    """Require least <= value <= most, and an integer of Python's or numpy's types.
-
-    Raises:
-        ValueError: it is not, below ``least`` or above ``most``.
-    """
+    """Require least <= value <= most, and an integer of Python's or numpy's types."""
     if (
         isinstance(value, bool)
         or not isinstance(value, Integral)
@@ -24,21 +20,13 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Require 0 < value < infinity.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Require 0 < value < infinity."""
     if not 0 < _number(value) < math.inf:
         raise ValueError(f"{name}={value!r} is not a number above 0")
 
 
 def check_ratio(name: str, value: Any) -> None:
-    """Require 0 < value <= 1.
-
-    Raises:
-        ValueError: it is not above 0 and at most 1.
-    """
+    """Require 0 < value <= 1."""
     if not 0 < _number(value) <= 1:
         raise ValueError(
             f"{name}={value!r} is not a number above 0 and at most 1; 0.01 is one percent"
@@ -46,21 +34,13 @@ def check_ratio(name: str, value: Any) -> None:
 
 
 def check_momentum(name: str, value: Any) -> None:
-    """Require 0 <= value < 1.
-
-    Raises:
-        ValueError: it is not from 0 to below 1.
-    """
+    """Require 0 <= value < 1."""
     if not 0 <= _number(value) < 1:
         raise ValueError(f"{name}={value!r} is not a number from 0 to below 1")
 
 
 def check_choice(name: str, value: Any, *choices: str) -> None:
-    """Require one of the choices.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Require one of the choices."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
@@ -71,12 +51,7 @@ def _number(value: Any) -> Any:
 
 
 def check_groups(num_groups: int, groups: int | list[Any] | None) -> None:
-    """Check Horovod's two arguments to group gradients, which buckets make unnecessary.
-
-    Raises:
-        ValueError: a number is negative or not an integer, or ``groups`` is neither a number nor a
-            list.
-    """
+    """Check Horovod's two arguments to group gradients, which buckets make unnecessary."""
     check_count("num_groups", num_groups, 0)
     if isinstance(groups, Real):
         check_count("groups", groups, 0)

@@ -7,13 +7,6 @@ import os
 import sys
 from types import ModuleType
 
-# Read by the MPI library at its start, so they work under a bare mpirun too. Values that the user
-# has set take precedence.
-_DEFAULTS = {
-    # A rank that waits in a blocking MPI call yields its core to one that computes.
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-}
-
 
 def load() -> ModuleType:
     """Return ``mpi4py.MPI``, initialised for calls from several threads.
@@ -22,8 +15,9 @@ def load() -> ModuleType:
         ImportError: mpi4py or an MPI library is missing; the message has the pip command.
         RuntimeError: the MPI library does not allow calls from several threads.
     """
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    # A rank that waits in a blocking MPI call yields its core to one that computes. The library
+    # reads this at its start, so it works under a bare mpirun, too.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     try:
         _take_over_finalization()
         from mpi4py import MPI

@@ -155,12 +155,7 @@ class ProcessSets:
             ) from None
 
     def add(self, process_set: ProcessSet) -> None:
-        """Register a process set; collective over all ranks.
-
-        Raises:
-            ValueError: it is registered, one of the same ranks is, or its ranks are malformed.
-            HorovodInternalError: The ranks disagree on what it is.
-        """
+        """Do `hvdlite.add_process_set`."""
         ranks = process_set.resolve(self._whole)
         if process_set.process_set_id is not None:
             raise ValueError(f"{process_set!r} is registered already")
@@ -180,15 +175,7 @@ class ProcessSets:
         self._enter(process_set, number, ranks, engine)
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Unregister a process set; collective over all ranks.
-
-        Returns:
-            Whether it was registered; that of all ranks stays.
-
-        Raises:
-            HorovodInternalError: The ranks disagree on which it is.
-            ValueError: it is no process set.
-        """
+        """Do `hvdlite.remove_process_set`."""
         if not isinstance(process_set, ProcessSet):
             raise ValueError(
                 f"process_set={process_set!r} is of type {type(process_set).__name__}; expected "

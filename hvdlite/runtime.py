@@ -108,7 +108,7 @@ def init(
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
     """
-    global _engine, _run, _sets, _lost
+    global _engine, _hooked, _run, _sets, _lost
     if _engine is not None:
         return
     if _ending is not None:
@@ -124,7 +124,8 @@ def init(
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:
         launchers.check(MPI.COMM_WORLD.size)
-    _set_log_level(values.log_level)
+    level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(values.log_level, values.log_level.upper())
+    _log.setLevel(level)
     chosen = world.choose(MPI, comm)
     settings.compare(values, chosen)
     split = world.World.split(MPI, chosen, values.force_local_size)
@@ -136,10 +137,11 @@ def init(
     _keep_files_together()
     world.enter(split)
     _sets = ProcessSets(MPI, split, _engine)
-    if not _hooked and split.comm.rank == 0:
-        for line in settings.ignored():
+    if not _hooked:
+        _hooked = True
+        atexit.register(shutdown)
+        for line in settings.ignored() if split.comm.rank == 0 else ():
             _log.warning("%s", line)
-    _hook()
     try:
         for each in wanted:
             _sets.add(each)
@@ -260,18 +262,6 @@ def _keep_files_together() -> None:
     # Sockets lie in it, whose paths have 107 bytes at most.
     if config is not None and len(os.fsencode(folder)) < 80 and os.path.isdir(folder):
         config.setdefault("tempdir", folder)
-
-
-def _set_log_level(level: str) -> None:
-    names = {"trace": "DEBUG", "fatal": "CRITICAL"}
-    _log.setLevel(names.get(level, level.upper()))
-
-
-def _hook() -> None:
-    global _hooked
-    if not _hooked:
-        _hooked = True
-        atexit.register(shutdown)
 
 
 def _job_rank() -> failures.JobRank | None:

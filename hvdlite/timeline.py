@@ -75,7 +75,7 @@ class Timeline:
     """The events of this process, and the thread that writes them.
 
     Args:
-        path: of the file, which is shared by all ranks that can reach it.
+        path: of the file, in an existing folder; all ranks that can reach it share it.
         rank: of this process.
         run: the same on all ranks; a file of another run is replaced.
         mark_cycles: whether lanes record CYCLE_START.
@@ -205,13 +205,7 @@ current: Timeline | None = None
 def start(
     file_path: str | os.PathLike[str], rank: int, run: Run, mark_cycles: bool = False
 ) -> None:
-    """Start to record the events of this process.
-
-    Args:
-        file_path: of the file, in an existing folder.
-        rank: of this process.
-        run: the same on all ranks; a file of another run is replaced.
-        mark_cycles: whether lanes record CYCLE_START.
+    """Start to record the events of this process; arguments as for `Timeline`.
 
     Raises:
         ValueError: a timeline is being recorded already.

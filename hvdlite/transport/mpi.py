@@ -68,10 +68,7 @@ class MPITransport(Transport):
         self._comparison: tuple[Any, Any, Any] | None = None  # in progress: request and buffers
         self._on_wait: OnWait | None = None
         self._reserved: list[Any] = []  # byte arrays for the collectives after `meet`
-        self._byte = MPI.BYTE
-        self._in_place = MPI.IN_PLACE
-        self._request = MPI.Request
-        self._min = MPI.MIN
+        self._mpi = MPI
         self._ops = {
             ReduceOp.SUM: MPI.SUM,
             ReduceOp.MIN: MPI.MIN,
@@ -99,7 +96,7 @@ class MPITransport(Transport):
             offer = np.concatenate([own, ~own])
             least = np.empty_like(offer)
             self._liveness.begin()
-            self._comparison = self._comm.Iallreduce(offer, least, self._min), offer, least
+            self._comparison = self._comm.Iallreduce(offer, least, self._mpi.MIN), offer, least
         request, offer, least = self._comparison
         self._complete(request, (offer, least))
         self._comparison = None
@@ -139,7 +136,7 @@ class MPITransport(Transport):
         lengths = np.empty(self.size, np.int64)
         self._complete(self._comm.Iallgather(length, lengths), (length, lengths))
         whole = np.empty(lengths.sum(), np.uint8)
-        request = self._comm.Iallgatherv(message, [whole, lengths, self._byte])
+        request = self._comm.Iallgatherv(message, [whole, lengths, self._mpi.BYTE])
         self._complete(request, (message, whole))
         parts = np.split(whole, np.cumsum(lengths)[:-1])
         return [part.tobytes() for part in parts]
@@ -183,7 +180,7 @@ class MPITransport(Transport):
         if result is not send:
             result[...] = send
         for part in _parts(result):
-            self._comm.Allreduce(self._in_place, part, self._ops[op])
+            self._comm.Allreduce(self._mpi.IN_PLACE, part, self._ops[op])
         result[...] = scaling.apply(result)
 
     def allreduce_fused(self, array: Any, op: ReduceOp, scaling: Scaling) -> None:
@@ -197,20 +194,18 @@ class MPITransport(Transport):
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Exchange the pieces that are not empty, all at once."""
-        requests = []
+        requests, byte = [], self._mpi.BYTE
         for shift in range(1, self.size):
             source, to = (self.rank - shift) % self.size, (self.rank + shift) % self.size
-            requests += [
-                self._comm.Irecv([part, self._byte], source) for part in _parts(result[source])
-            ]
-            requests += [self._comm.Isend([part, self._byte], to) for part in _parts(pieces[to])]
+            requests += [self._comm.Irecv([part, byte], source) for part in _parts(result[source])]
+            requests += [self._comm.Isend([part, byte], to) for part in _parts(pieces[to])]
         result[self.rank][...] = pieces[self.rank]
-        self._request.Waitall(requests)
+        self._mpi.Request.Waitall(requests)
 
     def broadcast(self, array: Any, root: int) -> None:
         """Use ``MPI_Bcast``, piece by piece."""
         for part in _parts(array):
-            self._comm.Bcast([part, self._byte], root)
+            self._comm.Bcast([part, self._mpi.BYTE], root)
 
     def close(self) -> None:
         """Free the communicators."""
