@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -71,6 +72,10 @@ class LocalSteps:
     Exchanges run in the gradient lane. A single rank exchanges nothing, unless the outer optimizer
     changes the weights.
 
+    If a weight cannot be replaced after an exchange, the results that are left are kept, and the
+    next call with weights begins by replacing these: the ranks' weights and their outer optimizers
+    never part.
+
     A rank that has joined is left out of averages. It may join after the first step only, in
     which all ranks take part.
 
@@ -108,6 +113,7 @@ class LocalSteps:
         self._reduction = reduction
         self._outer = OuterOptimizer(*schedule.outer)
         self._state = StrategyState()
+        self._unwritten: deque[Callable[[], None]] = deque()  # the writes of the last exchange
         # By engine: a new world starts with none, and those of the old one disappear with it.
         self._exchanges: WeakKeyDictionary[Engine, dict[Any, GradientBuckets]] = WeakKeyDictionary()
         self._signature: Signature | None = None
@@ -150,7 +156,9 @@ class LocalSteps:
         Raises:
             HorovodInternalError: the ranks differ, or communication failed.
             ValueError: the loaded state belongs to another model.
+            Exception: that of ``weights``; no step has begun, and this method may be repeated.
         """
+        self._write()
         engine = runtime.engine(self.process_set)
         if engine is not self._agreed:
             self._check_outer()
@@ -158,10 +166,9 @@ class LocalSteps:
             # come here.
             self._agree("its parameters", ("the number of steps", self.steps), together=True)
             self._agreed = engine
-        self.in_step = True
         if self.schedule.sends_changes and not self._is_idle(engine):
-            for number, parameter in enumerate(self.parameters):
-                self._outer.set_anchor(parameter.name, weights.read(number))
+            self._outer.set_anchors([each.name for each in self.parameters], weights.read)
+        self.in_step = True
 
     def end(self, weights: Weights) -> None:
         """Count the step, and exchange what is due.
@@ -186,7 +193,9 @@ class LocalSteps:
             HorovodInternalError: the ranks differ, or communication failed. The weights are
                 unchanged, and the next exchange includes their changes.
             GradientError: on all ranks; a change is not finite, and there is an outer momentum.
+            Exception: that of ``weights.write``; the next step begins by writing the rest.
         """
+        self._write()
         self.steps = self._agree("the number of steps")
         numbers = self.schedule.due(self.steps, self.parameters)
         if self.schedule.sends_changes:
@@ -200,7 +209,9 @@ class LocalSteps:
         Raises:
             HorovodInternalError: the ranks differ, or communication failed; the weights are
                 unchanged.
+            Exception: as `exchange`.
         """
+        self._write()
         if runtime.engine(self.process_set).size > 1:
             self._agree("average_weights()")
             self._average(range(len(self.parameters)), weights, DENSE, False)
@@ -209,11 +220,13 @@ class LocalSteps:
         """Discard an abandoned step, and the changes of the weights so far."""
         self.in_step = False
         self._agreed = None
+        self._unwritten.clear()
         self._outer.remove_anchors()
         self._exchanges.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and copies of all arrays, by name."""
+        self._write()
         return {
             "steps": self.steps,
             "outer": self._outer.state_dict(),
@@ -230,6 +243,7 @@ class LocalSteps:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`, on all ranks."""
+        self._unwritten.clear()
         self.steps = int(state["steps"])
         self._outer.load_state_dict(state["outer"])
         op = self._reduction.op
@@ -291,7 +305,10 @@ class LocalSteps:
         exchange = self._connect([entry.parameter for entry in entries], strategy, _AVERAGE)
         _run(exchange, lambda number: entries[number].array)
         slots = map(exchange.result_slot, range(len(entries)))
-        _write([partial(entry.write, slot) for entry, slot in zip(entries, slots, strict=True)])
+        self._unwritten.extend(
+            partial(entry.write, slot) for entry, slot in zip(entries, slots, strict=True)
+        )
+        self._write()
 
     def _outer_step(self, numbers: Sequence[int], weights: Weights) -> None:
         parameters = [self.parameters[number] for number in numbers]
@@ -313,9 +330,27 @@ class LocalSteps:
 
         def step(position: int) -> None:
             result = exchange.result_slot(position)
-            weights.write(numbers[position], self._outer.step(parameters[position].name, result))
+            weight = self._outer.step(parameters[position].name, result)
+            # From here on the write alone may be repeated.
+            self._unwritten[0] = partial(weights.write, numbers[position], weight)
+            self._unwritten[0]()
 
-        _write([partial(step, position) for position in range(len(numbers))])
+        self._unwritten.extend(partial(step, position) for position in range(len(numbers)))
+        self._write()
+
+    def _write(self) -> None:
+        """Replace the weights that are left; a signal's handler finds all replaced, or none."""
+        if self._unwritten:
+            try:
+                self._write_all()
+            finally:
+                leave()
+
+    @uninterrupted
+    def _write_all(self) -> None:
+        while self._unwritten:
+            self._unwritten[0]()
+            self._unwritten.popleft()
 
     def _check_finite(self, exchange: GradientBuckets, parameters: Sequence[Parameter]) -> None:
         """Raise on all ranks for values that would stay in the outer momentum for ever."""
@@ -372,20 +407,6 @@ def _start(exchange: GradientBuckets, value: Callable[[int], Any], errors: list[
             errors.append(error)
             return index
     return len(exchange.plan)
-
-
-def _write(writes: Sequence[Callable[[], None]]) -> None:
-    """Replace weights; a signal's handler finds all replaced, or none."""
-    try:
-        _write_all(writes)
-    finally:
-        leave()
-
-
-@uninterrupted
-def _write_all(writes: Sequence[Callable[[], None]]) -> None:
-    for write in writes:
-        write()
 
 
 class _StepAgreement(Operation):

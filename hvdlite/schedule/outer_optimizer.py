@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,21 @@ class OuterOptimizer:
         """Return whether a momentum is stored."""
         return bool(self._momentum)
 
-    def set_anchor(self, name: str, weight: Any) -> None:
-        """Store a weight as its anchor, unless there is one already."""
-        if name in self.anchors:
-            return
-        anchor = self._spare.pop(name, None)
-        self.anchors[name] = np.empty(weight.shape, weight.dtype) if anchor is None else anchor
-        np.copyto(self.anchors[name], weight)
+    def set_anchors(self, names: Sequence[str], read: Callable[[int], Any]) -> None:
+        """Store weights as their anchors, all or none, except those that have one already.
+
+        Args:
+            names: of the weights.
+            read: returns a weight by its position in ``names``.
+        """
+        anchors = {}
+        for position, name in enumerate(names):
+            if name not in self.anchors:
+                weight = read(position)
+                anchor = self._spare.pop(name, None)
+                anchors[name] = np.empty(weight.shape, weight.dtype) if anchor is None else anchor
+                np.copyto(anchors[name], weight)
+        self.anchors.update(anchors)
 
     def convert(self, name: str, dtype: np.dtype[Any]) -> None:
         """Convert the arrays of a weight whose dtype has changed."""
