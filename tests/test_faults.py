@@ -66,7 +66,7 @@ def exchange():
     made = GradientExchange(engine, "model", parameters, Compression.none, Reduction())
     def step():
         for number in reversed(range(8)):
-            made.buckets.put(number, np.full(100_000, 1.0 + hvd.rank(), np.float32))
+            made.buckets.slot(number)[...] = np.full(100_000, 1.0 + hvd.rank(), np.float32)
             made.mark(number)
         made.finish()
         assert (made.buckets.result_slot(3) == (hvd.size() + 1) / 2).all()
@@ -248,7 +248,7 @@ def _exchange_step(size):
 
     def step(number):
         for parameter in reversed(range(4)):
-            made.buckets.put(parameter, np.full(50_000, number + hvd.rank(), np.float32))
+            made.buckets.slot(parameter)[...] = np.full(50_000, number + hvd.rank(), np.float32)
             made.mark(parameter)
         made.finish()
         for parameter in range(4):

@@ -66,7 +66,7 @@ def mark_all(made, step, numbers=None):
     order = list(range(len(made.buckets.parameters)) if numbers is None else numbers)
     random.Random(10 * step + hvd.rank()).shuffle(order)
     for number in order:
-        made.buckets.put(number, gradient(made, number, step, hvd.rank()))
+        made.buckets.slot(number)[...] = gradient(made, number, step, hvd.rank())
         made.mark(number)
 
 
@@ -165,7 +165,7 @@ class TestOverlap:
             for number in first:  # it may be read at this moment, or be on its way again
                 before = made.buckets.slot(number).copy()
                 with pytest.raises(ValueError, match="was marked twice"):
-                    made.buckets.put(number, before + 1)
+                    made.mark(number)
                 assert made.buckets.slot(number).tobytes() == before.tobytes()
             mark_all(made, step, [number for number in range(12) if number not in first])
             made.finish()
@@ -334,11 +334,12 @@ class TestMistakes:
     @ranks(1, timeout=20)
     def test_a_gradient_of_another_shape(self):
         hvd.init()
-        made = exchange("model", model())
+        buckets = exchange("model", model()).buckets
+        index = buckets.all.index(buckets.place(0)[0])
         with pytest.raises(
             ValueError, match=r"gradient of 'p0' is float32\[4, 3\]; expected float32\[3, 4\]"
         ):
-            made.buckets.put(0, np.zeros((4, 3), np.float32))
+            buckets.start_bucket(index, {0: np.zeros((4, 3), np.float32)})
 
     @TWO
     def test_after_shutdown(self):
@@ -368,7 +369,7 @@ class TestMistakes:
         with monkeypatch.context() as patch:
             patch.setattr(made.buckets.lane, "submit", refuse)
             for number in made.buckets.plan[0]:
-                made.buckets.put(number, gradient(made, number, 1, hvd.rank()))
+                made.buckets.slot(number)[...] = gradient(made, number, 1, hvd.rank())
                 made.mark(number)
             with pytest.raises(hvd.HorovodInternalError, match="refused"):
                 mark_all(made, 1, made.buckets.plan[1])
@@ -471,7 +472,7 @@ class TestSingleBuckets:
                 for n in members:
                     check_reduction(made.result_slot(n), gradients(made, n, step), hvd.Average)
                 joint = made.result_of(members).reshape(-1)
-                assert joint.tolist() == made.result(index).tolist()
+                assert joint.tolist() == made.all[index].arrays.result.tolist()
 
     @TWO
     def test_a_disagreement(self):
@@ -530,7 +531,9 @@ def with_state(label, parameters, state=None, threshold=80):
 
 def put_all(made, value, positions=None):
     for number in range(len(made.buckets.parameters)) if positions is None else positions:
-        made.buckets.put(number, np.full(made.buckets.parameters[number].shape, value, np.float32))
+        made.buckets.slot(number)[...] = np.full(
+            made.buckets.parameters[number].shape, value, np.float32
+        )
         made.mark(number)
 
 
@@ -711,7 +714,7 @@ def test_a_rank_without_a_gradient_takes_over_the_new_order(size):
     hvd.init()
     made = exchange("model", model(), threshold=0)
     for number in range(12):  # the reverse of what the plan expects
-        made.buckets.put(number, gradient(made, number, 0, hvd.rank()))
+        made.buckets.slot(number)[...] = gradient(made, number, 0, hvd.rank())
         made.mark(number)
     made.finish()
     assert made.begin()

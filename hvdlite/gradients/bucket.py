@@ -18,6 +18,8 @@ from hvdlite.gradients.replicas import Snapshot
 from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
+_PRESENT = b"\x01"  # the first byte of the payload of a rank that has not joined
+
 
 class GradientBucket(Operation):
     """A bucket: its arrays, its progress in the current step, and its exchange.
@@ -88,7 +90,7 @@ class GradientBucket(Operation):
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         return f"gradients of {', '.join(names[:2])}{more}"
 
-    def check_new(self, position: int) -> None:
+    def _check_new(self, position: int) -> None:
         """Refuse a second gradient of a parameter in one step.
 
         Raises:
@@ -102,7 +104,7 @@ class GradientBucket(Operation):
 
     def mark(self, position: int, sparse_axes: int = 0) -> None:
         """Record that a gradient has arrived: in its slot, or sparse, which takes another way."""
-        self.check_new(position)
+        self._check_new(position)
         self._kinds_here[position] = DENSE + sparse_axes
         self.absent -= 1
 
@@ -110,7 +112,7 @@ class GradientBucket(Operation):
         """Record that all gradients have arrived, in their slots."""
         if self.absent < self._size:
             for position in range(self._size):
-                self.check_new(position)
+                self._check_new(position)
         self._kinds_here[:] = self._all_dense
         self.absent = 0
 
@@ -236,30 +238,42 @@ class EmptyBucket(Operation):
         Raises:
             GradientError, MismatchError: as on the other ranks.
         """
-        size = len(self._parameters)
-        digests = metadata.decode_replicas(payloads, size)
-        if any(digests):
-            replicas.compare(digests, None, transport)
-        found = metadata.decode(payloads, size, transport.members)
+        # Now and not earlier: zeros must lie in the same kind of memory as the others' gradients.
         arrays = Bucket(self._parameters, self._reduction, transport.empty)
-        if arrays.send.size and not found.is_empty:
-            arrays.send[...] = 0
-            arrays.count, arrays.absent = found.exchanges, found.absent
-            exchange_bucket(self._strategy, arrays, transport)
+        arrays.send[...] = 0
+        members = transport.members
+        bucket = GradientBucket(self.name, self.signature, arrays, self._strategy, members)
+        bucket.lane = self.lane
+        bucket.execute(transport, payloads)
 
 
-class LayoutComparison(Operation):
-    """The comparison of a layout and of replicas, where there is no bucket to exchange."""
+class Comparison(Operation):
+    """The comparison of a layout and of replicas, without a bucket.
+
+    Args:
+        name: of the operation.
+        signature: of the whole plan.
+        snapshot: of this rank's replica, if the ranks compare them.
+        on_end: called on success, with whether no rank has joined.
+    """
 
     stands_in = True
 
-    def __init__(self, name: str, signature: Signature, snapshot: Snapshot | None = None) -> None:
-        super().__init__(name, signature, b"" if snapshot is None else snapshot.digest)
+    def __init__(
+        self,
+        name: str,
+        signature: Signature,
+        snapshot: Snapshot | None = None,
+        on_end: Callable[[bool], None] | None = None,
+    ) -> None:
+        digest = b"" if snapshot is None else snapshot.digest
+        super().__init__(name, signature, _PRESENT + digest)
         self._snapshot = snapshot
+        self._on_end = on_end
 
     def stand_in(self) -> Callable[[], Operation]:
         """Return what makes the same comparison."""
-        return partial(LayoutComparison, self.name, self.signature)
+        return partial(Comparison, self.name, self.signature)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         """Compare the ranks' replicas, if one has sent a digest of its own.
@@ -267,5 +281,8 @@ class LayoutComparison(Operation):
         Raises:
             MismatchError: on all ranks; they differ.
         """
-        if any(payloads):
-            replicas.compare(payloads, self._snapshot, transport)
+        digests = [payload.removeprefix(_PRESENT) for payload in payloads]
+        if any(digests):
+            replicas.compare(digests, self._snapshot, transport)
+        if self._on_end is not None:
+            self._on_end(all(payloads))

@@ -13,7 +13,7 @@ from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, Strategy
 from hvdlite.engine import Engine
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
-from hvdlite.gradients.bucket import GradientBucket, LayoutComparison
+from hvdlite.gradients.bucket import Comparison, GradientBucket
 from hvdlite.gradients.device import DeviceGradientBucket
 from hvdlite.gradients.metadata import ABSENT
 from hvdlite.gradients.plan import describe_exchange, plan_for
@@ -164,27 +164,6 @@ class GradientBuckets:
         bucket, position = self._places[number]
         return bucket.arrays.result_slot(position)
 
-    def put(self, number: int, gradient: Any) -> None:
-        """Copy a gradient into its slot, before it is marked.
-
-        Raises:
-            ValueError: it has another shape than the parameter, or has been marked in this
-                step before.
-        """
-        self._checked_slot(number, gradient)[...] = gradient
-
-    def _checked_slot(self, number: int, gradient: Any) -> Any:
-        """Return the slot of a gradient, which must fit into it and be the first of the step."""
-        bucket, position = self._places[number]
-        bucket.check_new(position)
-        slot = self.slot(number)
-        if gradient.shape != slot.shape:
-            raise ValueError(
-                f"the gradient of {self.parameters[number].name!r} is {describe(gradient)}; "
-                f"expected {describe(slot)}, as the parameter is"
-            )
-        return slot
-
     def zero_copy_range(self, number: int) -> slice:
         """Return which elements of a flat gradient no other rank reads; they need no copy.
 
@@ -314,17 +293,10 @@ class GradientBuckets:
                 bucket.begin_step()
             # Otherwise a signal handler has raised, and other ranks still need the slots.
 
-    def result(self, index: int) -> Any:
-        """Return the averages of a bucket, flat, in the order of ``plan[index]``.
-
-        The caller may keep the array: the next exchange allocates another one.
-        """
-        return self.all[index].arrays.result
-
     def result_of(self, numbers: Sequence[int]) -> Any:
         """Return the average of a gradient in its shape, or those of neighbours in a bucket, flat.
 
-        The memory is the caller's, as that of `result`.
+        The caller may keep the memory: the next exchange allocates another array.
         """
         if len(numbers) == 1:
             return self.result_slot(numbers[0])
@@ -343,7 +315,7 @@ class GradientBuckets:
         """
         self.check = check
         name = f"{self.label}: bucket 0"
-        self.lane.run(LayoutComparison(name, self.signature, self.snapshot()))
+        self.lane.run(Comparison(name, self.signature, self.snapshot()))
         if check is not None:
             check.end()
 

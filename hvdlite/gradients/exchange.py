@@ -19,18 +19,16 @@ from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, Handle, Operation
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.device import DeviceMemory
-from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.gradients.bucket import Comparison
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
 from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.interrupts import Interrupted, uninterrupted
 from hvdlite.reduction import ReduceOp
-from hvdlite.transport import Transport
 
 _ROW = "step"  # of the timeline
 _all_arrived = attrgetter("all_arrived")
-_PRESENT = b"\x01"  # the payload of a rank that has not joined
 
 
 class State(Enum):
@@ -54,10 +52,9 @@ class State(Enum):
 class GradientExchange:
     """The averaging of the gradients of a fixed list of parameters, step after step.
 
-    `begin` opens a step. The owner then copies each gradient into its slot, once, by
-    ``buckets.put`` or directly, and calls `mark`. A bucket leaves as
-    soon as all its gradients are there. `finish` sends the rest, with zeros for gradients that are
-    missing here, and waits.
+    `begin` opens a step. The owner then copies each gradient into its slot, once, and
+    calls `mark`. A bucket leaves as soon as all its gradients are there. `finish` sends the rest,
+    with zeros for gradients that are missing here, and waits.
 
     Ranks compare their parameters before the first exchange, and with every bucket which
     gradients are there.
@@ -148,9 +145,8 @@ class GradientExchange:
     def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
         """Record that gradients are in their slots, and send the buckets that are complete.
 
-        A marked slot may be read at any time and must not be written again. ``buckets.put`` checks
-        this; other owners must check it themselves. If this raises, `finish` still has to end
-        the step, since earlier buckets have left.
+        A marked slot may be read at any time and must not be written again. If
+        this raises, `finish` still has to end the step, since earlier buckets have left.
 
         Args:
             *numbers: of parameters.
@@ -231,12 +227,9 @@ class GradientExchange:
     def _compare(self) -> None:
         """Start to compare the parameters across ranks, before anything is exchanged."""
         if self._comparison is None:
+            name = f"{self.buckets.label}: its parameters"
             self._comparison = self.buckets.lane.submit(
-                _Comparison(
-                    f"{self.buckets.label}: its parameters",
-                    self.buckets.signature,
-                    self._end_comparison,
-                )
+                Comparison(name, self.buckets.signature, on_end=self._end_comparison)
             )
 
     def _end_comparison(self, together: bool) -> None:
@@ -426,28 +419,6 @@ class GradientExchange:
         self.in_flight = False
         for bucket in self.buckets.all:
             bucket.begin_step()
-
-
-class _Comparison(Operation):
-    """The comparison of the parameters; where it succeeds, the exchange begins.
-
-    Args:
-        name: of the operation.
-        signature: to compare.
-        end: called on success, with whether every rank has taken part.
-    """
-
-    stands_in = True
-
-    def __init__(self, name: str, signature: Signature, end: Callable[[bool], None]) -> None:
-        super().__init__(name, signature, payload=_PRESENT)
-        self._end = end
-
-    def stand_in(self) -> Callable[[], Operation]:
-        return partial(Barrier, self.name)
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
-        self._end(all(payloads))
 
 
 class _Order(BroadcastBytes):

@@ -143,7 +143,7 @@ class TestGradients:
     def step(self, exchange, value, samples=None):
         exchange.begin()
         for number, parameter in reversed(list(enumerate(self.PARAMETERS))):
-            exchange.buckets.put(number, np.full(parameter.shape, value, np.float32))
+            exchange.buckets.slot(number)[...] = np.full(parameter.shape, value, np.float32)
             exchange.mark(number)
         assert exchange.finish(samples) == [True] * 4
         return [exchange.buckets.result_slot(number).copy() for number in range(4)]
@@ -175,7 +175,7 @@ class TestGradients:
         for step in range(steps_of(hvd.rank())):
             here = [r for r in range(size) if steps_of(r) > step]
             made.begin()
-            made.buckets.put(0, np.full(5000, size, np.float16))
+            made.buckets.slot(0)[...] = np.full(5000, size, np.float16)
             made.mark(0)
             made.finish()
             assert (made.buckets.result_slot(0) == len(here)).all()
@@ -211,6 +211,7 @@ class TestGradients:
             for index in range(len(buckets.plan)):
                 # A rank that has joined lacks no gradient that the others have.
                 assert buckets.finish_bucket(index).all()
-                np.testing.assert_allclose(buckets.result(index), sum(here) / size, rtol=1e-6)
+                result = buckets.all[index].arrays.result
+                np.testing.assert_allclose(result, sum(here) / size, rtol=1e-6)
             buckets.compare()
         hvd.join()
