@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,13 +45,10 @@ def grouped_allreduce(
     Raises:
         ValueError, HorovodInternalError: As `hvdlite.allreduce`; there is no array.
     """
-    results: list[Any] = runtime.engine(process_set).run(
-        "grouped_allreduce",
-        name,
-        lambda name: _describe_allreduces(
-            name, arrays, outs, op, prescale_factor, postscale_factor, compression, average
-        ),
-    )
+    pairs = _with_outs(arrays, outs)
+    arguments = (op, prescale_factor, postscale_factor, compression), average
+    handle = _submit("allreduce", name, process_set, False, pairs, _describe_pair, *arguments)
+    results: list[Any] = handle.wait()
     return results
 
 
@@ -68,34 +65,21 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `grouped_allreduce` and return one handle, whose result is a list."""
-    return runtime.engine(process_set).submit(
-        "grouped_allreduce",
-        name,
-        lambda name: _describe_allreduces(
-            name, arrays, outs, op, prescale_factor, postscale_factor, compression, average
-        ),
-    )
+    pairs = _with_outs(arrays, outs)
+    arguments = (op, prescale_factor, postscale_factor, compression), average
+    return _submit("allreduce", name, process_set, True, pairs, _describe_pair, *arguments)
 
 
-def _describe_allreduces(
-    name: str,
-    arrays: Iterable[Any],
-    outs: Sequence[Any] | None,
-    op: ReduceOp | int | None,
-    prescale: float,
-    postscale: float,
-    compression: Strategy,
-    average: bool | None,
+def _with_outs(arrays: Iterable[Any], outs: Sequence[Any] | None) -> Iterator[tuple[Any, Any]]:
+    listed = list(arrays)
+    yield from zip(listed, [None] * len(listed) if outs is None else outs, strict=True)
+
+
+def _describe_pair(
+    pair: tuple[Any, Any], name: str, rest: tuple[Any, Any, Any, Any], average: bool | None
 ) -> Operation:
-    arrays = list(arrays)
-    return describe_group(
-        "grouped allreduce",
-        name,
-        zip(arrays, [None] * len(arrays) if outs is None else outs, strict=True),
-        lambda pair, member: describe_allreduce(
-            pair[0], member, op, prescale, postscale, compression, pair[1], average
-        ),
-    )
+    array, out = pair
+    return describe_allreduce(array, name, *rest, out, average)
 
 
 def grouped_allgather(
@@ -105,11 +89,8 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Gather several arrays as one unit; see `hvdlite.allgather` and `grouped_allreduce`."""
-    results: list[Any] = runtime.engine(process_set).run(
-        "grouped_allgather",
-        name,
-        lambda name: describe_group("grouped allgather", name, arrays, describe_allgather),
-    )
+    handle = _submit("allgather", name, process_set, False, arrays, describe_allgather)
+    results: list[Any] = handle.wait()
     return results
 
 
@@ -125,12 +106,7 @@ def grouped_allgather_async(
     Args:
         with_rows: Whether each result is a pair of the whole and each rank's number of rows.
     """
-    describe = partial(describe_allgather, with_rows=with_rows)
-    return runtime.engine(process_set).submit(
-        "grouped_allgather",
-        name,
-        lambda name: describe_group("grouped allgather", name, arrays, describe),
-    )
+    return _submit("allgather", name, process_set, True, arrays, describe_allgather, with_rows)
 
 
 def grouped_reducescatter(
@@ -144,13 +120,10 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Do `hvdlite.reducescatter` for several arrays as one unit; see `grouped_allreduce`."""
-    results: list[Any] = runtime.engine(process_set).run(
-        "grouped_reducescatter",
-        name,
-        lambda name: _describe_reducescatters(
-            name, arrays, op, prescale_factor, postscale_factor, compression
-        ),
-    )
+    arguments = op, prescale_factor, postscale_factor, compression
+    describe = describe_reducescatter
+    handle = _submit("reducescatter", name, process_set, False, arrays, describe, *arguments)
+    results: list[Any] = handle.wait()
     return results
 
 
@@ -165,21 +138,28 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `grouped_reducescatter` and return one handle, whose result is a list."""
+    arguments = op, prescale_factor, postscale_factor, compression
+    describe = describe_reducescatter
+    return _submit("reducescatter", name, process_set, True, arrays, describe, *arguments)
+
+
+def _submit(
+    kind: str,
+    name: str | None,
+    process_set: ProcessSet,
+    begin: bool,
+    items: Iterable[Any],
+    describe: Callable[..., Operation],
+    *arguments: Any,
+) -> Handle:
+    """Submit the group of ``describe(item, name, *arguments)`` for all items."""
     return runtime.engine(process_set).submit(
-        "grouped_reducescatter",
+        f"grouped_{kind}",
         name,
-        lambda name: _describe_reducescatters(
-            name, arrays, op, prescale_factor, postscale_factor, compression
+        lambda name: describe_group(
+            f"grouped {kind}", name, items, lambda item, own: describe(item, own, *arguments)
         ),
-    )
-
-
-def _describe_reducescatters(name: str, arrays: Iterable[Any], *arguments: Any) -> Operation:
-    return describe_group(
-        "grouped reducescatter",
-        name,
-        arrays,
-        lambda array, member: describe_reducescatter(array, member, *arguments),
+        begin,
     )
 
 
