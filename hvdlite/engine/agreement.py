@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from hvdlite.engine.operation import Signature, title
-
-_NOTHING: Mapping[str, str] = MappingProxyType({})
+from hvdlite.engine.operation import Signature
 
 
 @dataclass(frozen=True)
@@ -24,12 +21,7 @@ class Description:
     key: str = ""  # of the operation; empty: its name
     stands_in: bool = False  # whether ranks that have joined can take part in it
     stall_exempt: bool = False  # whether it may wait without limit
-    about: str = ""  # an addition to the name in messages
-
-    @property
-    def title(self) -> str:
-        """Its name for messages."""
-        return title(self.name, self.about)
+    title: str = ""  # for messages; empty: its name
 
 
 @dataclass(frozen=True)
@@ -53,8 +45,7 @@ class Decision:
         clashing: For each name under which every rank waits for an operation, but not all
             for one kind: the operation of each member.
         failed: For each operation that cannot run, the reason.
-        missing: For each one that waits, by its name, the members that have not submitted it.
-        about: Additions to these names in messages.
+        missing: For each one that waits, by its title, the members that have not submitted it.
         closing: The members that are shutting down.
     """
 
@@ -64,7 +55,6 @@ class Decision:
     clashing: list[dict[int, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
-    about: dict[str, str] = field(default_factory=dict)
     closing: list[int] = field(default_factory=list)
 
 
@@ -113,7 +103,7 @@ def _failure(
     substituted: bool,
 ) -> str | None:
     """Return why an operation can run neither now nor later; None: it can."""
-    name = next(iter(entries.values())).title
+    name = _title(next(iter(entries.values())))
     failures = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
     if substituted:
         if not all(entry.stands_in for entry in entries.values()):
@@ -154,16 +144,18 @@ def _sort_waiting(
         for key, entry in table.items():
             if key in waiting:
                 by_name.setdefault(entry.name, {}).setdefault(rank, key)
-    for name, keys in by_name.items():
+    for keys in by_name.values():
         if len(keys) == len(tables):
             decision.clashing.append(keys)
         elif not any(tables[rank][key].stall_exempt for rank, key in keys.items()):
             for key in dict.fromkeys(keys.values()):
-                label = key if name in decision.missing else name
+                title = _title(next(table[key] for table in tables.values() if key in table))
+                label = repr(key) if title in decision.missing else title
                 decision.missing[label] = waiting[key]
-                decision.about[label] = next(
-                    table[key].about for table in tables.values() if key in table
-                )
+
+
+def _title(entry: Description) -> str:
+    return entry.title or repr(entry.name)
 
 
 def explain(name: str, signatures: Mapping[int, Signature]) -> str:
@@ -209,13 +201,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def report_missing(
-    missing: Mapping[str, Sequence[int]], limit: int = 8, about: Mapping[str, str] = _NOTHING
-) -> str:
-    """Return one line on which operations wait for which ranks."""
-    entries = [
-        f"{title(name, about.get(name, ''))} (missing on {ranks_text(ranks)})"
-        for name, ranks in missing.items()
-    ]
+def report_missing(missing: Mapping[str, Sequence[int]], limit: int = 8) -> str:
+    """Return one line on which operations, by their titles, wait for which ranks."""
+    entries = [f"{title} (missing on {ranks_text(ranks)})" for title, ranks in missing.items()]
     more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
     return ", ".join(entries[:limit]) + more

@@ -41,11 +41,6 @@ class Signature(tuple[tuple[str, Any], ...]):
         return {}
 
 
-def title(name: str, about: str) -> str:
-    """Return what messages call an operation: ``'name'`` or ``'name' (about)``."""
-    return f"{name!r} ({about})" if about else repr(name)
-
-
 class Operation(ABC):
     """One collective, submitted under a name by every rank of a lane.
 
@@ -100,14 +95,9 @@ class Operation(ABC):
         return ()
 
     @property
-    def about(self) -> str:
-        """An addition to the name in messages, for users who did not choose it."""
-        return ""
-
-    @property
     def title(self) -> str:
-        """Its name for messages."""
-        return title(self.name, self.about)
+        """Its name for messages, with an addition for users who did not choose it."""
+        return repr(self.name)
 
     @property
     def activity(self) -> str:

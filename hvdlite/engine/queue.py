@@ -137,7 +137,7 @@ class Queue:
                     operation.key,
                     operation.stands_in,
                     operation.stall_exempt,
-                    operation.about,
+                    operation.title,
                 )
                 for operation in self.operations.values()
             )

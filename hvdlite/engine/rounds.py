@@ -247,7 +247,7 @@ class Rounds:
                 "rank %d: waited %.0f s for %s; do all ranks run the same steps?",
                 self._transport.members[self._transport.rank],
                 waited,
-                report_missing(decision.missing, about=decision.about),
+                report_missing(decision.missing),
             )
 
 

@@ -84,11 +84,11 @@ class GradientBucket(Operation):
         self.arrays.zero_copy = {}
 
     @property
-    def about(self) -> str:
-        """Return the names of the first parameters, for messages."""
+    def title(self) -> str:
+        """Return the name and the first parameters, for messages: users did not choose the name."""
         names = [repr(parameter.name) for parameter in self.arrays.parameters]
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-        return f"gradients of {', '.join(names[:2])}{more}"
+        return f"{self.name!r} (gradients of {', '.join(names[:2])}{more})"
 
     def _check_new(self, position: int) -> None:
         """Refuse a second gradient of a parameter in one step.

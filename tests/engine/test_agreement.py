@@ -41,7 +41,7 @@ def test_what_is_everywhere_is_ready_in_one_order():
 def test_what_is_missing_somewhere_waits():
     decision = decide([report("a", "b"), report("b"), report("b", "c")])
     assert decision.ready == ["b"]
-    assert decision.missing == {"a": [1, 2], "c": [0, 1]}
+    assert decision.missing == {"'a'": [1, 2], "'c'": [0, 1]}
     assert decision.failed == {}
 
 
@@ -67,7 +67,7 @@ def test_a_failure_waits_for_all_ranks():
     # A rank that has not submitted it could not be told.
     failing = Description("a", b"same", b"", failure="no pickle")
     decision = decide([report(a=failing), report()])
-    assert decision.missing == {"a": [1]}
+    assert decision.missing == {"'a'": [1]}
     assert decision.failed == {}
 
 
@@ -100,12 +100,20 @@ def test_a_rank_that_shuts_down_still_does_what_it_has_submitted():
 
 def test_what_only_a_closing_rank_waits_for_goes_on_waiting():
     decision = decide([report("a", closing=True), report()])
-    assert decision.missing == {"a": [1]}
+    assert decision.missing == {"'a'": [1]}
 
 
 def test_several_ranks_that_shut_down_are_all_named():
     decision = decide([report("a"), report(closing=True), report(closing=True)])
     assert "ranks 1, 2 shut down" in decision.failed["a"]
+
+
+def test_messages_call_an_operation_by_its_title():
+    titled = Description("a", b"same", b"", waited=9.0, title="'a' (gradients of 'x')")
+    decision = decide([report(a=titled), report()])
+    assert decision.missing == {"'a' (gradients of 'x')": [1]}
+    failed = decide([report(a=titled), report()], give_up_after=5.0).failed["a"]
+    assert failed.startswith("'a' (gradients of 'x') has waited 9 s")
 
 
 def test_patience_ends_with_the_longest_wait():
@@ -117,8 +125,8 @@ def test_patience_ends_with_the_longest_wait():
             "a": "'a' has waited 11 s and is still missing on rank 2; run the same steps on all "
             "ranks, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
         }
-        assert decide(reports, give_up_after=12.0).missing["a"] == [2]
-        assert decide(reports).missing["a"] == [2]
+        assert decide(reports, give_up_after=12.0).missing["'a'"] == [2]
+        assert decide(reports).missing["'a'"] == [2]
 
 
 def test_what_has_waited_long_still_runs_when_it_is_complete():
@@ -139,7 +147,7 @@ def test_kinds_of_one_name_do_not_meet():
 def test_a_second_kind_waits():
     decision = decide([of_kinds("reduce", "gather"), of_kinds("reduce")])
     assert decision.ready == ["reduce.x"]
-    assert (decision.clashing, decision.missing) == ([], {"x": [1]})
+    assert (decision.clashing, decision.missing) == ([], {"'x'": [1]})
 
 
 def test_ranks_that_wait_under_one_name_for_different_kinds_clash():
@@ -151,7 +159,7 @@ def test_ranks_that_wait_under_one_name_for_different_kinds_clash():
 def test_they_clash_only_when_all_are_there():
     decision = decide([of_kinds("reduce"), of_kinds("gather"), report()])
     assert decision.clashing == []
-    assert decision.missing == {"x": [1, 2], "gather.x": [0, 2]}
+    assert decision.missing == {"'x'": [1, 2], "'gather.x'": [0, 2]}
 
 
 SIGNATURE = (("the operation", "allreduce"), ("dtype", "float32"), ("shape", (3, 4)))
@@ -195,10 +203,10 @@ def test_ranks_text():
 
 
 def test_report_missing_stays_short():
-    missing = {f"t{number}": [1] for number in range(10)}
+    missing = {f"'t{number}'": [1] for number in range(10)}
     text = report_missing(missing, limit=2)
     assert text == "'t0' (missing on rank 1), 't1' (missing on rank 1) and 8 more"
-    assert report_missing({"a": [0, 3]}) == "'a' (missing on ranks 0, 3)"
+    assert report_missing({"'a'": [0, 3]}) == "'a' (missing on ranks 0, 3)"
 
 
 class TestJoinedRanks:
@@ -227,7 +235,7 @@ class TestJoinedRanks:
 
     def test_who_has_not_joined_is_waited_for(self):
         decision = decide([Pending((self.one(True),)), self.joined(), Pending(())])
-        assert (decision.ready, decision.missing) == ([], {"a": [1, 2]})
+        assert (decision.ready, decision.missing) == ([], {"'a'": [1, 2]})
 
     def test_the_others_still_have_to_agree(self):
         reports = [Pending((self.one(True),)), self.joined(), Pending((self.one(True, b"other"),))]
@@ -254,5 +262,5 @@ def test_messages_call_ranks_by_their_numbers_in_the_world():
     waiting = Pending((Description("a", b"same", b"", waited=9.0),))
     failed = decide([waiting, report()], members=[3, 5], give_up_after=5.0).failed
     assert "still missing on rank 5" in failed["a"]
-    assert decide([waiting, report()], members=[3, 5]).missing == {"a": [5]}
+    assert decide([waiting, report()], members=[3, 5]).missing == {"'a'": [5]}
     assert decide([report(closing=True), report()], members=[3, 5]).closing == [3]
