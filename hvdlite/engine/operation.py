@@ -7,7 +7,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from hvdlite import timeline
@@ -185,3 +185,20 @@ class Barrier(Operation):
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         """Do nothing more."""
+
+
+class Gather(Operation):
+    """An exchange of short payloads, done by the round in which the ranks agree on it.
+
+    Its result is every rank's payload, by rank; that of a rank that has joined is empty.
+    """
+
+    stands_in = True
+
+    def stand_in(self) -> Callable[[], Operation]:
+        """Return a function that makes the same without a payload."""
+        return partial(Gather, self.name, self.signature)
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the payloads."""
+        return payloads

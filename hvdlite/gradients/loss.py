@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
 
 from hvdlite import runtime
-from hvdlite.engine import Operation
-from hvdlite.engine.operation import Barrier, Signature
+from hvdlite.engine.operation import Gather, Signature
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
-from hvdlite.transport import Transport
 
 _LOSS = struct.Struct("<dd")  # a rank's loss, and its weight
 
@@ -64,22 +60,10 @@ class LossExchange:
             )
         )
         payload = _LOSS.pack(loss or 0.0, weight)
-        losses = runtime.engine(self._process_set).gradients.run(
-            _Losses(self._name, signature, payload)
-        )
+        gather = Gather(self._name, signature, payload)
+        payloads = runtime.engine(self._process_set).gradients.run(gather)
         if loss is None:
             return None
+        losses = [_LOSS.unpack(each) if each else (0.0, 0.0) for each in payloads]
         total = sum((each * factor for each, factor in losses if factor), 0.0)
         return total / len(losses) if self._op is ReduceOp.AVERAGE else total
-
-
-class _Losses(Operation):
-    """A gathering of all ranks' losses and weights; a rank that has joined counts as zero."""
-
-    stands_in = True
-
-    def stand_in(self) -> Callable[[], Operation]:
-        return partial(Barrier, self.name)
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[tuple[float, float]]:
-        return [_LOSS.unpack(payload) if payload else (0.0, 0.0) for payload in payloads]

@@ -14,8 +14,8 @@ import numpy as np
 from hvdlite import gradients, runtime
 from hvdlite.arrays import describe
 from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
-from hvdlite.engine import Engine, Operation
-from hvdlite.engine.operation import Signature
+from hvdlite.engine import Engine
+from hvdlite.engine.operation import Gather, Signature
 from hvdlite.errors import GradientError, HorovodInternalError
 from hvdlite.gradients import GradientBuckets
 from hvdlite.interrupts import leave, uninterrupted
@@ -23,7 +23,6 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import check
 from hvdlite.schedule.outer_optimizer import OuterOptimizer
 from hvdlite.schedule.schedules import ExchangeSchedule
-from hvdlite.transport import Transport
 
 _AVERAGE = Reduction()
 _STEP_COUNT = struct.Struct("<q")
@@ -286,9 +285,11 @@ class LocalSteps:
             self._signature = Signature((("schedule", self.schedule), *entries, count))
         schedule, *rest = self._signature
         signature = Signature((schedule, *also, *rest)) if also else self._signature
-        agreement = _StepAgreement(f"{self.label}: {what}", signature, self.steps)
-        agreement.stands_in = not together and not self.schedule.remembers
-        return int(runtime.engine(self.process_set).gradients.run(agreement))
+        gather = Gather(f"{self.label}: {what}", signature, _STEP_COUNT.pack(self.steps))
+        gather.stands_in = not together and not self.schedule.remembers
+        payloads = runtime.engine(self.process_set).gradients.run(gather)
+        # They differ if a rank has joined and come back: it then follows the others.
+        return max(int(_STEP_COUNT.unpack(payload)[0]) for payload in payloads if payload)
 
     def _average(
         self, numbers: Sequence[int], weights: Weights, strategy: Strategy, momentum: bool
@@ -407,27 +408,3 @@ def _start(exchange: GradientBuckets, value: Callable[[int], Any], errors: list[
             errors.append(error)
             return index
     return len(exchange.plan)
-
-
-class _StepAgreement(Operation):
-    """The agreement before an exchange, by which ranks learn the greatest number of steps.
-
-    The numbers differ if a rank has joined and come back: it then follows the others.
-
-    Args:
-        name: of the operation.
-        signature: must be equal on all ranks.
-        steps: that this rank has made; None: it has joined.
-    """
-
-    def __init__(self, name: str, signature: Signature, steps: int | None = None) -> None:
-        payload = b"" if steps is None else _STEP_COUNT.pack(steps)
-        super().__init__(name, signature, payload=payload)
-
-    def stand_in(self) -> Callable[[], Operation]:
-        """Return the maker of the operation of a rank that has joined."""
-        return partial(_StepAgreement, self.name, self.signature)
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> int:
-        """Return the greatest number of steps."""
-        return max(int(_STEP_COUNT.unpack(payload)[0]) for payload in payloads if payload)
