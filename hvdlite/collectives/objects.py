@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,6 @@ class BroadcastBytes(Operation):
         content: The root's bytes; ignored elsewhere.
         root: Global rank of the sender.
         failure: Why the root has none.
-        entries: Further entries of the signature, which must be equal on all ranks.
     """
 
     def __init__(
@@ -99,11 +98,10 @@ class BroadcastBytes(Operation):
         content: bytes,
         root: int,
         failure: str | None = None,
-        entries: Iterable[tuple[str, Any]] = (),
     ) -> None:
         super().__init__(
             name,
-            Signature((("the operation", "broadcast of an object"), ("root_rank", root), *entries)),
+            Signature((("the operation", "broadcast of an object"), ("root_rank", root))),
             payload=struct.pack("<q", len(content)),
             failure=failure,
         )
@@ -113,7 +111,7 @@ class BroadcastBytes(Operation):
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> bytes:
         """Return the root's bytes."""
         root = transport.members.index(self._root)
-        (length,) = struct.unpack("<q", payloads[root]) if payloads[root] else (0,)
+        (length,) = struct.unpack("<q", payloads[root])
         buffer = np.empty(length, np.uint8)
         if transport.rank == root:
             buffer[...] = np.frombuffer(self._content, np.uint8)

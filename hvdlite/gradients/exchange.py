@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from hvdlite import timeline
-from hvdlite.collectives.objects import BroadcastBytes
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.engine import Engine, Handle, Operation
+from hvdlite.engine import Engine, Handle
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.device import DeviceMemory
+from hvdlite.engine.operation import Gather, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients.bucket import Comparison
 from hvdlite.gradients.buckets import GradientBuckets
@@ -262,15 +261,14 @@ class GradientExchange:
         missing = sorted(set(range(self._count)) - set(self._arrived))
         order = np.array([*missing, *reversed(self._arrived)], np.int64).tobytes()
         name = f"{self.buckets.label}: the order of its gradients"
-        entry = ("batch_size", "given" if self._is_weighted else "not given")
-        lane = self.buckets.lane
-        self._sent_order = lane.submit(_Order(name, order, lane.members[0], entries=[entry]))
+        signature = Signature((("batch_size", "given" if self._is_weighted else "not given"),))
+        self._sent_order = self.buckets.lane.submit(Gather(name, signature, order))
 
     def _receive_order(self) -> None:
         """Wait for the order, which has been sent."""
         handle, self._sent_order = self._sent_order, None
         assert handle is not None
-        order = np.frombuffer(handle.wait(), np.int64).tolist()
+        order = np.frombuffer(handle.wait()[0], np.int64).tolist()
         self._order = order or self._order  # empty if rank 0 has joined
 
     # Sending buckets
@@ -419,13 +417,3 @@ class GradientExchange:
         self.in_flight = False
         for bucket in self.buckets.all:
             bucket.begin_step()
-
-
-class _Order(BroadcastBytes):
-    """The order of the first rank's gradients; of none, if it has joined."""
-
-    stands_in = True
-
-    def stand_in(self) -> Callable[[], Operation]:
-        entries = [entry for entry in self.signature if entry[0] == "batch_size"]
-        return partial(_Order, self.name, b"", self._root, entries=entries)
