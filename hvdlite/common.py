@@ -27,7 +27,7 @@ from hvdlite.errors import (
 )
 from hvdlite.launch.function import run, spawn
 from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.recipe import Sharding, average_metrics, scale_lr, warmup
+from hvdlite.recipe import Sharding, average_metrics, first, on_rank_zero, scale_lr, warmup
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from hvdlite.runtime import (
     add_process_set,
@@ -98,6 +98,8 @@ __all__ = [
     "scale_lr",
     "warmup",
     "average_metrics",
+    "first",
+    "on_rank_zero",
     # what happens when
     "start_timeline",
     "stop_timeline",

@@ -81,7 +81,8 @@ SECTIONS: list[tuple[str, str, str]] = [
         ProcessSet ProcessSet.process_set_id ProcessSet.ranks ProcessSet.size ProcessSet.rank
         ProcessSet.included global_process_set add_process_set remove_process_set start_timeline
         stop_timeline run spawn HorovodInternalError HostsUpdatedInterrupt
-        HostsUpdatedInterrupt.skip_sync shard scale_lr warmup checkpoint average_metrics allreduce
+        HostsUpdatedInterrupt.skip_sync shard scale_lr warmup checkpoint average_metrics first
+        on_rank_zero allreduce
         allreduce_async grouped_allreduce grouped_allreduce_async allgather allgather_async
         grouped_allgather grouped_allgather_async broadcast broadcast_async alltoall alltoall_async
         reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async

@@ -1,0 +1,86 @@
+"""Work that one rank does before the others, or for all of them."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from hvdlite import collectives, world
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+
+
+def on_rank_zero(function: Callable[_P, _Result]) -> Callable[_P, _Result | None]:
+    """Make a function run on rank 0 only; on the other ranks it returns None at once.
+
+    Not collective: the other ranks do not wait for rank 0, and an exception concerns rank 0 alone.
+    Before `init` it raises. Use `first` where the other ranks need what rank 0 prepares.
+
+    Example::
+
+        log = hvd.on_rank_zero(print)
+        log(f"epoch {epoch}: loss {loss:.3f}")
+
+        @hvd.on_rank_zero
+        def plot(losses): ...
+
+    Raises:
+        NotInitializedError: By a call of the function; hvdlite is not initialized.
+    """
+
+    @functools.wraps(function)
+    def only_there(*args: _P.args, **kwargs: _P.kwargs) -> _Result | None:
+        return function(*args, **kwargs) if world.rank() == 0 else None
+
+    return only_there
+
+
+@contextmanager
+def first(per_node: bool = False) -> Iterator[None]:
+    """Let rank 0 run a block before the other ranks, which then run it all at once.
+
+    For what must happen once and what every rank then reads: a download, an unpacked archive, a
+    cache of prepared data. Collective: every rank enters the block.
+
+    Example::
+
+        with hvd.first():
+            data = datasets.load(folder, download=True)
+
+    Args:
+        per_node: Let one rank of each node go first, for files that nodes do not share.
+
+    Raises:
+        Exception: The block has failed on a rank that goes first: its exception, on every rank. One
+            that cannot be pickled is a RuntimeError on the other ranks. They do not run the block.
+        HorovodInternalError: A rank has ended.
+    """
+    goes_first = (world.local_rank() if per_node else world.rank()) == 0
+    failure = None
+    if goes_first:
+        try:
+            yield
+        except Exception as error:  # the other ranks wait for the outcome
+            failure = error
+    outcomes = collectives.allgather_object(_portable(failure), name="first")
+    found = failure or next((each for each in outcomes if each is not None), None)
+    if found is not None:
+        raise found
+    if not goes_first:
+        yield
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """Return an error that other ranks can unpickle."""
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        text = f"{type(error).__name__}: {error}"
+        return RuntimeError(f"rank {world.rank()} went first, and failed: {text}")
+    return error
