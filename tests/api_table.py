@@ -81,8 +81,8 @@ SECTIONS: list[tuple[str, str, str]] = [
         ProcessSet ProcessSet.process_set_id ProcessSet.ranks ProcessSet.size ProcessSet.rank
         ProcessSet.included global_process_set add_process_set remove_process_set start_timeline
         stop_timeline run spawn HorovodInternalError HostsUpdatedInterrupt
-        HostsUpdatedInterrupt.skip_sync shard scale_lr warmup checkpoint average_metrics first
-        on_rank_zero allreduce
+        HostsUpdatedInterrupt.skip_sync shard Sharding Sharding.position Sharding.at scale_lr
+        warmup checkpoint average_metrics first on_rank_zero allreduce
         allreduce_async grouped_allreduce grouped_allreduce_async allgather allgather_async
         grouped_allgather grouped_allgather_async broadcast broadcast_async alltoall alltoall_async
         reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async
@@ -102,7 +102,7 @@ SECTIONS: list[tuple[str, str, str]] = [
         DistributedOptimizer.average_weights DistributedOptimizer._parameter_names SyncBatchNorm
         DistributedOptimizer.consolidate_exchange_state
         convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm
-        ShardSampler pin_device checkpoint""",
+        ShardSampler ShardSampler.state_dict ShardSampler.load_state_dict pin_device checkpoint""",
     ),
     (
         "hvdlite",

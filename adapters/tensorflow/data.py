@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +21,7 @@ def shard(
     first_epoch: int = 0,
     *,
     allow_empty: bool = False,
+    state: Mapping[str, Any] | None = None,
 ) -> tf.data.Dataset:
     """Deal arrays to the ranks, as a dataset of this rank's batches.
 
@@ -43,24 +44,39 @@ def shard(
             continue, with a new dataset, after an epoch that was ended early.
         allow_empty: Allow ranks to have an empty batch if there are fewer samples than
             ranks; for evaluation.
+        state: A position from `Sharding.position`, in the place of ``first_epoch``: the first
+            iteration is the rest of that epoch, on any number of ranks.
 
     Returns:
-        A dataset of batches in the structure of ``data``, of known types and cardinality.
+        A dataset of batches in the structure of ``data``, of known types and, unless it begins
+        within an epoch, known cardinality.
 
     Raises:
         ValueError: Lengths disagree, or there are fewer samples than ranks and not
-            ``allow_empty``.
+            ``allow_empty``; ``state`` belongs to other data (see `Sharding.at`), or is given
+            together with ``first_epoch``.
 
     Example::
 
         dataset = hvd.shard((images, labels), batch_size=64).prefetch(2)
+        sharding = hvd.Sharding(len(images), batch_size=64)
+        for step, batch in enumerate(dataset, start=1):
+            ...
+        checkpoint.save({"weights": ..., "data": sharding.position(epoch, step)})
     """
     arrays = _arrays(data)
     batches = recipe.shard(arrays, batch_size, shuffle, seed, allow_empty=allow_empty)
-    batches.set_epoch(first_epoch)
+    if state is None:
+        batches.set_epoch(first_epoch)
+    elif first_epoch:
+        raise ValueError(f"first_epoch={first_epoch} and state: give one of them")
+    else:
+        batches.load_state_dict(state)
     dataset = tf.data.Dataset.from_generator(
         lambda: batches, output_signature=tf.nest.map_structure(_spec, arrays)
     )
+    if batches.sharding.done:
+        return dataset  # the first iteration has fewer batches than the others
     return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
 
 

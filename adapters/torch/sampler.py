@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import cycle, islice
 from typing import Any
 
@@ -48,22 +48,62 @@ class ShardSampler(Sampler[list[int]]):
         allow_empty: bool = False,
     ) -> None:
         samples = dataset if isinstance(dataset, int) else len(dataset)
-        self.sharding = Sharding(
+        sharding = Sharding(
             samples, batch_size, shuffle=shuffle, seed=seed, allow_empty=allow_empty
         )
-        self._batches = Batches(range(samples), self.sharding)
+        self._batches = Batches(range(samples), sharding)
+
+    @property
+    def sharding(self) -> Sharding:
+        """The distribution of the iteration in progress, or of the next one."""
+        return self._batches.sharding
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, from 0, of the next iteration: the same on all ranks."""
+        """Set the epoch, from 0, of the next iteration: the same on all ranks.
+
+        After `load_state_dict`, the epoch of the state keeps its position.
+        """
         self._batches.set_epoch(epoch)
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Return the position in the data, for a checkpoint: the same on all ranks.
+
+        Args:
+            step: the steps that the iteration in progress, or the last one, has made. None: as many
+                as it has yielded batches, which are more where workers of a DataLoader prefetch.
+
+        Raises:
+            ValueError: ``step`` is not one of the iteration's.
+
+        Example::
+
+            for step, (images, labels) in enumerate(loader, start=1):
+                ...
+                if step % 100 == 0:
+                    checkpoint.save({"model": ..., "data": sampler.state_dict(step)})
+        """
+        return self._batches.state_dict(step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position that `state_dict` has returned, on any number of ranks.
+
+        The next iteration takes the rest of that epoch, ``state["epoch"]``: every sample that no
+        rank had taken, once. The batch size may differ, too.
+
+        Raises:
+            ValueError: the state belongs to another number of samples, another seed or another
+                ``shuffle``; or fewer samples are left than there are ranks.
+        """
+        self._batches.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[int]]:
         # A DataLoader cannot collate an empty batch.
         return (batch for batch in self._batches if batch)
 
     def __len__(self) -> int:
-        has_samples = self.sharding.rank < self.sharding.samples
-        return self.sharding.steps if has_samples else 0
+        upcoming = self._batches.upcoming
+        has_samples = upcoming.rank < upcoming.samples - upcoming.done
+        return upcoming.steps if has_samples else 0
 
 
 class ElasticSampler(Sampler[int]):
@@ -77,7 +117,7 @@ class ElasticSampler(Sampler[int]):
     A DataLoader assembles its batches itself, so every rank must get the same number of samples
     to make the same number of steps. If they do not divide evenly, the first ones are repeated
     on at most ``size - 1`` ranks, as in Horovod. `ShardSampler`, which makes the batches itself,
-    repeats none, but cannot start in the middle of an epoch.
+    repeats none; its `state_dict` is a position between two steps that all ranks have made.
 
     Give it to `TorchState` as one of the keywords, and record each batch::
 

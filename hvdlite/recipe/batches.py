@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,40 +15,101 @@ from hvdlite.recipe.sharding import Sharding
 class Batches:
     """One rank's batches of a data set; made by `shard`.
 
-    ``len()`` is the number of steps per epoch. Each iteration is one epoch. After its last
-    batch, the next iteration is the next epoch; an abandoned iteration (for example to look at
-    the first batch, on one rank) changes nothing. To end an epoch early, call `set_epoch` on all
-    ranks. Prefetched batches count as taken.
+    ``len()`` is the number of steps of the next iteration. Each iteration is one epoch, or what is
+    left of one after `load_state_dict`. After its last batch, the next iteration is the next epoch;
+    an abandoned iteration (for example to look at the first batch, on one rank) changes nothing.
+    To end an epoch early, call `set_epoch` on all ranks. Prefetched batches count as taken.
 
     Args:
         data: As for `shard`.
         sharding: Which samples are this rank's.
+
+    Attributes:
+        sharding: That of the next iteration, or of the one in progress.
     """
 
     def __init__(self, data: Any, sharding: Sharding) -> None:
         self.sharding = sharding
         self._data = data
         self._next_epoch = 0
+        self._taken = 0  # batches of the next epoch that the last iteration has yielded
+        self._is_over = False  # whether the sharding is that of an epoch that has ended
 
     def __len__(self) -> int:
-        return self.sharding.steps
+        return self.upcoming.steps
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._next_epoch
-        for step, batch in enumerate(self.epoch(epoch), start=1):
+        self.sharding, self._is_over, self._taken = self.upcoming, False, 0
+        epoch, sharding = self._next_epoch, self.sharding
+        for step, indices in enumerate(sharding.indices(epoch), start=1):
             # Count before the last batch is yielded, since a loop that counts steps never asks for
             # another one; but not if another iteration or `set_epoch` has moved the epoch.
-            if step == len(self) and self._next_epoch == epoch:
-                self._next_epoch += 1
-            yield batch
+            if self._next_epoch == epoch and self.sharding is sharding:
+                self._taken = step
+                if step == sharding.steps:
+                    self._next_epoch, self._taken, self._is_over = epoch + 1, 0, True
+            yield _take(self._data, indices)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        """Return this rank's batches of the given epoch (from 0)."""
-        return (_take(self._data, indices) for indices in self.sharding.indices(epoch))
+        """Return this rank's batches of the given epoch (from 0), all of them."""
+        whole = dataclasses.replace(self.sharding, done=0)
+        return (_take(self._data, indices) for indices in whole.indices(epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch (from 0) of the next iteration: the same on all ranks."""
-        self._next_epoch = epoch
+        """Set the epoch (from 0) of the next iteration: the same on all ranks.
+
+        The epoch at which training goes on after `load_state_dict` begins in its middle; any other
+        at its start.
+        """
+        if epoch != self._next_epoch:
+            self._begin(epoch, dataclasses.replace(self.sharding, done=0))
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Return the position in the data, for a checkpoint: the same on all ranks.
+
+        Args:
+            step: The steps that the iteration in progress, or the last one, has made; None: as many
+                as it has yielded batches. Give it where batches are prefetched, for example by the
+                workers of a DataLoader.
+
+        Returns:
+            The epoch, the samples of it that all ranks have taken, and what its order depends on;
+            integers and a bool.
+
+        Raises:
+            ValueError: ``step`` is not one of the iteration's.
+
+        Example::
+
+            hvd.checkpoint(path).save({"weights": weights, "data": batches.state_dict()})
+        """
+        if step is None:
+            return self.upcoming.position(self._next_epoch, self._taken)
+        if step < 1:
+            raise ValueError(
+                f"step={step}: expected at least 1; leave it out before the first step"
+            )
+        return self.sharding.position(self._next_epoch - self._is_over, step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position that `state_dict` has returned, on any number of ranks.
+
+        The next iteration is the rest of that epoch: every sample that no rank had taken, once.
+        The batch size may differ, too.
+
+        Raises:
+            ValueError: As `Sharding.at`.
+        """
+        self._begin(state["epoch"], self.sharding.at(state))
+
+    @property
+    def upcoming(self) -> Sharding:
+        """The sharding of the next iteration."""
+        return dataclasses.replace(self.sharding, done=0) if self._is_over else self.sharding
+
+    def _begin(self, epoch: int, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self._next_epoch, self._taken, self._is_over = epoch, 0, False
 
 
 def shard(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,8 @@ from hvdlite import world
 from hvdlite.arguments import check_count
 
 _FROM_WORLD: Any = None
+# The fields that decide the order of the samples, besides the epoch.
+_ORDER = ("samples", "shuffle", "seed")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Sharding:
         seed: Of the permutations; the same on all ranks.
         allow_empty: Whether ranks may have an empty batch if there are fewer samples than
             ranks. For evaluation, where a step has no collective.
+        done: Samples of the epoch that all ranks together have already taken. The others are
+            distributed as an epoch of their own, to any number of ranks.
 
     Raises:
         ValueError: Fewer samples than ranks and not ``allow_empty``, or an argument that is
@@ -51,6 +56,7 @@ class Sharding:
     shuffle: bool = True
     seed: int = 0
     allow_empty: bool = False
+    done: int = 0
 
     def __post_init__(self) -> None:
         if (self.rank is None) != (self.size is None):
@@ -60,12 +66,27 @@ class Sharding:
         if self.rank is None:
             object.__setattr__(self, "rank", world.rank())
             object.__setattr__(self, "size", world.size())
-        for name, least in (("samples", 0), ("batch_size", 1), ("size", 1), ("seed", 0)):
+        for name, least in (
+            ("samples", 0),
+            ("batch_size", 1),
+            ("size", 1),
+            ("seed", 0),
+            ("done", 0),
+        ):
             check_count(name, getattr(self, name), least)
         check_count("rank", self.rank, 0)
         if self.rank >= self.size:
             raise ValueError(f"rank={self.rank} is not below size={self.size}")
-        if self.samples < self.size and not self.allow_empty:
+        if self.done > self.samples:
+            raise ValueError(f"done={self.done} is more than samples={self.samples}")
+        left = self.samples - self.done
+        if self.done and left < self.size and not self.allow_empty:
+            raise ValueError(
+                f"rank {self.rank}: after {self.done} of {self.samples} samples the epoch has "
+                f"{left} left, which cannot give each of {self.size} ranks one: start at most "
+                f"{left} ranks, or leave these samples out by beginning with the next epoch"
+            )
+        if left < self.size and not self.allow_empty:
             raise ValueError(
                 f"rank {self.rank}: {self.samples} samples cannot give each of {self.size} ranks "
                 f"one: start at most {self.samples} ranks, or, for evaluation, pass "
@@ -76,7 +97,7 @@ class Sharding:
     def global_batch_sizes(self) -> tuple[int, ...]:
         """The number of samples that all ranks together take at each step."""
         full_batch = self.batch_size * self.size
-        full, rest = divmod(self.samples, full_batch)
+        full, rest = divmod(self.samples - self.done, full_batch)
         if rest == 0:
             return (full_batch,) * full
         if full == 0 or (2 * rest >= full_batch and rest >= self.size):
@@ -87,7 +108,7 @@ class Sharding:
 
     @property
     def steps(self) -> int:
-        """The number of steps per epoch, the same on all ranks."""
+        """The number of steps of the epoch, or of what is left of it; the same on all ranks."""
         return len(self.global_batch_sizes)
 
     @property
@@ -112,12 +133,52 @@ class Sharding:
             epoch: Number of the epoch, from 0; the same on all ranks.
         """
         order = self._order(epoch)
-        batches, first = [], 0
+        batches, first = [], self.done
         for total in self.global_batch_sizes:
             start, stop = _slice(total, self.rank, self.size)
             batches.append(order[first + start : first + stop])
             first += total
         return batches
+
+    def position(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the position in the data after a step, for a checkpoint; see `at`.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            step: The steps that all ranks have made with this sharding in that epoch.
+
+        Returns:
+            The epoch, its samples that all ranks together have taken, and the fields that decide
+            its order: integers and a bool, the same on all ranks.
+
+        Raises:
+            ValueError: The epoch does not have so many steps.
+        """
+        if not 0 <= step <= self.steps:
+            raise ValueError(f"step={step}: expected 0 to {self.steps}, the steps of the epoch")
+        done = self.done + sum(self.global_batch_sizes[:step])
+        if done == self.samples:
+            epoch, done = epoch + 1, 0
+        return {"epoch": epoch, "done": done} | {name: getattr(self, name) for name in _ORDER}
+
+    def at(self, state: Mapping[str, Any]) -> Sharding:
+        """Return the sharding of the rest of an epoch; its number is ``state["epoch"]``.
+
+        Args:
+            state: A position; the batch size and the number of ranks may have been others.
+
+        Raises:
+            ValueError: The position belongs to another number of samples, another seed or another
+                ``shuffle``; or fewer samples are left than there are ranks.
+        """
+        for name in _ORDER:
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}, but the state is one of "
+                    f"{name}={state[name]!r}: go on with the same data and the same seed, or begin "
+                    "an epoch without the state"
+                )
+        return replace(self, done=state["done"])
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         check_count("epoch", epoch, 0)

@@ -164,3 +164,81 @@ def test_too_few_samples_for_the_world():
     with pytest.raises(ValueError, match=f"rank {hvd.rank()}: 1 samples"):
         shard(np.arange(1), 4)
     assert sum(map(len, shard(np.arange(1), 4, allow_empty=True))) == (hvd.rank() == 0)
+
+
+class TestPosition:
+    """Training goes on in the middle of an epoch."""
+
+    @staticmethod
+    def batches():
+        return shard(np.arange(20), 3, seed=2, rank=0, size=1)
+
+    @pytest.mark.parametrize("stop", range(1, 8))
+    def test_the_rest_of_an_epoch_and_then_whole_ones(self, stop):
+        whole = [[batch.tolist() for batch in self.batches().epoch(epoch)] for epoch in range(3)]
+        batches = self.batches()
+        list(batches)
+        for step, _ in enumerate(batches, start=1):
+            if step == stop:
+                break
+        state, again = batches.state_dict(), self.batches()
+        again.load_state_dict(state)
+        if stop < len(whole[1]):
+            again.set_epoch(1)  # as loops do that set every epoch
+            assert len(again) == len(whole[1]) - stop
+            assert [batch.tolist() for batch in again] == whole[1][stop:]
+        assert len(again) == len(whole[2])
+        assert [batch.tolist() for batch in again] == whole[2]
+        assert [batch.tolist() for batch in again.epoch(1)] == whole[1]
+
+    def test_within_the_rest_of_an_epoch(self):
+        whole = [batch.tolist() for batch in self.batches()]
+        batches = self.batches()
+        for taken in range(len(whole)):
+            state = batches.state_dict()
+            assert state["done"] == sum(map(len, whole[:taken]))
+            batches = self.batches()
+            batches.load_state_dict(state)
+            assert next(iter(batches)).tolist() == whole[taken]
+        state = batches.state_dict()
+        assert (state["epoch"], state["done"]) == (1, 0)
+
+    def test_steps_behind_what_was_prefetched(self):
+        batches, sizes = self.batches(), [3, 3, 3, 3, 3, 3, 2]
+        for epoch in range(2):
+            for prefetched in range(1, 8):
+                batches.set_epoch(9)
+                batches.set_epoch(epoch)
+                iterator = iter(batches)
+                for _ in range(prefetched):
+                    next(iterator)
+                for step in range(1, prefetched + 1):
+                    state = batches.state_dict(step)
+                    done = sum(sizes[:step])
+                    assert (state["epoch"], state["done"]) == divmod(20 * epoch + done, 20)
+
+    def test_steps_that_an_iteration_does_not_have_are_refused(self):
+        batches = self.batches()
+        with pytest.raises(ValueError, match="step=0: expected at least 1"):
+            batches.state_dict(0)
+        with pytest.raises(ValueError, match="step=8: expected 0 to 7"):
+            batches.state_dict(8)
+
+    def test_another_epoch_begins_at_its_start(self):
+        batches = self.batches()
+        next(iter(batches))
+        batches.load_state_dict(batches.state_dict())
+        batches.set_epoch(5)
+        assert len(batches) == 7
+        assert [batch.tolist() for batch in batches] == [
+            batch.tolist() for batch in self.batches().epoch(5)
+        ]
+
+    @ranks(1)
+    def test_a_state_survives_a_checkpoint(self, tmp_path):
+        hvd.init()
+        batches = self.batches()
+        next(iter(batches))
+        saved = hvd.checkpoint(tmp_path / "state.npz")
+        saved.save(batches.state_dict())
+        assert saved.load() == batches.state_dict()

@@ -143,3 +143,83 @@ def test_bad_epoch():
 
 def test_numpy_integers_are_integers():
     assert Sharding(np.int64(10), np.int32(2), np.int64(0), np.int64(2)).steps == 3
+
+
+def rest(state, batch_size, size):
+    """Deal the rest of an epoch to all ranks: one list of arrays per rank."""
+    whole = [Sharding(state["samples"], batch_size, rank, size) for rank in range(size)]
+    return [each.at(state).indices(state["epoch"]) for each in whole]
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_every_sample_once_after_stopping_at_any_step(before, after):
+    for samples in range(4, 60, 5):
+        sharding, ranks = Sharding(samples, 3, 0, before), deal(samples, 3, before, epoch=2)
+        for step in range(sharding.steps):
+            state = sharding.position(2, step)
+            taken = [batch for batches in ranks for batch in batches[:step]]
+            left = samples - sum(map(len, taken))
+            assert state == {
+                "epoch": 2,
+                "done": samples - left,
+                "samples": samples,
+                "shuffle": True,
+                "seed": 0,
+            }
+            if left < after:
+                with pytest.raises(ValueError, match=f"has {left} left, which cannot give each"):
+                    rest(state, 5, after)
+                continue
+            others = rest(state, 5, after)
+            assert len({len(batches) for batches in others}) == 1
+            assert all(len(batch) for batches in others for batch in batches)
+            together = np.concatenate([*taken, *(batch for each in others for batch in each)])
+            np.testing.assert_array_equal(np.sort(together), np.arange(samples))
+
+
+def test_the_same_ranks_go_on_as_if_they_had_not_stopped():
+    for samples in range(4, 60):
+        sharding = Sharding(samples, 3, 1, 4)
+        whole = sharding.indices(1)
+        for step in range(sharding.steps):
+            after = sharding.at(sharding.position(1, step))
+            assert after.weights == sharding.weights[step:]
+            for found, expected in zip(after.indices(1), whole[step:], strict=True):
+                np.testing.assert_array_equal(found, expected)
+            again = after.at(after.position(1, after.steps - 1))
+            np.testing.assert_array_equal(again.indices(1)[0], whole[-1])
+
+
+def test_the_end_of_an_epoch_is_the_start_of_the_next():
+    sharding = Sharding(10, 3, 0, 1)
+    state = sharding.position(4, sharding.steps)
+    assert (state["epoch"], state["done"]) == (5, 0)
+    within = sharding.at(sharding.position(4, 2))
+    state = within.position(4, within.steps)
+    assert (state["epoch"], state["done"]) == (5, 0)
+    assert sharding.at(state) == sharding
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (Sharding(11, 3, 0, 1), "samples=11, but the state is one of samples=10"),
+        (Sharding(10, 3, 0, 1, seed=1), "seed=1, but the state is one of seed=0"),
+        (Sharding(10, 3, 0, 1, shuffle=False), "shuffle=False, but the state is one of shuffle=Tr"),
+    ],
+)
+def test_positions_in_other_data_are_refused(other, text):
+    with pytest.raises(ValueError, match=text):
+        other.at(Sharding(10, 3, 0, 1).position(0, 1))
+
+
+def test_steps_and_numbers_of_samples_that_do_not_exist_are_refused():
+    sharding = Sharding(10, 3, 0, 1)
+    for step in (-1, sharding.steps + 1):
+        with pytest.raises(ValueError, match=rf"step={step}: expected 0 to {sharding.steps}"):
+            sharding.position(0, step)
+    with pytest.raises(ValueError, match="done=11 is more than samples=10"):
+        Sharding(10, 3, 0, 1, done=11)
+    with pytest.raises(ValueError, match="done=-1 is not an integer of 0 or more"):
+        Sharding(10, 3, 0, 1, done=-1)

@@ -55,6 +55,29 @@ def test_first_epoch_resumes_and_evaluation_keeps_the_order(size):
 
 
 @ranks(1, 2, 3)
+def test_a_dataset_goes_on_in_the_middle_of_an_epoch(size):
+    """Each rank count goes on where 4 ranks stopped, in the same epoch and in the next one."""
+    hvd.init()
+    before = [hvd.Sharding(50, 4, rank, 4) for rank in range(4)]
+    taken = [index for each in before for batch in each.indices(1)[:2] for index in batch]
+    state = before[0].position(1, 2)
+    dataset = hvd.shard(np.arange(50), 3, state=state).prefetch(2)
+    for seen in (taken, []):
+        mine = [batch.numpy().tolist() for batch in dataset]
+        everyone = hvd.allgather_object(mine)
+        assert len({len(batches) for batches in everyone}) == 1
+        flat = [index for batches in everyone for batch in batches for index in batch]
+        assert sorted([*flat, *seen]) == list(range(50))
+    assert int(dataset.cardinality()) < 0
+    start = hvd.Sharding(50, 3).position(2, 0)
+    assert int(hvd.shard(np.arange(50), 3, state=start).cardinality()) > 0
+    with pytest.raises(ValueError, match="first_epoch=1 and state: give one of them"):
+        hvd.shard(np.arange(50), 3, first_epoch=1, state=state)
+    with pytest.raises(ValueError, match="samples=51, but the state is one of samples=50"):
+        hvd.shard(np.arange(51), 3, state=state)
+
+
+@ranks(1, 2, 3)
 def test_a_look_at_the_first_batch_on_one_rank_leaves_the_epochs_alone(size):
     hvd.init()
     dataset = hvd.shard(np.arange(24 * size), 4).prefetch(2)

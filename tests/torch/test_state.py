@@ -358,3 +358,30 @@ def test_evaluation_with_fewer_samples_than_ranks(size):
         found = [batch.tolist() for batch in loader]
         assert found == ([[5]] if hvd.rank() == 0 else [])
     assert sampler.sharding == hvd.Sharding(1, 4, shuffle=False, allow_empty=True)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sampler_goes_on_in_the_middle_of_an_epoch(size, num_workers):
+    """Each rank count goes on where 4 ranks stopped, in the same epoch and in the next one."""
+    hvd.init()
+    samples, stop = 50, 2
+    before = [hvd.Sharding(samples, 4, rank, 4, seed=3) for rank in range(4)]
+    taken = [index for each in before for batch in each.indices(1)[:stop] for index in batch]
+    sampler = hvd.ShardSampler(samples, batch_size=3, seed=3)
+    loader = torch.utils.data.DataLoader(
+        range(samples), batch_sampler=sampler, num_workers=num_workers
+    )
+    sampler.load_state_dict(before[0].position(1, stop))
+    for seen in (taken, []):
+        mine = []
+        steps = len(loader)
+        for step, batch in enumerate(loader, start=1):
+            mine.append(batch.tolist())
+            state = sampler.state_dict(step)
+            assert hvd.allgather_object(state) == [state] * size
+        assert len(mine) == steps == step
+        everyone = hvd.allgather_object(mine)
+        flat = [index for batches in everyone for batch in batches for index in batch]
+        assert sorted([*flat, *seen]) == list(range(samples))
+    assert (state["epoch"], state["done"]) == (3, 0)
