@@ -78,13 +78,11 @@ def main() -> None:
                     scaler.scale(weight / len(images) * loss).backward()
                     loss_sum += loss.item()
 
-                # Wait for the averages before they are unscaled and clipped. An overflow on one
-                # rank is in the averages of all, so all leave the step out, and lower the scale.
-                optimizer.synchronize()
+                # Wait for the averages, unscale and clip them. An overflow on one rank is in the
+                # averages of all, so all leave the step out, and lower the scale.
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-                with optimizer.skip_synchronize():
-                    scaler.step(optimizer)
+                optimizer.clip_grad_norm_(options.clip)
+                scaler.step(optimizer)
                 scaler.update()
                 count += len(images)
                 bar.update()

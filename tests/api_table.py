@@ -98,6 +98,7 @@ SECTIONS: list[tuple[str, str, str]] = [
         grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize
         broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object
         DistributedOptimizer DistributedOptimizer.synchronize DistributedOptimizer.skip_synchronize
+        DistributedOptimizer.clip_grad_norm_
         DistributedOptimizer.set_backward_passes_per_step DistributedOptimizer.zero_grad
         DistributedOptimizer.average_weights DistributedOptimizer._parameter_names SyncBatchNorm
         DistributedOptimizer.consolidate_exchange_state

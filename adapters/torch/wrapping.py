@@ -37,6 +37,18 @@ class Wrapped:
     _parameter_names: dict[torch.Tensor, str]
     param_groups: list[dict[str, Any]]
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip the norm of this rank's gradients, as ``torch.nn.utils.clip_grad_norm_`` does."""
+        return torch.nn.utils.clip_grad_norm_(
+            self._trainable(), max_norm, norm_type, error_if_nonfinite, foreach
+        )
+
     def _trainable(self) -> list[torch.Tensor]:
         groups = [group["params"] for group in self.param_groups]
         return [*filter(_requires_grad, itertools.chain.from_iterable(groups))]
@@ -68,7 +80,7 @@ class Wrapped:
         )
 
 
-@untraced_methods("synchronize", "zero_grad", "_before_step", "_after_step")
+@untraced_methods("synchronize", "clip_grad_norm_", "zero_grad", "_before_step", "_after_step")
 class Distributed(Wrapped):
     """The methods that `DistributedOptimizer` adds to the class of an optimizer."""
 
@@ -96,6 +108,37 @@ class Distributed(Wrapped):
         self._reducer.attach(self._trainable())
         self._reducer.finish(samples)
         self._synchronized_by = "synchronize()"
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip the norm of the averaged gradients, between ``backward()`` and ``step()``.
+
+        It waits for the exchange first, so all ranks clip by the same factor, and ``step()`` needs
+        no `skip_synchronize`. Where ranks do not exchange gradients (in a schedule of local steps,
+        with op=hvd.Adasum, outside the process set), each clips its own.
+
+        Args:
+            max_norm: as those that follow, of ``torch.nn.utils.clip_grad_norm_``.
+            norm_type: the p of the norm, ``math.inf`` for the largest absolute value.
+            error_if_nonfinite: whether to raise RuntimeError if the norm is not finite.
+            foreach: whether to use the faster implementation; None: if the device has it.
+
+        Returns:
+            The norm of all gradients of the optimizer as one vector, before clipping.
+
+        Raises:
+            HorovodInternalError: the ranks disagree, or communication failed.
+            RuntimeError: a gradient was changed after its exchange had begun.
+        """
+        if not self._synchronized:
+            self.synchronize()
+        self._synchronized_by = "clip_grad_norm_()"
+        return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with what compression and schedule remember, if they do.

@@ -224,6 +224,71 @@ def test_clipping_between_synchronize_and_step():
     assert identical_on_all_ranks(model)
 
 
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clip_grad_norm_averages_first(norm_type):
+    hvd.init()
+    reference, norms = make_model(), []
+
+    def clip():
+        norms.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type))
+
+    train(reference, sgd(reference), 5, local=False, before_step=clip)
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    for step, expected in enumerate(norms):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss_of(model, own(x), own(y)).backward()
+        if step == 3:
+            optimizer.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = optimizer.clip_grad_norm_(0.1, norm_type)
+            assert found.item() == pytest.approx(expected.item(), rel=1e-4)
+            optimizer.step()
+    assert relative_error(flat(model), flat(reference)) < 1e-4
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_clipping_where_ranks_exchange_no_gradients():
+    hvd.init()
+    for options in (
+        {"schedule": hvd.Schedule.LocalSGD(every=2)},
+        {"op": hvd.Adasum},
+        {"process_set": hvd.add_process_set([1])},
+    ):
+        model, alone = make_model(), make_model()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+        x, y = batch(hvd.rank())
+        loss_of(model, x, y).backward()
+        loss_of(alone, x, y).backward()
+        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        assert optimizer.clip_grad_norm_(max_norm=0.1).item() == pytest.approx(expected.item())
+        for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+        optimizer.step()
+
+
+@ranks(2)
+def test_gradients_that_cannot_be_clipped():
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    x, y = batch(0)
+    loss_of(model, x * (torch.inf if hvd.rank() else 1.0), y).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):  # on all ranks
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match=r"step\(batch_size=8\) comes after clip_grad_norm_\(\)"):
+        optimizer.step(batch_size=8)
+    optimizer.zero_grad()
+    loss_of(model, x, y).backward()
+    optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    optimizer.step()
+    assert identical_on_all_ranks(model)
+
+
 @ranks(2)
 def test_step_after_synchronize_reduces_once_and_warns():
     hvd.init()
