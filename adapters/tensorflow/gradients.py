@@ -466,7 +466,7 @@ def _gather(spec: ExchangeSpec, position: int, gradient: tf.IndexedSlices) -> tf
             collectives.allgather_async(indices, f"{name} indices", process_set=process_set),
         ]
         all_values, all_indices = [handle.wait() for handle in handles]
-        return [reduction.whole(engine(process_set).size).apply(all_values), all_indices]
+        return [reduction.combined(engine(process_set).size).apply(all_values), all_indices]
 
     specs = [
         tf.TensorSpec((None, *parameter.shape[1:]), gradient.values.dtype),

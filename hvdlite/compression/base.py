@@ -137,9 +137,9 @@ class Dense(Strategy):
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Reduce, in place in ``result`` if gradients are divided before the sum."""
         send = bucket.send
-        before, after = bucket.reduction.around(send.dtype, transport.size)
+        before, after = bucket.reduction.scalings(send.dtype, transport.size)
         if not before.is_identity:
-            bucket.complete()
+            bucket.copy_zero_copy_parts()
             bucket.result[...] = bucket.send
             bucket.result[...] = before.apply(bucket.result)
             send = bucket.result
@@ -156,7 +156,7 @@ class Dense(Strategy):
         transport: DeviceTransport,
     ) -> None:
         """Do the same on the device."""
-        before, after = reduction.around(dtype, transport.size)
+        before, after = reduction.scalings(dtype, transport.size)
         if not before.is_identity:
             transport.scale(send, result, before, dtype)
             send = result
@@ -200,7 +200,7 @@ def exchange_bucket(
         GradientError: as `Strategy.exchange`.
     """
     if weight != 1.0 or not strategy.is_identity:
-        bucket.complete()
+        bucket.copy_zero_copy_parts()
     if weight != 1.0:
         # Zeros rather than 0 * gradients: the average of no samples is NaN.
         bucket.result[...] = bucket.send if weight else 0

@@ -66,23 +66,23 @@ class Reduction:
         check_positive("gradient_predivide_factor", self.predivide)
 
     @property
-    def before(self) -> Scaling:
+    def before_sum(self) -> Scaling:
         """Return the scaling before the sum."""
         return Scaling(1.0 / self.predivide)
 
-    def after(self, size: int) -> Scaling:
+    def after_sum(self, size: int) -> Scaling:
         """Return the scaling after the sum over ``size`` ranks."""
         if self.op is not ReduceOp.AVERAGE:
             return Scaling()
         return Scaling(self.predivide, size)
 
-    def around(self, dtype: np.dtype[Any], size: int) -> tuple[Scaling, Scaling]:
+    def scalings(self, dtype: np.dtype[Any], size: int) -> tuple[Scaling, Scaling]:
         """Return the scaling of a dtype's elements before and after the sum over ``size`` ranks."""
         if dtype.kind in "iu":  # divided before, they would lose a remainder
-            return Scaling(), self.whole(size)
-        return self.before, self.after(size)
+            return Scaling(), self.combined(size)
+        return self.before_sum, self.after_sum(size)
 
-    def whole(self, size: int) -> Scaling:
+    def combined(self, size: int) -> Scaling:
         """Return both scalings as one, for strategies that scale once."""
         return Scaling(1.0, size) if self.op is ReduceOp.AVERAGE else Scaling()
 
@@ -108,8 +108,8 @@ class Bucket:
         state: the state of these parameters.
         count: the number of exchanges before this one, the same on all ranks.
         absent: positions of parameters of which no rank has a gradient in this step.
-        zero_copy: flat arrays that stand for parts of ``send`` until `complete` copies them, by
-            their offset there.
+        zero_copy: flat arrays that stand for parts of ``send`` until `copy_zero_copy_parts` copies
+            them, by their offset there.
         unsent: None, or an array like ``send`` in which the exchange leaves the part of ``send``
             that is missing from the result.
     """
@@ -131,14 +131,14 @@ class Bucket:
         self.zero_copy: dict[int, Any] = {}
         self.unsent: Any = None
         self.send: Any = empty(self.bounds[-1], parameters[0].dtype)
-        self.renew()
+        self.allocate_result()
 
-    def renew(self) -> None:
+    def allocate_result(self) -> None:
         """Allocate a new result array; its users may keep the old one."""
         self.result: Any = None  # so that its memory can be reused
         self.result = self._empty(self.bounds[-1], self.parameters[0].dtype)
 
-    def complete(self) -> None:
+    def copy_zero_copy_parts(self) -> None:
         """Copy all zero-copy parts into ``send``."""
         copy_parts([*self.zero_copy.items()], self.send)
         self.zero_copy = {}
@@ -160,7 +160,7 @@ class Bucket:
             scaling: applied after the reduction.
         """
         if self.reduction.op is ReduceOp.ADASUM:
-            self.complete()
+            self.copy_zero_copy_parts()
             adasum(transport, send, result, scaling, self.bounds)
         elif self.zero_copy:
             transport.allreduce_zero_copy(

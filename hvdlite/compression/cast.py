@@ -108,7 +108,7 @@ class Cast(Strategy):
             # Only the rank that adds up knows the rounding error of the sum.
             add_by_slices(_Rounding(self, Scaling(factor), bucket), bucket, transport)
             return
-        scaling = replace(bucket.reduction.whole(transport.size), factor=factor)
+        scaling = replace(bucket.reduction.combined(transport.size), factor=factor)
         rounded = transport.empty(bucket.send.size, self.dtype)
         _Rounding(self, scaling, bucket).encode(bucket.send, rounded.view(np.uint8))
         bucket.reduce(transport, rounded, rounded, Scaling())
@@ -128,7 +128,7 @@ class Cast(Strategy):
             DENSE.exchange_on_device(send, result, dtype, reduction, transport)
             return
         rounded = transport.empty(send.size, self.dtype)
-        transport.convert(send, rounded, reduction.whole(transport.size), dtype, self.dtype)
+        transport.convert(send, rounded, reduction.combined(transport.size), dtype, self.dtype)
         transport.allreduce(rounded, rounded, ReduceOp.SUM, Scaling(), self.dtype)
         transport.convert(rounded, result, Scaling(), self.dtype, dtype)
 

@@ -102,7 +102,7 @@ def add_gathered(codec: Codec, bucket: Bucket, transport: Transport, parts: Sequ
     for piece, place in zip(pieces, places, strict=True):
         codec.encode(bucket.send[piece], message[place])
     messages = gather_messages(transport, message, [ends[-1]] * transport.size)
-    scaling = bucket.reduction.whole(transport.size)
+    scaling = bucket.reduction.combined(transport.size)
     for piece, place in zip(pieces, places, strict=True):
         if bucket.unsent is not None:
             _subtract(codec, message[place], bucket.send[piece], bucket.unsent[piece])
@@ -138,7 +138,7 @@ def add_by_slices(codec: Codec, bucket: Bucket, transport: Transport) -> None:
 
     mine = slices[rank]
     total = np.empty(mine.stop - mine.start, bucket.send.dtype)
-    _add_up(codec, list(received), bucket.reduction.whole(size), total)
+    _add_up(codec, list(received), bucket.reduction.combined(size), total)
     del received
     whole = np.empty(lengths[rank], np.uint8)
     codec.encode(total, whole)

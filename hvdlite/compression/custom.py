@@ -109,7 +109,7 @@ class Custom(Strategy):
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Compress, reduce and decompress one tensor after the other."""
-        scaling = bucket.reduction.whole(transport.size)
+        scaling = bucket.reduction.combined(transport.size)
         for position, parameter in enumerate(bucket.parameters):
             given = self.conversion.to_tensor(bucket.send_slot(position).copy())
             compressed, context = self.compressor.compress(given)

@@ -128,7 +128,7 @@ class PowerSGD(Strategy):
             # So that all ranks learn of it without another message. Products may not: a library
             # may skip values that are multiplied by 0.
             together[...] = np.nan
-        scaling = bucket.reduction.whole(transport.size)
+        scaling = bucket.reduction.combined(transport.size)
         transport.allreduce(together, together, ReduceOp.SUM, scaling)
         sums = [
             together[start:stop].reshape(factor.shape)

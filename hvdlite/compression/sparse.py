@@ -174,7 +174,7 @@ class RandomK(Strategy):
         checksum = zlib.crc32(indices)
         found = agree(bucket, transport, find_not_finite(bucket, bucket.send), checksum)
         _check_drawn(transport, bucket, found)
-        scaling = bucket.reduction.whole(transport.size)
+        scaling = bucket.reduction.combined(transport.size)
         if self.unbiased and size:
             scaling = replace(scaling, factor=size / indices.size)
         values = bucket.send[indices]
@@ -318,7 +318,7 @@ class Entries:
         dtype = index_dtype(values.size)
         length = indices.size * (dtype.itemsize + values.itemsize)
         lengths = agree(bucket, transport, bad, length)
-        self._scaling = bucket.reduction.whole(len(lengths))
+        self._scaling = bucket.reduction.combined(len(lengths))
         if sum(lengths) < values.nbytes:
             # Not in the transport's memory: the length is this rank's own.
             message = np.empty(length, np.uint8)

@@ -98,7 +98,7 @@ class BucketState:
             entry[_COUNT] = np.array(value, np.int64)
         self._whole.is_common = False
 
-    def belong(self, rank: int, size: int) -> None:
+    def set_owner(self, rank: int, size: int) -> None:
         """Record the rank that exchanges, and the number of ranks."""
         self._whole.owner = rank, size
 
@@ -112,11 +112,11 @@ class BucketState:
         array, views = self._flat.get(key, (None, []))
         entries = self._entries()
         if array is None or any(e.get(key) is not v for e, v in zip(entries, views, strict=True)):
-            array, views = self._join(key, np.dtype(dtype))
+            array, views = self._concatenate(key, np.dtype(dtype))
             self._flat[key] = array, views
         return array
 
-    def _join(self, key: str, dtype: np.dtype[Any]) -> tuple[Any, list[Any]]:
+    def _concatenate(self, key: str, dtype: np.dtype[Any]) -> tuple[Any, list[Any]]:
         """Move the parameters' arrays into one, of which they become views."""
         array = np.zeros(sum(parameter.size for parameter in self._parameters), dtype)
         views, start = [], 0

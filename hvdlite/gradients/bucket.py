@@ -126,7 +126,7 @@ class GradientBucket(Operation):
                 reduction does.
         """
         reduction = self.arrays.reduction
-        is_plain = self.strategy.is_identity and reduction.before.is_identity
+        is_plain = self.strategy.is_identity and reduction.before_sum.is_identity
         if not is_plain or reduction.op is ReduceOp.ADASUM:
             return slice(0, 0)
         first, last = max(among.start, start), min(among.stop, stop)
@@ -192,14 +192,14 @@ class GradientBucket(Operation):
         if not arrays.send.size or found.is_empty:
             return None
         if not self.keeps_result:
-            arrays.renew()
+            arrays.allocate_result()
         with timeline.span(self.lane, timeline.EXCHANGE):
             exchange_bucket(strategy, arrays, transport, self.weight)
         if not self.keeps_result:
             transport.release(arrays.result)  # its owner's now
         if strategy.stateful:
             arrays.state.count = found.exchanges + 1
-            arrays.state.belong(transport.rank, transport.size)
+            arrays.state.set_owner(transport.rank, transport.size)
         return None
 
     def stand_in(self) -> Callable[[], Operation]:

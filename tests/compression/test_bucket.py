@@ -23,21 +23,21 @@ class TestParameter:
 class TestReduction:
     def test_an_average_divides_afterwards(self):
         reduction = Reduction(Average)
-        assert reduction.before.is_identity
-        assert reduction.after(4).apply(np.array([8.0])) == [2.0]
-        assert reduction.whole(4).apply(np.array([8.0])) == [2.0]
+        assert reduction.before_sum.is_identity
+        assert reduction.after_sum(4).apply(np.array([8.0])) == [2.0]
+        assert reduction.combined(4).apply(np.array([8.0])) == [2.0]
 
     def test_a_sum_does_not(self):
         reduction = Reduction(Sum)
-        for scaling in (reduction.before, reduction.after(4), reduction.whole(4)):
+        for scaling in (reduction.before_sum, reduction.after_sum(4), reduction.combined(4)):
             assert scaling.is_identity
 
     def test_predivision_moves_a_part_of_the_division_forward(self):
         reduction = Reduction(Average, predivide=2.0)
-        before = reduction.before.apply(np.array([8.0]))
+        before = reduction.before_sum.apply(np.array([8.0]))
         assert before == [4.0]
-        assert reduction.after(4).apply(before) == [2.0]
-        assert reduction.whole(4).apply(np.array([8.0])) == [2.0]
+        assert reduction.after_sum(4).apply(before) == [2.0]
+        assert reduction.combined(4).apply(np.array([8.0])) == [2.0]
 
     @pytest.mark.parametrize("op", [Min, Max, Product])
     def test_only_sums_averages_and_adasum(self, op):
