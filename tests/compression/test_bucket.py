@@ -51,7 +51,11 @@ class TestReduction:
 
     def test_nothing_but_an_average_is_scaled(self):
         for op in (Sum, Adasum):
-            for scaling in (Reduction(op).before, Reduction(op).after(3), Reduction(op).whole(3)):
+            for scaling in (
+                Reduction(op).before_sum,
+                Reduction(op).after_sum(3),
+                Reduction(op).combined(3),
+            ):
                 assert scaling.is_identity
 
     @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan")])
