@@ -1,4 +1,7 @@
-"""Uncaught exceptions: one that ends a rank ends its job, since the others would wait for it."""
+"""Uncaught exceptions: one that ends a rank ends its job, since the others would wait for it.
+
+The death of another rank is noticed elsewhere: in ``transport/`` and by the launcher.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Allreduce: every rank gets the reduction of all ranks' arrays."""
+"""Allreduce: every rank gets the reduction of all ranks' arrays.
+
+The arrays are added up by the transport: on one node by
+`hvdlite.transport.shared_memory.transport`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Join: a rank without data takes part in the operations of the others with zeros.
 
 The rounds treat it specially: while a `Join` is pending on some ranks, `hvdlite.engine.agreement`
-counts an operation that only these lack as ready, and `Rounds` makes its stand-in there.
+counts an operation that only these lack as ready, and `hvdlite.engine.rounds.Rounds._stand_in`
+makes its stand-in there.
 """
 
 from __future__ import annotations

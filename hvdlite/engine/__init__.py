@@ -1,4 +1,8 @@
-"""The engine: lanes over the transports of one world."""
+"""The engine: lanes over the transports of one world.
+
+``lane.py`` holds the thread that runs operations, ``rounds.py`` how they run, also on ranks that
+have joined, and ``agreement.py`` which ones run next.
+"""
 
 from __future__ import annotations
 

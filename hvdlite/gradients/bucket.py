@@ -1,4 +1,7 @@
-"""A bucket of gradients, which is also the operation that exchanges it."""
+"""A bucket of gradients, which is also the operation that exchanges it.
+
+Gradients are divided in the exchange, by the strategy; see `hvdlite.compression.bucket.Reduction`.
+"""
 
 from __future__ import annotations
 

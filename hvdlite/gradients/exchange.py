@@ -1,4 +1,8 @@
-"""The exchange of a model's gradients, bucket by bucket, while the backward pass computes them."""
+"""The exchange of a model's gradients, bucket by bucket, while the backward pass computes them.
+
+`GradientExchange` decides when each bucket is sent. For PyTorch, the hooks of the adapter decide
+when a gradient has arrived (``adapters/torch/hooks.py``).
+"""
 
 from __future__ import annotations
 
