@@ -18,8 +18,8 @@ def test_it_learns_the_same_on_any_number_of_ranks(tmp_path):
     alone = _train(1)
     assert alone["rows_here"] == 300
     assert alone["test_loss"] < 0.6  # of a variance of 1
-    spread = _train(3, "--checkpoint-dir", tmp_path)
-    assert spread["rows_here"] < 300 / 3 + 2
+    spread = _train(2, "--checkpoint-dir", tmp_path)
+    assert spread["rows_here"] < 300 / 2 + 2
     assert spread["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-3)
     assert spread["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-3)
     assert (tmp_path / "pytorch_embedding.npz").exists()
