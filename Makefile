@@ -1,6 +1,7 @@
 # make demo       train on two processes, PyTorch and then TensorFlow
 # make test       lint, types, and a fast selection of the tests, multi-rank ones included
 # make test-all   lint, types, and all tests, on 1 to 4 ranks
+# make docs       the documentation, into build/docs; make docs-links follows its links to other sites
 # All install what they need into .venv first.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.installed
 # Passed on: make demo ARGS="--data-dir DIR", make test ARGS="-k sharding"
 ARGS ?=
 
-.PHONY: demo test test-all test-gpu lint format clean
+.PHONY: demo test test-all test-gpu docs docs-links lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -25,6 +26,13 @@ test-all: lint
 # On a machine without the network: make test-gpu BIN=/usr/bin, with what that Python has.
 test-gpu: $(if $(filter command line,$(origin BIN)),,$(STAMP))
 	$(BIN)/python3 -m pytest -m gpu $(ARGS)
+
+# Warnings are errors: a link to a page, a heading or a name that does not exist is one.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -q -n -W --keep-going -E -d build/doctrees docs build/docs
+
+docs-links: $(STAMP)
+	$(BIN)/python -m sphinx -q -n -b linkcheck -d build/doctrees docs build/docs-links
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -12,8 +12,10 @@ import argparse
 from collections.abc import Sequence
 
 import console
+import failures
 import torch
 from digits import CLASSES, Samples
+from plan import Plan
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,18 +35,18 @@ def main() -> None:
     dtype = DTYPES[options.dtype or ("float16" if device.type == "cuda" else "bfloat16")]
 
     # 3. Shard the data: a step takes several batches, one for each backward pass.
-    data = console.load_data(hvd, options.data_dir)
+    data = failures.load_data(hvd, options.data_dir)
     train_set = as_dataset(data.train, device)
     per_step = options.batch_size * options.accumulate
     sampler = hvd.ShardSampler(train_set, per_step, seed=options.seed)
     batches = DataLoader(train_set, batch_sampler=sampler)
 
-    torch.manual_seed(options.seed + hvd.rank())
+    hvd.seed(options.seed)
     model = make_model(data.train.images[0].size).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
 
     # 4. Scale the learning rate with the number of ranks, after a warm-up.
-    plan = console.Plan(options, steps_per_epoch=len(sampler))
+    plan = Plan(options, steps_per_epoch=len(sampler))
     warmup = hvd.warmup(options.lr, plan.warmup_steps)
 
     # 5. Wrap the optimizer: gradients are exchanged in the last of a step's backward passes.
@@ -61,7 +63,7 @@ def main() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     train_loss = None
-    with console.progress(hvd, 0, plan.last_step) as bar:
+    with hvd.progress(plan.last_step) as bar:
         for _, steps in plan.epochs(0):
             loss_sum, count = 0.0, 0
             for step, (images, labels), weight in zip(
@@ -85,23 +87,20 @@ def main() -> None:
                 scaler.step(optimizer)
                 scaler.update()
                 count += len(images)
-                bar.update()
+                bar.update(len(images))
 
             # 8. Average the metrics over all ranks. (7., checkpoints, is in pytorch_mnist.py.)
             train_loss = hvd.average_metrics({"loss": loss_sum / count}, weight=count)["loss"]
 
     weights = [tensor.cpu() for tensor in model.state_dict().values()]
-    sha256, identical = console.compare_weights(hvd, weights)
     result = {
         "framework": "pytorch",
         "processes": hvd.size(),
         "train_loss": train_loss,
         "test_accuracy": evaluate(model, as_dataset(data.test, device)),
         "scale": scaler.get_scale(),
-        "weights_sha256": sha256,
-        "identical": identical,
     }
-    console.report(hvd, options.json, result)
+    console.report(hvd, options.json, result, weights)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import console
+import failures
 import torch
 from digits import CLASSES, Samples
+from plan import Plan
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,17 +34,17 @@ def main() -> None:
     device = hvd.pin_device()
 
     # 3. Shard the data.
-    data = console.load_data(hvd, options.data_dir)
+    data = failures.load_data(hvd, options.data_dir)
     train_set = as_dataset(data.train, device)
     sampler = hvd.ShardSampler(train_set, options.batch_size, seed=options.seed)
     batches = DataLoader(train_set, batch_sampler=sampler)
 
-    torch.manual_seed(options.seed + hvd.rank())
+    hvd.seed(options.seed)
     model = make_model(data.train.images[0].size).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
 
     # 4. Scale the learning rate with the number of ranks, after a warm-up.
-    plan = console.Plan(options, steps_per_epoch=len(sampler))
+    plan = Plan(options, steps_per_epoch=len(sampler))
     warmup = hvd.warmup(options.lr, plan.warmup_steps)
 
     # 5. Wrap the optimizer, and say how gradients travel.
@@ -64,7 +66,7 @@ def main() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     train_loss = None
-    with console.progress(hvd, first_epoch * len(sampler), plan.last_step) as bar:
+    with hvd.progress(plan.last_step, initial=first_epoch * len(sampler)) as bar:
         for epoch, steps in plan.epochs(first_epoch):
             sampler.set_epoch(epoch)
             loss_sum, count = 0.0, 0
@@ -78,7 +80,7 @@ def main() -> None:
                 optimizer.step(batch_size=len(labels))
                 loss_sum += loss.item() * len(labels)
                 count += len(labels)
-                bar.update()
+                bar.update(len(labels))
 
             # 7. Checkpoint: rank 0 alone writes the file. What the compression has left to send is
             # each rank's own, so before that all ranks take the average of it.
@@ -94,19 +96,16 @@ def main() -> None:
 
             # 8. Average the metrics over all ranks, weighted by their numbers of images.
             train_loss = hvd.average_metrics({"loss": loss_sum / count}, weight=count)["loss"]
-            bar.set_postfix(epoch=epoch + 1, loss=train_loss, refresh=False)
+            bar.set_postfix(epoch=epoch + 1, loss=train_loss)
 
     weights = [tensor.cpu() for tensor in model.state_dict().values()]
-    sha256, identical = console.compare_weights(hvd, weights)
     result = {
         "framework": "pytorch",
         "processes": hvd.size(),
         "train_loss": train_loss,
         "test_accuracy": evaluate(model, as_dataset(data.test, device)),
-        "weights_sha256": sha256,
-        "identical": identical,
     }
-    console.report(hvd, options.json, result)
+    console.report(hvd, options.json, result, weights)
 
 
 def make_compression(name: str, dense_steps: int) -> Any:
@@ -157,4 +156,4 @@ if __name__ == "__main__":
     try:
         main()
     except hvd.CheckpointError as error:
-        console.exit_all(hvd, str(error))
+        failures.exit_all(hvd, str(error))

@@ -12,11 +12,10 @@ The ratings are made up: of hidden properties of users and items, and noise.
 
 from __future__ import annotations
 
-import time
-
 import console
 import numpy as np
 import torch
+from plan import Plan
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,7 +43,7 @@ def main() -> None:
     model = Recommender().to(device)
 
     # 4. Scale the learning rate with the number of ranks, after a warm-up.
-    plan = console.Plan(options, steps_per_epoch=len(sampler))
+    plan = Plan(options, steps_per_epoch=len(sampler))
     warmup = hvd.warmup(options.lr, plan.warmup_steps)
 
     # 5. Wrap the optimizer of what all ranks have. That of the tables stays as it is: no other
@@ -58,10 +57,9 @@ def main() -> None:
     # 6. Broadcast the initial state of what all ranks have.
     hvd.broadcast_parameters(model.top.state_dict(), root_rank=0)
 
-    train_loss, timings = None, []
-    with console.progress(hvd, 0, plan.last_step) as bar:
+    train_loss = None
+    with hvd.progress(plan.last_step, unit="ratings") as bar:
         for epoch, steps in plan.epochs(0):
-            start = time.perf_counter()
             sampler.set_epoch(epoch)
             loss_sum, count = 0.0, 0
             weights = sampler.sharding.weights
@@ -71,12 +69,11 @@ def main() -> None:
                 users, items, ratings = (part.to(device) for part in batch)
                 loss_sum += train_step(model, dense, tables, users, items, ratings, weight)
                 count += len(ratings)
-                bar.update()
-            timings.append((count, time.perf_counter() - start))
+                bar.update(len(ratings))
 
             # 8. Average the metrics over all ranks, weighted by their numbers of ratings.
             train_loss = hvd.average_metrics({"loss": loss_sum / count}, weight=count)["loss"]
-            bar.set_postfix(epoch=epoch + 1, loss=train_loss, refresh=False)
+            bar.set_postfix(epoch=epoch + 1, loss=train_loss)
 
     # 7. Checkpoint: the tables are gathered first, since every rank has other rows of them.
     state = {
@@ -88,18 +85,16 @@ def main() -> None:
         hvd.checkpoint(f"{options.checkpoint_dir}/pytorch_embedding.npz").save(state)
 
     together = [*state["top"].values(), state["users"], state["items"]]
-    sha256, identical = console.compare_weights(hvd, [tensor.cpu() for tensor in together])
+    weights = [tensor.cpu() for tensor in together]
     result = {
         "framework": "pytorch",
         "processes": hvd.size(),
-        "ratings_per_s": console.images_per_s(hvd, timings),
+        "ratings_per_s": bar.samples_per_s or None,
         "train_loss": train_loss,
         "test_loss": evaluate(model, test_set, device),
         "rows_here": len(model.users.rows) + len(model.items.rows),
-        "weights_sha256": sha256,
-        "identical": identical,
     }
-    console.report(hvd, options.json, result)
+    console.report(hvd, options.json, result, weights)
 
 
 class SpreadEmbedding(nn.Module):

@@ -11,11 +11,11 @@ that make a script for one process one for N.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 import console
+import failures
 import torch
 from images import DataError, ImageFolder, SyntheticImages
 from resnet import resnet50
@@ -37,12 +37,12 @@ def main() -> None:
     device = hvd.pin_device()
 
     # 3. Shard the data: every image exactly once per epoch, over all ranks.
-    train_set, val_set = console.agree(hvd, lambda: load_data(options), DataError)
+    train_set, val_set = failures.agree(hvd, lambda: load_data(options), DataError)
     per_step = options.batch_size * options.batches_per_allreduce
     sampler = hvd.ShardSampler(train_set, per_step, seed=options.seed)
     batches = DataLoader(train_set, batch_sampler=sampler, num_workers=options.workers)
 
-    torch.manual_seed(options.seed + hvd.rank())
+    hvd.seed(options.seed)
     model = resnet50(train_set.classes, options.width).to(device)
     if options.sync_batch_norm:
         model = hvd.convert_sync_batchnorm(model)
@@ -78,11 +78,9 @@ def main() -> None:
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     result: dict[str, Any] = {"framework": "pytorch", "processes": hvd.size(), "train_loss": None}
-    timings = []
     steps = min(options.steps or len(sampler), len(sampler))
-    with console.progress(hvd, first_epoch * steps, options.epochs * steps) as bar:
+    with hvd.progress(options.epochs * steps, initial=first_epoch * steps) as bar:
         for epoch in range(first_epoch, options.epochs):
-            start = time.perf_counter()
             sampler.set_epoch(epoch)
             model.train()
             loss_sum, count = 0.0, 0
@@ -95,8 +93,7 @@ def main() -> None:
                 images, labels = images.to(device), labels.to(device)
                 loss_sum += train_step(model, optimizer, images, labels, weight, options.batch_size)
                 count += len(labels)
-                bar.update()
-            timings.append((count, time.perf_counter() - start))
+                bar.update(len(labels))
 
             # 7. Checkpoint: rank 0 alone writes the file.
             if options.checkpoint_dir:
@@ -111,14 +108,12 @@ def main() -> None:
             # 8. Average the metrics over all ranks, weighted by their numbers of images.
             average = hvd.average_metrics({"loss": loss_sum / count}, weight=count)
             result["train_loss"] = average["loss"]
-            bar.set_postfix(epoch=epoch + 1, loss=average["loss"], refresh=False)
+            bar.set_postfix(epoch=epoch + 1, loss=average["loss"])
 
-    sha256, identical = console.compare_weights(
-        hvd, [each.detach().cpu() for each in model.parameters()]
-    )
-    result["images_per_s"] = console.images_per_s(hvd, timings)
+    weights = [each.detach().cpu() for each in model.parameters()]
+    result["images_per_s"] = bar.samples_per_s or None
     result["test_accuracy"] = evaluate(model, val_set, options, device)
-    console.report(hvd, options.json, {**result, "weights_sha256": sha256, "identical": identical})
+    console.report(hvd, options.json, result, weights)
 
 
 def parse_options() -> argparse.Namespace:
@@ -215,4 +210,4 @@ if __name__ == "__main__":
     try:
         main()
     except hvd.CheckpointError as error:
-        console.exit_all(hvd, str(error))
+        failures.exit_all(hvd, str(error))

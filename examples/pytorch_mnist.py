@@ -9,12 +9,13 @@ The numbered comments are the steps that make a script for one process one for N
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import console
+import failures
 import torch
 from digits import CLASSES, Samples
+from plan import Plan
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,18 +34,18 @@ def main() -> None:
     device = hvd.pin_device()
 
     # 3. Shard the data: every image exactly once per epoch, over all ranks.
-    data = console.load_data(hvd, options.data_dir)
+    data = failures.load_data(hvd, options.data_dir)
     train_set = as_dataset(data.train, device)
     sampler = hvd.ShardSampler(train_set, options.batch_size, seed=options.seed)
     batches = DataLoader(train_set, batch_sampler=sampler)
 
     # The ranks begin with different weights on purpose: step 6 makes them equal.
-    torch.manual_seed(options.seed + hvd.rank())
+    hvd.seed(options.seed)
     model = make_model(*data.train.images.shape[1:]).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
 
     # 4. Scale the learning rate with the number of ranks, after a warm-up.
-    plan = console.Plan(options, steps_per_epoch=len(sampler))
+    plan = Plan(options, steps_per_epoch=len(sampler))
     warmup = hvd.warmup(options.lr, plan.warmup_steps)
 
     # 5. Wrap the optimizer: it steps on the average of all ranks' gradients.
@@ -65,10 +66,9 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    train_loss, timings = None, []
-    with console.progress(hvd, first_epoch * len(sampler), plan.last_step) as bar:
+    train_loss = None
+    with hvd.progress(plan.last_step, initial=first_epoch * len(sampler)) as bar:
         for epoch, steps in plan.epochs(first_epoch):
-            start = time.perf_counter()
             sampler.set_epoch(epoch)
             loss_sum, count = 0.0, 0
             for step, (images, labels), weight in zip(
@@ -79,8 +79,7 @@ def main() -> None:
                 loss = train_step(model, optimizer, images, labels, weight)
                 loss_sum += loss * len(labels)
                 count += len(labels)
-                bar.update()
-            timings.append((count, time.perf_counter() - start))
+                bar.update(len(labels))
 
             # 7. Checkpoint: rank 0 alone writes the file.
             if options.checkpoint_dir and len(steps) == len(sampler):
@@ -94,20 +93,17 @@ def main() -> None:
 
             # 8. Average the metrics over all ranks, weighted by their numbers of images.
             train_loss = hvd.average_metrics({"loss": loss_sum / count}, weight=count)["loss"]
-            bar.set_postfix(epoch=epoch + 1, loss=train_loss, refresh=False)
+            bar.set_postfix(epoch=epoch + 1, loss=train_loss)
 
     weights = [tensor.cpu() for tensor in model.state_dict().values()]
-    sha256, identical = console.compare_weights(hvd, weights)
     result = {
         "framework": "pytorch",
         "processes": hvd.size(),
-        "images_per_s": console.images_per_s(hvd, timings),
+        "images_per_s": bar.samples_per_s or None,
         "train_loss": train_loss,
         "test_accuracy": evaluate(model, as_dataset(data.test, device)),
-        "weights_sha256": sha256,
-        "identical": identical,
     }
-    console.report(hvd, options.json, result)
+    console.report(hvd, options.json, result, weights)
 
 
 def as_dataset(samples: Samples, device: torch.device) -> TensorDataset:
@@ -164,4 +160,4 @@ if __name__ == "__main__":
     try:
         main()
     except hvd.CheckpointError as error:
-        console.exit_all(hvd, str(error))
+        failures.exit_all(hvd, str(error))

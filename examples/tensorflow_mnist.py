@@ -8,14 +8,15 @@ The numbered comments are the steps that make a script for one process one for N
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import console
+import failures
 import keras
 import tensorflow as tf
 from digits import CLASSES, Samples
+from plan import Plan
 
 import hvdlite.tensorflow as hvd
 
@@ -31,17 +32,17 @@ def main() -> None:
     hvd.pin_device()
 
     # 3. Shard the data: every image exactly once per epoch, over all ranks.
-    data = console.load_data(hvd, options.data_dir)
+    data = failures.load_data(hvd, options.data_dir)
     sharding = hvd.Sharding(len(data.train.images), options.batch_size)
 
     # The ranks begin with different weights on purpose: step 6 makes them equal.
-    keras.utils.set_random_seed(options.seed + hvd.rank())
+    hvd.seed(options.seed)
     model = make_model(*data.train.images.shape[1:])
     optimizer = keras.optimizers.SGD(options.lr, momentum=0.9)
     optimizer.build(model.trainable_variables)
 
     # 4. Scale the learning rate with the number of ranks, after a warm-up.
-    plan = console.Plan(options, steps_per_epoch=sharding.steps)
+    plan = Plan(options, steps_per_epoch=sharding.steps)
     warmup = hvd.warmup(options.lr, plan.warmup_steps)
 
     # 5. Wrap the gradient tape: its gradients are the average of all ranks'.
@@ -63,10 +64,9 @@ def main() -> None:
     batches = hvd.shard(
         as_arrays(data.train), options.batch_size, seed=options.seed, first_epoch=first_epoch
     )
-    train_loss, timings = None, []
-    with console.progress(hvd, first_epoch * sharding.steps, plan.last_step) as bar:
+    train_loss = None
+    with hvd.progress(plan.last_step, initial=first_epoch * sharding.steps) as bar:
         for epoch, steps in plan.epochs(first_epoch):
-            start = time.perf_counter()
             loss_sum, count = 0.0, 0
             for step, (images, labels), weight in zip(
                 steps, batches, sharding.weights, strict=False
@@ -75,8 +75,7 @@ def main() -> None:
                 loss = train_step(images, labels, weight)
                 loss_sum += float(loss) * len(labels)
                 count += len(labels)
-                bar.update()
-            timings.append((count, time.perf_counter() - start))
+                bar.update(len(labels))
 
             # 7. Checkpoint: rank 0 alone writes the file.
             if options.checkpoint_dir and len(steps) == sharding.steps:
@@ -90,19 +89,16 @@ def main() -> None:
 
             # 8. Average the metrics over all ranks, weighted by their numbers of images.
             train_loss = hvd.average_metrics({"loss": loss_sum / count}, weight=count)["loss"]
-            bar.set_postfix(epoch=epoch + 1, loss=train_loss, refresh=False)
+            bar.set_postfix(epoch=epoch + 1, loss=train_loss)
 
-    sha256, identical = console.compare_weights(hvd, model.get_weights())
     result = {
         "framework": "tensorflow",
         "processes": hvd.size(),
-        "images_per_s": console.images_per_s(hvd, timings),
+        "images_per_s": bar.samples_per_s or None,
         "train_loss": train_loss,
         "test_accuracy": evaluate(model, data.test),
-        "weights_sha256": sha256,
-        "identical": identical,
     }
-    console.report(hvd, options.json, result)
+    console.report(hvd, options.json, result, model.get_weights())
 
 
 def as_arrays(samples: Samples) -> tuple:
@@ -169,4 +165,4 @@ if __name__ == "__main__":
     try:
         main()
     except hvd.CheckpointError as error:
-        console.exit_all(hvd, str(error))
+        failures.exit_all(hvd, str(error))

@@ -27,7 +27,19 @@ from hvdlite.errors import (
 )
 from hvdlite.launch.function import run, spawn
 from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.recipe import Sharding, average_metrics, first, on_rank_zero, scale_lr, warmup
+from hvdlite.recipe import (
+    Sharding,
+    average_metrics,
+    first,
+    gather,
+    lockstep,
+    on_rank_zero,
+    progress,
+    scale_lr,
+    seed,
+    sum_metrics,
+    warmup,
+)
 from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from hvdlite.runtime import (
     add_process_set,
@@ -95,11 +107,16 @@ __all__ = [
     "singa",
     # the recipe
     "Sharding",
+    "lockstep",
     "scale_lr",
     "warmup",
     "average_metrics",
+    "sum_metrics",
+    "gather",
     "first",
     "on_rank_zero",
+    "seed",
+    "progress",
     # what happens when
     "start_timeline",
     "stop_timeline",

@@ -11,6 +11,7 @@ from hvdlite import world
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.operation import Barrier
+from hvdlite.status import Pending
 from hvdlite.world import World
 
 
@@ -135,6 +136,11 @@ class ProcessSets:
                 f"{ranks_text(process_set.ranks or [])} only"
             )
         return found
+
+    def pending(self) -> list[Pending]:
+        """Return the operations of all process sets that have not ended."""
+        engines = list(self._engines.values())
+        return [each for engine in engines for each in engine.pending()]
 
     @property
     def added(self) -> list[ProcessSet]:

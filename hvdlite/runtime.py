@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdlite import failures, interrupts, launchers, mpi, settings, timeline, world
+from hvdlite import failures, interrupts, launchers, mpi, settings, status, timeline, world
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
@@ -131,6 +131,7 @@ def init(
     split = world.World.split(MPI, chosen, values.force_local_size)
     _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
     interrupts.install()
+    status.install(_pending)
     _engine = Engine(MPI, split, values)
     _lost = None
     _note_leaving(False)
@@ -179,6 +180,7 @@ def shutdown() -> None:
     ended = ending.close()
     _ending = None
     interrupts.uninstall()
+    status.install(_pending)
     if not ended and time.monotonic() - start >= limit:
         _log.warning(
             "rank %d: left without the others, which did not call shutdown() within %.0f s",
@@ -262,6 +264,11 @@ def _keep_files_together() -> None:
     # Sockets lie in it, whose paths have 107 bytes at most.
     if config is not None and len(os.fsencode(folder)) < 80 and os.path.isdir(folder):
         config.setdefault("tempdir", folder)
+
+
+def _pending() -> tuple[int, list[status.Pending]] | None:
+    """Return this rank and its pending operations, for a report on what it does."""
+    return None if _sets is None else (world.rank(), _sets.pending())
 
 
 def _job_rank() -> failures.JobRank | None:

@@ -127,6 +127,9 @@ class Settings:
     )
     #: Let the ranks of a node exchange through memory that they share.
     shared_memory: bool = field(default=True, metadata=_FLAG)
+    #: How arrays on devices are exchanged: "auto": by NCCL if every rank has a device of its own,
+    #: else through host memory; "host": through host memory.
+    device_transport: str = field(default="auto", metadata=_one_of("auto", "host"))
     #: Refuse to start where a launcher such as torchrun has started several processes that MPI
     #: takes for jobs of one rank each.
     check_launcher: bool = field(default=True, metadata=_FLAG)
@@ -138,6 +141,9 @@ class Settings:
     )
     #: Mark each round of communication in that timeline.
     timeline_mark_cycles: bool = field(default=False, metadata=_FLAG)
+    #: Columns of the terminal that shows rank 0's standard error, for the bar of ``progress``; 0:
+    #: none does. `hvdliterun` sets it.
+    terminal_columns: int = field(default=0, metadata=_count("a number of columns, or 0"))
     #: Verbosity of the ``hvdlite`` logger.
     log_level: str = field(
         default="warning", metadata=_one_of("trace", "debug", "info", "warning", "error", "fatal")
@@ -146,8 +152,9 @@ class Settings:
 
 # Settings that must be equal on all ranks: otherwise ranks would run different collectives, or wait
 # forever.
-_SAME_EVERYWHERE = (
+SAME_EVERYWHERE = (
     "shared_memory",
+    "device_transport",
     "force_local_size",
     "fusion_threshold",
     "check_ranks",
@@ -165,8 +172,8 @@ def compare(settings: Settings, comm: Any) -> None:
     Raises:
         SettingsError: a setting that has to be the same on all ranks is not.
     """
-    everywhere = comm.allgather([getattr(settings, name) for name in _SAME_EVERYWHERE])
-    for name, values in zip(_SAME_EVERYWHERE, zip(*everywhere, strict=True), strict=True):
+    everywhere = comm.allgather([getattr(settings, name) for name in SAME_EVERYWHERE])
+    for name, values in zip(SAME_EVERYWHERE, zip(*everywhere, strict=True), strict=True):
         for rank, value in enumerate(values):
             if value != values[0]:
                 raise SettingsError(

@@ -8,9 +8,8 @@ event                                   row        meaning; * is not in Horovod
 ======================================  =========  ============================================
 NEGOTIATE_ALLREDUCE, ..._ALLGATHER,     a lane     waiting for the other ranks, and agreeing
 ..._BROADCAST, ..._BARRIER                         with them on the next operation
-ALLREDUCE, ALLGATHER, BROADCAST,        a lane     the operation; contains the next four
+ALLREDUCE, ALLGATHER, BROADCAST,        a lane     the operation; contains the next three
 BARRIER
-WAIT_FOR_DATA                           a lane     waiting for the device to compute the input
 MEMCPY_IN_FUSION_BUFFER                 a lane     packing
 EXCHANGE *                              a lane     transport and reduction
 MEMCPY_OUT_FUSION_BUFFER                a lane     unpacking
@@ -18,11 +17,11 @@ CYCLE_START                             a lane     start of a round; only with `
 QUEUE                                   a lane     from submission to execution
 STEP *                                  step       from the first gradient to the last average
 HOOK *                                  step       copying one gradient to its bucket
-SYNCHRONIZE *                           step       waiting for submitted operations
+SYNCHRONIZE *                           step       a thread is blocked until an operation ends
 ======================================  =========  ============================================
 
 The events of a row are disjoint or nested, as viewers require; QUEUE events overlap and therefore
-have tracks of their own.
+have tracks of their own, as do SYNCHRONIZE events of other threads than the main one.
 
 Times are microseconds since 1970. They come from the monotonic clock, which the processes of a node
 share; its distance to the wall clock is measured once, at the start. The ranks of a node therefore
@@ -51,7 +50,6 @@ ALLGATHER = "ALLGATHER"
 BROADCAST = "BROADCAST"
 BARRIER = "BARRIER"
 OPERATIONS = (ALLREDUCE, ALLGATHER, BROADCAST, BARRIER)
-WAIT_FOR_DATA = "WAIT_FOR_DATA"
 MEMCPY_IN_FUSION_BUFFER = "MEMCPY_IN_FUSION_BUFFER"
 EXCHANGE = "EXCHANGE"
 MEMCPY_OUT_FUSION_BUFFER = "MEMCPY_OUT_FUSION_BUFFER"

@@ -3,6 +3,7 @@
 For each call of the interface docs/api.md shows the signature, and a test that uses it: of the
 functions in `tests` that do, the one whose name and whose other calls fit best. For each registered
 strategy docs/compression.md shows the first line of its docstring, and the sources that it cites.
+docs/reference/environment.md shows the settings.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.compression import Compression, Strategy, registered
+from hvdlite.launch.options import OPTIONS
 from hvdlite.process_sets import global_process_set
-from hvdlite.settings import Settings
+from hvdlite.settings import SAME_EVERYWHERE, Settings
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "api.md"
 STRATEGIES = ROOT / "docs" / "compression.md"
+ENVIRONMENT = ROOT / "docs" / "reference" / "environment.md"
 _ABOUT_STRATEGIES = re.compile(r"(?<=<!-- strategies -->\n).*?(?=\n<!-- end -->)", re.DOTALL)
 
 # Holds every registered strategy to the same laws.
@@ -63,11 +66,36 @@ that names tensor and ranks; after `HVDLITE_STALL_SHUTDOWN_TIME_SECONDS`, if set
 SETTINGS = """
 ## Settings
 
-Environment variables, read by `init()`. Where one is unset or empty, the variable that begins with
-`HOROVOD_` in the place of `HVDLITE_` counts. `HVDLITE_MPIRUN` names the mpirun of `hvdliterun`.
+[Environment variables](reference/environment.md).
+"""
 
-| variable and default | allowed | meaning |
+ENVIRONMENT_PAGE = """# Environment variables
+
+Made from the code by `python -m tests.api_table`; a test sees that it is up to date.
+
+## Settings
+
+`init()` reads them. Where one is unset or empty, the variable that begins with `HOROVOD_` in the
+place of `HVDLITE_` counts. `hvdliterun` passes all of them to all ranks. A value that cannot be
+read is an error that names what is allowed; a name that is close to one of these is reported. Those
+with a star must be equal on all ranks.
+
+| variable and default | allowed | meaning | `hvdliterun` |
+|---|---|---|---|
+"""
+
+OTHER_VARIABLES = """
+## The launcher
+
+| variable | read by | meaning |
 |---|---|---|
+| `HVDLITE_MPIRUN` | `hvdliterun`, `hvd.run` | The mpirun to use; unset: the one beside this \
+Python, then the one on `PATH`. |
+| `HVDLITE_LAUNCHER` | the ranks | Set by `hvdliterun`, which ends the job when one rank ends \
+with an error; without it the rank calls `MPI_Abort`. |
+| `HVDLITE_LAUNCHER_FOLDER` | the ranks | Set by the launcher: the folder where a rank notes \
+that it has called `shutdown()`, and where `multiprocessing` keeps its files. |
+| `HVDLITE_LAUNCH_KEY` | the ranks | Set by the launcher: the key with which they connect to it. |
 """
 
 # For each module: a heading, and its calls. A name with a dot is a method or an attribute.
@@ -81,10 +109,11 @@ SECTIONS: list[tuple[str, str, str]] = [
         ProcessSet ProcessSet.process_set_id ProcessSet.ranks ProcessSet.size ProcessSet.rank
         ProcessSet.included global_process_set add_process_set remove_process_set start_timeline
         stop_timeline run spawn HorovodInternalError HostsUpdatedInterrupt
-        HostsUpdatedInterrupt.skip_sync shard Sharding Sharding.position Sharding.at scale_lr
-        warmup checkpoint average_metrics first on_rank_zero allreduce
-        allreduce_async grouped_allreduce grouped_allreduce_async allgather allgather_async
-        grouped_allgather grouped_allgather_async broadcast broadcast_async alltoall alltoall_async
+        HostsUpdatedInterrupt.skip_sync shard Sharding Sharding.position Sharding.at lockstep
+        scale_lr warmup checkpoint average_metrics sum_metrics gather first on_rank_zero seed
+        progress allreduce allreduce_async grouped_allreduce grouped_allreduce_async
+        allgather allgather_async grouped_allgather grouped_allgather_async broadcast
+        broadcast_async alltoall alltoall_async
         reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async
         broadcast_object allgather_object join barrier poll synchronize""",
     ),
@@ -103,7 +132,8 @@ SECTIONS: list[tuple[str, str, str]] = [
         DistributedOptimizer.average_weights DistributedOptimizer._parameter_names SyncBatchNorm
         DistributedOptimizer.consolidate_exchange_state
         convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm
-        ShardSampler ShardSampler.state_dict ShardSampler.load_state_dict pin_device checkpoint""",
+        ShardSampler ShardSampler.state_dict ShardSampler.load_state_dict ShardStream
+        pin_device checkpoint summary_writer""",
     ),
     (
         "hvdlite",
@@ -132,7 +162,7 @@ SECTIONS: list[tuple[str, str, str]] = [
         PartialDistributedGradientTape
         exchange_state_dict load_exchange_state_dict consolidate_exchange_state
         DistributedOptimizer broadcast_global_variables
-        BroadcastGlobalVariablesHook pin_device shard checkpoint""",
+        BroadcastGlobalVariablesHook pin_device shard sharded checkpoint summary_writer""",
     ),
     (
         "hvdlite.tensorflow.elastic",
@@ -143,7 +173,7 @@ SECTIONS: list[tuple[str, str, str]] = [
         "hvdlite.keras",
         "Keras 3, and `hvdlite.tensorflow.keras` for `tf.keras`",
         """DistributedOptimizer PartialDistributedOptimizer allreduce allgather broadcast
-        reducescatter broadcast_global_variables load_model""",
+        reducescatter broadcast_global_variables load_model summary_writer""",
     ),
     (
         "hvdlite.keras.callbacks",
@@ -193,7 +223,12 @@ def table() -> str:
         for name in names.split():
             row = (f"`{name}`", f"`{signature(module, name)}`", f"`{covering_test(module, name)}`")
             parts.append(f"| {' | '.join(row)} |\n")
-    return "".join([*parts, SETTINGS, *_settings()])
+    return "".join([*parts, SETTINGS])
+
+
+def environment() -> str:
+    """Return the text of docs/reference/environment.md."""
+    return "".join([ENVIRONMENT_PAGE, *_settings(), OTHER_VARIABLES])
 
 
 def about_strategies() -> str:
@@ -219,13 +254,18 @@ def _strategies() -> Iterator[str]:
 def _settings() -> Iterator[str]:
     """Yield a line for each setting, with the comment above it."""
     source = inspect.getsource(Settings)
+    flags = {option.setting: f"`{option.flag}`" for option in OPTIONS if option.setting}
+    flags |= {"TIMELINE": "`--timeline-filename`", "STALL_CHECK_DISABLE": "`--no-stall-check`"}
     for entry in dataclasses.fields(Settings):
         if entry.metadata:
             above = re.search(rf"((?: *#: .*\n)+) *{entry.name}:", source)
             meaning = " ".join(re.findall("#: (.*)", above[1]))
             default = int(entry.default) if entry.type == "bool" else entry.default
-            variable = f"HVDLITE_{entry.name.upper()}={default}"
-            yield f"| `{variable}` | {entry.metadata['allowed']} | {meaning} |\n"
+            variable = f"`HVDLITE_{entry.name.upper()}={default}`"
+            if entry.name in SAME_EVERYWHERE:
+                variable += " *"
+            option = flags.get(entry.name.upper(), "")
+            yield f"| {variable} | {entry.metadata['allowed']} | {meaning} | {option} |\n"
 
 
 def signature(module: str, name: str) -> str:
@@ -400,6 +440,7 @@ def main() -> None:
     """Write the tables."""
     TABLE.write_text(table())
     STRATEGIES.write_text(about_strategies())
+    ENVIRONMENT.write_text(environment())
     print(f"{TABLE.relative_to(ROOT)}: {table().count(chr(10))} lines")
 
 

@@ -66,12 +66,15 @@ def test_it_keeps_to_its_time():
 
 
 @ranks(2)
-def test_on_shared_memory_there_is_nothing_to_gain():
+def test_the_candidates_that_there_are_anyway():
+    """Which of them is the fastest here is for a benchmark to say."""
     hvd.init()
     advice = advise({"weights": (1000, 2000), "more": (500, 3000)}, seconds=2)
-    assert advice.compression == DENSE
-    assert len(advice.measurements) == len(CANDIDATES)
-    assert str(advice).endswith("use no compression: on these links it costs more than it saves")
+    assert [each.strategy for each in advice.measurements] == list(CANDIDATES)
+    (chosen,) = [m.seconds for m in advice.measurements if m.strategy == advice.compression]
+    fastest = min(each.seconds for each in advice.measurements)
+    assert 0 < fastest <= chosen <= 1.15 * fastest  # that much for the gentler one
+    assert len(set(hvd.allgather_object(str(advice)))) == 1
 
 
 @ranks(1)

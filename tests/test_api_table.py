@@ -1,4 +1,4 @@
-"""docs/api.md shows the interface as it is, and a test of each call."""
+"""The tables show the interface and the settings as they are, and a test of each call."""
 
 import pytest
 
@@ -23,10 +23,16 @@ def test_the_strategies_are_up_to_date():
     assert "| `TopK(ratio, count, per)` | Send the entries of the greatest" in text
 
 
+def test_the_settings_are_up_to_date():
+    text = api_table.environment()
+    assert api_table.ENVIRONMENT.read_text() == text, "run `python -m tests.api_table`"
+    assert "| `HVDLITE_CACHE_CAPACITY=1024` | a number of calls, 0 or more | Named calls" in text
+
+
 @pytest.mark.slow
 def test_no_cell_is_empty(table):
     rows = [line for line in table.splitlines() if line.startswith("| `")]
-    assert len(rows) > 170
+    assert len(rows) > 150
     for row in rows:
         cells = [cell.strip(" `") for cell in row.replace("\\|", "").strip("|").split("|")]
         assert len(cells) == 3, row

@@ -102,6 +102,7 @@ def test_fresh_job_has_its_environment():
     assert os.environ["HARNESS_TEST"] == "fresh"
 
 
+@pytest.mark.slow
 def test_ids_and_choice_of_ranks(run_tests):
     output = run_tests(
         """
@@ -118,6 +119,7 @@ def test_plain(): pass
     assert "3 deselected" in output
 
 
+@pytest.mark.slow
 def test_fast_tests_run_on_one_number_of_ranks(run_tests):
     output = run_tests(
         """
@@ -164,6 +166,7 @@ def test_it():
         assert f"written by {rank}" in output
 
 
+@pytest.mark.slow
 def test_hang_shows_all_stacks_and_next_test_passes(run_tests):
     output = run_tests(
         """
@@ -202,6 +205,7 @@ def test_it():
     assert "in wait_for_the_other" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("death", "said"),
     [
@@ -231,6 +235,7 @@ def test_next():
     assert "rank 0 died" not in output
 
 
+@pytest.mark.slow
 def test_skips_carry_their_reason(run_tests):
     output = run_tests(
         """
@@ -247,17 +252,20 @@ def test_one():
     assert "rank 1: could not import 'no_such_module'" in output
 
 
+@pytest.mark.slow
 def test_exit_in_a_test_is_a_failure_not_a_death(run_tests):
     output = run_tests("@ranks(2)\ndef test_it(): raise SystemExit(0)\n", failed=1)
     assert "rank 0 failed: SystemExit" in output
     assert "rank 1 failed: SystemExit" in output
 
 
+@pytest.mark.slow
 def test_argument_that_cannot_be_pickled_is_named(run_tests):
     source = "@ranks(2)\n@pytest.mark.parametrize('f', [lambda: 0])\ndef test_it(f): pass\n"
     assert "the argument 'f' (function) cannot be sent to the ranks" in run_tests(source, failed=1)
 
 
+@pytest.mark.slow
 def test_fresh_job_must_leave_well(run_tests):
     output = run_tests(
         """
@@ -278,6 +286,7 @@ def test_does_not_leave(): atexit.register(sleep_at_exit)
     assert "in sleep_at_exit" in output
 
 
+@pytest.mark.slow
 def test_job_that_does_not_start_shows_why(run_tests):
     output = run_tests(
         "@ranks(2, fresh=True, env={'OMPI_COMM_WORLD_SIZE': '2', 'PYTHONHOME': '/nowhere'})\n"
@@ -329,6 +338,7 @@ def test_ranks_refuses_bad_numbers(arguments):
         ranks(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 @ranks(2, env={"HARNESS_TEST": "shared"})
 def test_jobs_are_shared_by_environment(number):

@@ -156,7 +156,7 @@ def test_nothing_is_left_after_an_error(error):
 
 
 _KILLED = """
-import os, subprocess, sys
+import os, subprocess, time
 from tests.harness.hosts import network_hosts
 
 with network_hosts(2) as made:
@@ -165,7 +165,8 @@ with network_hosts(2) as made:
         pass
     children = open(f"/proc/self/task/{os.getpid()}/children").read()
     print(made.folder, children, flush=True)
-    sys.stdin.read()
+    while True:  # A signal just before one long wait would be seen after it.
+        time.sleep(0.05)
 """
 
 

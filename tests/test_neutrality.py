@@ -114,6 +114,7 @@ def by_tensorflow(strategy):
     return averages
 
 
+@pytest.mark.slow
 @ranks(2, timeout=200)
 def test_pytorch_and_tensorflow_send_the_same():
     for strategy in ONE_OF_EACH:

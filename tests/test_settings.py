@@ -18,6 +18,7 @@ GOOD = {
     "stall_check_time_seconds": [("0.5", 0.5), ("60", 60.0), ("1e3", 1000.0), ("0", math.inf)],
     "stall_shutdown_time_seconds": [("0", 0.0), ("0.25", 0.25)],
     "shared_memory": [("1", True), ("0", False)],
+    "device_transport": [("auto", "auto"), ("Host", "host")],
     "overlap": [("auto", "auto"), ("Auto", "auto"), ("1", "1"), ("off", "0")],
     "cycle_time": [("2.5", 2.5), ("0", 0.0)],
     "cache_capacity": [("0", 0), ("1024", 1024)],
@@ -28,6 +29,7 @@ GOOD = {
     "force_local_size": [("0", 0), ("2", 2)],
     "timeline": [("/tmp/trace.json", "/tmp/trace.json"), ("DYNAMIC", "")],
     "timeline_mark_cycles": [("1", True), ("0", False)],
+    "terminal_columns": [("0", 0), ("80", 80)],
     "log_level": [("debug", "debug"), ("WARNING", "warning"), ("Trace", "trace")],
 }
 BAD = {
@@ -39,6 +41,7 @@ BAD = {
     "stall_check_time_seconds": ["-1", "nan", "inf", "soon"],
     "stall_shutdown_time_seconds": ["-1", "nan", "inf"],
     "shared_memory": ["2", "maybe"],
+    "device_transport": ["nccl", "1"],
     "overlap": ["2", "sometimes"],
     "cycle_time": ["-1", "1001", "nan", "soon"],
     "cache_capacity": ["-1", "1.5", "many"],
@@ -49,6 +52,7 @@ BAD = {
     "force_local_size": ["-1", "two"],
     "timeline": ["traces/"],
     "timeline_mark_cycles": ["2", "maybe"],
+    "terminal_columns": ["-1", "wide"],
     "log_level": ["loud"],
 }
 ALLOWED = {entry.name: entry.metadata["allowed"] for entry in fields(Settings)}

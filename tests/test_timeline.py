@@ -20,6 +20,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import timeline
+from hvdlite.engine import Handle
 from hvdlite.timeline import Timeline
 from hvdlite.trace_file import Run
 from tests.harness import ranks, run_script
@@ -48,6 +49,19 @@ def rows(events):
 
 def recorded(events):
     return [event for event in events if event["ph"] != "M"]
+
+
+def wait_for(name):
+    """Wait 10 ms for an operation."""
+
+    class Lane:
+        def drive(self, handle):
+            time.sleep(0.01)
+            handle.finish()
+
+    handle = Handle(name)
+    handle.driver = Lane()
+    handle.wait()
 
 
 @pytest.fixture
@@ -137,6 +151,22 @@ class TestEvents:
         for (_, thread), _ in rows(events).items():
             numbers = [e["args"]["number"] for e in recorded(events) if e["tid"] == thread]
             assert numbers == list(range(1000))
+
+    def test_a_wait_blocks_the_thread_that_waits(self, path):
+        timeline.start(path, 0, RUN)
+        thread = threading.Thread(target=wait_for, args=["aside"])
+        thread.start()
+        thread.join()
+        wait_for("in the main thread")
+        ended = Handle("ended")
+        ended.finish()
+        ended.wait()
+        timeline.stop()
+        events = recorded(parsed(path))
+        assert {event["name"] for event in events} == {"SYNCHRONIZE"}
+        found = [(event["ph"], event["args"]["tensor"]) for event in events]
+        assert found == [("b", "aside"), ("e", "aside"), ("X", "in the main thread")]
+        assert min(events[1]["ts"] - events[0]["ts"], events[2]["dur"]) >= 10_000
 
     def test_every_name_is_explained(self):
         text = timeline.__doc__

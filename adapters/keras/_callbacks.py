@@ -11,7 +11,13 @@ import numpy as np
 
 from hvdlite import collectives, files, world
 from hvdlite.keras._optimizer import distributed_part
-from hvdlite.keras._values import batches_per_call, broadcast_variables, to_array, variables_of
+from hvdlite.keras._values import (
+    batches_per_call,
+    broadcast_variables,
+    differ_by_rank,
+    to_array,
+    variables_of,
+)
 from hvdlite.recipe import average_metrics
 
 
@@ -34,12 +40,34 @@ def public_callbacks(callbacks: Any, module: str) -> list[Any]:
     ]
 
 
+def make_summary_writer(callbacks: Any) -> Callable[..., Any]:
+    """Return the public function, given Keras' module of callbacks."""
+
+    def summary_writer(log_dir: Any = "logs", **options: Any) -> Any:
+        """Return Keras' callback for TensorBoard on rank 0, and one without effect on other ranks.
+
+        Put it after `callbacks.MetricAverageCallback` in the list, so that it writes averages.
+
+        Args:
+            log_dir: Folder of the event files.
+            options: Other arguments of ``keras.callbacks.TensorBoard``.
+
+        Raises:
+            NotInitializedError: hvdlite is not initialized.
+        """
+        if world.rank() == 0:
+            return callbacks.TensorBoard(str(log_dir), **options)
+        return callbacks.Callback()
+
+    return summary_writer
+
+
 class BroadcastGlobalVariablesCallback:
     """Give every rank the weights and the optimizer's variables of rank ``root_rank``.
 
     Variables that exist on all ranks when training begins are broadcast then; variables that the
-    first batch creates are broadcast after it. Metrics and the seeds of random layers stay each
-    rank's own.
+    first batch creates are broadcast after it. Metrics stay each rank's own. The seeds of random
+    layers become different on each rank, so that dropout differs.
 
     Args:
         root_rank: The rank that has the values.
@@ -71,7 +99,7 @@ class BroadcastGlobalVariablesCallback:
         name = "BroadcastGlobalVariablesCallback"
         weights, _ = self._built()
         if all(collectives.allgather_object(len(weights), f"{name}: weights")):
-            broadcast_variables(weights, self.root_rank)
+            self._broadcast_weights(weights)
             # On all ranks or on none: legacy Keras would choose other names in the first batch.
             is_built = _build_optimizer(self.model)
             _, state = self._built()
@@ -87,10 +115,14 @@ class BroadcastGlobalVariablesCallback:
             return
         # Weights too: ranks whose optimizers differed have updated them differently.
         weights, state = self._built()
-        broadcast_variables(weights, self.root_rank)
+        self._broadcast_weights(weights)
         broadcast_variables(state, self.root_rank)
         self.broadcast_done = True
         self._expect_comparison()
+
+    def _broadcast_weights(self, weights: list[Any]) -> None:
+        broadcast_variables(weights, self.root_rank)
+        differ_by_rank(self.model.variables)
 
     def _expect_comparison(self) -> None:
         """Make ranks compare their replicas after the broadcast, and not before."""

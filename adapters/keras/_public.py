@@ -5,7 +5,9 @@ from __future__ import annotations
 from hvdlite import allgather_object, barrier, broadcast_object, common, shard
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.keras import callbacks, elastic
-from hvdlite.keras._keras3 import ADAPTER, framework
+from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
+from hvdlite.keras._keras3 import ADAPTER, framework, keras
+from hvdlite.keras._seeding import seed_keras as _seed_keras
 from hvdlite.keras._values import (
     allgather,
     allreduce,
@@ -13,11 +15,14 @@ from hvdlite.keras._values import (
     broadcast_global_variables,
     reducescatter,
 )
+from hvdlite.recipe.seeding import seed_too as _seed_too
 
+_seed_too(_seed_keras)
 DistributedOptimizer = ADAPTER.DistributedOptimizer
 PartialDistributedOptimizer = ADAPTER.PartialDistributedOptimizer
 load_model = ADAPTER.load_model
 pin_device = framework.pin_device
+summary_writer = _make_summary_writer(keras.callbacks)
 
 __all__ = [
     *common.__all__,
@@ -39,4 +44,5 @@ __all__ = [
     # the recipe
     "pin_device",
     "shard",
+    "summary_writer",
 ]

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, runtime
+from hvdlite import collectives, runtime, world
 from hvdlite.arrays import describe
 from hvdlite.compression import Compression, Strategy
+from hvdlite.keras._seeding import different_on, is_seed
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 
@@ -181,7 +182,10 @@ def broadcast_arrays(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return the arrays of rank ``root_rank``, after a comparison of names, shapes and dtypes."""
+    """Return the arrays of rank ``root_rank``, after a comparison of names, shapes and dtypes.
+
+    Seeds of random layers follow from those of rank ``root_rank``, and differ between ranks.
+    """
     engine = runtime.engine(process_set)
     prefix = name or engine.unnamed("broadcast_variables")
     # Checked first: everything below waits for the other ranks.
@@ -194,7 +198,18 @@ def broadcast_arrays(
         )
         for number, (each, array) in enumerate(zip(names, arrays, strict=True))
     ]
-    return [handle.wait() for handle in handles]
+    values = [handle.wait() for handle in handles]
+    return [
+        different_on(world.rank(), value) if is_seed(each) else value
+        for each, value in zip(names, values, strict=True)
+    ]
+
+
+def differ_by_rank(variables: Sequence[Any]) -> None:
+    """Give the seeds of random layers among the variables other values on each rank."""
+    for variable in variables:
+        if is_seed(variable.name):
+            variable.assign(different_on(world.rank(), to_array(variable)))
 
 
 def variables_of(optimizer: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 try:
-    import tensorflow as _tensorflow  # noqa: F401
+    import tensorflow as _tensorflow
 except ImportError as error:
     raise ImportError(
         f"hvdlite.tensorflow needs TensorFlow, which cannot be imported ({error}); install it "
@@ -14,6 +14,8 @@ except ImportError as error:
 
 from hvdlite import common
 from hvdlite.common import *  # noqa: F403 - the names common to all adapters
+from hvdlite.keras._seeding import seed_keras as _seed_keras
+from hvdlite.recipe.seeding import seed_too as _seed_too
 from hvdlite.tensorflow import elastic
 from hvdlite.tensorflow.checkpoint import TensorCheckpoint, assign_variables, checkpoint
 from hvdlite.tensorflow.collectives import (
@@ -52,7 +54,11 @@ from hvdlite.tensorflow.rank_ops import (
     rank_op,
     size_op,
 )
+from hvdlite.tensorflow.summary import summary_writer
 from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+_seed_too(_tensorflow.random.set_seed)
+_seed_too(_seed_keras)
 
 __all__ = [
     *common.__all__,
@@ -97,6 +103,7 @@ __all__ = [
     "checkpoint",
     "TensorCheckpoint",
     "assign_variables",
+    "summary_writer",
 ]
 
 

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import recipe
+from hvdlite import recipe, world
+from hvdlite.arguments import check_count
 from hvdlite.recipe import Sharding
 from hvdlite.tensorflow.tensors import unconverted
 
@@ -36,9 +37,11 @@ def shard(
 
     Args:
         data: An array or tensor (first axis: samples), or a tuple or dict of them, arbitrarily
-            nested; the data are not copied, and batches are gathered by index.
+            nested; the data are not copied, and batches are gathered by index. Or a
+            ``tf.data.Dataset`` of samples, to which `sharded` is applied.
         batch_size: Samples per rank and step.
-        shuffle: Shuffle each epoch anew; False for evaluation.
+        shuffle: Shuffle each epoch anew; False for evaluation, and for a dataset, whose own
+            ``shuffle`` needs the same seed on all ranks.
         seed: The seed of the shuffling; the same on all ranks.
         first_epoch: The epoch, from 0, of the first iteration; to resume training, or to
             continue, with a new dataset, after an epoch that was ended early.
@@ -54,7 +57,8 @@ def shard(
     Raises:
         ValueError: Lengths disagree, or there are fewer samples than ranks and not
             ``allow_empty``; ``state`` belongs to other data (see `Sharding.at`), or is given
-            together with ``first_epoch``.
+            together with ``first_epoch``; or a dataset comes with another option than the batch
+            size and ``shuffle=False``.
 
     Example::
 
@@ -64,6 +68,13 @@ def shard(
             ...
         checkpoint.save({"weights": ..., "data": sharding.position(epoch, step)})
     """
+    if isinstance(data, tf.data.Dataset):
+        if shuffle or first_epoch or allow_empty or state is not None:
+            raise ValueError(
+                "data is a tf.data.Dataset, which has an order of its own: pass shuffle=False, and "
+                "no first_epoch, allow_empty and state"
+            )
+        return data.apply(sharded(batch_size))
     arrays = _arrays(data)
     batches = recipe.shard(arrays, batch_size, shuffle, seed, allow_empty=allow_empty)
     if state is None:
@@ -95,21 +106,25 @@ def _spec(array: Any) -> tf.TensorSpec:
 def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     """Return a transformation of a dataset of samples into one of this rank's batches.
 
-    Batches are dealt as by `shard` without shuffling. Every rank reads all samples, so put
-    expensive transformations behind it; ``dataset.shuffle(n, seed=...)`` before it
-    gives each epoch a new order, if all ranks use the same seed there and, if they call
-    it, in ``tf.random.set_seed`` (which ``keras.utils.set_random_seed`` does too).
+    Every rank reads all samples, so put expensive transformations behind it. All ranks make the
+    same number of steps, and every sample comes once per epoch. Where the cardinality is known,
+    batches are those of `shard` without shuffling; where it is unknown or infinite, sample ``i`` is
+    that of rank ``i % size``, and at the end the last batch is smaller or, on some ranks, has one
+    sample more.
+
+    ``dataset.shuffle(n, seed=...)`` before it gives each epoch a new order, if all ranks use the
+    same seed there and the same global one: call both inside ``with hvd.seed(n):``, or leave out
+    ``hvd.seed``, ``tf.random.set_seed`` and ``keras.utils.set_random_seed``.
 
     Args:
         batch_size: Samples per rank and step.
 
     Returns:
-        A transformation for ``dataset.apply``. The dataset must be finite, of known cardinality,
-        and in the same order on all ranks.
+        A transformation for ``dataset.apply``. The dataset must be in the same order on all ranks.
 
     Raises:
-        ValueError: From ``apply``: the cardinality is unknown or infinite, or there are
-            fewer samples than ranks.
+        ValueError: From ``apply``: there are fewer samples than ranks.
+        tf.errors.InvalidArgumentError: From the iteration: the same, of unknown cardinality.
 
     Example::
 
@@ -120,10 +135,7 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
         samples = int(dataset.cardinality())
         if samples < 0:
-            raise ValueError(
-                "the number of samples of the dataset is unknown or infinite; tell it with "
-                "dataset.apply(tf.data.experimental.assert_cardinality(n)), before repeat()"
-            )
+            return _by_turns(dataset, batch_size)
         sharding = Sharding(samples, batch_size, shuffle=False)
         own = sharding.indices(0)
         step_of = np.full(samples, -1)
@@ -146,6 +158,31 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
         return batches.apply(tf.data.experimental.assert_cardinality(sharding.steps))
 
     return apply
+
+
+def _by_turns(dataset: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+    """Return this rank's batches of a dataset of unknown cardinality, as `recipe.Stream`."""
+    check_count("batch_size", batch_size)
+    rank, size = world.rank(), world.size()
+    whole = batch_size * size
+
+    def own(step: tf.Tensor, window: Any) -> tf.data.Dataset:
+        # A window has a step's samples and one more for each rank: if these are there, the step is
+        # not the last, and they come again. If some are missing, the rest belongs to this step.
+        samples = tf.data.Dataset.zip(window) if isinstance(window, (tuple, dict)) else window
+        found = samples.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1)
+        is_rest = (found < size) & (step > 0)  # which the step before has taken
+        enough = tf.debugging.Assert(
+            (found >= size) | is_rest,
+            [tf.strings.format("{} samples cannot give each of %d ranks one" % size, found)],  # noqa: UP031
+        )
+        with tf.control_dependencies([enough]):
+            wanted = tf.where(found == whole + size, batch_size, batch_size + 1)
+        wanted = tf.where(is_rest, 0, wanted)
+        return samples.shard(size, rank).take(tf.cast(wanted, tf.int64)).batch(batch_size + 1)
+
+    windows = dataset.window(whole + size, shift=whole).enumerate()
+    return windows.flat_map(own)
 
 
 # Horovod's data service for tf.data, in whose place TensorFlow has one of its own.

@@ -98,7 +98,9 @@ def broadcast_variables(
     """Overwrite variables with those of rank ``root_rank``.
 
     Build the model first (call it once, or ``model.build``): until then it has no variables. The
-    same holds for a Keras optimizer (``optimizer.build(model.trainable_variables)``).
+    same holds for a Keras optimizer (``optimizer.build(model.trainable_variables)``). The seeds of
+    random layers, which Keras 3 keeps in variables, follow from those of rank ``root_rank`` and
+    differ between ranks, so that dropout does.
 
     Args:
         variables: ``tf.Variable`` or Keras variables of any dtype, in any nested structure;

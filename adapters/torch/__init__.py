@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch
 except ImportError as error:
     raise ImportError(
         f"hvdlite.torch needs PyTorch, which cannot be imported ({error}); install it with "
@@ -19,6 +19,7 @@ from hvdlite import (
 )
 from hvdlite import float16 as _float16
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
+from hvdlite.recipe.seeding import seed_too as _seed_too
 from hvdlite.torch import elastic
 from hvdlite.torch.collectives import (
     allgather,
@@ -51,7 +52,7 @@ from hvdlite.torch.groups import (
 )
 from hvdlite.torch.handles import poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
-from hvdlite.torch.sampler import ShardSampler
+from hvdlite.torch.sampler import ShardSampler, ShardStream
 from hvdlite.torch.sparse import sparse_allreduce_async
 from hvdlite.torch.state import (
     TensorCheckpoint,
@@ -59,10 +60,12 @@ from hvdlite.torch.state import (
     broadcast_parameters,
     checkpoint,
 )
+from hvdlite.torch.summary import summary_writer
 from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from hvdlite.torch.tensors import convert as _convert
 
 _float16.use(_convert)
+_seed_too(_torch.manual_seed)
 
 __all__ = [
     *common.__all__,
@@ -107,8 +110,10 @@ __all__ = [
     "pin_device",
     "shard",
     "ShardSampler",
+    "ShardStream",
     "checkpoint",
     "TensorCheckpoint",
+    "summary_writer",
 ]
 
 # The rest, as rank(), does not communicate, and may be a part of a compiled graph.

@@ -120,6 +120,11 @@ class GradientHooks:
         self._memory = memory
         self._buffers = GradientBuffers(members, memory, reducer.sparse_as_dense, names)
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
+        # While `finish` waits for sparse gradients: the result of `_finish_exchange`, the waits by
+        # the parameter's number, and errors.
+        self._averages: tuple[list[Any], list[int]] | None = None
+        self._sparse_waits: dict[int, Callable[[], torch.Tensor]] = {}
+        self._sparse_errors: list[Exception] = []
         self._changes = ChangeDetector(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._bucket_hooks: list[BucketHooks] = []
@@ -138,6 +143,9 @@ class GradientHooks:
     def restart(self) -> None:
         """Make the exchange in the current world, without gradients that arrived for an old one."""
         self._gradients.clear()
+        self._averages = None
+        self._sparse_waits.clear()
+        self._sparse_errors.clear()
         self._changes.restart()
         self.exchange = self._reducer.make_exchange(self._label, self.parameters, self._memory)
         self._find_buffers()
@@ -370,44 +378,68 @@ class GradientHooks:
         """
         ended = True
         try:
-            found = self.exchange.finish(samples)
+            if self._averages is None:
+                self._averages = self._finish_exchange(samples)
+            error = self._finish_sparse()
         except Interrupted:
             ended = False
             raise
         finally:
             if ended:
+                averages, self._averages = self._averages, None
                 self._begin_step()
                 self._changes.steps += 1
-        gradients, self._gradients = self._gradients, []
-        dense = [number for number, anywhere in enumerate(found) if anywhere]
-        averaged = dense
-        if self.exchange.sparse_axes or self.exchange.sparse_parameters:
-            averaged = [n for n in dense if n not in self.exchange.sparse_parameters]
-            self._reduce_sparse(gradients, dense)
-        self._buffers.hand_over(gradients, averaged)
+        if error is not None:
+            raise error
+        assert averages is not None
+        self._buffers.hand_over(*averages)
 
-    @uninterrupted
-    def _reduce_sparse(self, gradients: Sequence[Any], dense: Sequence[int]) -> None:
-        """Reduce the gradients that have no slot: all ranks do it for the same parameters."""
-        sparse_axes, weight = self.exchange.sparse_axes, self.exchange.weight
-        if weight != 1.0:  # the average of no samples counts as zeros, whatever is in it
-            gradients = [
-                each * weight if weight and each is not None else None for each in gradients
-            ]
+    def _finish_exchange(self, samples: int | None) -> tuple[list[Any], list[int]]:
+        """Wait for the buckets, and start the reduction of the sparse gradients.
+
+        Returns:
+            The gradients of all parameters, and the numbers of those that a bucket has averaged.
+        """
+        found = self.exchange.finish(samples)
+        gradients, self._gradients = self._gradients, []
+        present = [number for number, anywhere in enumerate(found) if anywhere]
+        sparse = self.exchange.sparse_parameters
+        self._start_sparse(gradients, {*self.exchange.sparse_axes} | (sparse & {*present}))
+        return gradients, [number for number in present if number not in sparse]
+
+    def _start_sparse(self, gradients: Sequence[Any], numbers: Iterable[int]) -> None:
+        """Start to reduce the gradients that have no slot: all ranks do it for the same ones."""
+        self._sparse_waits.clear()
+        axes, weight = self.exchange.sparse_axes, self.exchange.weight
         op, process_set = self._reducer.op, self._reducer.process_set
-        waits = {}
-        for number in sorted({*sparse_axes} | (self.exchange.sparse_parameters & {*dense})):
-            parameter, gradient = self.parameters[number], gradients[number]
-            name, axes = f"{self._label}: {self._names[number]!r}", sparse_axes.get(number)
-            waits[number] = start_reduction(name, parameter, gradient, axes, op, process_set)
-        errors: list[Exception] = []
-        for number, wait in waits.items():  # to the last, whatever becomes of one
+        for number in sorted(numbers):
+            gradient = gradients[number]
+            if weight != 1.0:  # the average of no samples counts as zeros, whatever is in it
+                gradient = gradient * weight if weight and gradient is not None else None
+            self._sparse_waits[number] = start_reduction(
+                f"{self._label}: {self._names[number]!r}",
+                self.parameters[number],
+                gradient,
+                axes.get(number),
+                op,
+                process_set,
+            )
+
+    def _finish_sparse(self) -> Exception | None:
+        """Wait for the sparse gradients; after `Interrupted` for those that are left.
+
+        Returns:
+            The first error.
+        """
+        while self._sparse_waits:
+            number = next(iter(self._sparse_waits))
             try:
-                self.parameters[number].grad = wait()
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+                self.parameters[number].grad = self._sparse_waits[number]()
+            except Exception as error:  # to the last, whatever becomes of one
+                self._sparse_errors.append(error)
+            del self._sparse_waits[number]
+        errors, self._sparse_errors = self._sparse_errors, []
+        return errors[0] if errors else None
 
     def reset_passes(self) -> None:
         """Reset the counts of backward passes."""

@@ -1,16 +1,16 @@
-"""Samplers for DataLoader that distribute a data set over the ranks."""
+"""Samplers and data sets for DataLoader that distribute data over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 
 from hvdlite import world
-from hvdlite.recipe import Batches, Sharding
+from hvdlite.recipe import Batches, Sharding, Stream
 
 
 class ShardSampler(Sampler[list[int]]):
@@ -104,6 +104,51 @@ class ShardSampler(Sampler[list[int]]):
         upcoming = self._batches.upcoming
         has_samples = upcoming.rank < upcoming.samples - upcoming.done
         return upcoming.steps if has_samples else 0
+
+
+class ShardStream(IterableDataset[Any]):
+    """This rank's batches of an iterable data set of unknown length.
+
+    Every rank, and every worker of its DataLoader, reads all samples, keeps its own and drops the
+    others, so all must read the same ones in the same order: a shuffle in the data set needs a
+    generator of its own, with the same seed on all ranks. Sample ``i`` belongs to rank
+    ``i % size``, and workers assemble batches by turns. Every sample comes once, and all ranks make
+    the same number of steps. At the end the last batch is smaller or, on some ranks, has one sample
+    more; ``optimizer.step(batch_size=len(labels))`` weights it by its samples. For data that are
+    split already, use `lockstep`.
+
+    Example::
+
+        stream = hvd.ShardStream(dataset, batch_size=64)
+        loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=4)
+
+    Args:
+        dataset: an iterable of samples. A generator can be read once, and by no worker.
+        batch_size: samples per rank and step.
+        collate_fn: makes a batch of a list of samples; None: as a DataLoader does.
+        allow_empty: whether to accept fewer samples than ranks; for evaluation, where a step has no
+            collective.
+
+    Raises:
+        ValueError: the batch size is out of range; from the iteration: there are fewer samples than
+            ranks, and ``allow_empty`` is False.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        allow_empty: bool = False,
+    ) -> None:
+        self._stream = Stream(dataset, batch_size, allow_empty=allow_empty)
+        self._collate = collate_fn or default_collate
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        number, parts = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return map(self._collate, self._stream.part(number, parts))
 
 
 class ElasticSampler(Sampler[int]):

@@ -266,10 +266,10 @@ class Blockwise8(_EightBits):
 class QSGD(Quantized):
     """Send signs and multiples of a fraction of the block's norm, rounded stochastically.
 
-    Alistarh et al. 2017, arXiv:1610.02132: |x| / norm is rounded up or down to one of the numbers
-    0, 1/levels, 2/levels, ..., 1, without bias: its mean is the value. Norms are Euclidean. Instead
-    of the paper's Elias code each value takes 2 bits (1 level), 4 (up to 7 levels) or 8 (up to
-    127). A norm that is out of the type's range leaves infinities or NaN in its block.
+    Alistarh et al. 2017, arXiv:1610.02132: ``|x| / norm`` is rounded up or down to one of the
+    numbers 0, 1/levels, 2/levels, ..., 1, without bias: its mean is the value. Norms are Euclidean.
+    Instead of the paper's Elias code each value takes 2 bits (1 level), 4 (up to 7 levels) or 8
+    (up to 127). A norm that is out of the type's range leaves infinities or NaN in its block.
 
     Args:
         levels: above 0; 1, 7 and 127 make the most of the bits.

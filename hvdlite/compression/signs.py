@@ -26,8 +26,8 @@ class Sign(Quantized):
 
     signSGD, Bernstein et al. 2018, arXiv:1802.04434, with the scale of Karimireddy et al. 2019,
     arXiv:1901.09847, who show that it needs `ErrorFeedback` to converge. Of n values x, a rank
-    sends sign(x) and the sum of |x| / n; the result is the ranks' average of the products. Zeros
-    count as positive, since there is no third sign; a tensor of zeros stays zero.
+    sends sign(x) and the sum of ``|x| / n``; the result is the ranks' average of the products.
+    Zeros count as positive, since there is no third sign; a tensor of zeros stays zero.
 
     Args:
         per: whether each ``"tensor"`` has a scale of its own, or the whole ``"bucket"`` has one.
@@ -207,10 +207,10 @@ class TernGrad(Quantized):
     """Send -1, 0 or 1 times a scale, chosen stochastically, in 2 bits.
 
     Wen et al. 2017, arXiv:1705.07878. The scale is the greatest magnitude, and a value x becomes 0
-    or the scale with its sign: with a probability of |x| divided by the scale, so that its mean is
-    the value. The scale is limited by gradient clipping: values beyond ``clip`` standard deviations
-    are clipped to these. Deviations are taken around 0, instead of around the gradients' mean as
-    in the paper, so that tensors of few or equal elements are not clipped to nothing.
+    or the scale with its sign: with a probability of ``|x|`` divided by the scale, so that its mean
+    is the value. The scale is limited by gradient clipping: values beyond ``clip`` standard
+    deviations are clipped to these. Deviations are taken around 0, instead of around the gradients'
+    mean as in the paper, so that tensors of few or equal elements are not clipped to nothing.
 
     Each rank has its own scale, which costs a few bytes, but no agreement in advance.
 

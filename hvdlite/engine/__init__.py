@@ -22,6 +22,7 @@ from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.interrupts import deferred, leave, uninterrupted
 from hvdlite.settings import Settings
+from hvdlite.status import Pending
 from hvdlite.transport import connect
 from hvdlite.world import World
 
@@ -146,6 +147,10 @@ class Engine:
             return f"{kind}.{place}"
         with self._counting:
             return f"{kind}.noname.{next(self._counters[kind])}"
+
+    def pending(self) -> list[Pending]:
+        """Return the operations of all lanes that have not ended."""
+        return [*self.gradients.pending(), *self.named.pending()]
 
     def begin_close(self) -> None:
         """Refuse new operations; those for which other ranks wait fail there."""

@@ -192,7 +192,7 @@ class DeviceExecutor:
 
     Args:
         control: The lane's host transport.
-        settings: Times of reports and time-outs.
+        settings: Times of reports and time-outs, and the choice of the device transport.
 
     Attributes:
         under_way: The start times and results of operations that the device may not have finished.
@@ -200,6 +200,7 @@ class DeviceExecutor:
 
     def __init__(self, control: Transport, settings: Settings) -> None:
         self._control = control
+        self._through_host = settings.device_transport == "host"
         self._timeout = settings.stall_shutdown_time_seconds or _TIMEOUT_SECONDS
         settings = dataclasses.replace(settings, stall_shutdown_time_seconds=self._timeout)
         self._transport: DeviceTransport | None = None
@@ -270,7 +271,7 @@ class DeviceExecutor:
     def _connected(self, memory: DeviceMemory) -> DeviceTransport:
         if self._transport is None:
             self._transport = connect_device(
-                self._control, memory.index, timeout=self._timeout, cuda=memory.cuda
+                self._control, memory.index, self._timeout, memory.cuda, self._through_host
             )
         return self._transport
 

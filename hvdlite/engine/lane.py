@@ -25,6 +25,7 @@ from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
 from hvdlite.interrupts import Interrupted, deferred, is_due, leave, uninterrupted, workers
 from hvdlite.settings import Settings
+from hvdlite.status import Pending
 from hvdlite.transport import Transport
 
 # The lane's thread waits, for at most this many cycles, while operations are submitted at shorter
@@ -46,11 +47,13 @@ class Lane:
 
     Attributes:
         members: The global ranks of the lane's ranks.
+        carrier: What carries the lane's bytes, in reports: the title of its transport.
     """
 
     def __init__(self, name: str, transport: Transport, settings: Settings) -> None:
         self.members = transport.members
         self._name = name
+        self.carrier = transport.title
         self._transport = transport
         transport.lane = name
         self._settings = settings
@@ -88,6 +91,15 @@ class Lane:
     def zero_copy_range(self, size: int) -> slice:
         """Return the `Transport.zero_copy_range` of such an array."""
         return self._transport.zero_copy_range(size)
+
+    @uninterrupted
+    def pending(self) -> list[Pending]:
+        """Return the operations that have not ended."""
+        members = tuple(self.members)
+        return [
+            Pending(f"{self._name}: {name}", title, seconds, members)
+            for name, title, seconds in self._queue.pending()
+        ]
 
     def submit(self, operation: Operation, begin: bool = True) -> Handle:
         """Queue an operation and return its handle at once.

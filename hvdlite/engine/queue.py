@@ -144,6 +144,13 @@ class Queue:
             joined = any(operation.joins for operation in self.operations.values())
             return Pending(descriptions, self.closing, joined)
 
+    def pending(self) -> list[tuple[str, str, float]]:
+        """Return name, title and the seconds since the submission of each operation."""
+        now = time.monotonic()
+        with self.lock:
+            operations = list(self.operations.values())
+        return [(each.name, each.title, now - each.submitted) for each in operations]
+
     def has_changed(self) -> bool:
         """Return whether something has come since the last `report`; called with ``lock`` held."""
         return self._changes != self._changes_reported

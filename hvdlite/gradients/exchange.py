@@ -203,9 +203,8 @@ class GradientExchange:
         """
         ended = True
         try:
-            with timeline.span(_ROW, timeline.SYNCHRONIZE):
-                refusal = self._set_samples(samples)
-                self._complete()
+            refusal = self._set_samples(samples)
+            self._complete()
             self.weight = self.buckets.all[0].weight if self.buckets.all else 1.0
             if self._state is State.LEARNING:
                 self._send_order()

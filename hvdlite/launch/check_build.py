@@ -13,8 +13,8 @@ from hvdlite.build import mpi_built
 from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
 
-# Import name: the distributions that bring it.
-_FRAMEWORKS = {
+#: By name: the module, and the distributions that bring it.
+FRAMEWORKS = {
     "PyTorch": ("torch", ("torch",)),
     "TensorFlow": ("tensorflow", ("tensorflow", "tensorflow-cpu", "tf-nightly")),
     "Keras": ("keras", ("keras", "keras-nightly")),
@@ -46,21 +46,21 @@ def report(environment: Mapping[str, str]) -> str:
 
 def _frameworks() -> list[str]:
     return [
-        _row(name, _version(distributions) if _importable(module) else None)
-        for name, (module, distributions) in _FRAMEWORKS.items()
+        _row(name, version_of(distributions) if importable(module) else None)
+        for name, (module, distributions) in FRAMEWORKS.items()
     ]
 
 
 def _controller() -> str:
-    return _row("MPI", f"mpi4py {_version(('mpi4py',))}" if mpi_built() else None)
+    return _row("MPI", f"mpi4py {version_of(('mpi4py',))}" if mpi_built() else None)
 
 
 def _libraries() -> list[str]:
     """Return rows for the library that mpi4py loads and for the wheels that bring one."""
-    found, answer = _ask([sys.executable, "-c", _ASK_LIBRARY])
+    found, answer = ask_library()
     rows = [_row("loaded by mpi4py", answer if found else None, "" if found else answer)]
     for distribution, name in _WHEELS.items():
-        version = _version((distribution,))
+        version = version_of((distribution,))
         rows.append(_row(name, f"{version} (wheel {distribution})" if version else None))
     return rows
 
@@ -78,15 +78,16 @@ def _row(name: str, found: str | None, remark: str = "") -> str:
     return f"{text}: {found or remark}" if found or remark else text
 
 
-def _importable(module: str) -> bool:
+def importable(module: str) -> bool:
+    """Return whether a module is installed, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
 
 
-def _version(distributions: Sequence[str]) -> str:
-    """Return the version of the first of these that is installed; empty: none is."""
+def version_of(distributions: Sequence[str]) -> str:
+    """Return the version of the first of these distributions that is installed; empty: none is."""
     for distribution in distributions:
         try:
             return metadata.version(distribution)
@@ -95,7 +96,16 @@ def _version(distributions: Sequence[str]) -> str:
     return ""
 
 
-def _ask(command: Sequence[str]) -> tuple[bool, str]:
+def ask_library() -> tuple[bool, str]:
+    """Load MPI in another process, which may crash.
+
+    Returns:
+        Whether that succeeded, and the library's name and version, or the last line printed.
+    """
+    return ask([sys.executable, "-c", _ASK_LIBRARY])
+
+
+def ask(command: Sequence[str]) -> tuple[bool, str]:
     """Run a program, which may crash; return whether it succeeded, and its last line."""
     try:
         answer = subprocess.run(

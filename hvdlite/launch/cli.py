@@ -65,6 +65,10 @@ def _launch(options: argparse.Namespace) -> int:
     if ssh := ssh_arguments(options):
         asked[program.ssh_variable] = ssh
     settings.update(asked)
+    if options.output_filename is None and sys.stderr.isatty():
+        # A rank's standard error is mpirun's pipe. A terminal of unknown width has 0 columns.
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        settings.setdefault("HVDLITE_TERMINAL_COLUMNS", str(columns))
     added = program.settings(root=os.geteuid() == 0, here=here)
     output = _output_folder(options.output_filename)
     with serving() as server:

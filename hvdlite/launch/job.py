@@ -15,6 +15,8 @@ from types import FrameType
 from hvdlite.errors import StartError
 from hvdlite.launch.rank import describe, die_with_parent, shell_code
 from hvdlite.launch.server import Server
+from hvdlite.launch.status import Inquiry
+from hvdlite.status import SIGNAL
 
 _TICK = 0.05
 
@@ -73,14 +75,21 @@ def follow(
     Raises:
         StartError: mpirun cannot be started.
     """
-    with _signals() as received:
+    with _signals() as (received, asked):
         process = _start(arguments, environment, at_terminal, streams)
         steps: list[tuple[float, signal.Signals]] = []
+        inquiry: Inquiry | None = None
         try:
             ending, failed = False, False
             while process.poll() is None:
                 server.serve(_TICK)
                 check()
+                if asked and inquiry is None:
+                    asked.clear()
+                    inquiry = Inquiry(server.folder)
+                if inquiry is not None and inquiry.is_over():
+                    say(inquiry.report())
+                    inquiry = None
                 if received and not ending:
                     ending = True
                     from_terminal = received[0] == signal.SIGINT and at_terminal
@@ -150,22 +159,23 @@ def _from_now(plan: _Plan) -> list[tuple[float, signal.Signals]]:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-    """Collect the signals that end a program instead of obeying them.
+def _signals() -> Iterator[tuple[list[signal.Signals], list[signal.Signals]]]:
+    """Collect the signals that end a program, and those that ask what it does.
 
     Only the main thread gets signals; in another there is nothing to collect.
     """
     received: list[signal.Signals] = []
+    asked: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield received, asked
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
+        (asked if number == SIGNAL else received).append(signal.Signals(number))
 
-    previous = {number: signal.signal(number, note) for number in _HANDLED}
+    previous = {number: signal.signal(number, note) for number in (*_HANDLED, SIGNAL)}
     try:
-        yield received
+        yield received, asked
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

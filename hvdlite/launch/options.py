@@ -245,7 +245,7 @@ _OTHER_NAMES = {
     "stall_check_enabled": "stall_check",
 }
 
-_ALL = [option for options in _GROUPS.values() for option in options]
+OPTIONS = [option for options in _GROUPS.values() for option in options]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -258,7 +258,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         SystemExit: a mistake in either, of which the user has been told; or a request for help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(words)
     if options.config_file is not None:
         configured = list(_configured(options.config_file))
@@ -271,7 +271,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def without_effect(options: argparse.Namespace) -> Iterator[str]:
     """Yield a line for each option that was given and has no effect."""
-    for option in _ALL:
+    for option in OPTIONS:
         if not option.has_effect and option.of(options) is not None:
             yield f"{option.spellings[0]} has no effect: {option.help}"
 
@@ -279,7 +279,7 @@ def without_effect(options: argparse.Namespace) -> Iterator[str]:
 def variables(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables that the options set."""
     found = {}
-    for option in _ALL:
+    for option in OPTIONS:
         value = option.of(options)
         if value is not None:
             text = str(int(value)) if isinstance(value, bool) else str(value)
@@ -294,7 +294,7 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
 
 def ssh_arguments(options: argparse.Namespace) -> str:
     """Return the arguments for ssh that the options set."""
-    values = ((option, option.of(options)) for option in _ALL if option.ssh)
+    values = ((option, option.of(options)) for option in OPTIONS if option.ssh)
     return " ".join(option.ssh.format(value) for option, value in values if value is not None)
 
 
@@ -314,7 +314,7 @@ def mpirun_arguments(options: argparse.Namespace) -> list[str]:
     return words
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser that reports each mistake in one line.
 
     Attributes:
@@ -329,8 +329,9 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(StartError.USAGE)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def make_parser() -> Parser:
+    """Return the parser of ``hvdliterun``, as it is before a config file is read."""
+    parser = Parser(
         prog="hvdliterun",
         usage="hvdliterun -np N [options] COMMAND [ARGUMENTS]",
         description="Run a command on N processes through mpirun.",
@@ -369,7 +370,7 @@ def _add(group: Any, option: Option) -> None:
 
 def _configured(path: str) -> Iterator[str]:
     """Yield the words of a command line that is equivalent to a config file."""
-    known = {option.name: option for option in _ALL}
+    known = {option.name: option for option in OPTIONS}
     for section, key, value in _entries(path):
         name = _SECTIONS[section] + key if section in _SECTIONS else ""
         option = known.get(_OTHER_NAMES.get(name, name))

@@ -65,6 +65,7 @@ class Server:
         task: what a rank of `hvdlite.run` gets when it asks.
 
     Attributes:
+        folder: the folder given.
         address: where the ranks connect to.
         key: what they must know; empty where only this user can connect.
         results: the parts of the results, by rank.
@@ -83,6 +84,7 @@ class Server:
         self.wants_end = False
         self.connected: set[int] = set()
         self.printed: list[str] = []
+        self.folder = folder
         self._task = task
         self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MAX_WAITING)
         self._closed = False

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlite.recipe.sharding import Sharding
+from hvdlite.recipe.streams import Stream
 
 
 class Batches:
@@ -120,15 +121,18 @@ def shard(
     rank: int | None = None,
     size: int | None = None,
     allow_empty: bool = False,
-) -> Batches:
+) -> Any:
     """Distribute a data set over the ranks: each sample once per epoch, remainder included.
 
     Args:
         data: An array (first axis: samples), a tuple or dict of arrays of equal length, or a
             sequence of samples (a list, a map-style data set). Batches of arrays are arrays,
-            batches of a sequence lists, batches of a tuple or dict the same of their parts.
+            batches of a sequence lists, batches of a tuple or dict the same of their parts. An
+            iterable without a length, such as a generator, is dealt sample by sample (see
+            `Stream`): all ranks read the same samples in the same order.
         batch_size: Samples per rank and step.
-        shuffle: Whether to permute the samples anew in each epoch; False for evaluation.
+        shuffle: Whether to permute the samples anew in each epoch; False for evaluation, and for
+            an iterable without a length.
         seed: Of the permutations; the same on all ranks.
         rank: The rank whose batches to return; None: this process's.
         size: The number of ranks; None: that of the world.
@@ -136,10 +140,11 @@ def shard(
             ranks (for evaluation).
 
     Returns:
-        The rank's batches, to be iterated once per epoch; see `Batches`.
+        The rank's batches, to be iterated once per epoch; see `Batches` and `Stream`.
 
     Raises:
-        ValueError: Lengths disagree, or a number is out of range (see `Sharding`).
+        ValueError: Lengths disagree, a number is out of range (see `Sharding`), or an iterable
+            without a length is to be shuffled.
         TypeError: ``data`` has no length or no items.
 
     Example:
@@ -148,6 +153,13 @@ def shard(
         >>> [labels.tolist() for _, labels in batches]
         [[2, 3], [6, 7], [9]]
     """
+    if hasattr(data, "__iter__") and not hasattr(data, "__len__") and not hasattr(data, "shape"):
+        if shuffle:
+            raise ValueError(
+                f"data is a {type(data).__name__} of unknown length, which cannot be permuted: "
+                "pass shuffle=False, and shuffle in it, with the same seed on all ranks"
+            )
+        return Stream(data, batch_size, rank, size, allow_empty)
     lengths = dict(_lengths(data, "data"))
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"len({name}) = {length}" for name, length in lengths.items())

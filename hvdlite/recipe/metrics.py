@@ -1,4 +1,4 @@
-"""Averages of metrics over all ranks."""
+"""Metrics of all ranks, whose shards may differ in size: averages, sums, gathered values."""
 
 from __future__ import annotations
 
@@ -6,8 +6,25 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hvdlite import collectives, world
+from hvdlite.arrays import as_array, describe
 from hvdlite.errors import HorovodInternalError
+
+
+class _Layout(NamedTuple):
+    """The arrays that one rank gives to `gather`, or the problem with them."""
+
+    samples: int
+    rows: tuple[tuple[Any, tuple[int, ...]], ...]  # dtype and shape of each array's rows
+    has_places: bool
+    problem: str | None
+
+    def __str__(self) -> str:
+        shown = self.rows[:-1] if self.has_places else self.rows
+        rows = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in shown)
+        return f"rows of {rows} {'with' if self.has_places else 'without'} indices"
 
 
 class _Entry(NamedTuple):
@@ -40,11 +57,124 @@ def average_metrics(metrics: Mapping[str, float], weight: float = 1.0) -> dict[s
     """
     entries = collectives.allgather_object(_entry_of(metrics, weight), name="average_metrics")
     _check(entries)
+    if not any(entry.weight for entry in entries):
+        raise ValueError(
+            f"the weights of all {len(entries)} ranks are 0: pass the number of samples of each "
+            "rank as weight"
+        )
     total = sum(entry.weight for entry in entries)
     return {
         key: sum(r.weight * r.values[key] for r in entries if r.weight > 0) / total
         for key in entries[world.rank()].values
     }
+
+
+def sum_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Add up metrics over all ranks, such as the numbers of samples and of hits.
+
+    Collective, in one exchange, with the errors of `average_metrics`. A rank without samples gives
+    zeros.
+
+    Example::
+
+        total = hvd.sum_metrics({"correct": correct, "count": count})
+        accuracy = total["correct"] / total["count"]
+
+    Args:
+        metrics: As for `average_metrics`.
+
+    Returns:
+        The sums, in the order of ``metrics``, as floats.
+    """
+    entries = collectives.allgather_object(_entry_of(metrics, 1.0), name="sum_metrics")
+    _check(entries)
+    return {
+        key: math.fsum(entry.values[key] for entry in entries)
+        for key in entries[world.rank()].values
+    }
+
+
+def gather(values: Any, indices: Any = None) -> Any:
+    """Return the values of all ranks' samples, in the order of the data set.
+
+    For metrics that need all predictions at once, such as a median or the area under a curve.
+    Collective; ranks may have different numbers of samples, also none.
+
+    Example::
+
+        sharding = hvd.Sharding(len(images), 256, shuffle=False, allow_empty=True)
+        indices = np.concatenate(sharding.indices(0))
+        predictions = hvd.gather(model(images[indices]), indices)
+
+    Args:
+        values: An array or a tensor (first axis: samples), a list of such batches, or a tuple of
+            these, for example predictions and labels. A rank without samples may give ``[]``.
+        indices: The place of each of them in the data set: integers, or a list of arrays of
+            integers as `Sharding.indices` returns it. None: rank by rank.
+
+    Returns:
+        An array, the same on all ranks; a tuple of arrays for a tuple. A place that came twice, as
+        the padding of a sampler, is there once.
+
+    Raises:
+        ValueError: On all ranks: a rank's values and indices differ in number, or cannot be sent.
+        HorovodInternalError: On all ranks: their values differ in dtype, shape or number, or some
+            have indices and others have none.
+    """
+    several = isinstance(values, tuple)
+    arrays, own = _arrays_of(values if several else (values,), indices)
+    layouts = collectives.allgather_object(own, name="gather")
+    problems = [f"rank {rank}: {r.problem}" for rank, r in enumerate(layouts) if r.problem]
+    if problems:
+        raise ValueError("values cannot be gathered: " + "; ".join(problems))
+    # A rank without samples knows neither the dtype nor the shape of a row.
+    known = {str(each): (rank, each) for rank, each in enumerate(layouts) if each.samples}
+    if len(known) > 1:
+        found = "; ".join(f"rank {rank} has {text}" for text, (rank, _) in known.items())
+        raise HorovodInternalError(f"ranks gather different values: {found}; give the same on all")
+    _, layout = next(iter(known.values()), (0, own))
+    if not own.samples:
+        arrays = [np.empty((0, *shape), dtype) for dtype, shape in layout.rows]
+    gathered = [
+        collectives.allgather(array, name=f"gather: {number}")
+        for number, array in enumerate(arrays)
+    ]
+    if layout.has_places:
+        _, order = np.unique(gathered.pop(), return_index=True)
+        gathered = [array[order] for array in gathered]
+    return tuple(gathered) if several else gathered[0]
+
+
+def _arrays_of(values: tuple[Any, ...], indices: Any) -> tuple[list[Any], _Layout]:
+    """Return this rank's arrays, the indices last, without raising: the other ranks wait."""
+    try:
+        arrays = [_joined(value) for value in values]
+        if indices is not None:
+            places = _joined(indices)
+            if places.size and (places.dtype.kind not in "iu" or places.ndim != 1):
+                raise ValueError(f"indices are {describe(places)}, expected integers[n]")
+            arrays.append(places.astype(np.int64))
+        counts = [len(array) for array in arrays]
+        if len(set(counts)) > 1:
+            last = ", the last of them indices" if indices is not None else ""
+            raise ValueError(f"found {counts} rows{last}, expected as many in each array")
+    except Exception as error:
+        return [], _Layout(0, (), False, str(error))
+    rows = tuple((array.dtype, array.shape[1:]) for array in arrays)
+    return arrays, _Layout(counts[0], rows, indices is not None, None)
+
+
+def _joined(value: Any) -> Any:
+    """Return an array on the host, of a tensor or of a list of batches."""
+    if not isinstance(value, list):
+        array = as_array(value.detach().cpu() if hasattr(value, "detach") else value)
+        if not array.ndim:
+            raise ValueError(f"found {value!r}, expected an array whose first axis are samples")
+        return array
+    parts = [as_array(part.detach().cpu() if hasattr(part, "detach") else part) for part in value]
+    if not parts or not parts[0].ndim:  # no batches, or a list of numbers
+        return np.array(parts)
+    return np.concatenate(parts)
 
 
 def _entry_of(metrics: Mapping[str, float], weight: float) -> _Entry:
@@ -73,10 +203,10 @@ def _scalar(name: str, value: Any) -> float:
 
 
 def _check(entries: list[_Entry]) -> None:
-    """Raise the same error on all ranks if the entries cannot be averaged."""
+    """Raise the same error on all ranks if the entries cannot be combined."""
     problems = [f"rank {rank}: {r.problem}" for rank, r in enumerate(entries) if r.problem]
     if problems:
-        raise ValueError("metrics cannot be averaged: " + "; ".join(problems))
+        raise ValueError("metrics cannot be combined: " + "; ".join(problems))
     names = set().union(*(entry.values for entry in entries))
     missing = {
         name: ranks
@@ -88,9 +218,4 @@ def _check(entries: list[_Entry]) -> None:
         raise HorovodInternalError(
             f"ranks have different metrics: {found}. Pass the same names on all ranks, "
             "with weight 0 where a rank has no samples"
-        )
-    if not any(entry.weight for entry in entries):
-        raise ValueError(
-            f"the weights of all {len(entries)} ranks are 0: pass the number of samples of each "
-            "rank as weight"
         )

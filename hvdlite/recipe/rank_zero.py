@@ -6,7 +6,7 @@ import functools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from hvdlite import collectives, world
 
@@ -37,6 +37,27 @@ def on_rank_zero(function: Callable[_P, _Result]) -> Callable[_P, _Result | None
         return function(*args, **kwargs) if world.rank() == 0 else None
 
     return only_there
+
+
+class StandIn:
+    """Stands on other ranks for an object of rank 0: its methods do nothing and return None.
+
+    Args:
+        kind: The object's class. Names that it lacks are an error on all ranks.
+    """
+
+    def __init__(self, kind: type[Any]) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        getattr(self._kind, name)
+        return lambda *args, **kwargs: None
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 @contextmanager

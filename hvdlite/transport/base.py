@@ -42,6 +42,7 @@ class Transport(ABC):
         size: the number of ranks.
         max_digests: the number of digests that ranks can compare in one `meet`.
         lane: the name of the lane that uses the transport, for the timeline.
+        title: what carries the bytes, in reports.
         members: global ranks, used in messages; in a process set they differ from 0, 1, ...
     """
 
@@ -50,6 +51,7 @@ class Transport(ABC):
     members: Sequence[int] = range(2**31)
     max_digests: int = 1
     lane: str = ""
+    title: str = ""
 
     @abstractmethod
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:

@@ -30,6 +30,8 @@ class HierarchicalTransport(MPITransport):
         nodes: the number of nodes.
     """
 
+    title = "shared memory within nodes, MPI between them"
+
     def __init__(self, MPI: Any, world: World, node: SharedMemoryTransport, nodes: int) -> None:  # noqa: N803
         super().__init__(MPI, world.comm, world.ranks)
         self._node = node

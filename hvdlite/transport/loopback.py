@@ -13,6 +13,7 @@ from hvdlite.world import World
 class Loopback(Transport):
     """A transport that returns what it is given."""
 
+    title = "one rank"
     rank = 0
     size = 1
     max_digests = 1024

@@ -57,6 +57,7 @@ class MPITransport(Transport):
         members: global ranks, used in messages; None: the communicator's own.
     """
 
+    title = "MPI"
     max_digests = 32
 
     def __init__(self, MPI: Any, comm: Any, members: Sequence[int] | None = None) -> None:  # noqa: N803

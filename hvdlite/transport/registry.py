@@ -61,18 +61,24 @@ def connect(MPI: Any, world: World, shared_memory: bool = True) -> Transport:  #
 
 
 def connect_device(
-    control: Transport, device: int, timeout: float | None = None, cuda: Cuda | None = None
+    control: Transport,
+    device: int,
+    timeout: float | None = None,
+    cuda: Cuda | None = None,
+    through_host: bool = False,
 ) -> DeviceTransport:
     """Return the best transport for arrays on this rank's device; collective.
 
     It is NCCL's where all ranks have the same version of it, and each a device of its own;
-    otherwise one that goes through the host, on all ranks, and rank 0 logs a warning.
+    otherwise one that goes through the host, on all ranks, and rank 0 logs a warning, unless
+    ``through_host`` asks for it.
 
     Args:
         control: the host transport of the same ranks, called in the thread that uses it.
         device: the number of this rank's device.
         timeout: seconds after which work that the host waits for has failed; None: never.
         cuda: the devices; None: those of cupy.
+        through_host: leave NCCL out; the same on all ranks.
 
     Raises:
         HorovodInternalError: a rank cannot use its device, or has no cupy; on all ranks.
@@ -90,7 +96,7 @@ def connect_device(
                 "cupy on all ranks (pip install 'hvdlite[cuda13]')"
             )
     assert cuda is not None
-    for candidate in DEVICE_TRANSPORTS:
+    for candidate in (HostStaged.connect,) if through_host else DEVICE_TRANSPORTS:
         made = candidate(cuda, control, device, everywhere, timeout)
         if not isinstance(made, str):
             return made

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from tests.benchmarks import job
+from hvdlite.bench import job
 
 _RUNS = 101
 _ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="list the functions of each case")
     arguments = parser.parse_args()
-    cases, _ = job.run(2, "tests.benchmarks.calls:count", {})
+    cases = job.run(2, "tests.benchmarks.calls:count", {}).result
     print(f"{'':<12}{'calls':>7}{'functions':>11}{'files':>7}{'classes':>9}")
     for name, calls in cases.items():
         functions = list(dict.fromkeys(map(tuple, calls)))

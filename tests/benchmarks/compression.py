@@ -16,7 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tests.benchmarks import job, report
+from hvdlite.bench import job, report
+from hvdlite.cli.arguments import positive
+from tests.benchmarks import files
 from tests.benchmarks.strategies import BY_NAME
 from tests.harness.mpirun import ROOT
 
@@ -36,11 +38,9 @@ def main() -> None:
         "seeds": 1 if options.quick else options.seeds,
         "rounds": 1 if options.quick else options.rounds,
     }
-    results, versions = job.run(
-        options.ranks, "tests.benchmarks.compression_ranks:measure", arguments
-    )
-    document = report.save(options.output, "compression", facts, versions, options, results)
-    print(table(results))
+    outcome = job.run(options.ranks, "tests.benchmarks.compression_ranks:measure", arguments)
+    document = files.save(options.output, "compression", facts, outcome, options)
+    print(table(outcome.result))
     print()
     print(report.describe(document))
     if "mnist" not in arguments["epochs"] and not options.costs_only:
@@ -51,18 +51,16 @@ def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=report.positive, default=2)
+    parser.add_argument("--ranks", type=positive, default=2)
     parser.add_argument(
         "--strategies", nargs="+", choices=tuple(BY_NAME), default=list(BY_NAME), metavar="NAME"
     )
     parser.add_argument("--mnist", default=str(_MNIST), help="folder of its IDX files")
-    parser.add_argument("--seeds", type=report.positive, default=3, help="(%(default)s)")
-    parser.add_argument(
-        "--rounds", type=report.positive, default=9, help="of the timings (%(default)s)"
-    )
+    parser.add_argument("--seeds", type=positive, default=3, help="(%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=9, help="of the timings (%(default)s)")
     parser.add_argument("--costs-only", action="store_true", help="without the accuracies")
     parser.add_argument("--quick", action="store_true", help="one seed, one epoch, one round")
-    parser.add_argument("--output", type=Path, default=report.DEFAULT_OUTPUT)
+    parser.add_argument("--output", type=Path, default=files.DEFAULT_OUTPUT)
     return parser.parse_args()
 
 

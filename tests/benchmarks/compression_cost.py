@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.bench import statistics
+from hvdlite.bench.measurement import Contender, Limit, interleave, meet, timed
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Loopback, Transport
-from tests.benchmarks import statistics
-from tests.benchmarks.measurement import Contender, Limit, interleave, meet, timed
 from tests.benchmarks.strategies import DENSE, Entry
 
 PARAMETERS = [Parameter(f"weight {n}", (512, 512), np.dtype(np.float32)) for n in range(25)]

@@ -11,12 +11,14 @@ from mpi4py import MPI
 
 import hvdlite.torch as hvd
 from hvdlite import world
+from hvdlite.bench.job import say, watch
+from hvdlite.bench.measurement import meet
 from hvdlite.transport import connect
 from tests.benchmarks import compression_cost, traffic
 from tests.benchmarks.compression_training import Data, accuracy, bytes_per_step
-from tests.benchmarks.job import say
-from tests.benchmarks.measurement import meet
 from tests.benchmarks.strategies import BY_NAME, DENSE, Entry
+
+_SECONDS = 1800.0  # for all trainings with a strategy
 
 
 def measure(
@@ -53,11 +55,13 @@ def measure(
     with traffic.counting() as counter:
         hvd.init(comm)
     say(comm, "one process")
+    watch(_SECONDS)
     alone = {"strategy": "one process", "title": "one process", "accuracy": accuracies(None)}
     records: list[dict[str, Any]] = [alone]
     dense = bytes_per_step(comm, DENSE, counter)
     for entry in (BY_NAME[name] for name in names):
         say(comm, entry.name)
+        watch(_SECONDS)
         sent = bytes_per_step(comm, entry, counter)
         records.append(
             {

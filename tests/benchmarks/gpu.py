@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from rich.table import Table
 
+from hvdlite.bench import job, report, statistics
+from hvdlite.bench.measurement import Limit, Rounds, meet, order, timed
+from hvdlite.cli.arguments import positive
 from hvdlite.reduction import Scaling, Sum
 from hvdlite.transport import connect
 from hvdlite.transport.gpu.base import DeviceTransport
@@ -29,8 +31,7 @@ from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.registry import connect_device
 from hvdlite.world import World
-from tests.benchmarks import job, report, statistics
-from tests.benchmarks.measurement import Limit, Rounds, meet, order, timed
+from tests.benchmarks import files
 
 _SIZES = [4 * 2**10 * 4**step for step in range(9)]  # 4 KiB to 256 MiB
 _SMALL, _CALLS_IF_SMALL = 2**20, 20
@@ -43,16 +44,16 @@ def main() -> None:
     options = _parse_options()
     devices = _count_devices()
     ranks = options.ranks or max(2, devices)
-    arguments = {"sizes": _SIZES, "limit": report.limits(options)}
+    arguments = {"sizes": _SIZES, "limit": files.limits(options)}
     facts = report.machine()
-    records, versions = job.run(ranks, "tests.benchmarks.gpu:measure", arguments)
+    outcome = job.run(ranks, "tests.benchmarks.gpu:measure", arguments)
+    records = outcome.result
     facts["devices"] = records[0]["devices"]
-    document = report.save(options.output, "gpu", facts, versions, options, records)
-    console = report.console()
-    console.print(_table(records))
+    document = files.save(options.output, "gpu", facts, outcome, options)
+    print(_table(records))
     shared = "" if ranks <= devices else f", shared by {ranks} ranks"
-    console.print(f"{', '.join(sorted(set(facts['devices'])))}{shared}", markup=False)
-    console.print(report.describe(document), markup=False)
+    print(f"{', '.join(sorted(set(facts['devices'])))}{shared}")
+    print(report.describe(document))
 
 
 def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list[dict[str, Any]]:
@@ -213,20 +214,19 @@ def _count_devices() -> int:
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=report.positive, help="one for each device, and 2 at least")
-    report.add_common_options(parser, rounds=100, seconds=5.0)
+    parser.add_argument("--ranks", type=positive, help="one for each device, and 2 at least")
+    files.add_common_options(parser, rounds=100, seconds=5.0)
     return parser.parse_args()
 
 
-def _table(records: Sequence[dict[str, Any]]) -> Table:
+def _table(records: Sequence[dict[str, Any]]) -> str:
     names = list(records[0]["seconds"])
-    table = Table(title=f"In-place sum of float32 on GPUs, {records[0]['ranks']} ranks, medians")
-    for heading in ("size", "rounds", *names):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
     for record in records:
         times = (report.time_text(record["seconds"][name]["median"]) for name in names)
-        table.add_row(report.size_text(record["bytes"]), str(record["rounds"]), *times)
-    return table
+        rows.append([report.size_text(record["bytes"]), str(record["rounds"]), *times])
+    title = f"In-place sum of float32 on GPUs, {records[0]['ranks']} ranks, medians"
+    return f"{title}\n{report.table(['size', 'rounds', *names], rows)}"
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.table import Table
-
-from tests.benchmarks import job, plots, report
+from hvdlite.bench import job, report
+from hvdlite.cli.arguments import positive
+from tests.benchmarks import files, plots
 
 
 def main() -> None:
@@ -24,14 +24,13 @@ def main() -> None:
         "processes": processes,
         "batch": options.batch,
         "steps": options.steps,
-        "limit": report.limits(options),
+        "limit": files.limits(options),
     }
-    results, versions = job.run(processes[-1], "tests.benchmarks.scaling_ranks:measure", arguments)
-    document = report.save(options.output, "scaling", facts, versions, options, results)
+    outcome = job.run(processes[-1], "tests.benchmarks.scaling_ranks:measure", arguments)
+    document = files.save(options.output, "scaling", facts, outcome, options)
     plots.scaling(document, options.output / "scaling.png")
-    console = report.console()
-    console.print(_table(results))
-    console.print(report.describe(document), markup=False)
+    print(_table(outcome.result))
+    print(report.describe(document))
 
 
 def _parse_options() -> argparse.Namespace:
@@ -39,19 +38,18 @@ def _parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--ranks", type=report.positive, action="append", help="may be repeated (1, 2 and 4)"
+        "--ranks", type=positive, action="append", help="may be repeated (1, 2 and 4)"
     )
     parser.add_argument(
-        "--batch", type=report.positive, default=32, help="images per process (%(default)s)"
+        "--batch", type=positive, default=32, help="images per process (%(default)s)"
     )
-    parser.add_argument("--steps", type=report.positive, default=2, help="in a row (%(default)s)")
-    report.add_common_options(parser, rounds=20, seconds=190.0)
+    parser.add_argument("--steps", type=positive, default=2, help="in a row (%(default)s)")
+    files.add_common_options(parser, rounds=20, seconds=190.0)
     return parser.parse_args()
 
 
-def _table(records: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"ResNet-18 at 32x32, batch {records[0]['batch_per_process']} per process")
-    for heading in (
+def _table(records: list[dict[str, Any]]) -> str:
+    headings = (
         "processes",
         "rounds",
         "images/s (10 - 90 %)",
@@ -59,20 +57,23 @@ def _table(records: list[dict[str, Any]]) -> Table:
         "of 1 process",
         "efficiency",
         "of the limit",
-    ):
-        table.add_column(heading, justify="right")
+    )
+    rows = []
     for record in records:
         images = record["images_per_second"]
-        table.add_row(
-            str(record["processes"]),
-            str(record["rounds"]),
-            _images_text(images["hvdlite"]),
-            _images_text(images["alone"]),
-            f"{record['speedup']['median']:.2f}x",
-            f"{record['efficiency']['median']:.0%}",
-            f"{record['of_limit']['median']:.1%}",
+        rows.append(
+            [
+                str(record["processes"]),
+                str(record["rounds"]),
+                _images_text(images["hvdlite"]),
+                _images_text(images["alone"]),
+                f"{record['speedup']['median']:.2f}x",
+                f"{record['efficiency']['median']:.0%}",
+                f"{record['of_limit']['median']:.1%}",
+            ]
         )
-    return table
+    title = f"ResNet-18 at 32x32, batch {records[0]['batch_per_process']} per process"
+    return f"{title}\n{report.table(headings, rows)}"
 
 
 def _images_text(values: dict[str, float]) -> str:

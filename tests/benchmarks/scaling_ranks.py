@@ -10,10 +10,11 @@ import torch
 from mpi4py import MPI
 
 import hvdlite.torch as hvd
-from tests.benchmarks import statistics, torch_replicas
-from tests.benchmarks.job import say
-from tests.benchmarks.measurement import Limit, Rounds, meet, order, timed
-from tests.benchmarks.torch_replicas import Replica
+from hvdlite.bench import statistics
+from hvdlite.bench.job import say
+from hvdlite.bench.measurement import Limit, Rounds, meet, order, timed
+from hvdlite.torch import benchmark
+from hvdlite.torch.benchmark import Replica
 
 WORKLOAD = "resnet"
 # After a start: one in which the parameters are compared, one in which the buckets are packed anew,
@@ -66,7 +67,7 @@ def measure(
 def _replicas(comm: MPI.Comm, batch: int) -> list[Replica]:
     """Make the contenders on all ranks at once, and train them a first time."""
     hvd.init(comm)
-    ways = {"alone": torch_replicas.alone, "hvdlite": torch_replicas.hvdlite}
+    ways = {"alone": benchmark.alone, "hvdlite": benchmark.hvdlite}
     replicas = [Replica(name, WORKLOAD, batch, comm.rank, wrap) for name, wrap in ways.items()]
     for replica in replicas:
         replica.step()

@@ -8,34 +8,42 @@ of 3.9 million weights, whose gradients are 15.8 MB.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
-from tests.benchmarks import job, report
+from hvdlite.bench import job, report
+from tests.benchmarks import files
 from tests.benchmarks.strategies import BY_NAME, ON_A_SLOW_LINK
 from tests.harness.hosts import HostsUnavailableError, Network, network_hosts
 from tests.launch import launcher
 
 RANKS = 2
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_SECONDS = 1800.0
+_PROGRAM = f"""
+import json, sys
+from hvdlite.bench import job
+function, arguments, hosts = sys.argv[1:]
+print(json.dumps(job.run({RANKS}, function, json.loads(arguments), hosts=hosts)))
+"""
 
 
 def main() -> None:
     """Measure, print, write the JSON; say so where it cannot be done here."""
     options = _parse_options()
     facts = report.machine()
-    arguments = {"names": options.strategies, "limit": report.limits(options)}
+    arguments = {"names": options.strategies, "limit": files.limits(options)}
     function = "tests.benchmarks.slow_link_ranks:measure"
     try:
         with network_hosts(RANKS, options.rate) as network:
-            results, versions = job.run(RANKS, function, arguments, launch=_over(network))
+            outcome = _run(network, function, arguments)
     except HostsUnavailableError as error:
         print(f"nothing measured: {error}")
         return
-    document = report.save(options.output, "slow_link", facts, versions, options, results)
+    document = files.save(options.output, "slow_link", facts, outcome, options)
     print(f"{options.rate / 1e6:g} Mbit/s, {RANKS} hosts of one rank")
     print()
-    print(table(results))
+    print(table(outcome.result))
     print()
     print(report.describe(document))
 
@@ -52,21 +60,20 @@ def _parse_options() -> argparse.Namespace:
         default=list(ON_A_SLOW_LINK),
         metavar="NAME",
     )
-    report.add_common_options(parser, rounds=10, seconds=120.0)
+    files.add_common_options(parser, rounds=10, seconds=120.0)
     return parser.parse_args()
 
 
-def _over(network: Network) -> job.Launch:
-    """Run ranks on the hosts, one on each."""
-
-    def launch(size: int, ranks: list[str]) -> int:
-        hosts = network.slots(*[1] * size)
-        command = launcher.command("-np", size, "-H", hosts, sys.executable, *ranks)
-        done = network.run(command, launcher.environment(_ONE_THREAD), timeout=job.SECONDS)
-        sys.stderr.write(done.stdout + done.stderr)
-        return done.returncode
-
-    return launch
+def _run(network: Network, function: str, arguments: dict[str, Any]) -> job.Outcome:
+    """Run the job from the network's first host, with one rank on each."""
+    words = [function, json.dumps(arguments), network.slots(*[1] * RANKS)]
+    done = network.run(
+        [sys.executable, "-c", _PROGRAM, *words], launcher.environment(), timeout=_SECONDS
+    )
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return job.Outcome(*json.loads(done.stdout.splitlines()[-1]))
 
 
 def table(records: list[dict[str, Any]]) -> str:

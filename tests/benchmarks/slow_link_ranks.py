@@ -11,9 +11,10 @@ import torch
 from mpi4py import MPI
 
 import hvdlite.torch as hvd
-from tests.benchmarks import statistics, traffic
+from hvdlite.bench import statistics
+from hvdlite.bench.measurement import Contender, Limit, interleave
+from tests.benchmarks import traffic
 from tests.benchmarks.compression_training import distributed, make_model, train_step
-from tests.benchmarks.measurement import Contender, Limit, interleave
 from tests.benchmarks.strategies import BY_NAME, DENSE, Entry
 from tests.benchmarks.traffic import Traffic
 

@@ -44,6 +44,15 @@ def read(rank, handle):
     return rank.memory.read(handle.wait().take())
 
 
+@pytest.mark.parametrize(("transport", "communicators"), [("auto", 2), ("host", 0)])
+def test_the_setting_chooses_the_transport(connect, caplog, transport, communicators):
+    ranks = connect(2, device_transport=transport)
+    found = on_all_ranks(lambda rank: read(rank, rank.named.submit(total(rank))), ranks.ranks)
+    assert [array.tolist() for array in found] == [[3.0] * 5] * 2
+    assert len(ranks.node.communicators) == communicators
+    assert caplog.records == []
+
+
 @SIZES
 def test_allreduce_of_every_kind_and_step_after_step(connect, size):
     ranks = connect(size)

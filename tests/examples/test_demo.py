@@ -58,6 +58,7 @@ def test_table(demo, monkeypatch, capfd):
     assert err == "Quick on 3 processes\n"
 
 
+@pytest.mark.slow
 def test_options_are_passed_on(demo, monkeypatch):
     options = SimpleNamespace(processes=1, data_dir=None, epochs=4)
     result = demo._train(demo.FRAMEWORKS[0][2], options)

@@ -38,6 +38,7 @@ def check(lines, epochs):
     assert lines[-1] == "2 processes, equal weights: True"
 
 
+@pytest.mark.slow
 def test_with_hvdliterun():
     options = ["--epochs", 4]
     command = launcher.command("--horovod", "-np", 2, sys.executable, SCRIPT, *options)

@@ -62,6 +62,7 @@ def _check_refusal(job, *words):
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_used(tmp_path):
     pytest.importorskip("torch")
     path = idx.write(tmp_path) / "t10k-labels-idx1-ubyte"

@@ -150,8 +150,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _framework(item: pytest.Item) -> str:
-    """Return the framework that a test is about, by its folder or the name of its file."""
-    names = (item.path.parent.name, item.path.stem.removeprefix("test_"))
+    """Return the framework that a test is about, by its folder, its file or its name."""
+    places = (item.path.parent.name, item.path.stem, getattr(item, "originalname", ""))
+    names = [place.removeprefix("test_") for place in places]
     return next((name for name in names if name in _FRAMEWORKS), "")
 
 

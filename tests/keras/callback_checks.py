@@ -18,6 +18,7 @@ import pytest
 
 import hvdlite.keras as hvd
 from hvdlite.keras import _keras3
+from tests import events
 from tests.keras.measures import close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, STEPS, TORCH, data, fit, make_model, own, reference
 
@@ -52,6 +53,29 @@ def test_steps_are_compiled_without_xla():
         logging.getLogger("hvdlite").removeHandler(handler)
     words = [message for message in messages if "without XLA" in message]
     assert len(words) == (0 if TORCH or hvd.rank() else 1)
+
+
+def test_events_are_averages_and_of_one_writer():
+    pytest.importorskip("tensorboard")
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+    model = make_model()
+    history = fit(
+        model,
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+        *map(own, data()),
+        BATCH,
+        epochs=2,
+        callbacks=[
+            hvd.callbacks.MetricAverageCallback(),
+            hvd.summary_writer(folder, write_graph=False),
+        ],
+    )
+    losses = hvd.allgather_object(history.history["loss"])
+    assert losses == [losses[0]] * hvd.size()
+    hvd.barrier()
+    assert len(events.files(folder)) == 1
+    found = [loss for _, loss in events.scalars(folder)["epoch_loss"]]
+    assert found == pytest.approx(losses[0], rel=1e-6)
 
 
 def test_saved_models_know_nothing_of_hvdlite():

@@ -12,7 +12,7 @@ from tests.keras import checks_in, run
 # Keras' own, with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-KERAS_3 = ("optimizer", "loop", "callback", "schedule")
+KERAS_3 = ("optimizer", "loop", "callback", "schedule", "seed")
 
 
 def needs(*modules):
@@ -44,6 +44,12 @@ def needs(*modules):
             "without_xla",
             "learning_rates_follow",
             "post_local",
+            "diloco",
+            "execution_and_a_broadcast",
+            "every_adapter",
+            "overflow",
+            "seeded_layers",
+            "around_accumulation",
         ],
     ),
 )
@@ -64,7 +70,7 @@ def test_tensorflow_on_an_odd_number_of_ranks(check):
 @ranks(2, timeout=240, env={"KERAS_BACKEND": "torch"})
 @pytest.mark.parametrize(
     "check",
-    checks_in(*KERAS_3, fast=["exchanges_in_every", "backward_passes_add_up", "uneven", "local"]),
+    checks_in(*KERAS_3, fast=()),
 )
 def test_torch(check):
     run(check)
@@ -72,7 +78,7 @@ def test_torch(check):
 
 @needs("tensorflow", "tf_keras")
 @ranks(2, timeout=240, env={"TF_USE_LEGACY_KERAS": "1"})
-@pytest.mark.parametrize("check", checks_in("legacy", fast=["legacy_keras", "exchanges_in_every"]))
+@pytest.mark.parametrize("check", checks_in("legacy", fast=()))
 def test_legacy(check):
     run(check)
 

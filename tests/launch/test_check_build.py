@@ -51,4 +51,4 @@ def test_check_build_where_everything_is_missing():
 
 def test_a_crash_of_the_library_is_a_remark():
     code = "import os; os.kill(os.getpid(), 11)"
-    assert check_build._ask([sys.executable, "-c", code]) == (False, "exit code -11")
+    assert check_build.ask([sys.executable, "-c", code]) == (False, "exit code -11")

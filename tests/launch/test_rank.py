@@ -131,6 +131,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_began_to_leave_before_is_named_before(server):
     def leaving(rank, code):
         process = shim(

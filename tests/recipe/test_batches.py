@@ -128,7 +128,7 @@ def test_lengths_that_disagree():
         shard((np.arange(3), {"y": np.arange(4)}), 1, rank=0, size=1)
 
 
-@pytest.mark.parametrize("data", [5, "text", iter([1, 2]), np.float32(1), np.zeros(())])
+@pytest.mark.parametrize("data", [5, "text", np.float32(1), np.zeros(())])
 def test_what_is_no_data_set(data):
     with pytest.raises(TypeError, match="data is a"):
         shard(data, 1, rank=0, size=1)

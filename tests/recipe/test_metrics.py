@@ -111,3 +111,71 @@ def test_different_names():
     assert f"'accuracy' is missing on ranks {others}" in str(caught.value)
     assert "'loss' is missing" not in str(caught.value)
     assert average_metrics({"loss": 1.0}) == {"loss": 1.0}
+
+
+@ranks(1, 2, 3)
+def test_sums():
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    found = hvd.sum_metrics({"count": rank, "tenths": 0.1, "big": 2**52})
+    assert found == {"count": size * (size - 1) / 2, "tenths": 0.1 * size, "big": size * 2.0**52}
+    assert list(found) == ["count", "tenths", "big"]
+    with pytest.raises(ValueError, match=f"rank {size - 1}: metric 'x' is a str"):
+        hvd.sum_metrics({"x": "1" if rank == size - 1 else 1})
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("samples", [2, 11])
+def test_gathered_predictions(samples):
+    """The median of all errors, which no average of medians gives, as numpy has it in float64."""
+    hvd.init()
+    draw = np.random.default_rng(samples)
+    predictions, labels = draw.normal(size=(samples, 3)), draw.integers(0, 9, samples)
+    for sharding in (
+        hvd.Sharding(samples, 2, seed=3, allow_empty=True),  # in another order
+        hvd.Sharding(samples, 5, shuffle=False, allow_empty=True),
+    ):
+        batches = sharding.indices(1)
+        own = [predictions[indices] for indices in batches if len(indices)]
+        found = hvd.gather((own, labels[np.concatenate(batches)]), batches)
+        assert isinstance(found, tuple)
+        np.testing.assert_array_equal(found[0], predictions)
+        np.testing.assert_array_equal(found[1], labels)
+        assert found[0].dtype == np.float64
+        error = np.abs(found[0] - found[1][:, None])
+        assert np.median(error) == np.median(np.abs(predictions - labels[:, None]))
+
+
+@ranks(1, 3)
+def test_gathered_rank_by_rank_and_repeated_places():
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    counts = [number % 3 for number in range(size)]  # rank 0 has none
+    found = hvd.gather([float(rank)] * counts[rank])
+    assert found.tolist() == np.repeat(np.arange(size), counts).tolist()
+    # Every rank repeats place 0, as the padding of a sampler does.
+    found = hvd.gather(np.array([7, rank], np.int8), np.array([0, rank + 1]))
+    assert found.tolist() == [7, *range(size)]
+    assert found.dtype == np.int8
+    assert hvd.gather([], []).shape == (0,)
+
+
+@ranks(1, 2, 3)
+def test_what_cannot_be_gathered():
+    hvd.init()
+    last = hvd.size() - 1
+    is_last = hvd.rank() == last
+    with pytest.raises(ValueError, match=rf"rank {last}: found \[2, 1\] rows"):
+        hvd.gather([1, 2], [0] if is_last else [2 * hvd.rank(), 2 * hvd.rank() + 1])
+    with pytest.raises(ValueError, match="an array whose first axis are samples"):
+        hvd.gather(1.0)
+    with pytest.raises(ValueError, match="expected integers"):
+        hvd.gather([1.0], [0.5])
+    if last:
+        with pytest.raises(
+            hvd.HorovodInternalError, match=rf"rank {last} has rows of float64\[\] with"
+        ):
+            hvd.gather(np.ones(1), [hvd.rank()] if is_last else None)
+        with pytest.raises(hvd.HorovodInternalError, match=r"int64\[2\] without"):
+            hvd.gather(np.ones((1, 2), np.int64 if is_last else np.int32))
+    assert hvd.gather([hvd.rank()]).tolist() == list(range(last + 1))

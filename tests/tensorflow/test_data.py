@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
+from hvdlite import recipe
 
 
 def everywhere(batches):
@@ -173,10 +174,26 @@ def test_pipeline_with_a_shared_seed_is_shuffled_alike(size):
         assert sorted(n for step in epoch for own in step for n in own) == list(range(20))
 
 
-@ranks(1)
-def test_pipeline_of_unknown_length_is_refused():
+@ranks(1, 2, 3)
+def test_pipeline_of_unknown_length_is_dealt_by_turns(size):
     hvd.init()
-    endless = tf.data.Dataset.range(4).repeat()
-    for dataset in (endless, tf.data.Dataset.range(4).filter(lambda n: n > 1)):
-        with pytest.raises(ValueError, match="unknown or infinite; tell it with"):
-            dataset.apply(hvd.sharded(2))
+    makes = [lambda n: n, lambda n: (n, {"x": n}), lambda n: {"x": (n,)}]
+    # Around the ends of steps of 2 * size samples.
+    ends = [size, 2 * size + 1, 3 * size - 1, 4 * size, 5 * size - 1, 5 * size]
+    for make, samples in zip(makes * 2, ends, strict=True):
+        pipeline = tf.data.Dataset.range(99).take_while(lambda n, last=samples: n < last).map(make)
+        assert pipeline.cardinality() == tf.data.UNKNOWN_CARDINALITY
+        dataset = hvd.shard(pipeline, 2, shuffle=False)
+        found = [[part.numpy().tolist() for part in tf.nest.flatten(batch)] for batch in dataset]
+        expected = recipe.shard(iter(range(samples)), 2, shuffle=False)
+        assert found == [[batch] * len(found[0]) for batch in expected]
+    endless = hvd.shard(tf.data.Dataset.range(4).repeat(), 3, shuffle=False).take(5)
+    first = next(iter(endless)).numpy().tolist()
+    assert first == [n % 4 for n in range(hvd.rank(), 3 * size, size)]
+    assert len(list(endless)) == 5
+    with pytest.raises(ValueError, match="pass shuffle=False"):
+        hvd.shard(pipeline, 2)
+    if size > 1:
+        few = tf.data.Dataset.range(size - 1).filter(lambda n: True)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="samples cannot give each"):
+            list(few.apply(hvd.sharded(2)))

@@ -10,6 +10,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
+import hvdlite.tensorflow.device
 from hvdlite.recipe.resources import threads_per_rank
 
 
@@ -42,6 +43,8 @@ def test_after_tensorflow_has_started_it_says_so(monkeypatch):
     hvd.init()
     tf.ones(1)
     monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: 0)
+    # TensorFlow accepts the number that it has, which an earlier test may have set.
+    monkeypatch.setattr(hvdlite.tensorflow.device, "threads_per_rank", lambda: 77)
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -56,6 +59,7 @@ def test_after_tensorflow_has_started_it_says_so(monkeypatch):
         logger.setLevel(level)
     assert len(messages) == 1
     assert f"rank {hvd.rank()}: TensorFlow had started before hvd.pin_device()" in messages[0]
+    assert "(77 would leave" in messages[0]
 
 
 def pretend_accelerators(monkeypatch, count):

@@ -90,6 +90,7 @@ class Promises:
             assert len(values) == 1
             checks.agree(made, values.pop())
 
+    @pytest.mark.slow
     def test_integers_wherever_they_lie(self):
         with transport(self.local_size, chunk=100) as made:
             for (dtype, op), places in itertools.product(cases(OPS), PLACES):

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import tensorflow as _tensorflow
+
 from hvdlite import allgather_object, barrier, broadcast_object, common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
+from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._values import (
     allgather,
     allreduce,
@@ -22,6 +25,7 @@ from hvdlite.tensorflow.optimizer import ADAPTER
 DistributedOptimizer = ADAPTER.DistributedOptimizer
 PartialDistributedOptimizer = ADAPTER.PartialDistributedOptimizer
 load_model = ADAPTER.load_model
+summary_writer = _make_summary_writer(_tensorflow.keras.callbacks)
 
 __all__ = [
     *common.__all__,
@@ -44,4 +48,5 @@ __all__ = [
     "pin_device",
     "shard",
     "sharded",
+    "summary_writer",
 ]

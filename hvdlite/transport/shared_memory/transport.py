@@ -74,6 +74,7 @@ class SharedMemoryTransport(Transport):
             has fewer ranks. Given with ``cross``.
     """
 
+    title = "shared memory"
     max_digests = MAX_DIGESTS
 
     def __init__(

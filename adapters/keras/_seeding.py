@@ -1,0 +1,51 @@
+"""Seeds of Keras: of its global generator, and of the generators that layers have.
+
+This imports no Keras. A layer takes its seed when it is made, and keeps it, with a count, in a
+variable of the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import zlib
+from typing import Any
+
+import numpy as np
+
+
+def seed_keras(number: int) -> None:
+    """Seed Keras 3, if the script has imported it, and the generators of all existing layers."""
+    keras = sys.modules.get("keras")
+    if not hasattr(keras, "random"):
+        return
+    keras.utils.set_random_seed(number % 2**32)  # type: ignore[union-attr]
+    made = keras.random.SeedGenerator  # type: ignore[union-attr]
+    # Keras does not list them. By the type, as proxies answer isinstance() for their object.
+    for generator in [each for each in gc.get_objects() if issubclass(type(each), made)]:
+        name = zlib.crc32(generator.name.encode())
+        generator.state.assign(_state(number, name))
+
+
+def is_seed(name: str) -> bool:
+    """Return whether a variable of this name is the state of a generator of Keras 3."""
+    return name.removesuffix(":0").rpartition("/")[2] == "seed_generator_state"
+
+
+def different_on(rank: int, state: Any) -> Any:
+    """Return the state that a generator has on a rank if it has this one on rank 0.
+
+    Args:
+        rank: The rank.
+        state: Seed and count, integers of shape (2,).
+    """
+    seed, count = (int(number) for number in state)
+    if rank == 0:
+        return state
+    return np.array(_state(seed, count, rank), state.dtype)
+
+
+def _state(*numbers: int) -> list[int]:
+    """Return a seed that follows from the numbers, for any of Keras' dtypes, and a count of 0."""
+    entropy = [abs(number) for number in numbers]
+    return [int(np.random.SeedSequence(entropy).generate_state(1)[0]) % 2**31, 0]

@@ -1,0 +1,334 @@
+"""PyTorch's part of ``hvdlite bench``: its contenders, and the models that they train."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+import hvdlite.torch as hvd
+from hvdlite.bench.job import naming
+from hvdlite.bench.workloads import (
+    CLASSES,
+    LAYER_WIDTH,
+    LAYERS,
+    LEARNING_RATE,
+    MLP_WIDTHS,
+    MOMENTUM,
+    RESNET_GROUPS,
+    WORKLOADS,
+)
+
+Array = np.ndarray[Any, Any]
+Call = Callable[[], object]
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+@contextlib.contextmanager
+def gloo(comm: MPI.Comm) -> Iterator[None]:
+    """Provide torch.distributed on gloo over a communicator's ranks within a context."""
+    with naming("gloo"):
+        names = comm.allgather(MPI.Get_processor_name())
+        host = "127.0.0.1" if len(set(names)) == 1 else names[0]
+        store: Any = None
+        if comm.rank == 0:  # on a port that is free
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        port = comm.bcast(store.port if store else 0)
+        store = store or TCPStore(host, port)
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    yield
+    comm.Barrier()
+    dist.destroy_process_group()
+    comm.Barrier()  # rank 0's store serves the others until here
+
+
+def _horovod() -> Any:
+    """Return Horovod, initialised.
+
+    Its background thread then looks for work in each of its cycles (``HOROVOD_CYCLE_TIME``),
+    also while others are timed.
+    """
+    with naming("horovod"):
+        module = importlib.import_module("horovod.torch")
+        module.init()
+    return module
+
+
+# Sums
+
+
+@contextlib.contextmanager
+def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Provide the libraries that sum tensors in place, by contender.
+
+    Args:
+        comm: all ranks.
+        names: of contenders; those that need no PyTorch are ignored.
+    """
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"hvdlite": _Horovod(hvd)}
+    if "horovod" in names:
+        found["horovod"] = _Horovod(_horovod())
+    if "gloo" not in names:
+        yield found
+        return
+    with gloo(comm):
+        yield {**found, "gloo": _Gloo()}
+
+
+class _Horovod:
+    """Horovod's interface, which is also hvdlite's."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def one(self, array: Array, name: str) -> Call:
+        """Return the call that sums an array."""
+        tensor, library = torch.from_numpy(array), self._library
+        return lambda: library.allreduce_(tensor, name=name, op=library.Sum)
+
+    def many(self, arrays: Sequence[Array], name: str) -> Call:
+        """Return the call that starts the sums of all these arrays, and then waits for them."""
+        library = self._library
+        tensors = {f"{name}.{at}": torch.from_numpy(array) for at, array in enumerate(arrays)}
+
+        def call() -> None:
+            handles = [
+                library.allreduce_async_(tensor, name=each, op=library.Sum)
+                for each, tensor in tensors.items()
+            ]
+            for handle in handles:
+                library.synchronize(handle)
+
+        return call
+
+
+class _Gloo:
+    """torch.distributed."""
+
+    def one(self, array: Array, name: str) -> Call:
+        """Return the call that sums an array."""
+        tensor = torch.from_numpy(array)
+        return lambda: dist.all_reduce(tensor)
+
+    def many(self, arrays: Sequence[Array], name: str) -> Call:
+        """Return the call that starts the sums of all these arrays, and then waits for them."""
+        tensors = [torch.from_numpy(array) for array in arrays]
+
+        def call() -> None:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+
+        return call
+
+
+# Training steps
+
+
+class Replica:
+    """A copy of a workload's model with an optimizer of its own.
+
+    Args:
+        name: of the contender.
+        workload: the name of the workload.
+        batch: samples per step.
+        seed: of this rank's data.
+        wrap: makes of the model what is trained, and its optimizer.
+    """
+
+    def __init__(
+        self, name: str, workload: str, batch: int, seed: int, wrap: Callable[[nn.Module], Trained]
+    ) -> None:
+        self.name = name
+        samples, labels = WORKLOADS[workload].data(batch, seed)
+        inputs = torch.from_numpy(samples)
+        if inputs.dim() == 4:
+            inputs = inputs.permute(0, 3, 1, 2).contiguous()
+        self._inputs, self._labels = inputs, torch.from_numpy(labels)
+        model = build(workload)
+        self._parameters = list(model.parameters())
+        with naming(name):
+            self._model, self._optimizer = wrap(model)
+        self._loss = torch.zeros(())
+
+    def step(self) -> None:
+        """Train on the batch once."""
+        self._optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self._model(self._inputs), self._labels)
+        loss.backward()
+        self._optimizer.step()
+        self._loss = loss.detach()
+
+    def broadcast(self) -> None:
+        """Give all ranks the weights and the optimizer's state of rank 0."""
+        hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(self._optimizer, root_rank=0)
+
+    def loss(self) -> float:
+        """Return the last step's loss."""
+        return self._loss.item()
+
+    def gradients(self) -> Array:
+        """Return the last step's gradients, flat."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        return torch.cat([torch.flatten(each) for each in gradients if each is not None]).numpy()
+
+
+@contextlib.contextmanager
+def replicas(
+    comm: MPI.Comm, names: Collection[str], workload: str, batch: int
+) -> Iterator[list[Replica]]:
+    """Provide a replica for each contender.
+
+    By default DDP also broadcasts buffers (of batch normalisation) in every step, which the
+    others do not. Where there are none, ``ddp-no-buffers`` is the same and left out.
+    """
+    torch.set_num_threads(1)
+    hvd.init(comm)
+    ways: dict[str, Callable[[nn.Module], Trained]] = {
+        "alone": alone,
+        "hvdlite": hvdlite,
+        "mpi": lambda model: (model, _AveragingSGD(comm, model)),
+        "ddp": _ddp,
+        "ddp-no-buffers": _ddp_without_buffers,
+    }
+    if "horovod" in names:
+        other = _horovod()
+        ways["horovod"] = lambda model: _distributed(other, model)
+    chosen = [name for name in ways if name in names]
+    if not any(True for _ in build(workload).buffers()) and "ddp" in chosen:
+        chosen = [name for name in chosen if name != "ddp-no-buffers"]
+    on_gloo = any(name.startswith("ddp") for name in chosen)
+    with gloo(comm) if on_gloo else contextlib.nullcontext():
+        yield [Replica(name, workload, batch, comm.rank, ways[name]) for name in chosen]
+    hvd.shutdown()
+
+
+def alone(model: nn.Module) -> Trained:
+    """Return the model and an optimizer that exchanges nothing."""
+    return model, torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
+
+
+def hvdlite(model: nn.Module) -> Trained:
+    """Return the model and hvdlite's optimizer."""
+    return _distributed(hvd, model)
+
+
+def _distributed(library: Any, model: nn.Module) -> Trained:
+    _, optimizer = alone(model)
+    return model, library.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+def _ddp(model: nn.Module) -> Trained:
+    return alone(DistributedDataParallel(model, gradient_as_bucket_view=True))
+
+
+def _ddp_without_buffers(model: nn.Module) -> Trained:
+    with warnings.catch_warnings():
+        # Newer versions call this argument otherwise, older ones know only this name.
+        warnings.simplefilter("ignore", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+    return alone(wrapped)
+
+
+class _AveragingSGD(torch.optim.SGD):
+    """Average the gradients after the backward pass, one by one, by plain MPI."""
+
+    def __init__(self, comm: MPI.Comm, model: nn.Module) -> None:
+        super().__init__(model.parameters(), LEARNING_RATE, momentum=MOMENTUM)
+        self._comm = comm
+        self._parameters = list(model.parameters())
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Average, and step."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._comm.Allreduce(MPI.IN_PLACE, parameter.grad.numpy(), MPI.SUM)
+                parameter.grad /= self._comm.size
+        super().step(closure)
+
+
+# Models
+
+
+def build(name: str) -> nn.Module:
+    """Make a workload's model with the weights that it has on every rank.
+
+    Args:
+        name: of a workload.
+    """
+    torch.manual_seed(0)
+    model = _BUILDERS[name]()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            # torch's own initialization lets signals die within 200 layers.
+            nn.init.kaiming_normal_(parameter)
+    return model
+
+
+class _Block(nn.Module):
+    """Two convolutions and a shortcut (He et al. 2015, arXiv:1512.03385)."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            *_convolution(channels_in, channels, 3, stride),
+            nn.ReLU(),
+            *_convolution(channels, channels, 3, 1),
+        )
+        same = channels_in == channels and stride == 1
+        self.shortcut = (
+            nn.Identity()
+            if same
+            else nn.Sequential(*_convolution(channels_in, channels, 1, stride))
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(images) + self.shortcut(images))
+
+
+def _convolution(channels_in: int, channels: int, kernel: int, stride: int) -> list[nn.Module]:
+    convolution = nn.Conv2d(channels_in, channels, kernel, stride, kernel // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(channels)]
+
+
+def _resnet() -> nn.Module:
+    channels_in = RESNET_GROUPS[0][0]
+    parts = [*_convolution(3, channels_in, 3, 1), nn.ReLU()]
+    for channels, stride in RESNET_GROUPS:
+        parts += [_Block(channels_in, channels, stride), _Block(channels, channels, 1)]
+        channels_in = channels
+    return nn.Sequential(
+        *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, CLASSES)
+    )
+
+
+def _dense(widths: list[int]) -> nn.Module:
+    parts: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        parts += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*parts[:-1])
+
+
+def _layers() -> nn.Module:
+    return _dense([LAYER_WIDTH] * LAYERS + [CLASSES])
+
+
+def _mlp() -> nn.Module:
+    return _dense([*WORKLOADS["mlp"].sample, *MLP_WIDTHS, CLASSES])
+
+
+_BUILDERS = {"layers": _layers, "resnet": _resnet, "mlp": _mlp}

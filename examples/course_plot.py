@@ -1,0 +1,54 @@
+"""The course's plot of accuracies: apart, so that only its script needs matplotlib."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Accuracies(NamedTuple):
+    """Accuracies after each epoch."""
+
+    training: list[float]
+    validation: list[float]
+
+
+def check_matplotlib() -> None:
+    """End the process with one line if there is no matplotlib: before a training, not after."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        sys.exit(
+            f"matplotlib, which draws the curves, cannot be imported ({error}); "
+            "run `pip install matplotlib`"
+        )
+
+
+def plot(curves: Mapping[str, Accuracies], title: str, files: Sequence[Path]) -> None:
+    """Draw training and validation accuracy by epoch.
+
+    Args:
+        curves: by the name of the training.
+        title: of the plot.
+        files: to write; their suffixes select the format.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    # Without a window: a node of a supercomputer has no screen.
+    plt.switch_backend("agg")
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for (name, accuracies), colour in zip(curves.items(), ("C1", "C0", "C2", "C3"), strict=False):
+        for part, style in (("training", "--"), ("validation", "-")):
+            values = getattr(accuracies, part)
+            epochs = range(1, len(values) + 1)
+            axes.plot(epochs, values, style, marker="o", color=colour, label=f"{name}, {part}")
+    axes.set(title=title, xlabel="epoch", ylabel="accuracy")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    for file in files:
+        figure.savefig(file, dpi=150)
+    plt.close(figure)

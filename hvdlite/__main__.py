@@ -1,0 +1,10 @@
+"""``python -m hvdlite`` is ``hvdlite``."""
+
+from __future__ import annotations
+
+import sys
+
+from hvdlite.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

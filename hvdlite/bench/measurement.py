@@ -1,0 +1,128 @@
+"""Time several contenders that take turns in the same processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvdlite.bench.job import watch
+
+_SHORTEST_SLEEP, _MAX_SLEEP = 5e-5, 0.02
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to be timed.
+
+    Attributes:
+        name: in the results.
+        call: what is timed.
+        inputs: filled with ones before each turn, so that every contender finds the same
+            values, just written by its own rank.
+        outputs: the results, asked for after each call: they may lie elsewhere every time.
+    """
+
+    name: str
+    call: Callable[[], object]
+    inputs: Sequence[np.ndarray[Any, Any]] = ()
+    outputs: Callable[[], Sequence[np.ndarray[Any, Any]]] = tuple
+
+    def prepare(self, value: float = 1.0) -> None:
+        """Fill the inputs."""
+        for array in self.inputs:
+            array.fill(value)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Limit of a measurement: ``rounds``, or ``seconds`` if ``at_least`` rounds are done."""
+
+    rounds: int
+    seconds: float
+    at_least: int
+
+
+class Rounds:
+    """Count rounds until the limit; all ranks iterate, and rank 0's clock decides."""
+
+    def __init__(self, comm: MPI.Comm, limit: Limit) -> None:
+        self._comm = comm
+        self._limit = limit
+
+    def __iter__(self) -> Rounds:
+        self._done = 0
+        self._end = time.monotonic() + self._limit.seconds
+        return self
+
+    def __next__(self) -> int:
+        watch()
+        late = time.monotonic() > self._end and self._done >= self._limit.at_least
+        if self._comm.bcast(late or self._done >= self._limit.rounds):
+            raise StopIteration
+        self._done += 1
+        return self._done - 1
+
+
+def meet(comm: MPI.Comm) -> None:
+    """Wait for all ranks, and leave together.
+
+    A rank that is early sleeps between looks, an eighth of the time waited so far: in MPI's
+    barrier it would spin, and take a core from those that still compute. It has to look, because
+    another rank's collective may need this one to make progress. The barrier at the end makes up
+    for unequal sleeps.
+    """
+    request, start = comm.Ibarrier(), time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - start
+        time.sleep(min(max(waited / 8, _SHORTEST_SLEEP), _MAX_SLEEP))
+    comm.Barrier()
+
+
+def order(count: int, turn: int) -> list[int]:
+    """Return the order of a round: rotated by one each time, backwards in every other.
+
+    So each contender is as often first as any other, and comes after different ones.
+    """
+    rotated = [(turn // 2 + position) % count for position in range(count)]
+    return rotated[::-1] if turn % 2 else rotated
+
+
+def timed(call: Callable[[], object], calls: int = 1) -> float:
+    """Return the seconds of one call, out of several in a row."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def interleave(
+    comm: MPI.Comm, contenders: Sequence[Contender], limit: Limit, calls: int = 1
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Let the contenders take turns; collective.
+
+    Args:
+        comm: all ranks that take part.
+        contenders: the same on all ranks.
+        limit: when to stop.
+        calls: in a row within a turn.
+
+    Returns:
+        For each contender the seconds of one call in each round, on the slowest rank.
+    """
+    rows = []
+    for turn in Rounds(comm, limit):
+        row = np.empty(len(contenders))
+        for index in order(len(contenders), turn):
+            contenders[index].prepare()
+            meet(comm)
+            row[index] = timed(contenders[index].call, calls)
+            meet(comm)  # else the next inputs are filled on cores that slower ranks still need
+        rows.append(row)
+    slowest = np.array(rows)
+    comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+    return {contender.name: slowest[:, index] for index, contender in enumerate(contenders)}

@@ -1,0 +1,115 @@
+"""The facts of the machine; sizes, times and tables as text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+_KIB = 1024
+_UNITS = {"GiB": _KIB**3, "MiB": _KIB**2, "KiB": _KIB}
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine, on which the figures depend."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _KIB**3, 1),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown")
+
+
+def describe(document: Mapping[str, Any]) -> str:
+    """Return one line about the machine, for tables and plots."""
+    facts = document["machine"]
+    return f"{facts['cpu']}, {facts['cores']} cores; {facts['date'][:10]}; one thread per rank"
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``64KiB`` or ``65536``.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    number, factor = text.removesuffix("B") if text[:-1].isdecimal() else text, 1
+    for unit, value in _UNITS.items():
+        if text.endswith(unit):
+            number, factor = text.removesuffix(unit), value
+    return int(number) * factor
+
+
+def count_text(number: int, noun: str) -> str:
+    """Return a number of things: 1 rank, 2 ranks."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def size_text(nbytes: int) -> str:
+    """Return bytes for people: 4 KiB."""
+    for unit, factor in _UNITS.items():
+        if nbytes >= factor and nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds for people: 12.3 ms."""
+    factor, unit = _unit(seconds)
+    return f"{_three_digits(factor * seconds)} {unit}"
+
+
+def spread_text(values: Mapping[str, float]) -> str:
+    """Return a median time and its spread: 12.3 (12.1 - 13.0) ms."""
+    factor, unit = _unit(values["median"])
+    median, low, high = (_three_digits(factor * values[key]) for key in ("median", "p10", "p90"))
+    return f"{median} ({low} - {high}) {unit}"
+
+
+def ratio_text(values: Mapping[str, float]) -> str:
+    """Return a median ratio and its spread: 5.6 (4.5 - 7.4)."""
+    median, low, high = (
+        f"{values[key]:.2g}" if abs(values[key]) < 1 else _three_digits(values[key])
+        for key in ("median", "p10", "p90")
+    )
+    return f"{median} ({low} - {high})"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    if abs(seconds) < 1e-3:
+        return 1e6, "us"
+    return (1e3, "ms") if abs(seconds) < 1 else (1.0, "s")
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{max(0, 3 - len(str(int(abs(value)))))}f}"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table for a terminal; all columns but the first are aligned to the right."""
+    lines = [list(headings), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ).rstrip()
+        for cells in lines
+    )
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table for documents, aligned as `table`."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -1,0 +1,157 @@
+"""A report of what the ranks of a job do, for the user who asks hvdliterun by SIGUSR2."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import hvdlite
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.status import ANSWER, FILE, SIGNAL, Pending, process_line
+
+# A rank that waits for others answers within 0.1 s, and one that holds the interpreter never.
+_SECONDS = 2.0
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*\(most recent call first\):\n", re.M)
+# Where the threads of lanes wait for work.
+_IDLE = re.compile(r'/engine/lane\.py", line \d+ in _sleep\n')
+_IMPORT = re.compile(r'  File "<frozen importlib.*\n')
+_OWN = re.compile(rf'(?:  File "{re.escape(os.path.dirname(hvdlite.__file__))}/.*\n)+')
+_IN_HVDLITE = re.compile(rf"{_OWN.pattern}|  \.\.\. .*\n")
+# The frames that are shown of a deep stack: of hvdlite or a framework, and of the program.
+_INNERMOST, _OUTERMOST = 16, 8
+
+
+class Rank(NamedTuple):
+    """A rank that has been asked.
+
+    Attributes:
+        path: its file.
+        pid: its process.
+        size: of the file, before it was asked.
+    """
+
+    path: Path
+    pid: int
+    size: int
+
+
+class Inquiry:
+    """The question to all ranks of this host, and their answers.
+
+    Args:
+        folder: of the job's server, with the folders of the ranks.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._ranks: dict[int, Rank] = {}
+        for path in Path(folder).glob(f"rank.*/{FILE}"):
+            with contextlib.suppress(OSError, ValueError):
+                line, _, _ = (text := path.read_text(errors="replace")).partition("\n")
+                pid = int(line.split()[1])
+                if process_line(pid) == line + "\n":
+                    self._ranks[int(path.parent.suffix[1:])] = Rank(path, pid, len(text.encode()))
+        for rank in self._ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, SIGNAL)
+        self._deadline = time.monotonic() + _SECONDS
+
+    def is_over(self) -> bool:
+        """Return whether all ranks have answered, or the time for it is over."""
+        if time.monotonic() >= self._deadline:
+            return True
+        return all(_answer(text) is not None for text in self._texts().values())
+
+    def report(self) -> str:
+        """Return what the ranks do: what they wait for, and the stacks, equal ones once."""
+        texts = self._texts()
+        if not texts:
+            return (
+                "no rank on this host has called hvd.init() yet; a rank on another host prints "
+                f"what it does on kill -{SIGNAL.name.removeprefix('SIG')}"
+            )
+        answers = {rank: _answer(text) for rank, text in texts.items()}
+        lines = _waiting(answers)
+        silent = [rank for rank, answer in answers.items() if answer is None]
+        if silent:
+            pids = ", ".join(str(self._ranks[rank].pid) for rank in silent)
+            lines.append(
+                f"{ranks_text(silent)} (process {pids}): no answer from Python within "
+                f"{_SECONDS:.0f} s: in compiled code, or stopped"
+            )
+        stacks = {rank: _stacks(text) for rank, text in texts.items()}
+        # Where in hvdlite a rank is just now does not matter.
+        groups: dict[str, list[int]] = defaultdict(list)
+        for rank, found in stacks.items():
+            groups[_IN_HVDLITE.sub("", found)].append(rank)
+        for ranks in groups.values():
+            lines += [f"{ranks_text(ranks)}, most recent call first:", stacks[ranks[0]]]
+        return "\n".join(lines)
+
+    def _texts(self) -> dict[int, str]:
+        """Return what each rank has written since it was asked."""
+        texts = {}
+        for number, rank in sorted(self._ranks.items()):
+            with contextlib.suppress(OSError), rank.path.open("rb") as file:
+                file.seek(rank.size)
+                texts[number] = file.read().decode(errors="replace")
+        return texts
+
+
+def _answer(text: str) -> list[Pending] | None:
+    """Return the operations that a rank waits for; None: it has not answered."""
+    begin = text.find(ANSWER)
+    if begin < 0 or not text.endswith("\n"):
+        return None
+    found = json.loads(text[begin + len(ANSWER) :].partition("\n")[0])
+    return [Pending(*each) for each in found or ()]
+
+
+def _waiting(answers: Mapping[int, Sequence[Pending] | None]) -> list[str]:
+    """Say which operations wait on which ranks, and on which they are missing."""
+    operations: dict[str, dict[int, Pending]] = defaultdict(dict)
+    for rank, answer in answers.items():
+        for pending in answer or ():
+            operations[pending.name][rank] = pending
+    lines = []
+    for found in operations.values():
+        title = next(iter(found.values())).title
+        seconds = max(pending.seconds for pending in found.values())
+        members = next(iter(found.values())).members
+        others = [rank for rank in members if rank not in found and answers.get(rank) is not None]
+        missing = f", missing on {ranks_text(others)}" if others else ", there on all ranks"
+        lines.append(f"{ranks_text(list(found))}: {seconds:.0f} s in {title}{missing}")
+    free = [rank for rank, answer in answers.items() if answer == []]
+    if free:
+        lines.append(f"{ranks_text(free)}: no operation of hvdlite")
+    return lines
+
+
+def _stacks(text: str) -> str:
+    """Return the stacks of the main thread and of the threads that are not idle lanes."""
+    stacks = _THREAD.split(text.partition(ANSWER)[0])[1:]
+    busy = [_shortened(stack) for stack in reversed(stacks) if not _IDLE.search(stack)]
+    return "\n  another thread:\n".join(busy) or "  (no stack)"
+
+
+def _shortened(stack: str) -> str:
+    """Return a stack without the machinery of imports, and without the middle if it is deep."""
+    frames = _OWN.sub(_ends, _IMPORT.sub("", stack)).rstrip().splitlines()
+    left_out = len(frames) - _INNERMOST - _OUTERMOST
+    if left_out > 0:
+        frames[_INNERMOST:-_OUTERMOST] = [f"  ... {left_out} more"]
+    return "\n".join(frames)
+
+
+def _ends(own: re.Match[str]) -> str:
+    """Return the innermost and the outermost of successive frames in hvdlite."""
+    frames = own[0].splitlines(keepends=True)
+    if len(frames) < 4:
+        return own[0]
+    return f"{frames[0]}  ... {len(frames) - 2} more in hvdlite\n{frames[-1]}"

@@ -1,0 +1,133 @@
+"""Data of unknown length: dealt to the ranks by turns, and steps that all ranks make together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvdlite import collectives, runtime, world
+from hvdlite.arguments import check_count
+from hvdlite.engine import Handle
+from hvdlite.errors import HorovodInternalError
+from hvdlite.reduction import Min
+
+_Item = TypeVar("_Item")
+
+
+class Stream:
+    """One rank's batches of an iterable of unknown length; made by `shard`.
+
+    Every rank reads all items and keeps its own, so all must read the same ones in the same order.
+    Sample ``i`` belongs to rank ``i % size``, and a batch has ``batch_size`` samples. At the end
+    the last batch is smaller or, on some ranks, has one sample more: every sample comes once, and
+    all ranks make the same number of steps, of which they need not tell each other.
+
+    Each iteration reads the iterable from its beginning, as far as that can be done again.
+
+    Args:
+        data: The iterable.
+        batch_size: Samples per rank and step.
+        rank: The rank whose batches to return; None: this process's.
+        size: The number of ranks; None: that of the world.
+        allow_empty: Whether ranks may have no batch if there are fewer samples than ranks.
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        batch_size: int,
+        rank: int | None = None,
+        size: int | None = None,
+        allow_empty: bool = False,
+    ) -> None:
+        check_count("batch_size", batch_size)
+        if (rank is None) != (size is None):
+            raise ValueError(f"rank={rank} and size={size}: give both, or neither")
+        self.data, self.batch_size, self.allow_empty = data, batch_size, allow_empty
+        self.rank = world.rank() if rank is None else rank
+        self.size = world.size() if size is None else size
+        check_count("size", self.size)
+        check_count("rank", self.rank, 0, self.size - 1)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.part(0, 1)
+
+    def part(self, number: int, parts: int) -> Iterator[list[Any]]:
+        """Return every ``parts``-th batch, from batch ``number`` on, for one of several workers."""
+        whole = self.batch_size * self.size
+        batch: list[Any] = []
+        step, samples = 0, 0
+        for samples, item in enumerate(self.data, start=1):
+            if (samples - 1) % self.size == self.rank:
+                batch.append(item)
+            # Now every rank has a sample of the next batch, so that this one is not the last.
+            if samples == (step + 1) * whole + self.size:
+                if step % parts == number:
+                    yield batch[:-1]
+                step, batch = step + 1, batch[-1:]
+        if samples < self.size and not self.allow_empty:
+            raise ValueError(
+                f"{samples} samples cannot give each of {self.size} ranks one: start at most "
+                f"{samples} ranks or, for evaluation, pass allow_empty=True; a generator can be "
+                "read only once"
+            )
+        if batch and step % parts == number:
+            yield batch
+
+
+def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
+    """Yield each rank's own items until the first rank has no more: the same number on all ranks.
+
+    For data that are split already, such as files of different lengths: without it, ranks with more
+    items would wait for ever in an exchange with one that has finished. Their rest, and one item
+    that has been read ahead, are dropped; `join` is for those who want it. Collective: all ranks
+    iterate. The ranks tell each other of the next item while they work on the current one.
+
+    Example::
+
+        for images, labels in hvd.lockstep(loader):
+            ...
+
+    Args:
+        iterable: A DataLoader, a ``tf.data.Dataset``, a generator, or anything else.
+
+    Raises:
+        Exception: This rank's iterable has raised it.
+        HorovodInternalError: Another rank's iterable has raised an exception.
+    """
+    if world.size() == 1:
+        yield from iterable
+        return
+    name = runtime.engine().unnamed("lockstep")
+    items = iter(iterable)
+    following = _announce(items, name)
+    while True:
+        item, failure, handle = following
+        state = int(handle.wait()[0])
+        if failure is not None:
+            raise failure
+        if state < world.size():
+            raise HorovodInternalError(
+                f"rank {state} has no next item: its data raised an exception, which it shows"
+            )
+        if state == world.size():
+            return
+        following = _announce(items, name)
+        yield item
+
+
+def _announce(items: Iterator[Any], name: str) -> tuple[Any, Exception | None, Handle]:
+    """Read the next item and begin to tell all ranks; return both, and the exception if any.
+
+    The least number of all ranks counts: that of a rank that has failed, then ``size`` for the end.
+    """
+    item, failure, state = None, None, world.size() + 1
+    try:
+        item = next(items)
+    except StopIteration:
+        state = world.size()
+    except Exception as error:
+        failure, state = error, world.rank()
+    return item, failure, collectives.allreduce_async(np.array([state]), name=name, op=Min)

@@ -1,0 +1,118 @@
+"""A report of what this process does, on request: each thread's stack, and what it waits for.
+
+The request is SIGUSR2. `faulthandler` writes the stacks in the signal's C handler, also where
+compiled code holds the interpreter. Python's handler writes the pending operations as soon as the
+main thread runs Python code.
+
+Under hvdliterun both go to a file in the rank's folder, in which `hvdlite.launch.status` finds the
+process, too, and which it reads; otherwise to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple, TextIO
+
+SIGNAL = signal.SIGUSR2
+FILE = "status"
+"""The name of the file in the rank's folder. Its first line is that of `process_line`."""
+ANSWER = "pending "
+"""The beginning of the line with the pending operations, in JSON; it follows the stacks."""
+
+
+class Pending(NamedTuple):
+    """An operation that has not ended.
+
+    Attributes:
+        name: of the operation and its lane.
+        title: the name, and for a bucket its parameters.
+        seconds: since it was submitted.
+        members: the ranks that take part in it.
+    """
+
+    name: str
+    title: str
+    seconds: float
+    members: tuple[int, ...]
+
+
+_find: Callable[[], tuple[int, list[Pending]] | None]
+_file: TextIO | None = None
+_owner = 0  # the process that has installed the handlers
+
+
+def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
+    """Answer requests from now on, unless the program has a handler of its own.
+
+    Only the main thread can install handlers; in another thread it does nothing. Call it again
+    after the handlers have been wrapped or unwrapped.
+
+    Args:
+        find: returns the rank and its pending operations; None: there is no rank.
+    """
+    global _find, _file, _owner
+    _find = find
+    if threading.current_thread() is not threading.main_thread():
+        return
+    current = signal.getsignal(SIGNAL)
+    if current is signal.SIG_DFL:
+        signal.signal(SIGNAL, _answer)
+    elif current is not _answer:
+        return
+    if _owner != os.getpid():
+        _owner = os.getpid()
+        _file = _open()
+    # Anew, since `signal.signal` has replaced its handler. Standard error may have been closed, or
+    # have no descriptor.
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+        faulthandler.unregister(SIGNAL)
+        faulthandler.register(SIGNAL, file=_file or sys.stderr, all_threads=True, chain=True)
+
+
+def process_line(pid: int) -> str:
+    """Return a line that identifies a process for as long as it lives.
+
+    Raises:
+        OSError: it has ended.
+    """
+    with open(f"/proc/{pid}/stat") as file:
+        began = file.read().rpartition(")")[2].split()[19]
+    return f"process {pid} {began}\n"
+
+
+def _open() -> TextIO | None:
+    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER")
+    if not folder:
+        return None
+    try:
+        file = open(os.path.join(folder, FILE), "a")  # noqa: SIM115 - for as long as the process
+        file.write(process_line(os.getpid()))
+        file.flush()
+    except OSError:
+        return None
+    return file
+
+
+def _answer(number: int, frame: FrameType | None) -> None:
+    found = _find() if os.getpid() == _owner else None
+    if _file is not None:
+        pending = None if found is None else found[1]
+        text = f"{ANSWER}{json.dumps(pending)}\n"
+    elif found is not None:
+        rank, pending = found
+        lines = [f"{each.title}, submitted {each.seconds:.0f} s ago" for each in pending]
+        text = f"hvdlite: rank {rank} waits for: {'; '.join(lines) or 'no operation'}\n"
+    else:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        file = _file or sys.stderr
+        file.write(text)
+        file.flush()

@@ -1,0 +1,10 @@
+"""The analysis of a trace: which rank waited for whom, and for how long.
+
+::
+
+    reader     the events of a file of any size, also of one that is cut off
+    record     the events of each rank that the analysis needs, in compact arrays
+    analysis   shares of time, the slowest rank, the worst tensors
+    advice     what to set
+    page       all of it as one HTML file
+"""

@@ -1,0 +1,52 @@
+"""The documentation builds without a warning, and its reference has every public call."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdlite.cli import main
+from tests import api_table
+from tests.docs import pages
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for framework in ("torch", "tensorflow", "keras"):
+        pytest.importorskip(framework)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", "-E"]
+    done = subprocess.run(
+        [*command, "-d", folder / "doctrees", pages.ROOT / "docs", folder / "html"],
+        cwd=pages.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_it_builds_and_describes_each_public_call(site):
+    from sphinx.util.inventory import InventoryFile
+
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    described = {name for kind in inventory.data.values() for name in kind}
+    for module, _, names in api_table.SECTIONS:
+        for name in names.split():
+            if "." not in name:
+                ways = (f"{module}.{name}", f"hvdlite.errors.{name}", f"hvdlite.elastic.{name}")
+                assert described.intersection(ways), f"{module}.{name} is on no page"
+    assert "hvdlite.gone" not in described
+
+
+@pytest.mark.slow
+def test_each_option_and_each_variable_is_on_its_page(site):
+    options = (site / "reference" / "command_line.html").read_text()
+    for option in api_table.OPTIONS:
+        assert option.flag in options, option
+    for command in main.COMMANDS:
+        assert f"hvdlite {command}" in options
+    variables = (site / "reference" / "environment.html").read_text()
+    assert "HVDLITE_FUSION_THRESHOLD" in variables

@@ -1,0 +1,112 @@
+"""SIGUSR2 has hvdliterun say what each rank does."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.harness import mpirun
+from tests.launch.launcher import running
+
+SCRIPT = """
+import ctypes, time
+import hvdlite as hvd
+
+hvd.init()
+
+def forward():
+    if hvd.rank() == 1:
+        time.sleep(60)
+    if hvd.rank() == 2:
+        print("here", flush=True)
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # deadlock, with the interpreter's lock held
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+
+for step in range(3):
+    hvd.allreduce(1.0, name="loss")
+print("here", flush=True)
+forward()
+hvd.allreduce(1.0, name="accuracy")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def ask(process):
+    """Ask what the ranks do; return what is known of operations, and the stacks by their ranks."""
+    process.send_signal(signal.SIGUSR2)
+    text = ""
+    while text.count(" in <module>\n") < 3:
+        line = process.stderr.readline()
+        assert line, text
+        text += line
+    stacks = re.findall(r"^(ranks? .*), most recent call first:\n((?:  .*\n)+)", text, re.M)
+    return text.partition(", most recent")[0].splitlines()[:-1], dict(stacks)
+
+
+def test_all_ranks_are_asked_and_go_on(script):
+    with running("-np", "4", sys.executable, script) as process:
+        for _ in range(5):
+            assert process.stdout.readline() == "here\n"
+        time.sleep(0.5)  # until ranks 0 and 3 wait
+        for _ in range(2):
+            lines, stacks = ask(process)
+            assert re.fullmatch(
+                r"hvdliterun: ranks 0, 3: \d+ s in 'accuracy', missing on rank 1", lines[0]
+            )
+            assert lines[1] == "rank 1: no operation of hvdlite"
+            no_answer = r"rank 2 \(process \d+\): no answer from Python within 2 s: in compiled .*"
+            assert re.fullmatch(no_answer, lines[2])
+            assert list(stacks) == ["ranks 0, 3", "rank 1", "rank 2"]
+            assert f'"{script}", line 9 in forward' in stacks["rank 1"].splitlines()[0]
+            assert f'"{script}", line 14 in forward' in stacks["rank 2"].splitlines()[0]
+            assert f'"{script}", line 20 in <module>' in stacks["ranks 0, 3"].splitlines()[-1]
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 128 + signal.SIGTERM
+
+
+def test_before_the_ranks_have_begun():
+    code = "print('here', flush=True); import time; time.sleep(60)"
+    with running("-np", "1", sys.executable, "-c", code) as process:
+        assert process.stdout.readline() == "here\n"
+        process.send_signal(signal.SIGUSR2)
+        line = process.stderr.readline()
+        assert line.startswith("hvdliterun: no rank on this host has called hvd.init() yet")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_without_hvdliterun(own):
+    """The report goes to standard error; a handler of the program is left alone."""
+    handler = "signal.signal(signal.SIGUSR2, lambda *_: print('own'))" if own else ""
+    code = (
+        f"import os, signal, hvdlite as hvd\n{handler}\nhvd.init()\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\nhvd.shutdown()\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\nhvd.init(); print(hvd.allreduce(2.0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=mpirun.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    if own:
+        assert (done.stdout, done.stderr) == ("own\nown\n2.0\n", "")
+    else:
+        assert done.stdout == "2.0\n"
+        assert "line 4 in <module>\n" in done.stderr
+        assert "line 6 in <module>\n" in done.stderr
+        assert done.stderr.count("hvdlite: rank 0 waits for: no operation\n") == 1

@@ -1,0 +1,168 @@
+"""Progress of all ranks: its numbers, its lines, and its bar in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import io
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import time
+
+import numpy as np
+import pytest
+
+import hvdlite as hvd
+from hvdlite.engine.handle import waits
+from tests.harness import mpirun, ranks
+
+module = importlib.import_module("hvdlite.recipe.progress")  # the function has its name, too
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@contextlib.contextmanager
+def written():
+    """Collect what this rank writes on standard error."""
+    lines = []
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        yield lines
+    lines += text.getvalue().splitlines()
+
+
+def batches(count, rows):
+    return [(np.zeros((rows, 2)), np.zeros(rows)) for _ in range(count)]
+
+
+@ranks(1, 2, 3)
+def test_rates_and_time_left(monkeypatch):
+    """A first step of 100 s, then steps of 2 s with 8 images on each rank, a line every 10 s."""
+    hvd.init()
+    monkeypatch.setattr(module, "time", clock := Clock())
+    size = hvd.size()
+    with written() as lines:
+        own = batches(21 - hvd.rank(), 8)  # ranks end at different steps
+        for step, _ in enumerate(bar := hvd.progress(own, "epoch 3"), start=1):
+            clock.now += 100 if step == 1 else 2
+            bar.set_postfix(loss=1 / step, phase="a")
+    clock.now += 100  # the rate is that of the loop
+    assert bar.samples_per_s == pytest.approx(4 * size, rel=0.1)
+    exchange = "" if size == 1 else ", exchange 0%"
+    rate = f"{4 * size} images/s"  # without the first step
+    expected = [
+        f"epoch 3 step 1 of 21, loss 1, phase a{exchange}",
+        f"epoch 3 step 6 of 21, {rate}, loss 0.167, phase a, 00:30 left{exchange}",
+        f"epoch 3 step 11 of 21, {rate}, loss 0.0909, phase a, 00:20 left{exchange}",
+        f"epoch 3 step 16 of 21, {rate}, loss 0.0625, phase a, 00:10 left{exchange}",
+        f"epoch 3 step 21 of 21, {rate}, loss 0.0476, phase a, in 02:20{exchange}",
+    ]
+    assert lines == (expected if hvd.rank() == 0 else [])
+
+
+@ranks(1)
+def test_steps_without_samples_and_what_ends_early(monkeypatch):
+    hvd.init()
+    monkeypatch.setattr(module, "time", clock := Clock())
+    with written() as lines, hvd.progress(5, initial=2) as bar:
+        for _ in range(2):
+            clock.now += 4
+            bar.update()
+    assert lines == ["step 4 of 5, 0.25 steps/s, in 00:08"]
+    with written() as lines:
+        for step in hvd.progress(iter("abc"), share=0.25, samples=lambda letter: 3):
+            if step == "c":
+                break
+            clock.now += 1
+    assert lines == ["step 2, 12 images/s, in 00:02"]
+    assert list(hvd.progress(range(3), total=3)) == [0, 1, 2]
+    with written(), contextlib.suppress(KeyError), hvd.progress(3):
+        raise KeyError
+    assert waits.users == 0
+    for arguments in ({"iterable": -1}, {"iterable": 1, "initial": -1}):
+        with pytest.raises(ValueError, match="integer of 0 or more"):
+            hvd.progress(**arguments)
+    with pytest.raises(ValueError, match="share=0"):
+        hvd.progress(1, share=0)
+
+
+@ranks(1)
+def test_samples_in_a_batch():
+    images, labels = np.zeros((3, 2)), np.zeros(3)
+    for batch in (images, (images, labels), [images, labels], {"x": (images,)}, [1, 2, 3], "abc"):
+        assert module.count_samples(batch) == 3
+    assert module.count_samples(()) == module.count_samples(7) == 0
+
+
+@ranks(2)
+def test_share_of_exchange():
+    """Rank 1 comes 0.05 s late to each exchange, so rank 0 waits most of the time."""
+    hvd.init()
+    before = waits.seconds
+    hvd.allreduce(np.zeros(1))
+    assert waits.seconds == before  # nobody has asked
+    with written() as lines:
+        for _ in hvd.progress(6):
+            time.sleep(0.05 * hvd.rank())
+            hvd.allreduce(np.zeros(1))
+    if hvd.rank() == 0:
+        assert int(re.search(r"exchange (\d+)%$", lines[-1])[1]) > 50
+
+
+SCRIPT = """
+import time
+import numpy as np
+import hvdlite as hvd
+
+hvd.init()
+batches = [np.zeros((32, 2))] * (40 - hvd.rank())
+for step, _ in enumerate(bar := hvd.progress(batches, "epoch 1")):
+    time.sleep(0.02)
+    bar.set_postfix(loss=1 / (step + 1))
+"""
+
+
+@pytest.mark.parametrize("columns", [80, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_bar_in_a_terminal(tmp_path, columns):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run = "import sys; from hvdlite.launch.cli import main; sys.exit(main())"
+    job = ["-np", "2", sys.executable, str(tmp_path / "script.py")]
+    code, text = in_terminal([sys.executable, "-c", run, *job], columns)
+    assert code == 0, text
+    pictures = [picture.rstrip() for picture in re.split(r"[\r\n]+", text) if picture.strip()]
+    assert len(pictures) >= 3
+    assert all(picture.startswith("epoch 1") for picture in pictures)
+    assert all(len(picture) < columns for picture in pictures)  # no picture takes two lines
+    rate = r"\d[\d,]* images/s, loss 0\.025"
+    if columns == 80:
+        assert re.fullmatch(rf"epoch 1 100% \|█+\| {rate}, in 00:0\d, exchange \d+%", pictures[-1])
+        assert len(pictures[-1]) == 79
+    else:
+        assert re.match(rf"epoch 1 100% {rate}", pictures[-1])
+    assert text.count("\n") == 1  # one bar, of one rank
+
+
+def in_terminal(command, columns):
+    """Run a command in a terminal, and return its exit code and what it has written there."""
+    process, terminal = pty.fork()
+    if process == 0:
+        fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        os.execvpe(command[0], command, mpirun.environment({}))
+    text = b""
+    with contextlib.suppress(OSError):  # at the end
+        while data := os.read(terminal, 1 << 16):
+            text += data
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), text.decode()
