@@ -69,9 +69,9 @@ def _launch(options: argparse.Namespace) -> int:
         # A rank's standard error is mpirun's pipe. A terminal of unknown width has 0 columns.
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
         settings.setdefault("HVDLITE_TERMINAL_COLUMNS", str(columns))
-    added = program.settings(root=os.geteuid() == 0, here=here)
     output = _output_folder(options.output_filename)
     with serving() as server:
+        added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         launch = mpirun.Launch(
             num_proc=options.num_proc,
             hosts=hosts,

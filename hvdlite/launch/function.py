@@ -217,8 +217,9 @@ def _call(
     settings = {**kept, **added}
     here = on_this_host(hosts, settings)
     program = mpirun.detect(mpirun.find(settings))
-    settings = {**program.settings(root=os.geteuid() == 0, here=here), **settings}
     with serving([] if here else _names(hosts), [task, *packed]) as server:
+        needed = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
+        settings = {**needed, **settings}
         if server.key:
             settings[protocol.KEY] = server.key.hex()
         names = [] if here else exported(settings)

@@ -75,12 +75,13 @@ class Mpirun(ABC):
     def export(self, names: Sequence[str]) -> list[str]:
         """Return the arguments that carry variables to other hosts."""
 
-    def settings(self, root: bool, here: bool) -> dict[str, str]:
+    def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         """Return the variables that it needs and that the user may override.
 
         Args:
             root: whether the user is root.
             here: whether all ranks run on this host.
+            folder: a folder of this job alone.
         """
         return {}
 
@@ -97,6 +98,7 @@ class OpenMPI(Mpirun):
     timestamps: ClassVar[Sequence[str]] = ("--output", "timestamp")
     host_option = "--host"
     ssh_variable = "PRTE_MCA_plm_ssh_args"
+    folder_variable: ClassVar[str] = "PRTE_MCA_prte_local_tmpdir_base"
     network_variables = ("OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include")
     placement: ClassVar[Mapping[str, str]] = {
         "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
@@ -107,7 +109,7 @@ class OpenMPI(Mpirun):
         """Name each of them."""
         return [word for name in names for word in ("-x", name)]
 
-    def settings(self, root: bool, here: bool) -> dict[str, str]:
+    def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         """Return the variables that it needs and that the user may override."""
         allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
         # The search for a network takes a second, and one host needs none.
@@ -117,6 +119,9 @@ class OpenMPI(Mpirun):
             **network,
             "HOME": _home(),
             **self.placement,
+            # In the common folder, its files are named by its process id alone: those of a killed
+            # mpirun keep a later one that gets the same id from starting.
+            self.folder_variable: folder,
             "OMPI_MCA_mpi_yield_when_idle": "1",
             # Its UCX part complains on every rank that makes a window on a machine without UCX.
             "OMPI_MCA_osc_ucx_verbose": "-1",
@@ -129,6 +134,7 @@ class OpenMPI4(OpenMPI):
     banner = r"\((?:Open MPI|OpenRTE)\) 4\."
     timestamps = ("--timestamp-output",)
     ssh_variable = "OMPI_MCA_plm_rsh_args"
+    folder_variable = "OMPI_MCA_orte_local_tmpdir_base"
     network_variables = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")
     placement: ClassVar[Mapping[str, str]] = {
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -177,7 +183,7 @@ class IntelMPI(MPICH):
             left -= here
         return words
 
-    def settings(self, root: bool, here: bool) -> dict[str, str]:
+    def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         """Return the variables that it needs and that the user may override."""
         return {"I_MPI_PIN": "0"}
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
         for pid in [process.pid, *ranks]:
             _signal_group(pid, signal.SIGKILL)
         process.wait()
+        # What it leaves keeps a later mpirun with the same process id from starting.
+        shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{process.pid}", ignore_errors=True)
 
 
 def _children(pid: int) -> list[int]:

@@ -224,6 +224,16 @@ def test_verbose_shows_the_command_line():
     assert result.stderr.endswith(" echo 'a b'\n")
 
 
+def test_what_a_killed_mpirun_left_does_not_keep_another_from_starting(tmp_path):
+    """Open MPI's files are named by the process id, which another mpirun may get later."""
+    for pid in range(os.getpid(), os.getpid() + 500):
+        (tmp_path / f"ompi.{pid}").mkdir()
+        for host in {HOST, HOST.split(".")[0]}:
+            (tmp_path / f"ompi.{pid}" / f"pmix.{host}.tool").touch()
+    result = hvdliterun("-np", 1, "true", env={"TMPDIR": str(tmp_path)})
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
 _FAMILY = """
 import subprocess
 child = subprocess.Popen(["sleep", "60"])

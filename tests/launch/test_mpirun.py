@@ -75,8 +75,8 @@ def test_intel_mpi_leaves_out_hosts_that_are_not_needed():
 
 @pytest.mark.parametrize("root", [True, False])
 def test_settings_of_open_mpi(root):
-    new = FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(root, here=True)
-    old = FLAVOURS["Open MPI 4"]("mpirun", "4.1.6").settings(root, here=True)
+    new = FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(root, here=True, folder="/f")
+    old = FLAVOURS["Open MPI 4"]("mpirun", "4.1.6").settings(root, here=True, folder="/f")
     for settings in (new, old):
         assert settings["OMPI_MCA_mpi_yield_when_idle"] == "1"
         assert ("OMPI_ALLOW_RUN_AS_ROOT" in settings) == root
@@ -84,20 +84,24 @@ def test_settings_of_open_mpi(root):
         assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in settings) == root
     assert new["PRTE_MCA_rmaps_default_mapping_policy"] == "slot:oversubscribe"
     assert new["PRTE_MCA_hwloc_default_binding_policy"] == "none"
+    assert new["PRTE_MCA_prte_local_tmpdir_base"] == "/f"
+    assert old["OMPI_MCA_orte_local_tmpdir_base"] == "/f"
     assert old["OMPI_MCA_rmaps_base_oversubscribe"] == "1"
     assert old["OMPI_MCA_hwloc_base_binding_policy"] == "none"
     assert not [name for name in old if name.startswith("PRTE_")]
 
 
 def test_networks_are_looked_for_where_there_are_other_hosts():
-    assert "OMPI_MCA_btl" not in FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(True, here=False)
+    assert "OMPI_MCA_btl" not in FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(
+        True, False, "/f"
+    )
 
 
 def test_settings_of_hydra():
-    assert FLAVOURS["MPICH"]("mpirun", "4.3.2").settings(root=True, here=True) == {}
-    assert FLAVOURS["Intel MPI"]("mpirun", "2021.13").settings(root=True, here=True) == {
-        "I_MPI_PIN": "0"
-    }
+    assert FLAVOURS["MPICH"]("mpirun", "4.3.2").settings(root=True, here=True, folder="/f") == {}
+    assert FLAVOURS["Intel MPI"]("mpirun", "2021.13").settings(
+        root=True, here=True, folder="/f"
+    ) == {"I_MPI_PIN": "0"}
 
 
 @pytest.fixture
@@ -143,14 +147,14 @@ def test_detect(tmp_path):
 def test_an_environment_without_a_home(tmp_path, monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     fussy = program(tmp_path / "mpirun", """test "$HOME" && echo '(Open MPI) 5.0.11'""")
-    settings = detect(fussy).settings(root=True, here=True)
+    settings = detect(fussy).settings(root=True, here=True, folder="/f")
     assert settings["HOME"].startswith("/")
 
     def nobody(user):
         raise KeyError
 
     monkeypatch.setattr("pwd.getpwuid", nobody)
-    assert detect(fussy).settings(root=False, here=True)["HOME"] == "/"
+    assert detect(fussy).settings(root=False, here=True, folder="/f")["HOME"] == "/"
     monkeypatch.setenv("HOME", "/of/the/user")
     told = program(tmp_path / "told", 'test "$HOME" = /of/the/user && echo "(Open MPI) 5.0.11"')
     assert detect(told)
