@@ -6,6 +6,9 @@ main thread runs Python code.
 
 Under hvdliterun both go to a file in the rank's folder, in which `hvdlite.launch.status` finds the
 process, too, and which it reads; otherwise to standard error.
+
+The number of the last step is kept where the process around the rank finds it when the rank has
+died (`note_steps`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import mmap
 import os
 import signal
 import sys
@@ -47,6 +51,7 @@ class Pending(NamedTuple):
 _find: Callable[[], tuple[int, list[Pending]] | None]
 _file: TextIO | None = None
 _owner = 0  # the process that has installed the handlers
+_steps: memoryview | None = None  # one int64, shared with the process around this rank
 
 
 def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
@@ -58,8 +63,9 @@ def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
     Args:
         find: returns the rank and its pending operations; None: there is no rank.
     """
-    global _find, _file, _owner
+    global _find, _file, _owner, _steps
     _find = find
+    _steps = _steps or _share_steps()
     if threading.current_thread() is not threading.main_thread():
         return
     current = signal.getsignal(SIGNAL)
@@ -75,6 +81,16 @@ def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
         faulthandler.unregister(SIGNAL)
         faulthandler.register(SIGNAL, file=_file or sys.stderr, all_threads=True, chain=True)
+
+
+def note_steps(steps: int) -> None:
+    """Note that as many steps have ended, for whoever names this rank after its death.
+
+    Args:
+        steps: of one optimizer; that of several which has made the most counts.
+    """
+    if _steps is not None and steps > _steps[0]:
+        _steps[0] = steps
 
 
 def process_line(pid: int) -> str:
@@ -99,6 +115,18 @@ def _open() -> TextIO | None:
     except OSError:
         return None
     return file
+
+
+def _share_steps() -> memoryview | None:
+    """Map the memory that the process around this rank has made; None: there is none."""
+    path = os.environ.get("HVDLITE_LAUNCHER_STEPS")
+    if not path:
+        return None
+    try:
+        with open(path, "r+b") as file:
+            return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
+    except (OSError, ValueError):
+        return None  # It is in another container, or ending.
 
 
 def _answer(number: int, frame: FrameType | None) -> None:

@@ -50,10 +50,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Gradients are exchanged while the backward pass goes on, in buckets. ``step()`` waits
     for them; so does ``synchronize()``, for those who need the averaged gradients before
-    the step (to clip them, say)::
+    the step. (``optimizer.clip_grad_norm_(1.0)`` waits and clips.) ::
 
         optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms = [p.grad.norm() for p in model.parameters()]
         with optimizer.skip_synchronize():
             optimizer.step()
 

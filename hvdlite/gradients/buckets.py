@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvdlite import compression
+from hvdlite import compression, status
 from hvdlite.arrays import describe
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine
@@ -86,6 +86,7 @@ class GradientBuckets:
         _check_op(reduction.op, strategy, self.parameters, memory)
         self._settings = engine.settings
         self.check = check
+        self._steps = 0
         # A device works beside its host in any case.
         self.overlaps = engine.settings.overlap != "0" or memory is not None
         self._entries = (
@@ -283,6 +284,8 @@ class GradientBuckets:
             bucket.wait()
             if index == 0 and self.check is not None:
                 self.check.end()
+            if bucket is self.all[-1]:
+                self.count_step()
             return bucket.kinds != ABSENT
         except BaseException:
             for other in self.all:
@@ -292,6 +295,11 @@ class GradientBuckets:
             if bucket.pending.done():
                 bucket.begin_step()
             # Otherwise a signal handler has raised, and other ranks still need the slots.
+
+    def count_step(self) -> None:
+        """Count an exchange of all buckets that has ended."""
+        self._steps += 1
+        status.note_steps(self._steps)
 
     def result_of(self, numbers: Sequence[int]) -> Any:
         """Return the average of a gradient in its shape, or those of neighbours in a bucket, flat.

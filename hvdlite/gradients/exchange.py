@@ -210,7 +210,9 @@ class GradientExchange:
                 self._send_order()
             if refusal:
                 raise ValueError(refusal)
-            return self._read_kinds()
+            found = self._read_kinds()
+            self.buckets.count_step()
+            return found
         except Interrupted:
             ended = False
             raise

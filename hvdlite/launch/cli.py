@@ -70,6 +70,37 @@ def _launch(options: argparse.Namespace) -> int:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
         settings.setdefault("HVDLITE_TERMINAL_COLUMNS", str(columns))
     output = _output_folder(options.output_filename)
+    restarts = options.restarts or 0
+    for restart in range(restarts + 1):
+        settings["HVDLITE_RESTART"] = str(restart)
+        end = _run(options, program, hosts, [output, *command], settings, asked)
+        if not (end.may_succeed_again and restart < restarts):
+            break
+        job.say(f"{end.text}; restart {restart + 1} of {restarts}")
+    if end.text:
+        job.say(end.text)
+    return end.code
+
+
+def _run(
+    options: argparse.Namespace,
+    program: mpirun.Mpirun,
+    hosts: Sequence[Host],
+    command: Sequence[str],
+    settings: Mapping[str, str],
+    asked: Mapping[str, str],
+) -> job.End:
+    """Run the job once.
+
+    Args:
+        options: of the command line.
+        program: the mpirun.
+        hosts: where the ranks run.
+        command: the folder for the ranks' output, and what each rank runs.
+        settings: the ranks' environment.
+        asked: the part of it that the command line demands.
+    """
+    here = on_this_host(hosts, settings)
     with serving() as server:
         added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         launch = mpirun.Launch(
@@ -77,7 +108,7 @@ def _launch(options: argparse.Namespace) -> int:
             hosts=hosts,
             exported=[] if here else exported(settings),
             extra=_extra(options, program),
-            command=[sys.executable, "-I", "-S", rank.__file__, server.address, output, *command],
+            command=[sys.executable, "-I", "-S", rank.__file__, server.address, *command],
         )
         arguments = program.arguments(launch)
         if options.verbose:

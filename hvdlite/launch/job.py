@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
+from typing import NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.launch.rank import describe, die_with_parent, shell_code
@@ -28,7 +29,28 @@ _ENDED: _Plan = ((0.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 # A Ctrl-C reaches mpirun without our help, and a second signal makes it drop everything.
 _ENDED_FROM_TERMINAL: _Plan = ((2.5, signal.SIGTERM), (6.0, signal.SIGKILL))
 
+# Exit codes of a wrong command line (Python, argparse), and of a program that cannot be started.
+_HOPELESS = (StartError.USAGE, StartError.NOT_EXECUTABLE, StartError.NOT_FOUND)
+
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class End(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        code: its exit code.
+        text: which rank failed first, and how; empty: none did, or a signal to this process ended
+            the job.
+    """
+
+    code: int
+    text: str
+
+    @property
+    def may_succeed_again(self) -> bool:
+        """Return whether the same command may succeed if it is started once more."""
+        return bool(self.text) and self.code not in _HOPELESS
 
 
 def run(
@@ -36,17 +58,14 @@ def run(
     environment: Mapping[str, str],
     server: Server,
     quiet_end: signal.Signals | None,
-) -> int:
-    """Do what `follow` does, say which rank failed first, and return the job's exit code."""
+) -> End:
+    """Do what `follow` does, and return how the job ended."""
     code, received = follow(arguments, environment, server, quiet_end, at_terminal=os.isatty(0))
     if received:
-        return 128 + received
+        return End(128 + received, "")
     if server.exited:
-        say(server.exited.text)
-        return server.exited.code
-    if code:
-        say(describe("mpirun", code))
-    return shell_code(code)
+        return End(server.exited.code, server.exited.text)
+    return End(shell_code(code), describe("mpirun", code) if code else "")
 
 
 def follow(

@@ -146,6 +146,11 @@ _GROUPS: dict[str, Sequence[Option]] = {
         Option("-np --num-proc N", "number of processes", _at_least(1)),
         Option("-H --hosts HOSTS", "host1:2,host2:2; default: this host, or the batch job's"),
         Option("-hostfile --hostfile F", "file with one 'host slots=N' or 'host:N' per line"),
+        Option(
+            "--restarts N",
+            "start the job again, up to N times, when a rank fails",
+            _at_least(0),
+        ),
         Option("--horovod", "have `import horovod` find hvdlite in all of the command"),
         Option("--config-file F", "horovodrun's YAML file; the command line comes first"),
     ),

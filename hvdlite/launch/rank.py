@@ -46,6 +46,8 @@ _MAX_LINE = 1 << 16
 
 FOLDER = "HVDLITE_LAUNCHER_FOLDER"
 """The environment variable with a folder for this rank alone, removed at the end of the job."""
+STEPS = "HVDLITE_LAUNCHER_STEPS"
+"""The environment variable with the file where a rank keeps the number of its last step, int64."""
 LEAVING = "leaving."
 """The beginning of the name of a note of leaving; `time.monotonic_ns` is the rest."""
 
@@ -63,20 +65,25 @@ def main(arguments: Sequence[str]) -> None:
     channel = _connect(address)
     forwarding = _Forwarding(channel) if output == TO_LAUNCHER and channel else None
     folder = _own_folder(address)
+    steps = _make_steps()
     this = os.getpid()
     child = os.fork()
     if child == 0:
         die_with_parent(this)
         if forwarding:
             forwarding.enter()
-        _run(command, "" if forwarding else output, folder, mask)
+        os.environ[FOLDER] = folder
+        os.environ[STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
+        _run(command, "" if forwarding else output, mask)
     if forwarding:
         forwarding.start()
     code, signs = _wait(child, manager)
     if code and not signs:
         signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
-        _report(channel, code, folder, under_way=bool(signs))
+        rank = f"rank {_first(_RANK, '?')} on host {os.uname().nodename}"
+        text = describe(rank, code) + _after_step(steps)
+        _report(channel, code, text, folder, under_way=bool(signs))
     else:
         _forget_notes(folder)
     if code == 0 and channel:
@@ -220,6 +227,26 @@ def _own_folder(address: str) -> str:
     return folder
 
 
+def _make_steps() -> int:
+    """Return a file in memory for the number of the rank's last step; -1: there is none.
+
+    It outlives the rank, and leaves nothing behind. The rank opens it by its path in /proc, since a
+    descriptor would not survive scripts that start the rank's program with theirs closed.
+    """
+    try:
+        file = os.memfd_create("hvdlite steps")
+        os.ftruncate(file, 8)
+    except (AttributeError, OSError):
+        return -1
+    return file
+
+
+def _after_step(steps: int) -> str:
+    """Say which step was the rank's last; empty: it has made none, or it is unknown."""
+    last = int.from_bytes(os.pread(steps, 8, 0), sys.byteorder) if steps >= 0 else 0
+    return f" after step {last}" if last else ""
+
+
 def _notes(folder: str) -> Iterator[tuple[int, str]]:
     """Yield the time and the path of each note of leaving in a rank's folder."""
     try:
@@ -262,7 +289,7 @@ def _wait_for_earlier(folder: str, manager: int) -> set[int]:
     return set()
 
 
-def _run(command: list[str], output: str, folder: str, mask: Iterable[int]) -> None:
+def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
     subject = output
     try:
         if output:
@@ -270,7 +297,6 @@ def _run(command: list[str], output: str, folder: str, mask: Iterable[int]) -> N
         subject = command[0]
         # A rank that sees it may just exit: the job ends, with fewer messages than by MPI_Abort.
         os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
-        os.environ[FOLDER] = folder
         # Python ignores these, and an ignored signal stays so in the command.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -289,7 +315,9 @@ def _redirect(output: str) -> None:
     os.makedirs(folder, exist_ok=True)
     for number, name in ((1, "stdout"), (2, "stderr")):
         path = os.path.join(folder, name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        if os.environ.get("HVDLITE_RESTART", "0") == "0":
+            flags |= os.O_TRUNC
         file = os.open(path, flags, 0o666)
         os.dup2(file, number)
         os.close(file)
@@ -337,17 +365,16 @@ def _drain() -> None:
         time.sleep(0.01)
 
 
-def _report(channel: Any, code: int, folder: str, under_way: bool) -> None:
+def _report(channel: Any, code: int, text: str, folder: str, under_way: bool) -> None:
     """Name this rank to the launcher, or, where that is on another host, to the user.
 
     Args:
         channel: to the launcher; None: there is none.
         code: how the command ended.
+        text: the same in words.
         folder: of this rank, whose notes go when it has been named.
         under_way: whether the manager is already ending the job.
     """
-    rank, host = _first(_RANK, "?"), os.uname().nodename
-    text = describe(f"rank {rank} on host {host}", code)
     # At once: the end of this rank makes others fail, which must not be named before it.
     reported = _send(channel, "REPORT", str(shell_code(code)), text)
     _forget_notes(folder)

@@ -20,6 +20,7 @@ from hvdlite.launch.server import serving
 
 
 def run(script, server, quiet_end=signal.SIGTERM):
+    """Return the exit code and the text about the job's end."""
     return job.run([sys.executable, "-u", "-c", script], dict(os.environ), server, quiet_end)
 
 
@@ -45,30 +46,24 @@ def report(server):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (5, 5), (-9, 137)])
-def test_without_a_report_the_code_is_that_of_mpirun(server, capfd, code, expected):
+def test_without_a_report_the_code_is_that_of_mpirun(server, code, expected):
     end = f"sys.exit({code})" if code >= 0 else f"os.kill(os.getpid(), {-code})"
-    assert run(f"import os, sys; {end}", server) == expected
-    how = {
-        0: "",
-        5: "hvdliterun: mpirun exited with code 5\n",
-        -9: "hvdliterun: mpirun was killed by signal 9 (SIGKILL)\n",
-    }
-    assert capfd.readouterr().err == how[code]
+    how = {0: "", 5: "mpirun exited with code 5", -9: "mpirun was killed by signal 9 (SIGKILL)"}
+    assert run(f"import os, sys; {end}", server) == (expected, how[code])
 
 
-def test_the_first_report_wins_even_if_it_is_read_after_the_end(server, report, capfd):
+def test_the_first_report_wins_even_if_it_is_read_after_the_end(server, report):
     report(1, 3)
     while server._messages.empty():
         time.sleep(0.01)
     report(0, 4)
-    assert run("raise SystemExit(1)", server) == 3
-    assert capfd.readouterr().err == "hvdliterun: rank 1 failed\n"
+    assert run("raise SystemExit(1)", server) == (3, "rank 1 failed")
 
 
 def test_mpirun_is_ended_quietly_when_a_rank_asks_for_it(server, report):
     report(1, 3, end=True)
     started = time.monotonic()
-    assert run("import time; time.sleep(60)", server) == 3
+    assert run("import time; time.sleep(60)", server).code == 3
     assert time.monotonic() - started < 3
 
 
@@ -77,14 +72,14 @@ def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monke
     report(1, 3)
     ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     started = time.monotonic()
-    assert run(ignore, server, quiet_end=None) == 3
+    assert run(ignore, server, quiet_end=None).code == 3
     assert 0.4 <= time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_signals_to_the_launcher(server, capfd, number, code):
+def test_signals_to_the_launcher(server, number, code):
     previous = signal.getsignal(number)
     # A rank's later report is a consequence, not the reason.
     script = f"""
@@ -101,10 +96,9 @@ time.sleep(60)
     started = time.monotonic()
     later = f"sleep 0.3; kill -{int(number)} {os.getpid()}"
     with subprocess.Popen(["sh", "-c", later]):
-        assert run(script, server) == code
+        assert run(script, server) == (code, "")
     assert time.monotonic() - started < 4
     assert signal.getsignal(number) is previous
-    assert capfd.readouterr().err == ""
 
 
 def test_mpirun_that_cannot_be_started(server):

@@ -169,7 +169,7 @@ def test_its_note_stays_until_the_launcher_knows(monkeypatch, tmp_path):
     noted = []
     monkeypatch.setattr(rank, "_send", lambda *sent: noted.append(note.exists()))
     monkeypatch.setattr(rank, "_drain", lambda: None)
-    rank._report("a channel", 3, str(tmp_path), under_way=False)
+    rank._report("a channel", 3, "rank 0 failed", str(tmp_path), under_way=False)
     assert noted == [True]
     assert not note.exists()
 

@@ -1,0 +1,1 @@
+"""Campaigns: many runs with random failures, whose results must be those of undisturbed runs."""

@@ -1,0 +1,103 @@
+"""Kill a random rank at a random step under ``hvdliterun --restarts 1``: the weights are the same.
+
+python -m tests.campaigns.restarts --runs 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.harness import mpirun
+
+_SCRIPTS = {"torch": "pytorch_mnist.py", "tensorflow": "tensorflow_mnist.py"}
+_EPOCHS = 4
+_STEPS = 23 * _EPOCHS  # 1,437 images in batches of 2 x 32
+_SECONDS = 180
+
+
+def train(framework: str, *victim: int) -> tuple[dict[str, Any], str, float]:
+    """Train on two ranks; return the result, standard error, and the seconds.
+
+    Args:
+        framework: that of the example.
+        victim: the rank that dies, and the step; none: no rank does.
+
+    Raises:
+        AssertionError: the job failed.
+    """
+    example = mpirun.ROOT / "examples" / _SCRIPTS[framework]
+    program = [Path(__file__).with_name("victim.py"), *victim, example] if victim else [example]
+    with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
+        command = [
+            *(sys.executable, "-m", "hvdlite.launch", "-np", "2", "--restarts", "1"),
+            *(sys.executable, *map(str, program)),
+            *("--epochs", str(_EPOCHS), "--checkpoint-dir", folder, "--json"),
+        ]
+        began = time.perf_counter()
+        job = subprocess.run(
+            command,
+            env=mpirun.environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+        seconds = time.perf_counter() - began
+    assert job.returncode == 0, f"exit code {job.returncode}\n{job.stdout}{job.stderr}"
+    return json.loads(job.stdout.splitlines()[-1]), job.stderr, seconds
+
+
+def compare(framework: str, expected: dict[str, Any], rank: int, step: int) -> float:
+    """Train with a death, expect the undisturbed result, and return the seconds.
+
+    Raises:
+        AssertionError: the result is another one, or the line about the death.
+    """
+    result, errors, seconds = train(framework, rank, step)
+    line = (
+        rf"^hvdliterun: rank {rank} on host \S+ was killed by signal 9 \(SIGKILL\) "
+        rf"after step {step}; restart 1 of 1$"
+    )
+    assert re.search(line, errors, re.MULTILINE), errors
+    for key in ("weights_sha256", "test_accuracy", "identical"):
+        assert result[key] == expected[key], f"{key}: {result[key]}, expected {expected[key]}"
+    return seconds
+
+
+def main() -> None:
+    """Run the campaign and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--framework", choices=_SCRIPTS, default="torch")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    numbers = random.Random(options.seed)
+    expected, _, undisturbed = train(options.framework)
+    times, failures = [], 0
+    for run in range(options.runs):
+        rank, step = numbers.randrange(2), numbers.randint(1, _STEPS)
+        try:
+            times.append(compare(options.framework, expected, rank, step))
+        except AssertionError as error:
+            failures += 1
+            print(f"run {run}: rank {rank} killed after step {step}: {error}", flush=True)
+    print(f"{options.runs - failures} of {options.runs} runs end as the undisturbed one:")
+    print(f"test accuracy {expected['test_accuracy']:.4f}, weights {expected['weights_sha256']}")
+    if times:
+        lost = [seconds - undisturbed for seconds in times]
+        print(f"seconds lost: median {statistics.median(lost):.1f}, worst {max(lost):.1f}")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

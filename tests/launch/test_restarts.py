@@ -1,0 +1,161 @@
+"""hvdliterun --restarts: which jobs start again, and what the user is told."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.campaigns import restarts
+from tests.launch.launcher import hvdliterun, running
+
+HOST = socket.gethostname()
+# Each life appends its number to the file that the first argument names.
+_LIVES = """
+import os, sys
+life = int(os.environ["HVDLITE_RESTART"])
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    with open(sys.argv[1], "a") as file:
+        print(life, file=file)
+"""
+
+
+@pytest.fixture
+def lives(tmp_path):
+    """The lives that a job has had; called with what rank 1 does in each of them."""
+    path = tmp_path / "lives"
+
+    def run(code, *options):
+        script = f"{_LIVES}    {code}\n"
+        result = hvdliterun("-np", 2, *options, sys.executable, "-c", script, path)
+        return [int(line) for line in path.read_text().split()], result
+
+    return run
+
+
+def test_a_job_starts_again_until_it_succeeds(lives):
+    found, result = lives(
+        "life == 0 and os.kill(os.getpid(), 9); life == 1 and sys.exit(3)", "--restarts", 4
+    )
+    assert (found, result.returncode) == ([0, 1, 2], 0)
+    assert result.stderr.splitlines() == [
+        f"hvdliterun: rank 1 on host {HOST} was killed by signal 9 (SIGKILL); restart 1 of 4",
+        f"hvdliterun: rank 1 on host {HOST} exited with code 3; restart 2 of 4",
+    ]
+
+
+def test_the_last_failure_is_that_of_the_job(lives):
+    found, result = lives("sys.exit(3 + life)", "--restarts", 1)
+    assert (found, result.returncode) == ([0, 1], 4)
+    assert result.stderr.splitlines() == [
+        f"hvdliterun: rank 1 on host {HOST} exited with code 3; restart 1 of 1",
+        f"hvdliterun: rank 1 on host {HOST} exited with code 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "exit_code"),
+    [
+        ("sys.exit(2)", ["--restarts", 3], 2),  # argparse's: the command line stays wrong
+        ("sys.exit(127)", ["--restarts", 3], 127),  # a program that does not exist
+        ("sys.exit(1)", ["--restarts", 0], 1),
+        ("sys.exit(1)", [], 1),
+        ("sys.exit(0)", ["--restarts", 3], 0),
+    ],
+)
+def test_a_job_that_does_not_start_again(lives, code, options, exit_code):
+    found, result = lives(code, *options)
+    assert (found, result.returncode) == ([0], exit_code)
+    assert "restart" not in result.stderr
+
+
+def test_a_command_that_does_not_exist_is_an_error_at_once():
+    result = hvdliterun("-np", 1, "--restarts", 3, "no-such-program")
+    assert result.returncode == 127
+    assert "restart" not in result.stderr
+
+
+def test_a_signal_to_the_launcher_ends_the_second_run_and_all(tmp_path):
+    code = (
+        "import os, sys, time\n"
+        "if os.environ['HVDLITE_RESTART'] == '0': sys.exit(1)\n"
+        f"open({str(tmp_path / 'second')!r}, 'w').close()\n"
+        "time.sleep(60)"
+    )
+    with running("-np", 1, "--restarts", 5, sys.executable, "-c", code) as job:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "second").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (tmp_path / "second").exists()
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(15) == 128 + signal.SIGTERM
+        assert job.stderr.read().count("restart 1 of 5") == 1
+
+
+def test_output_files_keep_what_earlier_runs_printed(lives, tmp_path):
+    _, result = lives(
+        "print('life', life); life == 0 and sys.exit(1)",
+        *("--restarts", 1, "--output-filename", tmp_path / "logs"),
+    )
+    assert result.returncode == 0
+    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text() == "life 0\nlife 1\n"
+    again = hvdliterun("-np", 1, "--output-filename", tmp_path / "logs", "echo", "new")
+    assert again.returncode == 0
+    assert (tmp_path / "logs" / "rank.0" / "stdout").read_text() == "new\n"
+
+
+def test_nothing_is_left_between_runs(lives, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    found, result = lives(
+        f"print(os.listdir({str(tmp_path / 'tmp')!r})); os.kill(os.getpid(), 9)",
+        *("--restarts", 2),
+    )
+    assert found == [0, 1, 2]
+    assert os.listdir(tmp_path / "tmp") == []
+    assert result.returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("text", ["-1", "x"])
+def test_a_number_is_expected(text):
+    result = hvdliterun("-np", 1, "--restarts", text, "true")
+    assert result.returncode == 2
+    assert f"found {text}, expected a number from 0 on" in result.stderr
+
+
+def test_the_last_step_is_named_without_restarts_too():
+    pytest.importorskip("torch")
+    code = (
+        "import os, sys, torch, hvdlite.torch as hvd\n"
+        "hvd.init()\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())\n"
+        "hvd.broadcast_parameters(model.state_dict(), 0)\n"
+        "for step in range(5):\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    if step == 2 and hvd.rank() == 1: os._exit(7)\n"
+    )
+    result = hvdliterun("-np", 2, sys.executable, "-c", code)
+    assert result.returncode == 7
+    assert f"rank 1 on host {HOST} exited with code 7 after step 3\n" in result.stderr
+
+
+def test_a_rank_without_the_file_of_its_steps_trains(tmp_path):
+    """The process around it may be in another container."""
+    code = "import hvdlite, hvdlite.status; hvdlite.init(); hvdlite.status.note_steps(3)"
+    variables = {**os.environ, "HVDLITE_LAUNCHER_STEPS": str(tmp_path / "missing")}
+    result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_training_ends_with_the_weights_of_an_undisturbed_one(framework):
+    pytest.importorskip(framework)
+    expected, _, _ = restarts.train(framework)
+    restarts.compare(framework, expected, rank=1, step=40)
