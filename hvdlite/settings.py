@@ -86,8 +86,8 @@ class Settings:
     #: Exchange buckets during the backward pass: "1", "0", or "auto": if a rank has a core to spare
     #: for it or waits for a network.
     overlap: str = field(default="auto", metadata={"parse": _overlap, "allowed": "0, 1 or auto"})
-    #: Milliseconds that a lane's thread waits for further submissions before it runs them, unless
-    #: a thread waits for one of them.
+    #: Milliseconds in which operations come together before hvdlite's thread runs them; none, where
+    #: a thread of the program waits for one of them.
     cycle_time: float = field(
         default=1.0,
         metadata=_number(float, "a number of milliseconds, 0 to 1000", lambda ms: 0 <= ms <= 1000),

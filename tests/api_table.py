@@ -75,10 +75,10 @@ Made from the code by `python -m tests.api_table`; a test sees that it is up to 
 
 ## Settings
 
-`init()` reads them. Where one is unset or empty, the variable that begins with `HOROVOD_` in the
-place of `HVDLITE_` counts. `hvdliterun` passes all of them to all ranks. A value that cannot be
-read is an error that names what is allowed; a name that is close to one of these is reported. Those
-with a star must be equal on all ranks.
+`init()` reads them. If one is unset or empty, Horovod's of the same name counts:
+`HOROVOD_CYCLE_TIME` for `HVDLITE_CYCLE_TIME`. `hvdliterun` passes all of them to all ranks. A value
+that cannot be read is an error that names what is allowed; a name that is close to one of these is
+reported. Those with a star must be equal on all ranks.
 
 | variable and default | allowed | meaning | `hvdliterun` |
 |---|---|---|---|
