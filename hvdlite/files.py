@@ -9,8 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +17,7 @@ _SECONDS_TO_LIVE = 24 * 3600
 
 
 @contextlib.contextmanager
-def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Write a file that replaces ``path`` when the ``with`` block has ended.
 
     ``path`` is at every moment either the old or the new file; the old one where the block raises,
@@ -26,7 +25,6 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
 
     Args:
         path: The file. Missing parent folders are made.
-        keep: Number of `generations` that remain, the new one included.
 
     Raises:
         OSError: The file cannot be written; the previous one is as it was.
@@ -39,39 +37,12 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            _shift(generations(path, keep))
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
     _sync_folder(path.parent)
-
-
-def generations(path: Path, keep: int) -> list[Path]:
-    """Return the names of a file and of those that it has replaced, the newest first.
-
-    They are ``path``, ``path.1``, ``path.2``, ...; ``keep`` of them.
-    """
-    return [path, *(path.with_name(f"{path.name}.{age}") for age in range(1, keep))]
-
-
-def _shift(names: Sequence[Path]) -> None:
-    """Give each generation the next older name; the newest keeps its own one, too."""
-    for newer, older in reversed(list(pairwise(names[1:]))):
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(newer, older)
-    if len(names) == 1 or not names[0].is_file():
-        return
-    link = _temporary(names[0])
-    try:
-        os.link(names[0], link)
-    except OSError:  # Some file systems have no links: for a moment, the newest has no name.
-        os.replace(*names[:2])
-        return
-    with contextlib.suppress(FileNotFoundError):  # Another writer has taken it for a stale one.
-        os.replace(link, names[1])
-        link.unlink(missing_ok=True)  # Two names of one file stay two.
 
 
 @contextlib.contextmanager
@@ -107,7 +78,7 @@ def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
     before still ends.
     """
     while True:
-        temporary = _temporary(path)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         file = open(temporary, "xb")  # noqa: SIM115 - closed by the caller
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -115,11 +86,6 @@ def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
             return file, temporary
         # Another writer has taken the file for a stale one, before it was locked.
         file.close()
-
-
-def _temporary(path: Path) -> Path:
-    """Return a new name beside ``path`` that `_remove_stale` knows."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def _remove_stale(path: Path) -> None:

@@ -44,16 +44,8 @@ def _to_host(leaf: Any) -> Any:
     return to_array(to_tensor(leaf)) if is_tensor else leaf
 
 
-def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
+def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
     """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
-
-    Args:
-        path: The file, on the host of rank 0. It need not exist.
-        keep: The number of generations that remain: those before the newest are ``path.1``,
-            ``path.2`` and so on. ``load`` goes back to an older one where the newest is damaged.
-
-    Raises:
-        ValueError: ``keep`` is below 1.
 
     Example::
 
@@ -63,7 +55,7 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
             hvd.assign_variables(model.variables, state["weights"])
         saved.save({"weights": model.variables})
     """
-    return TensorCheckpoint(path, keep)
+    return TensorCheckpoint(path)
 
 
 def assign_variables(variables: Any, values: Any) -> None:

@@ -194,25 +194,20 @@ class TensorCheckpoint(Checkpoint):
         except (pickle.UnpicklingError, TypeError) as error:
             found = f" ({error})" if isinstance(error, TypeError) else ""
             raise CheckpointError(
-                f"{file.name} holds other types than tensors and plain values{found}; if you trust "
+                f"{self.path} holds other types than tensors and plain values{found}; if you trust "
                 "the file, load it by torch.load(path, weights_only=False) on every rank"
             ) from error
 
 
-def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
+def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
     """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
 
     Args:
         path: The file, on the host of rank 0. It need not exist. ``.pt`` and ``.pth`` are written
             by ``torch.save``, ``.safetensors`` as a safetensors file, other suffixes as npz. A file
             is read by its content.
-        keep: The number of generations that remain: those before the newest are ``path.1``,
-            ``path.2`` and so on. ``load`` goes back to an older one where the newest is damaged.
-
-    Raises:
-        ValueError: ``keep`` is below 1.
     """
-    return TensorCheckpoint(path, keep)
+    return TensorCheckpoint(path)
 
 
 def _check_for_torch(leaf: Any) -> None:

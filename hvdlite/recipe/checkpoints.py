@@ -6,7 +6,6 @@ PyTorch adapter), ``.safetensors``, and npz for all others. A file is read by it
 
 from __future__ import annotations
 
-import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,8 +20,6 @@ from hvdlite import collectives, files, world
 from hvdlite.errors import CheckpointError
 from hvdlite.recipe import _npz, _safetensors
 from hvdlite.recipe._tree import flatten, unflatten
-
-_log = logging.getLogger("hvdlite")
 
 _Result = TypeVar("_Result")
 _Arrays = list[npt.NDArray[Any]]
@@ -42,24 +39,16 @@ class Checkpoint:
 
     Args:
         path: The file, on the host of rank 0.
-        keep: The number of generations that remain: those before the newest are ``path.1``,
-            ``path.2`` and so on.
-
-    Raises:
-        ValueError: ``keep`` is below 1.
     """
 
     # The only key of the dicts by which a subclass tells tensors from arrays; empty: it does not.
     _tensor_key = ""
 
-    def __init__(self, path: str | os.PathLike[str], keep: int = 1) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep}, expected the number of checkpoints to keep, 1 or more")
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.keep = keep
 
     def exists(self) -> bool:
-        """Return on all ranks whether rank 0 finds the file, or a generation before it."""
+        """Return on all ranks whether rank 0 finds the file."""
         return _on_rank_zero(self._exists, "checkpoint.exists")
 
     def save(self, state: Any) -> None:
@@ -80,9 +69,7 @@ class Checkpoint:
         _on_rank_zero(lambda: self._write(state), "checkpoint.save")
 
     def load(self, default: Any = _REQUIRED) -> Any:
-        """Read the newest good file on rank 0 and return an equal tree on every rank.
-
-        If it is damaged, or gone, the next generation is read, and a warning is logged.
+        """Read the file on rank 0 and return an equal tree on every rank.
 
         Args:
             default: Returned if the file does not exist.
@@ -111,12 +98,12 @@ class Checkpoint:
 
     def _exists(self) -> bool:
         with _explained(self.path, "found"):
-            return any(path.exists() for path in files.generations(self.path, self.keep))
+            return self.path.exists()
 
     def _write(self, state: Any) -> None:
         with _explained(self.path, "written"):
             write = self._writer(state)
-            with files.replacing(self.path, self.keep) as file:
+            with files.replacing(self.path) as file:
                 write(file)
 
     def _writer(self, state: Any) -> Callable[[IO[bytes]], None]:
@@ -135,46 +122,28 @@ class Checkpoint:
     def _read_into(
         self, arrays: _Arrays
     ) -> tuple[Any, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
-        """Read the newest good file into ``arrays``; return the structure and their layouts."""
-        structure, found = self._read_newest()
-        arrays.extend(found)
-        return structure, [(array.dtype, array.shape) for array in found]
-
-    def _read_newest(self) -> tuple[Any, _Arrays]:
-        failures: list[CheckpointError] = []
-        for path in files.generations(self.path, self.keep):
-            try:
-                found = self._read_file(path)
-            except CheckpointError as error:
-                failures.append(error)
-                continue
-            for failure in failures:
-                _log.warning("%s", failure)
-            if failures:
-                _log.warning("loaded %s, an older checkpoint, instead", path)
-            return found
-        raise failures[0]
-
-    def _read_file(self, path: Path) -> tuple[Any, _Arrays]:
-        with _explained(path, "read"):
-            if not path.exists():
+        """Read the file into ``arrays``; return the structure and the arrays' layouts."""
+        with _explained(self.path, "read"):
+            if not self.path.exists():
                 raise CheckpointError(
-                    f"{path} does not exist on the host of rank 0: check the path, or pass "
+                    f"{self.path} does not exist on the host of rank 0: check the path, or pass "
                     "default=... to begin without a checkpoint"
                 )
-            with open(path, "rb") as file:
-                return self._read(file)
+            with open(self.path, "rb") as file:
+                structure, found = self._read(file)
+        arrays.extend(found)
+        return structure, [(array.dtype, array.shape) for array in found]
 
     def _read(self, file: IO[bytes]) -> tuple[Any, _Arrays]:
         """Return the structure and the arrays of a file, whose content tells its format."""
         start = file.read(9)
         file.seek(0)
         if not start:
-            raise CheckpointError(f"{file.name} is empty, not a checkpoint")
+            raise CheckpointError(f"{self.path} is empty, not a checkpoint")
         is_zip = start.startswith(_ZIP_MAGIC)
         if not is_zip and start[8:] != b"{":
             raise CheckpointError(
-                f"{file.name} is not a checkpoint of hvdlite: it begins with {start[:4]!r}, "
+                f"{self.path} is not a checkpoint of hvdlite: it begins with {start[:4]!r}, "
                 f"expected {_ZIP_MAGIC!r} or a safetensors header"
             )
         try:
@@ -189,7 +158,7 @@ class Checkpoint:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"{file.name} is damaged or cut off ({type(error).__name__}: {error}); load "
+                f"{self.path} is damaged or cut off ({type(error).__name__}: {error}); load "
                 "another checkpoint"
             ) from error
         return structure, arrays
@@ -197,7 +166,7 @@ class Checkpoint:
     def _read_torch(self, file: IO[bytes]) -> tuple[Any, _Arrays]:
         """Return the structure and the arrays of a file of ``torch.save``."""
         raise CheckpointError(
-            f"{file.name} was written by torch.save: load it with hvdlite.torch.checkpoint()"
+            f"{self.path} was written by torch.save: load it with hvdlite.torch.checkpoint()"
         )
 
 
@@ -208,18 +177,13 @@ def _is_from_torch(file: IO[bytes]) -> bool:
     return _npz.STRUCTURE not in names and any(name.endswith("/data.pkl") for name in names)
 
 
-def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> Checkpoint:
+def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
 
     Args:
         path: The file, on the host of rank 0. It need not exist. ``.safetensors`` is written as a
             safetensors file, other suffixes as npz; `hvdlite.torch.checkpoint` writes ``.pt`` and
             ``.pth`` as ``torch.save`` does. A file is read by its content.
-        keep: The number of generations that remain; with more than one, `Checkpoint.load` goes
-            back to an older one where the newest is damaged.
-
-    Raises:
-        ValueError: ``keep`` is below 1.
 
     Example::
 
@@ -227,7 +191,7 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> Checkpoint:
         state = saved.load(default={"epoch": 0, "weights": weights})
         saved.save({"epoch": state["epoch"] + 1, "weights": weights})
     """
-    return Checkpoint(path, keep)
+    return Checkpoint(path)
 
 
 def _on_rank_zero(action: Callable[[], _Result], name: str) -> _Result:

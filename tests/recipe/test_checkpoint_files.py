@@ -16,7 +16,6 @@ import sys
 import time
 import tracemalloc
 import zipfile
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -429,115 +428,6 @@ def test_a_kill_in_the_middle_leaves_a_whole_file(path, tmp_path, fraction):
     write(path, "next")
     assert read(path) == "next"
     assert os.listdir(tmp_path) == [path.name]
-
-
-class TestGenerations:
-    """Checkpoints that keep the ones before them."""
-
-    @staticmethod
-    def save(path, *numbers, keep=3):
-        for number in numbers:
-            Checkpoint(path, keep)._write({"n": number, "w": np.full(1000, number)})
-
-    @staticmethod
-    def load(path, keep=3):
-        arrays = []
-        structure, _ = Checkpoint(path, keep)._read_into(arrays)
-        state = unflatten(structure, arrays)
-        assert (state["w"] == state["n"]).all()
-        return state["n"]
-
-    @staticmethod
-    def damage(path):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-
-    def test_as_many_remain_as_are_kept(self, path, tmp_path):
-        for last in range(1, 6):
-            self.save(path, last)
-            names = [path, Path(f"{path}.1"), Path(f"{path}.2")][:last]
-            assert sorted(tmp_path.iterdir()) == sorted(names)
-            assert [self.load(name, keep=1) for name in names] == list(range(last, 0, -1))[:3]
-
-    @FORMATS
-    def test_the_newest_good_one_is_loaded(self, path, caplog):
-        self.save(path, 1, 2, 3)
-        assert (self.load(path), caplog.messages) == (3, [])
-        self.damage(path)
-        assert self.load(path) == 2
-        damaged, instead = caplog.messages
-        assert damaged.startswith(f"{path} is damaged or cut off")
-        assert instead == f"loaded {path}.1, an older checkpoint, instead"
-        Path(f"{path}.1").unlink()
-        assert self.load(path) == 1
-        self.damage(Path(f"{path}.2"))
-        with pytest.raises(CheckpointError, match=rf"^{re.escape(str(path))} is damaged"):
-            self.load(path)
-        with pytest.raises(CheckpointError, match="is damaged"):
-            self.load(path, keep=1)
-
-    def test_none_is_looked_for_that_is_not_kept(self, path):
-        self.save(path, 1, 2)
-        path.unlink()
-        with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} does not exist"):
-            self.load(path, keep=1)
-
-    def test_a_folder_in_the_way_stays(self, path):
-        path.mkdir()
-        with pytest.raises(CheckpointError, match="IsADirectoryError"):
-            self.save(path, 1)
-        assert os.listdir(path.parent) == [path.name]
-
-    @pytest.mark.parametrize("keep", [0, -1])
-    def test_one_at_least(self, path, keep):
-        with pytest.raises(ValueError, match=rf"keep={keep}, expected .* 1 or more"):
-            Checkpoint(path, keep)
-
-    @pytest.mark.parametrize("keep", [1, 2, 3])
-    @pytest.mark.parametrize("links", [True, False])
-    def test_a_kill_at_any_call_leaves_the_last_or_the_new_one(
-        self, path, tmp_path, monkeypatch, keep, links
-    ):
-        """As if the process had ended in place of its n-th call that changes the folder."""
-
-        class Killed(BaseException):
-            pass
-
-        def refused(*arguments):
-            raise OSError(errno.EPERM, "no links here")
-
-        saved = 0
-        if not links:
-            monkeypatch.setattr(os, "link", refused)
-        for survived in range(20):
-            self.save(path, saved := saved + 1, keep=keep)
-            calls = iter(range(survived))
-            with monkeypatch.context() as patch:
-
-                def counted(name, function, calls=calls):
-                    def call(*arguments, **options):
-                        if next(calls, None) is None:
-                            raise Killed
-                        return function(*arguments, **options)
-
-                    return call
-
-                for name in ("fsync", "replace", "link", "unlink", "rename"):
-                    patch.setattr(os, name, counted(name, getattr(os, name)))
-                try:
-                    self.save(path, saved + 1, keep=keep)
-                    break
-                except Killed:
-                    pass
-            assert path.exists() or not links
-            assert self.load(path, max(keep, 2 if not links else 1)) in (saved, saved + 1)
-            saved += 1
-        assert 2 <= survived < 15
-        self.save(path, saved + 1, keep=keep)
-        assert self.load(path, keep) == saved + 1
-        names = [path.name, f"{path.name}.1", f"{path.name}.2"][:keep]
-        assert sorted(os.listdir(tmp_path)) == names
 
 
 @pytest.mark.slow
