@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ _SECONDS_TO_LIVE = 24 * 3600
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
     """Write a file that replaces ``path`` when the ``with`` block has ended.
 
     ``path`` is at every moment either the old or the new file; the old one where the block raises,
@@ -25,6 +26,8 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
     Args:
         path: The file. Missing parent folders are made.
+        keep: How many generations remain, the new one included; see `previous_generations`. Older
+            ones are removed when the new one is durable.
 
     Raises:
         OSError: The file cannot be written; the previous one is as it was.
@@ -37,12 +40,41 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if keep > 1:
+                _keep_generation(path)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
     _sync_folder(path.parent)
+    for generation in previous_generations(path)[keep - 1 :]:
+        generation.unlink(missing_ok=True)
+
+
+def previous_generations(path: Path) -> list[Path]:
+    """Return the files that ``path`` was before, newest first: ``PATH.generation-NUMBER``."""
+    name = re.compile(rf"{re.escape(path.name)}\.generation-[0-9]+")
+    return sorted(_matching(path.parent, name), key=_generation_number, reverse=True)
+
+
+def _generation_number(generation: Path) -> int:
+    return int(generation.name.rpartition("-")[2])
+
+
+def _keep_generation(path: Path) -> None:
+    """Give the current file a second name, under which it outlives its replacement."""
+    if not path.exists():
+        return
+    previous = previous_generations(path)
+    if previous and previous[0].samefile(path):
+        return  # a writer was killed before it replaced the file
+    number = _generation_number(previous[0]) + 1 if previous else 1
+    generation = path.with_name(f"{path.name}.generation-{number}")
+    try:
+        os.link(path, generation)
+    except OSError:  # some file systems have no hard links
+        shutil.copyfile(path, generation)
 
 
 @contextlib.contextmanager

@@ -19,12 +19,13 @@ from hvdlite.tensorflow.variables import is_variable, name_of
 class TensorCheckpoint(Checkpoint):
     """A checkpoint whose trees may hold tensors and variables, which are loaded as arrays."""
 
-    def save(self, state: Any) -> None:
+    def save(self, state: Any, blocking: bool = True) -> None:
         """Replace the file by the state of rank 0; collective.
 
         Args:
             state: As in `hvdlite.recipe.Checkpoint.save`, with tensors and variables; e.g.
                 ``{"weights": model.variables, "optimizer": optimizer.variables}``.
+            blocking: As in `hvdlite.recipe.Checkpoint.save`.
 
         Raises:
             TypeError: Something else is in the tree.
@@ -33,7 +34,7 @@ class TensorCheckpoint(Checkpoint):
         """
         if tf.inside_function():
             raise RuntimeError("a checkpoint is saved between steps, not inside tf.function")
-        super().save(state)
+        super().save(state, blocking)
 
     def _encode(self, state: Any) -> Any:
         return map_leaves(_to_host, state)
@@ -44,8 +45,13 @@ def _to_host(leaf: Any) -> Any:
     return to_array(to_tensor(leaf)) if is_tensor else leaf
 
 
-def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
+def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
     """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
+
+    Args:
+        path: The file, on the host of rank 0. It need not exist.
+        keep: How many generations remain: the file itself, and its predecessors as
+            ``PATH.generation-NUMBER``, which ``load`` uses if the file is damaged.
 
     Example::
 
@@ -55,7 +61,7 @@ def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
             hvd.assign_variables(model.variables, state["weights"])
         saved.save({"weights": model.variables})
     """
-    return TensorCheckpoint(path)
+    return TensorCheckpoint(path, keep)
 
 
 def assign_variables(variables: Any, values: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import zipfile
@@ -175,10 +176,15 @@ class TensorCheckpoint(Checkpoint):
     def _decode(self, tree: Any) -> Any:
         return map_leaves(_unmark, tree, is_leaf=_is_marked)
 
-    def _writer(self, state: Any) -> Callable[[IO[bytes]], None]:
+    def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], None]:
         if self.path.suffix not in TORCH_SUFFIXES:
-            return super()._writer(state)
+            return super()._writer(state, copied)
         map_leaves(_check_for_torch, state, is_leaf=lambda node: type(node) not in _CONTAINERS)
+        if copied:
+            # As a file in memory, which keeps containers and shared storages, off the device.
+            content = io.BytesIO()
+            torch.save(state, content)
+            return lambda file: _write_all(file, content)
         return lambda file: torch.save(state, file)
 
     def _read_torch(self, file: IO[bytes]) -> tuple[Any, list[Any]]:
@@ -194,20 +200,26 @@ class TensorCheckpoint(Checkpoint):
         except (pickle.UnpicklingError, TypeError) as error:
             found = f" ({error})" if isinstance(error, TypeError) else ""
             raise CheckpointError(
-                f"{self.path} holds other types than tensors and plain values{found}; if you trust "
+                f"{file.name} holds other types than tensors and plain values{found}; if you trust "
                 "the file, load it by torch.load(path, weights_only=False) on every rank"
             ) from error
 
 
-def checkpoint(path: str | os.PathLike[str]) -> TensorCheckpoint:
+def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> TensorCheckpoint:
     """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
 
     Args:
         path: The file, on the host of rank 0. It need not exist. ``.pt`` and ``.pth`` are written
             by ``torch.save``, ``.safetensors`` as a safetensors file, other suffixes as npz. A file
             is read by its content.
+        keep: How many generations remain: the file itself, and its predecessors as
+            ``PATH.generation-NUMBER``, which ``load`` uses if the file is damaged.
     """
-    return TensorCheckpoint(path)
+    return TensorCheckpoint(path, keep)
+
+
+def _write_all(file: IO[bytes], content: io.BytesIO) -> None:
+    file.write(content.getbuffer())
 
 
 def _check_for_torch(leaf: Any) -> None:

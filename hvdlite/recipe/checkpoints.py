@@ -6,7 +6,10 @@ PyTorch adapter), ``.safetensors``, and npz for all others. A file is read by it
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +23,8 @@ from hvdlite import collectives, files, world
 from hvdlite.errors import CheckpointError
 from hvdlite.recipe import _npz, _safetensors
 from hvdlite.recipe._tree import flatten, unflatten
+
+_log = logging.getLogger("hvdlite")
 
 _Result = TypeVar("_Result")
 _Arrays = list[npt.NDArray[Any]]
@@ -39,19 +44,29 @@ class Checkpoint:
 
     Args:
         path: The file, on the host of rank 0.
+        keep: How many generations remain, at least 1: the file itself, and its predecessors as
+            ``PATH.generation-NUMBER``.
+
+    Raises:
+        ValueError: ``keep`` is less than 1.
     """
 
     # The only key of the dicts by which a subclass tells tensors from arrays; empty: it does not.
     _tensor_key = ""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], keep: int = 1) -> None:
+        if keep < 1:
+            raise ValueError(f"checkpoint {path}: keep is {keep}, expected at least 1")
         self.path = Path(path)
+        self.keep = keep
+        self._writing: threading.Thread | None = None
+        self._failure: Exception | None = None
 
     def exists(self) -> bool:
         """Return on all ranks whether rank 0 finds the file."""
         return _on_rank_zero(self._exists, "checkpoint.exists")
 
-    def save(self, state: Any) -> None:
+    def save(self, state: Any, blocking: bool = True) -> None:
         """Write the state of rank 0 in the format that the path's suffix selects.
 
         A failure, or the end of the process at any moment, leaves the previous file.
@@ -61,22 +76,32 @@ class Checkpoint:
                 bool, int, float, str, bytes, numpy scalars and numpy arrays of any dtype but
                 object. Only rank 0's counts; the others may pass None. ``.safetensors`` holds
                 fewer dtypes.
+            blocking: If False, return when rank 0 has copied the state, which takes as much host
+                memory as the file; a thread writes the copy. Later changes of the state do not
+                count. The next call of a method of this object, and the end of the process, wait
+                for the thread.
 
         Raises:
             TypeError: The tree holds another type; the message says where.
-            CheckpointError: The file cannot be written.
+            CheckpointError: The file cannot be written. With ``blocking=False`` the next call
+                raises this, and a failure that no call has raised is logged at exit.
         """
-        _on_rank_zero(lambda: self._write(state), "checkpoint.save")
+        write = self._write if blocking else self._write_in_thread
+        _on_rank_zero(lambda: write(state), "checkpoint.save")
 
     def load(self, default: Any = _REQUIRED) -> Any:
         """Read the file on rank 0 and return an equal tree on every rank.
+
+        If the file is damaged, the newest readable generation before it is loaded, and rank 0 logs
+        a warning that names both.
 
         Args:
             default: Returned if the file does not exist.
 
         Raises:
             CheckpointError: The file does not exist and there is no default, or it is damaged,
-                cut off, of an unknown format, or of another version.
+                cut off, of an unknown format, or of another version, as are all generations
+                before it.
         """
         if default is not _REQUIRED and not self.exists():
             return default
@@ -97,23 +122,59 @@ class Checkpoint:
         return tree
 
     def _exists(self) -> bool:
+        self._wait()
         with _explained(self.path, "found"):
             return self.path.exists()
 
     def _write(self, state: Any) -> None:
+        self._wait()
         with _explained(self.path, "written"):
-            write = self._writer(state)
-            with files.replacing(self.path) as file:
-                write(file)
+            self._replace(self._writer(state))
 
-    def _writer(self, state: Any) -> Callable[[IO[bytes]], None]:
-        """Check the state, and return the function that writes it into an open file."""
+    def _replace(self, write: Callable[[IO[bytes]], None]) -> None:
+        with files.replacing(self.path, self.keep) as file:
+            write(file)
+
+    def _write_in_thread(self, state: Any) -> None:
+        self._wait()
+        with _explained(self.path, "written"):
+            write = self._writer(state, copied=True)
+
+        def run() -> None:
+            try:
+                with _explained(self.path, "written"):
+                    self._replace(write)
+            except Exception as error:
+                self._failure = error
+                atexit.register(self._report)
+
+        # The interpreter waits for threads that are not daemons before it ends.
+        self._writing = threading.Thread(target=run, name="hvdlite-checkpoint", daemon=False)
+        self._writing.start()
+
+    def _wait(self) -> None:
+        """Wait until the thread has written, and raise its error."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            atexit.unregister(self._report)
+            raise failure
+
+    def _report(self) -> None:
+        _log.error("%s", self._failure)
+
+    def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], None]:
+        """Check the state, and return the function that writes it, or a copy, into an open file."""
         if self.path.suffix in TORCH_SUFFIXES:
             raise CheckpointError(
                 f"{self.path} would be a file for torch.load: use hvdlite.torch.checkpoint(), or "
                 "name it .npz or .safetensors"
             )
         structure, arrays = flatten(self._encode(state))
+        if copied:
+            arrays = [array.copy(order="K") for array in arrays]
         if self.path.suffix == ".safetensors":
             _safetensors.check(structure, arrays, self._tensor_key)
             return lambda file: _safetensors.write(file, structure, arrays, self._tensor_key)
@@ -123,27 +184,47 @@ class Checkpoint:
         self, arrays: _Arrays
     ) -> tuple[Any, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
         """Read the file into ``arrays``; return the structure and the arrays' layouts."""
-        with _explained(self.path, "read"):
-            if not self.path.exists():
-                raise CheckpointError(
-                    f"{self.path} does not exist on the host of rank 0: check the path, or pass "
-                    "default=... to begin without a checkpoint"
-                )
-            with open(self.path, "rb") as file:
-                structure, found = self._read(file)
+        self._wait()
+        try:
+            structure, found = self._read_file(self.path)
+        except CheckpointError as error:
+            structure, found = self._read_previous(error)
         arrays.extend(found)
         return structure, [(array.dtype, array.shape) for array in found]
+
+    def _read_previous(self, failure: CheckpointError) -> tuple[Any, _Arrays]:
+        """Read the newest readable generation before the file; raise the failure if none is."""
+        # Without the file, the user wants to begin anew: a save never leaves this state.
+        if self.path.exists():
+            for generation in files.previous_generations(self.path):
+                try:
+                    content = self._read_file(generation)
+                except CheckpointError:
+                    continue
+                _log.warning("%s; loaded the generation before it, %s", failure, generation)
+                return content
+        raise failure
+
+    def _read_file(self, path: Path) -> tuple[Any, _Arrays]:
+        with _explained(path, "read"):
+            if not path.exists():
+                raise CheckpointError(
+                    f"{path} does not exist on the host of rank 0: check the path, or pass "
+                    "default=... to begin without a checkpoint"
+                )
+            with open(path, "rb") as file:
+                return self._read(file)
 
     def _read(self, file: IO[bytes]) -> tuple[Any, _Arrays]:
         """Return the structure and the arrays of a file, whose content tells its format."""
         start = file.read(9)
         file.seek(0)
         if not start:
-            raise CheckpointError(f"{self.path} is empty, not a checkpoint")
+            raise CheckpointError(f"{file.name} is empty, not a checkpoint")
         is_zip = start.startswith(_ZIP_MAGIC)
         if not is_zip and start[8:] != b"{":
             raise CheckpointError(
-                f"{self.path} is not a checkpoint of hvdlite: it begins with {start[:4]!r}, "
+                f"{file.name} is not a checkpoint of hvdlite: it begins with {start[:4]!r}, "
                 f"expected {_ZIP_MAGIC!r} or a safetensors header"
             )
         try:
@@ -158,7 +239,7 @@ class Checkpoint:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"{self.path} is damaged or cut off ({type(error).__name__}: {error}); load "
+                f"{file.name} is damaged or cut off ({type(error).__name__}: {error}); load "
                 "another checkpoint"
             ) from error
         return structure, arrays
@@ -166,7 +247,7 @@ class Checkpoint:
     def _read_torch(self, file: IO[bytes]) -> tuple[Any, _Arrays]:
         """Return the structure and the arrays of a file of ``torch.save``."""
         raise CheckpointError(
-            f"{self.path} was written by torch.save: load it with hvdlite.torch.checkpoint()"
+            f"{file.name} was written by torch.save: load it with hvdlite.torch.checkpoint()"
         )
 
 
@@ -177,13 +258,15 @@ def _is_from_torch(file: IO[bytes]) -> bool:
     return _npz.STRUCTURE not in names and any(name.endswith("/data.pkl") for name in names)
 
 
-def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> Checkpoint:
     """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
 
     Args:
         path: The file, on the host of rank 0. It need not exist. ``.safetensors`` is written as a
             safetensors file, other suffixes as npz; `hvdlite.torch.checkpoint` writes ``.pt`` and
             ``.pth`` as ``torch.save`` does. A file is read by its content.
+        keep: How many generations remain: the file itself, and its predecessors as
+            ``PATH.generation-NUMBER``, which `Checkpoint.load` uses if the file is damaged.
 
     Example::
 
@@ -191,7 +274,7 @@ def checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         state = saved.load(default={"epoch": 0, "weights": weights})
         saved.save({"epoch": state["epoch"] + 1, "weights": weights})
     """
-    return Checkpoint(path)
+    return Checkpoint(path, keep)
 
 
 def _on_rank_zero(action: Callable[[], _Result], name: str) -> _Result:

@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import zipfile
@@ -494,3 +495,157 @@ def test_a_library_that_opens_its_file_itself(tmp_path):
         pass  # nothing is written
     assert path.read_text() == "whole"
     assert sorted(os.listdir(tmp_path)) == sorted([new.name, path.name])
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_as_many_generations_remain_as_wanted(path, keep):
+    saved = Checkpoint(path, keep)
+    for step in range(5):
+        saved._write(step)
+    kept = [read(entry) for entry in (path, *files.previous_generations(path))]
+    assert kept == [4, 3, 2][:keep]
+    write(path, "one")
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_generations_without_hard_links(path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for step in range(3):
+        Checkpoint(path, keep=2)._write(step)
+    assert [read(entry) for entry in (path, *files.previous_generations(path))] == [2, 1]
+
+
+def test_keep_is_at_least_1(path):
+    with pytest.raises(ValueError, match=r"state\.npz: keep is 0, expected at least 1"):
+        Checkpoint(path, keep=0)
+
+
+@FORMATS
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty"])
+def test_the_newest_good_generation_replaces_a_damaged_file(path, caplog, damage):
+    for step in range(3):
+        Checkpoint(path, keep=3)._write({"w": np.full(100, step)})
+    first, second = files.previous_generations(path)
+    for file in (path, first):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes({"flip": content, "cut": content[:-50], "empty": b""}[damage])
+    assert_same(read(path), {"w": np.full(100, 0)})
+    (message,) = caplog.messages
+    assert re.match(
+        rf"{path} is (damaged|empty).*loaded the generation before it, {second}", message
+    )
+    second.unlink()
+    with pytest.raises(CheckpointError, match=rf"{path} is (damaged|empty)"):
+        read(path)
+
+
+def test_a_file_that_was_removed_is_not_replaced_by_a_generation(path):
+    for step in range(2):
+        Checkpoint(path, keep=2)._write(step)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        read(path)
+
+
+@FORMATS
+def test_a_thread_writes_the_state_of_the_call(path, monkeypatch):
+    go, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (go.wait(30), fsync(file)))
+    saved, state = Checkpoint(path), {"w": np.zeros(1000)}
+    saved._write_in_thread(state)
+    state["w"] += 1
+    assert not path.exists()
+    go.set()
+    assert saved._exists()
+    assert_same(read(path), {"w": np.zeros(1000)})
+
+
+def test_the_next_call_raises_what_the_thread_could_not_write(path):
+    path.mkdir()
+    saved = Checkpoint(path)
+    for call in (lambda: saved._write(2), saved._exists, lambda: saved._read_into([])):
+        saved._write_in_thread(1)
+        with pytest.raises(CheckpointError, match=r"state\.npz cannot be written.*IsADirectory"):
+            call()
+    path.rmdir()
+    saved._write(3)
+    assert read(path) == 3
+
+
+END = """
+import sys
+from hvdlite.recipe import Checkpoint
+Checkpoint(sys.argv[1])._write_in_thread(list(range(100_000)))
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_the_process_waits_for_the_thread(path, fails):
+    if fails:
+        path.mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-c", END, path], capture_output=True, text=True, timeout=60, check=True
+    )
+    if fails:
+        assert re.fullmatch(r".*state\.npz cannot be written.*\n", ended.stderr)
+    else:
+        assert ended.stderr == ""
+        assert len(read(path)) == 100_000
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from hvdlite import files
+from hvdlite.recipe import Checkpoint
+path, last, in_thread = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+calls = 0
+def audit(event, args):  # before each of these system calls
+    global calls
+    if event in ("open", "os.link", "os.rename", "os.remove", "fcntl.flock", "fsync"):
+        if calls == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls += 1
+fsync = os.fsync
+def audited_fsync(descriptor):
+    audit("fsync", ())
+    fsync(descriptor)
+saved = Checkpoint(path, keep=2)
+os.fsync = audited_fsync
+sys.addaudithook(audit)
+(saved._write_in_thread if in_thread else saved._write)({"w": np.full(1000, 2.0)})
+saved._wait()
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_kill_before_any_system_call_leaves_a_good_file(path, in_thread):
+    killed = 0
+    while True:
+        for entry in path.parent.iterdir():
+            entry.unlink()
+        for value in (-1.0, 0.0, 1.0):
+            Checkpoint(path, keep=3)._write({"w": np.full(1000, value)})
+        child = subprocess.run(
+            [sys.executable, "-c", KILLED, path, str(killed), str(in_thread)], timeout=60
+        )
+        found = read(path)["w"][0]
+        assert found in (1, 2)
+        for entry in files.previous_generations(path):
+            assert read(entry)["w"][0] <= found
+        assert len(files.previous_generations(path)) >= 1
+        if child.returncode == 0:
+            break
+        assert child.returncode == -signal.SIGKILL
+        Checkpoint(path, keep=2)._write({"w": np.full(1000, 3.0)})
+        assert len(os.listdir(path.parent)) == 2
+        assert read(files.previous_generations(path)[0])["w"][0] == found
+        killed += 1
+    assert found == 2
+    assert killed >= 7  # open, lock, fsync, link, rename, fsync of the folder, removal

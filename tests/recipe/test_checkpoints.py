@@ -169,3 +169,25 @@ def test_the_file_need_only_exist_for_rank_0(tmp_path):
     assert saved.exists()
     assert saved.load() == {"rank": 0}
     assert os.listdir(tmp_path) == ["of-rank-0"]
+
+
+@ranks(1, 3)
+def test_a_thread_writes_what_every_rank_loads(tmp_path):
+    hvd.init()
+    saved = checkpoint(tmp_path / "state", keep=2)
+    state = {"w": np.zeros(1000)}
+    for step in range(3):
+        state["w"] += 1
+        saved.save({**state, "step": step}, blocking=False)
+    state["w"] += 1
+    assert_same(saved.load(default=None), {"w": np.full(1000, 3.0), "step": 2})
+    if hvd.rank() == 0:
+        saved.path.write_bytes(saved.path.read_bytes()[:-9])
+    assert_same(saved.load(), {"w": np.full(1000, 2.0), "step": 1})
+    blocked = checkpoint(tmp_path)
+    blocked.save(1, blocking=False)
+    with pytest.raises(hvd.CheckpointError, match=r"cannot be written.*IsADirectoryError"):
+        blocked.save(2)
+    with pytest.raises(TypeError, match="state"):
+        saved.save(object(), blocking=False)
+    assert saved.load()["step"] == 1

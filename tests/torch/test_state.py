@@ -190,6 +190,24 @@ def test_checkpoint_holds_tensors(tmp_path):
     assert same_everywhere(weights_of_bfloat16(fresh))
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("name", ["state.pt", "state.npz", "state.safetensors"])
+def test_a_thread_writes_a_checkpoint_and_a_damaged_one_is_replaced(tmp_path, name):
+    hvd.init()
+    saved = hvd.checkpoint(tmp_path / name, keep=2)
+    weight = torch.zeros(500)
+    for _ in range(2):
+        weight += 1
+        saved.save({"w": weight}, blocking=False)
+    weight += 1
+    assert torch.equal(saved.load()["w"], torch.full((500,), 2.0))
+    if hvd.rank() == 0:
+        content = bytearray(saved.path.read_bytes())
+        content[len(content) // 2] ^= 1
+        saved.path.write_bytes(content)
+    assert torch.equal(saved.load()["w"], torch.full((500,), 1.0))
+
+
 @ranks(1, 3)
 def test_a_tensor_that_no_checkpoint_holds_is_an_error_on_all_ranks(tmp_path):
     hvd.init()
