@@ -27,7 +27,7 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
     Args:
         path: The file. Missing parent folders are made.
         keep: How many generations remain, the new one included; see `previous_generations`. Older
-            ones are removed when the new one is durable.
+            ones are removed when the new one is durable. 1: no generation is made or removed.
 
     Raises:
         OSError: The file cannot be written; the previous one is as it was.
@@ -48,8 +48,9 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
                 temporary.unlink(missing_ok=True)
             raise
     _sync_folder(path.parent)
-    for generation in previous_generations(path)[keep - 1 :]:
-        generation.unlink(missing_ok=True)
+    if keep > 1:
+        for generation in previous_generations(path)[keep - 1 :]:
+            generation.unlink(missing_ok=True)
 
 
 def previous_generations(path: Path) -> list[Path]:

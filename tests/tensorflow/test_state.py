@@ -131,7 +131,8 @@ def test_checkpoint_of_variables_and_tensors(tmp_path):
     dense.set_weights([np.full((3, 2), own), np.full(2, own)])
     saved = hvd.checkpoint(tmp_path / "state.npz")
     assert saved.load(default=None) is None
-    saved.save({"w": weights, "keras": tuple(dense.weights), "x": tf.constant([1, 2]), "epoch": 3})
+    state = {"w": weights, "keras": tuple(dense.weights), "x": tf.constant([1, 2]), "epoch": 3}
+    saved.save(state, blocking=False)
     state = saved.load()
     assert state["epoch"] == 3
     assert state["x"].tolist() == [1, 2]
