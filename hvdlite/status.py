@@ -8,7 +8,7 @@ Under hvdliterun both go to a file in the rank's folder, in which `hvdlite.launc
 process, too, and which it reads; otherwise to standard error.
 
 The number of the last step is kept where the process around the rank finds it when the rank has
-died (`note_steps`).
+died (`count_step`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from types import FrameType
 from typing import NamedTuple, TextIO
 
@@ -51,6 +52,7 @@ class Pending(NamedTuple):
 _find: Callable[[], tuple[int, list[Pending]] | None]
 _file: TextIO | None = None
 _owner = 0  # the process that has installed the handlers
+_counts: Counter[Hashable] = Counter()  # of steps, by their optimizer
 _steps: memoryview | None = None  # one int64, shared with the process around this rank
 
 
@@ -83,14 +85,15 @@ def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
         faulthandler.register(SIGNAL, file=_file or sys.stderr, all_threads=True, chain=True)
 
 
-def note_steps(steps: int) -> None:
-    """Note that as many steps have ended, for whoever names this rank after its death.
+def count_step(key: Hashable) -> None:
+    """Count a step that has ended, for the line that names this rank after its death.
 
     Args:
-        steps: of one optimizer; that of several which has made the most counts.
+        key: of an optimizer, the same in every world; the one with the most steps counts.
     """
-    if _steps is not None and steps > _steps[0]:
-        _steps[0] = steps
+    _counts[key] += 1
+    if _steps is not None and _counts[key] > _steps[0]:
+        _steps[0] = _counts[key]
 
 
 def process_line(pid: int) -> str:

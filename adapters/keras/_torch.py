@@ -76,6 +76,7 @@ class Backend:
                 if has:
                     variable = variables[number].value
                     reduced[number] = to_tensor_like(exchange.result_slot(number), variable)
+        exchange.count_step()
         return reduced
 
     def divide_by_size(self, gradient: torch.Tensor | None) -> torch.Tensor | None:

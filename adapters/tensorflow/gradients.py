@@ -409,6 +409,7 @@ def _finisher(
             else:
                 anywhere = zip(members, presence.any(axis=0), strict=True)
                 foreign.extend(number for number, has in anywhere if has and number not in here)
+        exchange.count_step()
         return [exchange.result_of(numbers) for numbers in (*runs, *([n] for n in foreign or ()))]
 
     return finish

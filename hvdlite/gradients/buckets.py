@@ -86,7 +86,8 @@ class GradientBuckets:
         _check_op(reduction.op, strategy, self.parameters, memory)
         self._settings = engine.settings
         self.check = check
-        self._steps = 0
+        # The same for the buckets that replace these in a new world.
+        self._key = label, hash(self.parameters)
         # A device works beside its host in any case.
         self.overlaps = engine.settings.overlap != "0" or memory is not None
         self._entries = (
@@ -284,8 +285,6 @@ class GradientBuckets:
             bucket.wait()
             if index == 0 and self.check is not None:
                 self.check.end()
-            if bucket is self.all[-1]:
-                self.count_step()
             return bucket.kinds != ABSENT
         except BaseException:
             for other in self.all:
@@ -297,9 +296,8 @@ class GradientBuckets:
             # Otherwise a signal handler has raised, and other ranks still need the slots.
 
     def count_step(self) -> None:
-        """Count an exchange of all buckets that has ended."""
-        self._steps += 1
-        status.note_steps(self._steps)
+        """Count a step, whose buckets have all been exchanged."""
+        status.count_step(self._key)
 
     def result_of(self, numbers: Sequence[int]) -> Any:
         """Return the average of a gradient in its shape, or those of neighbours in a bucket, flat.

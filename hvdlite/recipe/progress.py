@@ -208,7 +208,8 @@ class Progress(Generic[_Batch]):
     def _format(self, last: bool) -> str:
         """Return tqdm's format of this picture: whatever fits, the most important first."""
         done = "{percentage:3.0f}%" if self._total else f"step {self._steps}"
-        free = self._columns - len(self._prefix) - (4 if self._total else len(done)) - 1
+        # A space, and the last column, which tqdm leaves free.
+        free = self._columns - len(self._prefix) - (4 if self._total else len(done)) - 2
         text = ""
         for part in self._parts(last):
             longer = f"{text}, {part}" if text else part

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hvdlite import gradients, runtime
+from hvdlite import gradients, runtime, status
 from hvdlite.arrays import describe
 from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine
@@ -108,6 +108,7 @@ class LocalSteps:
         self.parameters: list[Parameter] = []
         self.steps = 0
         self.in_step = False
+        self._key = object()
         self._strategy = strategy
         self._reduction = reduction
         self._outer = OuterOptimizer(*schedule.outer)
@@ -182,6 +183,7 @@ class LocalSteps:
         """Count the step, and return whether an exchange is due."""
         self.in_step = False
         self.steps += 1
+        status.count_step(self._key)
         idle = self._is_idle(runtime.engine(self.process_set))
         return not idle and bool(self.schedule.due(self.steps, self.parameters))
 

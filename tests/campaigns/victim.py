@@ -3,6 +3,7 @@
 python victim.py RANK STEP SCRIPT [ARGUMENTS]
 """
 
+import itertools
 import os
 import runpy
 import signal
@@ -14,15 +15,16 @@ from hvdlite import status
 
 
 def main(rank: int, at: int, arguments: list[str]) -> None:
-    note_steps = status.note_steps
+    count_step = status.count_step
+    steps = itertools.count(1)
 
-    def note_and_die(steps: int) -> None:
-        note_steps(steps)
-        if steps == at and hvdlite.rank() == rank:
+    def count_and_die(key: object) -> None:
+        count_step(key)
+        if next(steps) == at and hvdlite.rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if os.environ["HVDLITE_RESTART"] == "0":
-        status.note_steps = note_and_die
+        status.count_step = count_and_die
     sys.argv = arguments
     sys.path[0] = str(Path(arguments[0]).parent)
     runpy.run_path(arguments[0], run_name="__main__")

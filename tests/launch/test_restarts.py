@@ -78,7 +78,8 @@ def test_a_command_that_does_not_exist_is_an_error_at_once():
     assert "restart" not in result.stderr
 
 
-def test_a_signal_to_the_launcher_ends_the_second_run_and_all(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_the_second_run_and_all(tmp_path, number):
     code = (
         "import os, sys, time\n"
         "if os.environ['HVDLITE_RESTART'] == '0': sys.exit(1)\n"
@@ -90,8 +91,8 @@ def test_a_signal_to_the_launcher_ends_the_second_run_and_all(tmp_path):
         while not (tmp_path / "second").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert (tmp_path / "second").exists()
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(15) == 128 + signal.SIGTERM
+        job.send_signal(number)
+        assert job.wait(15) == 128 + number
         assert job.stderr.read().count("restart 1 of 5") == 1
 
 
@@ -147,7 +148,7 @@ def test_the_last_step_is_named_without_restarts_too():
 
 def test_a_rank_without_the_file_of_its_steps_trains(tmp_path):
     """The process around it may be in another container."""
-    code = "import hvdlite, hvdlite.status; hvdlite.init(); hvdlite.status.note_steps(3)"
+    code = "import hvdlite, hvdlite.status; hvdlite.init(); hvdlite.status.count_step(0)"
     variables = {**os.environ, "HVDLITE_LAUNCHER_STEPS": str(tmp_path / "missing")}
     result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")

@@ -150,7 +150,7 @@ def test_a_bar_in_a_terminal(tmp_path, columns):
         assert re.fullmatch(rf"epoch 1 100% \|█+\| {rate}, in 00:0\d, exchange \d+%", pictures[-1])
         assert len(pictures[-1]) == 79
     else:
-        assert re.match(rf"epoch 1 100% {rate}", pictures[-1])
+        assert re.fullmatch(rf"epoch 1 100% {rate}", pictures[-1])  # whole parts only
     assert text.count("\n") == 1  # one bar, of one rank
 
 

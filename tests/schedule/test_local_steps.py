@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
+from hvdlite import status
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction, TopK
 from hvdlite.schedule import LocalSteps, Schedule
 from tests.harness import ranks
@@ -71,6 +72,17 @@ def test_weights_are_what_the_papers_say(size, number):
     assert_close(replica, expected[hvd.rank()])
     if size > 1:  # what is local is so
         assert not same_everywhere(replica.velocity) or schedule == CASES[2][0]
+
+
+@ranks(1, 2)
+def test_local_steps_count_as_steps(monkeypatch):
+    """The launcher names the last one if this rank dies."""
+    counted = memoryview(bytearray(8)).cast("q")
+    monkeypatch.setattr(status, "_steps", counted)
+    steps = make(Schedule.PartialSync(parts=2), label="counted")
+    train(steps, Replica(), 3)
+    steps.average(ArrayWeights(Replica()))
+    assert counted[0] == 3
 
 
 @SEVERAL

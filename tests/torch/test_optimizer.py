@@ -11,6 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite import status
 
 SAMPLES = 24  # divisible by 1, 2, 3 and 4 ranks
 
@@ -533,8 +534,10 @@ def test_sparse_gradients_as_dense_ones():
 
 
 @ranks(2)
-def test_works_again_after_shutdown_and_init():
+def test_works_again_after_shutdown_and_init(monkeypatch):
     hvd.init()
+    counted = memoryview(bytearray(8)).cast("q")
+    monkeypatch.setattr(status, "_steps", counted)
     model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
     train(model, optimizer, 2)
@@ -542,6 +545,7 @@ def test_works_again_after_shutdown_and_init():
     hvd.init()
     train(model, optimizer, 2)
     assert identical_on_all_ranks(model)
+    assert counted[0] == 4
 
 
 @ranks(1)
