@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import signal
 import socket
 import sys
 import sysconfig
@@ -38,11 +39,17 @@ class JobRank(NamedTuple):
         rank: this rank.
         size: the number of ranks.
         job: the job's name, the same on all ranks.
+        is_elastic: whether the other ranks go on without this one.
     """
 
     rank: int
     size: int
     job: str
+    is_elastic: bool = False
+
+    def __str__(self) -> str:
+        what = "leaves" if self.is_elastic else "ends"
+        return f"rank {self.rank} of {self.size} {what} the job"
 
 
 _installed = False
@@ -83,7 +90,7 @@ def install(find_job_rank: Callable[[], JobRank | None]) -> None:
             _report(job_rank, error, users and partial(users, kind, error, trace))
         finally:
             if outermost:
-                _end_job(error)
+                _end_job(job_rank, error)
 
     sys.excepthook = hook
     # Python's own atexit comes after it has waited for threads, which may need the other ranks.
@@ -104,7 +111,7 @@ def _end_after_other_hooks() -> None:
         if error is not _reported:
             _write(_line(job_rank, error))
     finally:
-        _end_job(error)
+        _end_job(job_rank, error)
 
 
 def _has_ended_program() -> bool:
@@ -134,7 +141,7 @@ def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], obje
     if not first:
         _write(_line(job_rank, error))
         return
-    header = f"hvdlite: rank {job_rank.rank} of {job_rank.size} ends the job:\n"
+    header = f"hvdlite: {job_rank}:\n"
     if print_it:
         _write(header)
         print_it()
@@ -148,7 +155,7 @@ def _line(job_rank: JobRank, error: BaseException) -> str:
     # The text of an error from TensorFlow's graphs has a traceback in it, and ours after that.
     summary = ([line for line in lines if "Error: " in line] or lines)[-1].strip()
     where = _users_line(error)
-    return f"hvdlite: rank {job_rank.rank} of {job_rank.size} ends the job: {summary}{where}\n"
+    return f"hvdlite: {job_rank}: {summary}{where}\n"
 
 
 def _users_line(error: BaseException) -> str:
@@ -197,7 +204,7 @@ def _write(text: str) -> None:
         sys.stderr.flush()
 
 
-def _end_job(error: BaseException) -> NoReturn:
+def _end_job(job_rank: JobRank, error: BaseException) -> NoReturn:
     try:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -206,6 +213,8 @@ def _end_job(error: BaseException) -> NoReturn:
     finally:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         # hvdliterun ends the job when one rank does, without MPI_Abort's words about it.
+        if "HVDLITE_LAUNCHER" not in os.environ and job_rank.is_elastic:
+            os.kill(os.getpid(), signal.SIGKILL)  # which MPI takes for a failure, unlike an exit
         if "HVDLITE_LAUNCHER" not in os.environ:
             from mpi4py import MPI
 

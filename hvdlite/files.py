@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from hvdlite import rehearsal
+
 _SECONDS_TO_LIVE = 24 * 3600
 
 
@@ -42,6 +44,8 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
             if keep > 1:
                 _keep_generation(path)
+            if rehearsal.reach is not None:
+                rehearsal.reach("checkpoint")
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -98,6 +102,8 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
         if temporary.exists():
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
+            if rehearsal.reach is not None:
+                rehearsal.reach("checkpoint")
             os.replace(temporary, path)
             _sync_folder(path.parent)
     finally:

@@ -7,6 +7,8 @@ import os
 import sys
 from types import ModuleType
 
+_finalizes = True
+
 
 def load() -> ModuleType:
     """Return ``mpi4py.MPI``, initialised for calls from several threads.
@@ -40,6 +42,15 @@ def load() -> ModuleType:
     return module
 
 
+def leave_unfinalized() -> None:
+    """End this process without MPI_Finalize.
+
+    Where ranks may have died, that call waits for them now and then (Open MPI 5.0.11).
+    """
+    global _finalizes
+    _finalizes = False
+
+
 def _take_over_finalization() -> None:
     """Finalize MPI at exit instead of mpi4py, which would also do it in a forked child and hang."""
     import mpi4py
@@ -51,7 +62,9 @@ def _take_over_finalization() -> None:
 
 def _finalize(pid: int) -> None:
     MPI = sys.modules.get("mpi4py.MPI")  # noqa: N806
-    if MPI is not None and os.getpid() == pid and MPI.Is_initialized() and not MPI.Is_finalized():
+    if not _finalizes or MPI is None or os.getpid() != pid:
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
 
 

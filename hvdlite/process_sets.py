@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hvdlite import world
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.operation import Barrier
+from hvdlite.recovery import Recovery
 from hvdlite.status import Pending
 from hvdlite.world import World
 
@@ -106,10 +107,20 @@ class ProcessSets:
         MPI: the module ``mpi4py.MPI``.
         whole: all ranks.
         engine: of all ranks.
+        recovery: lets them go on when a rank has died; None: they do not.
     """
 
-    def __init__(self, MPI: Any, whole: World, engine: Engine) -> None:  # noqa: N803
+    def __init__(
+        self,
+        MPI: Any,  # noqa: N803
+        whole: World,
+        engine: Engine,
+        recovery: Recovery | None = None,
+    ) -> None:
         self._mpi = MPI
+        self._recovery = recovery
+        if recovery is not None:
+            recovery.add(engine)
         self._whole = whole
         self._global = engine
         self._sets: dict[int, ProcessSet] = {}
@@ -168,7 +179,9 @@ class ProcessSets:
         for other in self._sets.values():
             if other.ranks == ranks:
                 raise ValueError(f"{other!r} has the same ranks; use that one")
+        before = self._whole
         self._agree("add_process_set", ranks)
+        ranks = self._whole.renumbered(ranks, before)  # if a rank has died meanwhile
         number, self._next = self._next, self._next + 1
         engine = None
         if self._whole.comm.rank in ranks:
@@ -177,7 +190,10 @@ class ProcessSets:
                 self._whole.subset(ranks),
                 self._global.settings,
                 suffix=f" of process set {number}",
+                recovery=self._recovery,
             )
+            if self._recovery is not None:
+                self._recovery.add(engine)
         self._enter(process_set, number, ranks, engine)
 
     def remove(self, process_set: ProcessSet) -> bool:
@@ -192,10 +208,25 @@ class ProcessSets:
             return False
         self._agree("remove_process_set", process_set.ranks)
         engine = self._engines.get(number)
-        if engine is not None and engine.close():
-            engine.world.free()
+        if engine is not None:
+            if engine.close():
+                engine.world.free()
+            if self._recovery is not None:
+                self._recovery.remove(engine)
         self._leave(number)
         return True
+
+    def renumber(self, whole: World, new_ranks: Mapping[int, int]) -> None:
+        """Go on without ranks that have died.
+
+        Args:
+            whole: the ranks that are left.
+            new_ranks: the new number of each of them, by the old one.
+        """
+        self._whole = whole
+        for process_set in self._sets.values():
+            ranks = process_set.ranks or []
+            process_set.ranks = [new_ranks[rank] for rank in ranks if rank in new_ranks]
 
     def begin_close(self) -> None:
         """Make all engines refuse new operations: others may wait for this rank in any."""

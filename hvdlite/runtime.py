@@ -8,14 +8,25 @@ import logging
 import multiprocessing.process
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdlite import failures, interrupts, launchers, mpi, settings, status, timeline, world
+from hvdlite import (
+    failures,
+    interrupts,
+    launchers,
+    mpi,
+    rehearsal,
+    settings,
+    status,
+    timeline,
+    world,
+)
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
+from hvdlite.recovery import Recovery
 from hvdlite.trace_file import Run
 
 _log = logging.getLogger("hvdlite")
@@ -132,12 +143,19 @@ def init(
     _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
     interrupts.install()
     status.install(_pending)
-    _engine = Engine(MPI, split, values)
+    recovery = None
+    if values.elastic and split.comm.size > 1:
+        recovery = Recovery(MPI, split, values, _enter)
+    _engine = Engine(MPI, split, values, recovery=recovery)
     _lost = None
     _note_leaving(False)
     _keep_files_together()
     world.enter(split)
-    _sets = ProcessSets(MPI, split, _engine)
+    if recovery is not None:
+        mpi.leave_unfinalized()
+        status.note_start()
+    _sets = ProcessSets(MPI, split, _engine, recovery)
+    rehearsal.plant(os.environ, split.comm.rank)
     if not _hooked:
         _hooked = True
         atexit.register(shutdown)
@@ -148,9 +166,18 @@ def init(
             _sets.add(each)
         if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
+        if rehearsal.reach is not None:
+            rehearsal.reach("start")
     except (ValueError, OSError, HorovodInternalError):
         shutdown()
         raise
+
+
+def _enter(whole: world.World, new_ranks: Mapping[int, int]) -> None:
+    """Go on in a world of fewer ranks, with new numbers."""
+    world.enter(whole)
+    if _sets is not None:
+        _sets.renumber(whole, new_ranks)
 
 
 def _as_process_set(given: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -276,4 +303,5 @@ def _job_rank() -> failures.JobRank | None:
     if world.forked:
         return None
     rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
-    return failures.JobRank(rank, size, _run.job) if size > 1 else None
+    is_elastic = _engine is not None and _engine.recovery is not None
+    return failures.JobRank(rank, size, _run.job, is_elastic) if size > 1 else None

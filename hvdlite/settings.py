@@ -117,6 +117,8 @@ class Settings:
     shutdown_timeout_seconds: float = field(
         default=30.0, metadata=_seconds(" above 0", lambda value: value > 0)
     )
+    #: Go on in the same step when a rank has died; ``hvdliterun --elastic`` sets it.
+    elastic: bool = field(default=False, metadata=_FLAG)
     #: Seconds in which the ranks have to come together again after a failure (`hvdlite.elastic`).
     elastic_timeout: float = field(
         default=600.0, metadata=_seconds(" above 0", lambda value: value > 0)
@@ -153,6 +155,7 @@ class Settings:
 # Settings that must be equal on all ranks: otherwise ranks would run different collectives, or wait
 # forever.
 SAME_EVERYWHERE = (
+    "elastic",
     "shared_memory",
     "device_transport",
     "force_local_size",

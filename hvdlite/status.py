@@ -7,8 +7,8 @@ main thread runs Python code.
 Under hvdliterun both go to a file in the rank's folder, in which `hvdlite.launch.status` finds the
 process, too, and which it reads; otherwise to standard error.
 
-The number of the last step is kept where the process around the rank finds it when the rank has
-died (`count_step`).
+The number of the last step, and whether the ranks have met, are kept where the process around the
+rank finds them when the rank has died (`count_step`, `note_start`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _find: Callable[[], tuple[int, list[Pending]] | None]
 _file: TextIO | None = None
 _owner = 0  # the process that has installed the handlers
 _counts: Counter[Hashable] = Counter()  # of steps, by their optimizer
-_steps: memoryview | None = None  # one int64, shared with the process around this rank
+# The last step, and 1 once the ranks have met: int64, shared with the process around this rank.
+_steps: memoryview | None = None
 
 
 def install(find: Callable[[], tuple[int, list[Pending]] | None]) -> None:
@@ -96,6 +97,17 @@ def count_step(key: Hashable) -> None:
         _steps[0] = _counts[key]
 
 
+def steps() -> int:
+    """Return the number of steps that have ended, of the optimizer that has made the most."""
+    return max(_counts.values(), default=0)
+
+
+def note_start() -> None:
+    """Note that all ranks have met: from now on some can go on without the others."""
+    if _steps is not None:
+        _steps[1] = 1
+
+
 def process_line(pid: int) -> str:
     """Return a line that identifies a process for as long as it lives.
 
@@ -127,7 +139,7 @@ def _share_steps() -> memoryview | None:
         return None
     try:
         with open(path, "r+b") as file:
-            return memoryview(mmap.mmap(file.fileno(), 8)).cast("q")
+            return memoryview(mmap.mmap(file.fileno(), 16)).cast("q")
     except (OSError, ValueError):
         return None  # It is in another container, or ending.
 

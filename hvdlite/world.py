@@ -60,6 +60,13 @@ class World:
         index = {leader: position for position, leader in enumerate(sorted(set(leaders)))}
         return cls(comm, node, cross, tuple(index[leader] for leader in leaders), tuple(ranks))
 
+    def renumbered(self, ranks: Sequence[int], before: World) -> list[int]:
+        """Return the numbers in this world of ranks of an earlier one, without those that died."""
+        if before is self:
+            return list(ranks)
+        living = before.comm.group.Translate_ranks(list(ranks), self.comm.group)
+        return sorted(rank for rank in living if rank >= 0)
+
     @property
     def node_index(self) -> int:
         """Return the index of this rank's node, in the order of the nodes' lowest ranks."""

@@ -97,6 +97,8 @@ with an error; without it the rank calls `MPI_Abort`. |
 that it has called `shutdown()`, and where `multiprocessing` keeps its files. |
 | `HVDLITE_LAUNCHER_STEPS` | the ranks | Set by the launcher: the file where a rank keeps the \
 number of its last step, which is named when the rank dies. |
+| `HVDLITE_REHEARSE` | the ranks | Faults to plant, such as `kill:rank=1,step=7`; see \
+[Rehearse a failure](../guides/elastic.md#rehearse-a-failure). |
 | `HVDLITE_RESTART` | your script | Set by `hvdliterun`: how often it has started the job again \
 (`--restarts`); 0 in the first run. |
 | `HVDLITE_LAUNCH_KEY` | the ranks | Set by the launcher: the key with which they connect to it. |

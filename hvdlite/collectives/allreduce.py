@@ -220,6 +220,7 @@ class Allreduce(Operation):
 
     stands_in = True
     _extents: Sequence[Extent] = ()
+    _kept: Any = None
 
     def __init__(
         self,
@@ -276,6 +277,16 @@ class Allreduce(Operation):
         if self._factors[0] != 1.0 or self._op is ReduceOp.ADASUM or self._scales_integers:
             return None
         return self._send
+
+    def protect(self) -> None:
+        """Keep a copy of an array that the result is written to."""
+        if self._result is self._send:
+            self._kept = self._send.copy()
+
+    def restore(self) -> None:
+        """Restore the array."""
+        if self._result is self._send:
+            self._send[...] = self._kept
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the reduced array, of the input's shape and dtype.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,18 @@ def checked_root(engine: Engine, root_rank: int) -> int:
     return root
 
 
+def lost_root(title: str, root: int, new_ranks: Mapping[int, int]) -> str | None:
+    """Return why a pending broadcast cannot take place after the death of a rank, if it cannot."""
+    if root not in new_ranks:
+        return f"{title} was lost: rank {root}, which was to send it, has died"
+    if new_ranks[root] != root:
+        return (
+            f"{title} was lost: a rank has died, and rank {root}, which was to send it, is rank "
+            f"{new_ranks[root]} now"
+        )
+    return None
+
+
 def _signature(
     dtype: np.dtype[Any], shape: tuple[int, ...], root: int, device: str = "cpu"
 ) -> Signature:
@@ -130,6 +142,10 @@ class Broadcast(Operation):
         self._given = out
         # Allocated before the ranks meet: a failure then concerns this rank alone.
         self._out = np.empty(array.shape, array.dtype) if out is None else out
+
+    def renumber(self, new_ranks: Mapping[int, int]) -> None:
+        """Fail if the root is not the rank any more that it was when this rank submitted it."""
+        self.failure = self.failure or lost_root(self.title, self._root, new_ranks)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the root's array."""

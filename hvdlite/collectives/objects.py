@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite import runtime, world
 from hvdlite.collectives.allgather import Allgather
-from hvdlite.collectives.broadcast import checked_root
+from hvdlite.collectives.broadcast import checked_root, lost_root
 from hvdlite.engine import Operation, Signature
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
@@ -107,6 +107,10 @@ class BroadcastBytes(Operation):
         )
         self._content = content
         self._root = root
+
+    def renumber(self, new_ranks: Mapping[int, int]) -> None:
+        """Fail if the root is not the rank any more that it was when this rank submitted it."""
+        self.failure = self.failure or lost_root(self.title, self._root, new_ranks)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> bytes:
         """Return the root's bytes."""

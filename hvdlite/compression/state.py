@@ -102,6 +102,14 @@ class BucketState:
         """Record the rank that exchanges, and the number of ranks."""
         self._whole.owner = rank, size
 
+    def copy(self) -> dict[str, dict[str, Any]]:
+        """Return copies of all arrays, by the parameter's name and the array's key."""
+        return self._whole.state_dict([parameter.name for parameter in self._parameters])
+
+    def restore(self, copies: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set all arrays to what `copy` has returned."""
+        self._whole.load_state_dict(copies, [parameter.name for parameter in self._parameters])
+
     def flat(self, key: str, dtype: Any) -> Any:
         """Return an array with an element for each of the bucket's, to be changed in place.
 

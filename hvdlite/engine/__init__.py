@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from hvdlite.engine.handle import Handle, poll, synchronize
-from hvdlite.engine.lane import Lane
+from hvdlite.engine.lane import Lane, Recovery
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.interrupts import deferred, leave, uninterrupted
 from hvdlite.settings import Settings
@@ -57,12 +57,14 @@ class Engine:
         settings: The settings given, with ``overlap`` decided.
         world: The world given.
         joins: Handles of a join that has begun.
+        recovery: As given.
 
     Args:
         MPI: The module ``mpi4py.MPI``.
         world: The ranks; each lane gets a transport of its own.
         settings: Settings read at ``init()``.
         suffix: Suffix for the names of the lanes.
+        recovery: Lets the lanes go on when a rank has died; None: they break then.
     """
 
     def __init__(
@@ -71,17 +73,24 @@ class Engine:
         world: World,
         settings: Settings,
         suffix: str = "",
+        recovery: Recovery | None = None,
     ) -> None:
         self.world = world
+        self.recovery = recovery
         self.settings = dataclasses.replace(settings, overlap=_overlap(settings.overlap, world))
         transports = [connect(MPI, world, settings.shared_memory) for _ in range(2)]
         self.gradients, self.named = (
-            Lane(name + suffix, transport, self.settings)
+            Lane(name + suffix, transport, self.settings, recovery)
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
         self.joins: list[Handle] = []
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counting = threading.Lock()
+
+    @property
+    def lanes(self) -> tuple[Lane, Lane]:
+        """Both lanes."""
+        return self.gradients, self.named
 
     @property
     def rank(self) -> int:
@@ -154,7 +163,7 @@ class Engine:
 
     def begin_close(self) -> None:
         """Refuse new operations; those for which other ranks wait fail there."""
-        for lane in (self.gradients, self.named):
+        for lane in self.lanes:
             lane.begin_close()
 
     def close(self, timeout: float | None = None) -> bool:
@@ -170,8 +179,7 @@ class Engine:
             timeout = self.settings.shutdown_timeout_seconds
         deadline = time.monotonic() + timeout
         self.begin_close()  # both first: other ranks may wait for this one in either
-        lanes = (self.gradients, self.named)
-        closed = [lane.close(max(deadline - time.monotonic(), 0.0)) for lane in lanes]
+        closed = [lane.close(max(deadline - time.monotonic(), 0.0)) for lane in self.lanes]
         return all(closed)
 
 

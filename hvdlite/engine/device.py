@@ -195,11 +195,12 @@ class DeviceExecutor:
         settings: Times of reports and time-outs, and the choice of the device transport.
 
     Attributes:
+        control: As given; it may be replaced as long as there is no device transport.
         under_way: The start times and results of operations that the device may not have finished.
     """
 
     def __init__(self, control: Transport, settings: Settings) -> None:
-        self._control = control
+        self.control = control
         self._through_host = settings.device_transport == "host"
         self._timeout = settings.stall_shutdown_time_seconds or _TIMEOUT_SECONDS
         settings = dataclasses.replace(settings, stall_shutdown_time_seconds=self._timeout)
@@ -208,6 +209,11 @@ class DeviceExecutor:
         self._stall = StallInspector(settings, self._describe)
         self.under_way: deque[tuple[float, DeviceResult]] = deque()
         self._seen_alive = 0.0
+
+    @property
+    def is_connected(self) -> bool:
+        """True once there is a device transport."""
+        return self._transport is not None
 
     def admit(self, operation: Any) -> None:
         """Accept an operation; it fails, on all ranks, if it is for another device."""
@@ -253,7 +259,7 @@ class DeviceExecutor:
             now = time.monotonic()
             self._stall.check(now - self.under_way[0][0])
             if now - max(self.under_way[0][0], self._seen_alive) > _ALIVE_SECONDS:
-                self._control.check_alive()
+                self.control.check_alive()
                 self._seen_alive = now
 
     def abort(self, reason: str) -> None:
@@ -271,7 +277,7 @@ class DeviceExecutor:
     def _connected(self, memory: DeviceMemory) -> DeviceTransport:
         if self._transport is None:
             self._transport = connect_device(
-                self._control, memory.index, self._timeout, memory.cuda, self._through_host
+                self.control, memory.index, self._timeout, memory.cuda, self._through_host
             )
         return self._transport
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from hvdlite.engine.operation import Operation
 from hvdlite.engine.queue import Queue
 from hvdlite.engine.rounds import Rounds
 from hvdlite.engine.stall import StallInspector
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import HorovodInternalError, RankGoneError
 from hvdlite.interrupts import Interrupted, deferred, is_due, leave, uninterrupted, workers
 from hvdlite.settings import Settings
 from hvdlite.status import Pending
@@ -35,6 +36,41 @@ _BURST_SECONDS, _MAX_BURST_CYCLES = 1e-4, 10
 _WATCH_SECONDS = 0.1
 # How often a thread that waits for the lane to close checks for deferred signal handlers.
 _CHECK_SECONDS = 0.05
+# How often a thread that halts the lane checks whether its rounds have stopped.
+_HALT_SECONDS = 1e-3
+# The driver of a lane that has been halted.
+_NOBODY = -1
+
+
+class LaneState(NamedTuple):
+    """The progress of a lane when a rank has died.
+
+    Attributes:
+        confirmed: The number of outcomes that all ranks have.
+        in_doubt: Whether this rank has the next one and does not know whether the others have it.
+        closed: Whether the lane is closed.
+        broken: Whether communication has failed here for another reason.
+    """
+
+    confirmed: int
+    in_doubt: bool
+    closed: bool
+    broken: bool
+
+
+class Recovery(Protocol):
+    """Replaces the transports of all lanes when a rank has died; see `hvdlite.recovery`."""
+
+    epoch: int
+
+    def is_about_death(self, error: Exception) -> bool:
+        """Return whether an error says that a rank has died."""
+
+    def recover(self, error: Exception, epoch: int) -> None:
+        """Replace the transports, together with the other ranks; raise if that is impossible."""
+
+    def check(self) -> None:
+        """Raise a `RankGoneError` if another thread of this rank is replacing the transports."""
 
 
 class Lane:
@@ -44,18 +80,28 @@ class Lane:
         name: Name of the lane in messages, in the timeline and of its thread.
         transport: The lane's own transport; nothing else may use it.
         settings: Times of reports and time-outs.
+        recovery: Replaces the transport when a rank has died; None: the lane breaks then.
 
     Attributes:
+        name: As given.
         members: The global ranks of the lane's ranks.
         carrier: What carries the lane's bytes, in reports: the title of its transport.
     """
 
-    def __init__(self, name: str, transport: Transport, settings: Settings) -> None:
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        settings: Settings,
+        recovery: Recovery | None = None,
+    ) -> None:
         self.members = transport.members
-        self._name = name
+        self.name = name
         self.carrier = transport.title
         self._transport = transport
+        self._recovery = recovery
         transport.lane = name
+        transport.confirms = recovery is not None
         self._settings = settings
         self._devices = DeviceExecutor(transport, settings)
         self._watching = False
@@ -64,14 +110,16 @@ class Lane:
         self._stall = StallInspector(
             settings,
             self._queue.describe,
-            transport.absent,
+            lambda: self._transport.absent(),
             self._queue.is_stall_exempt,
             lambda: self._rounds.waiting,
+            recovery.check if recovery is not None else None,
         )
         self._rounds = Rounds(name, self._queue, transport, self._devices, self._stall, settings)
         self._driver: int | None = None  # the thread that runs rounds
         self._sleeping = False
         self._broken = False
+        self._halted = False
         self._released = False
         self._thread = threading.Thread(target=self._serve, name=f"hvdlite-{name}", daemon=True)
         self._thread.start()
@@ -89,7 +137,12 @@ class Lane:
         self._transport.release(array)
 
     def zero_copy_range(self, size: int) -> slice:
-        """Return the `Transport.zero_copy_range` of such an array."""
+        """Return the `Transport.zero_copy_range` of such an array.
+
+        It is empty where an exchange may have to be repeated, for which it needs all gradients.
+        """
+        if self._recovery is not None:
+            return slice(0, 0)
         return self._transport.zero_copy_range(size)
 
     @uninterrupted
@@ -97,7 +150,7 @@ class Lane:
         """Return the operations that have not ended."""
         members = tuple(self.members)
         return [
-            Pending(f"{self._name}: {name}", title, seconds, members)
+            Pending(f"{self.name}: {name}", title, seconds, members)
             for name, title, seconds in self._queue.pending()
         ]
 
@@ -126,10 +179,11 @@ class Lane:
         handle = Handle(operation.name)
         with self._lock:
             self._queue.add(operation)
+            operation.is_protected = False
             operation.handle = handle  # now that it is known not to be in flight with another
             if operation.memory is not None:
                 self._devices.admit(operation)
-            operation.lane = self._name
+            operation.lane = self.name
             handle.driver = self
             if begin or self._driver is not None:
                 self._announce()
@@ -179,7 +233,7 @@ class Lane:
             while not (handle.finished if handle is not None else self._rests()):
                 if deferred and is_due():
                     break
-                self._rounds.run()
+                self._run_round()
         except Interrupted:
             pass  # the next driver continues with that round
         except BaseException as error:
@@ -191,6 +245,80 @@ class Lane:
                 self._driver = None
                 if self._has_work() or self._has_to_watch():
                     self._changed.notify_all()
+
+    def _run_round(self) -> None:
+        if self._recovery is None:
+            self._rounds.run()
+            return
+        epoch = self._recovery.epoch
+        try:
+            self._rounds.run()
+        except Exception as error:
+            if not self._is_recoverable(error):
+                raise
+            self._halted = True
+            try:
+                self._recovery.recover(error, epoch)
+            finally:
+                self._halted = False
+
+    def _is_recoverable(self, error: Exception) -> bool:
+        """Return whether an error of a round says that a rank has died."""
+        assert self._recovery is not None
+        if isinstance(error, OSError):  # the memory of a process that has gone, perhaps
+            with contextlib.suppress(RankGoneError):
+                self._transport.check_alive()
+                return False
+            return True
+        return self._recovery.is_about_death(error)
+
+    def halt(self) -> LaneState:
+        """Keep rounds from running until `resume`; return the state in which the lane is now.
+
+        A thread that runs rounds notices that a rank has died, or is told by `Recovery.check`, and
+        waits then.
+        """
+        self._transport.revoke()
+        with self._changed:
+            while self._driver is not None and not self._halted and not self._broken:
+                self._changed.wait(_HALT_SECONDS)
+            if self._driver is None:
+                self._driver = _NOBODY
+            broken = self._broken or self._devices.is_connected
+        rounds = self._rounds
+        return LaneState(rounds.confirmed, rounds.in_doubt is not None, rounds.closed, broken)
+
+    def replace(
+        self, transport: Transport | None, deliver: bool, new_ranks: Mapping[int, int]
+    ) -> None:
+        """Replace the transport, between `halt` and `resume`.
+
+        Args:
+            transport: That of the ranks that are left; None: a rank has closed the lane.
+            deliver: Whether an outcome that was in doubt counts.
+            new_ranks: As in `Operation.renumber`.
+        """
+        if transport is None:
+            self._rounds.closed = self._released = True
+            return
+        transport.lane = self.name
+        transport.confirms = True
+        self._transport = transport
+        self._devices.control = transport
+        self.members, self.carrier = transport.members, transport.title
+        self._rounds.replace(transport, deliver, new_ranks)
+
+    def resume(self) -> None:
+        """Let rounds run again after `halt`."""
+        with self._changed:
+            if self._driver == _NOBODY:
+                self._driver = None
+            self._changed.notify_all()
+
+    @property
+    def transport(self) -> Transport:
+        """The transport in use."""
+        return self._transport
 
     @uninterrupted
     def take_over(self) -> None:

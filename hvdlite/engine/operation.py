@@ -6,7 +6,7 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -65,6 +65,7 @@ class Operation(ABC):
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.
         joins: Whether it says that this rank has joined.
         uses_memory_twice: Whether it may use some memory twice by itself.
+        is_protected: Whether `protect` has been called since its submission.
     """
 
     handle: Handle
@@ -74,6 +75,7 @@ class Operation(ABC):
     stall_exempt = False
     joins = False
     uses_memory_twice = False
+    is_protected = False
     lane = ""
     submitted = 0.0
 
@@ -145,6 +147,22 @@ class Operation(ABC):
         collectives, and zeros for data. The payloads of joined ranks are empty.
         """
         raise NotImplementedError(f"{type(self).__name__} needs every rank's data")
+
+    def protect(self) -> None:  # noqa: B027 - most operations change nothing that they read
+        """Keep what `execute` changes of the operation's input and state.
+
+        It is called before `execute`, where the ranks confirm each outcome (`Transport.confirms`).
+        """
+
+    def restore(self) -> None:  # noqa: B027
+        """Restore what `protect` has kept: a rank has died, and the operation is to be repeated."""
+
+    def renumber(self, new_ranks: Mapping[int, int]) -> None:  # noqa: B027 - most know no ranks
+        """Adapt to new numbers of the ranks, while the operation is pending.
+
+        Args:
+            new_ranks: the new number of each rank that lives, by its old one.
+        """
 
     @abstractmethod
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:

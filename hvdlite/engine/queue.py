@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hvdlite.engine.agreement import Description, Pending
 from hvdlite.engine.memory import MemoryInUse
@@ -121,6 +121,20 @@ class Queue:
             self._memory.clear()
             self._alone = None
         return taken
+
+    def restart(self, rank: int, new_ranks: Mapping[int, int]) -> None:
+        """Prepare the operations to run, perhaps again, without ranks that have died.
+
+        Args:
+            rank: This rank's number in messages.
+            new_ranks: As in `Operation.renumber`.
+        """
+        with self.lock:
+            self._rank = rank
+            for operation in self.operations.values():
+                if operation.is_protected:
+                    operation.restore()
+                operation.renumber(new_ranks)
 
     def report(self) -> Pending:
         """Return what the other ranks need to know for a decision."""

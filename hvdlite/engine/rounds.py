@@ -7,11 +7,12 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from hvdlite import timeline
+from hvdlite import rehearsal, timeline
 from hvdlite.engine.agreement import Decision, Pending, decide, explain, ranks_text, report_missing
 from hvdlite.engine.device import DeviceExecutor
 from hvdlite.engine.fusion import fuse
@@ -51,6 +52,9 @@ class Rounds:
         pausing: Whether a pause between rounds waits for a change of the queue.
         waiting: Whether this rank has sent its digests and not got the outcome yet. If the wait
             for the others is interrupted, the next `run` continues it.
+        confirmed: The number of outcomes that the ranks have confirmed; the same on all ranks,
+            but for one that is in doubt.
+        in_doubt: Delivers an outcome that this rank has, and does not know whether others have.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Rounds:
         self._settings = settings
         self._next_pause = _FIRST_PAUSE
         self._next_report = settings.stall_check_time_seconds
+        self.confirmed = 0
+        self.in_doubt: Callable[[], object] | None = None
 
     def run(self) -> None:
         """Run one round.
@@ -93,6 +99,8 @@ class Rounds:
         groups = fuse(operations, self._settings.fusion_threshold)
         digests = [operation.digest for operation in operations] or [_CLOSING_DIGEST]
         began = trace.now() if trace is not None else 0
+        if rehearsal.reach is not None and not self.waiting:
+            rehearsal.reach("meet")
         self.waiting = True
         try:
             agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
@@ -102,18 +110,57 @@ class Rounds:
                 operation.failure = f"{operation.title} failed: {MemoryError(*error.args)!r}"
             return
         self.waiting, self._operations = False, []  # which hold arrays
+        if not operations and agreed:
+            self._deliver(self._close)
+            return
         outcome = None if agreed else self._negotiate()
         if trace is not None and operations:
             event, tensor = timeline.NEGOTIATE + operations[0].activity, operations[0].name
             trace.complete(self._name, event, began, trace.now(), tensor=tensor)
         if outcome is not None:
             self._carry_out(*outcome)
-        elif not operations:
-            self.closed = True
         elif agreed == len(operations):
             self._execute(groups)
         else:
             self._execute(fuse(operations[:agreed], self._settings.fusion_threshold))
+
+    def replace(self, transport: Transport, deliver: bool, new_ranks: Mapping[int, int]) -> None:
+        """Go on without ranks that have died.
+
+        Args:
+            transport: Of the ranks that are left.
+            deliver: Whether an outcome in doubt counts; otherwise its operations run again.
+            new_ranks: As in `Operation.renumber`.
+        """
+        self._transport = transport
+        outcome, self.in_doubt = self.in_doubt, None
+        if deliver and outcome is not None:
+            self.confirmed += 1
+            outcome()
+        self.waiting, self._operations = False, []
+        self._queue.restart(transport.members[transport.rank], new_ranks)
+
+    def _close(self) -> None:
+        self.closed = True
+
+    def _deliver(self, outcome: Callable[[], object]) -> None:
+        """Deliver an outcome, if need be after all ranks have it.
+
+        Otherwise a rank might go on with a result that the others, once a rank has died, can only
+        compute without that rank.
+        """
+        if self._transport.confirms:
+            self.in_doubt = outcome
+            if rehearsal.reach is not None:
+                rehearsal.reach("confirm")
+            self._transport.confirm()
+            self.in_doubt = None
+            self.confirmed += 1
+        if rehearsal.reach is not None:
+            rehearsal.reach("deliver")
+        outcome()
+        if rehearsal.reach is not None:
+            rehearsal.reach("delivered")
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
         messages = self._transport.gather(pickle.dumps(self._queue.report()))
@@ -129,27 +176,35 @@ class Rounds:
             self._fail_differing(key)
         for keys in decision.clashing:
             self._fail_differing(keys[self._transport.members[self._transport.rank]])
+        if decision.failed or decision.closing:
+            self._deliver(partial(self._refuse, decision))
+        stand_ins = self._stand_in(decision.substituted)
+        ready = [self._queue.operations.get(key) or stand_ins[key] for key in decision.ready]
+        self._execute(fuse(ready, self._settings.fusion_threshold), pending)
+        if not (decision.ready or decision.differing or decision.clashing or decision.failed):
+            self._report_stall(decision)
+            self._pause()
+
+    def _refuse(self, decision: Decision) -> None:
+        """Fail operations that cannot run, and refuse those that could not."""
         for key, why in decision.failed.items():
             operation = self._queue.operations.get(key)
             if operation is not None:
                 self._fail(operation, HorovodInternalError(why))
-        stand_ins = self._stand_in(decision.substituted)
-        ready = [self._queue.operations.get(key) or stand_ins[key] for key in decision.ready]
-        self._execute(fuse(ready, self._settings.fusion_threshold), pending)
         if decision.closing:
             with self._queue.lock:
                 self._queue.refuse(
                     f"{ranks_text(decision.closing)} shut down already; run the same steps on all "
                     "ranks, and call hvd.shutdown() after the last"
                 )
-        if not (decision.ready or decision.differing or decision.clashing or decision.failed):
-            self._report_stall(decision)
-            self._pause()
 
     def _fail_differing(self, key: str) -> None:
         """Exchange the full signatures, and fail the operation with their first difference."""
         operation = self._queue.operations.get(key)  # None: this rank has joined
         messages = self._transport.gather(pickle.dumps(operation and operation.signature))
+        self._deliver(partial(self._fail_by_signatures, operation, messages))
+
+    def _fail_by_signatures(self, operation: Operation | None, messages: Sequence[bytes]) -> None:
         if operation is not None:
             signatures = self._by_member([pickle.loads(message) for message in messages])
             known = {member: signature for member, signature in signatures.items() if signature}
@@ -193,8 +248,14 @@ class Rounds:
             else:
                 payloads = [_payload(each, first.key) for each in pending.values()]
             if first.failure is not None:
-                self._fail(first, HorovodInternalError(first.failure))
+                self._deliver(partial(self._fail, first, HorovodInternalError(first.failure)))
                 continue
+            if self._transport.confirms:
+                for operation in group:
+                    operation.protect()
+                    operation.is_protected = True
+            if rehearsal.reach is not None:
+                rehearsal.reach("exchange")
             trace = timeline.current
             began = trace.now() if trace is not None else 0
             try:
@@ -205,15 +266,22 @@ class Rounds:
                     else:
                         results = [first.execute(self._transport, payloads)]
             except (GradientError, MismatchError) as error:  # the same on all ranks
-                self._fail(first, error)
+                self._deliver(partial(self._fail, first, error))
                 continue
             if trace is not None:
                 self._record(trace, group, began)
-            handles = [operation.handle for operation in group]
-            self._next_pause = _FIRST_PAUSE
-            self._queue.remove(group)  # from now on each may be submitted again
-            for handle, result in zip(handles, results, strict=True):
-                handle.finish(result)
+            if self._transport.confirms:
+                self._deliver(partial(self._finish, group, results))
+            else:
+                self._finish(group, results)
+
+    def _finish(self, group: Sequence[Operation], results: Sequence[Any]) -> None:
+        """Remove operations from the queue, and hand over their results."""
+        handles = [operation.handle for operation in group]
+        self._next_pause = _FIRST_PAUSE
+        self._queue.remove(group)  # from now on each may be submitted again
+        for handle, result in zip(handles, results, strict=True):
+            handle.finish(result)
 
     def _record(self, trace: timeline.Timeline, group: Sequence[Operation], began: int) -> None:
         """Record the time that a group took, and how long each of it has been in the queue."""

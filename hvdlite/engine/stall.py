@@ -23,6 +23,7 @@ class StallInspector:
         absent: Returns the ranks that have not come (None: not known).
         exempt: Returns whether the wait is exempt from the report and the shutdown.
         resumable: Returns whether the wait may be left, and resumed in another thread.
+        recovering: Raises if the ranks are about to go on without one that has died.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class StallInspector:
         absent: Callable[[], list[int] | None] = lambda: None,
         exempt: Callable[[], bool] = lambda: False,
         resumable: Callable[[], bool] = lambda: False,
+        recovering: Callable[[], object] | None = None,
     ) -> None:
         self._settings = settings
         self._describe = describe
         self._absent = absent
         self._exempt = exempt
         self._resumable = resumable
+        self._recovering = recovering
         self._reported = 0.0
         self._abandoned = threading.Event()
 
@@ -59,6 +62,8 @@ class StallInspector:
             if self._resumable():
                 raise Interrupted
             run_overdue()
+        if self._recovering is not None:
+            self._recovering()
         if elapsed < self._reported:
             self._reported = 0.0
         if self._abandoned.is_set():

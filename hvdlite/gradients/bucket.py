@@ -34,7 +34,6 @@ class GradientBucket(Operation):
         signature: of the whole plan.
         arrays: the send and the result array.
         strategy: how the bucket travels.
-        members: global ranks, used in messages.
 
     Attributes:
         arrays: as given.
@@ -60,15 +59,14 @@ class GradientBucket(Operation):
         signature: Signature,
         arrays: Bucket,
         strategy: Strategy,
-        members: Sequence[int],
     ) -> None:
         Operation.__init__(self, name, signature)
         self.arrays = arrays
         self.strategy = strategy
         self.nbytes = arrays.send.nbytes
-        self._members = members
         self._size = len(arrays.parameters)
         self._all_dense = bytes([DENSE]) * self._size
+        self._state_before: Any = None
         self._everywhere: Metadata | None = None  # that of payloads which all say `_all_dense`
         self.kinds: Any = None
         self.all_arrived = False
@@ -171,17 +169,27 @@ class GradientBucket(Operation):
         """
         is_usual = {*payloads} == {self._all_dense}
         found = self._everywhere if is_usual else None
-        if found is None:
+        if found is None or len(found.kinds) != len(payloads):
             digests = metadata.decode_replicas(payloads, self._size)
             if any(digests):
                 replicas.compare(digests, self.snapshot, transport)
-            found = metadata.decode(payloads, self._size, self._members)
+            found = metadata.decode(payloads, self._size, transport.members)
             self._everywhere = found if is_usual else self._everywhere
         self.kinds = found.kinds
         self.all_arrived = is_usual or bool((found.kinds == DENSE).all())
         self.weight = 1.0 if found.weights is None else float(found.weights[transport.rank])
         self.arrays.count, self.arrays.absent = found.exchanges, found.absent
         return found
+
+    def protect(self) -> None:
+        """Keep what the strategy remembers."""
+        if self.strategy.stateful:
+            self._state_before = self.arrays.state.copy()
+
+    def restore(self) -> None:
+        """Restore it."""
+        if self.strategy.stateful:
+            self.arrays.state.restore(self._state_before)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Exchange the bucket, unless no rank has a dense gradient in it.
@@ -244,8 +252,7 @@ class EmptyBucket(Operation):
         # Now and not earlier: zeros must lie in the same kind of memory as the others' gradients.
         arrays = Bucket(self._parameters, self._reduction, transport.empty)
         arrays.send[...] = 0
-        members = transport.members
-        bucket = GradientBucket(self.name, self.signature, arrays, self._strategy, members)
+        bucket = GradientBucket(self.name, self.signature, arrays, self._strategy)
         bucket.lane = self.lane
         bucket.execute(transport, payloads)
 

@@ -133,16 +133,16 @@ class GradientBuckets:
     def _make_bucket(self, index: int, members: Sequence[int], is_sparse: bool) -> GradientBucket:
         parameters = [self.parameters[number] for number in members]
         strategy = self._strategy.choose(parameters[0])
-        name, ranks = f"{self.label}: bucket {index}", self.lane.members
+        name = f"{self.label}: bucket {index}"
         if is_sparse:
             empty = [replace(parameter, shape=(0,)) for parameter in parameters]
             arrays = Bucket(empty, self.reduction, self.lane.empty)
-            return GradientBucket(name, self.signature, arrays, compression.DENSE, ranks)
+            return GradientBucket(name, self.signature, arrays, compression.DENSE)
         if self._memory is None:
             arrays = Bucket(parameters, self.reduction, self.lane.empty, self.state)
-            return GradientBucket(name, self.signature, arrays, strategy, ranks)
+            return GradientBucket(name, self.signature, arrays, strategy)
         arrays = Bucket(parameters, self.reduction, self._memory.empty, self.state)
-        return DeviceGradientBucket(name, self.signature, arrays, strategy, ranks, self._memory)
+        return DeviceGradientBucket(name, self.signature, arrays, strategy, self._memory)
 
     def place(self, number: int) -> tuple[GradientBucket, int]:
         """Return the bucket of a parameter, and its position there."""

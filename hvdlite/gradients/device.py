@@ -22,7 +22,7 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
     exchange follows all these streams. `wait` makes the current stream follow the exchange.
 
     Args:
-        name, signature, strategy, members: as in `GradientBucket`.
+        name, signature, strategy: as in `GradientBucket`.
         arrays: tensors in ``memory``.
         memory: of the device.
     """
@@ -33,7 +33,6 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         signature: Signature,
         arrays: Bucket,
         strategy: Strategy,
-        members: Sequence[int],
         memory: DeviceMemory,
     ) -> None:
         self.memory = memory
@@ -43,7 +42,7 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         self._allocated = memory.cuda.record(memory.index, memory.stream())
         self._read: Event | None = None  # the end of the last exchange
         self._behind: set[int] = set()  # the streams that have waited for it
-        super().__init__(name, signature, arrays, strategy, members)
+        super().__init__(name, signature, arrays, strategy)
         self.keeps_result = True
 
     def begin_step(self) -> None:

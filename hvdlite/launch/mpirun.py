@@ -53,6 +53,8 @@ class Mpirun(ABC):
     quiet_end: ClassVar[signal.Signals | None] = None
     #: Arguments by which it puts the time before each line of output; empty: it cannot.
     timestamps: ClassVar[Sequence[str]] = ()
+    #: Arguments by which a job goes on when a rank has died; empty: it cannot.
+    elastic: ClassVar[Sequence[str]] = ()
     #: The option with the hosts.
     host_option: ClassVar[str] = "-hosts"
     #: The variable with arguments for ssh.
@@ -96,6 +98,7 @@ class OpenMPI(Mpirun):
     banner = r"\(Open MPI\) (?:[5-9]|\d\d)\."
     quiet_end = signal.SIGTERM
     timestamps: ClassVar[Sequence[str]] = ("--output", "timestamp")
+    elastic: ClassVar[Sequence[str]] = ("--with-ft", "ulfm")
     host_option = "--host"
     ssh_variable = "PRTE_MCA_plm_ssh_args"
     folder_variable: ClassVar[str] = "PRTE_MCA_prte_local_tmpdir_base"
@@ -133,6 +136,7 @@ class OpenMPI4(OpenMPI):
 
     banner = r"\((?:Open MPI|OpenRTE)\) 4\."
     timestamps = ("--timestamp-output",)
+    elastic = ()
     ssh_variable = "OMPI_MCA_plm_rsh_args"
     folder_variable = "OMPI_MCA_orte_local_tmpdir_base"
     network_variables = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")

@@ -151,6 +151,11 @@ _GROUPS: dict[str, Sequence[Option]] = {
             "start the job again, up to N times, when a rank fails",
             _at_least(0),
         ),
+        Option(
+            "--elastic",
+            "go on without a rank that has died, in the same step (Open MPI 5)",
+            setting="ELASTIC",
+        ),
         Option("--horovod", "have `import horovod` find hvdlite in all of the command"),
         Option("--config-file F", "horovodrun's YAML file; the command line comes first"),
     ),

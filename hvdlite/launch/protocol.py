@@ -26,7 +26,7 @@ KEY = "HVDLITE_LAUNCH_KEY"
 """The environment variable with the job's key, hexadecimal; only where ranks connect by TCP."""
 
 # The kinds of messages. From the process around a rank:
-OUT, ERR, REPORT, END_JOB, LEFT = b"o", b"e", b"p", b"j", b"l"
+OUT, ERR, REPORT, END_JOB, LEFT, DEATH = b"o", b"e", b"p", b"j", b"l", b"d"
 # From a rank, which waits for SEEN before it ends:
 ASK, RESULT, ERROR = b"a", b"r", b"x"
 # To a rank:

@@ -47,7 +47,10 @@ _MAX_LINE = 1 << 16
 FOLDER = "HVDLITE_LAUNCHER_FOLDER"
 """The environment variable with a folder for this rank alone, removed at the end of the job."""
 STEPS = "HVDLITE_LAUNCHER_STEPS"
-"""The environment variable with the file where a rank keeps the number of its last step, int64."""
+"""The environment variable with the file where a rank keeps the number of its last step, and 1 once
+it has met the other ranks, each an int64."""
+ELASTIC = "HVDLITE_ELASTIC"
+"""The environment variable that is 1 where the other ranks go on when one has died."""
 LEAVING = "leaving."
 """The beginning of the name of a note of leaving; `time.monotonic_ns` is the rest."""
 
@@ -83,7 +86,11 @@ def main(arguments: Sequence[str]) -> None:
     if code and not signs & _ENDING:
         rank = f"rank {_first(_RANK, '?')} on host {os.uname().nodename}"
         text = describe(rank, code) + _after_step(steps)
-        _report(channel, code, text, folder, under_way=bool(signs))
+        if os.environ.get(ELASTIC) == "1" and _has_met_others(steps):
+            _report_death(channel, code, text)
+            code = -signal.SIGKILL  # for MPI, which takes no other end for a failure
+        else:
+            _report(channel, code, text, folder, under_way=bool(signs))
     else:
         _forget_notes(folder)
     if code == 0 and channel:
@@ -235,7 +242,7 @@ def _make_steps() -> int:
     """
     try:
         file = os.memfd_create("hvdlite steps")
-        os.ftruncate(file, 8)
+        os.ftruncate(file, 16)
     except (AttributeError, OSError):
         return -1
     return file
@@ -245,6 +252,11 @@ def _after_step(steps: int) -> str:
     """Say which step was the rank's last; empty: it has made none, or it is unknown."""
     last = int.from_bytes(os.pread(steps, 8, 0), sys.byteorder) if steps >= 0 else 0
     return f" after step {last}" if last else ""
+
+
+def _has_met_others(steps: int) -> bool:
+    """Return whether the rank has met the other ranks, which go on without it then."""
+    return steps >= 0 and any(os.pread(steps, 8, 8))
 
 
 def _notes(folder: str) -> Iterator[tuple[int, str]]:
@@ -388,6 +400,13 @@ def _report(channel: Any, code: int, text: str, folder: str, under_way: bool) ->
     else:
         os.write(2, f"hvdliterun: {text}\n".encode())
         _abort(code)
+
+
+def _report_death(channel: Any, code: int, text: str) -> None:
+    """Name this rank, without which the others go on."""
+    if not _send(channel, "DEATH", str(shell_code(code)), text):
+        os.write(2, f"hvdliterun: {text}; the other ranks go on\n".encode())
+    _drain()
 
 
 def _abort(code: int) -> None:

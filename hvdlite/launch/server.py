@@ -71,6 +71,8 @@ class Server:
         results: the parts of the results, by rank.
         failures: the first failure of each rank, by rank, in the order of their arrival.
         exited: the first rank whose process ended with an error.
+        deaths: the ranks without which the others go on, in the order of their deaths.
+        left: the ranks whose process ended well.
         wants_end: whether a rank has asked for the end of the job.
         connected: the ranks that have connected so far.
         printed: the last lines that mpirun itself has printed.
@@ -81,6 +83,8 @@ class Server:
         self.results: dict[int, list[bytearray]] = {}
         self.failures: dict[int, Failure] = {}
         self.exited: Failure | None = None
+        self.deaths: list[Failure] = []
+        self.left: set[int] = set()
         self.wants_end = False
         self.connected: set[int] = set()
         self.printed: list[str] = []
@@ -146,9 +150,18 @@ class Server:
                 when = "after" if rank in self.results else "before"
                 text += f" {when} its function had returned; what it printed last may say why"
             self._note_exit(Failure(rank, int(code), text))
+        elif kind == protocol.DEATH:
+            code, text = (part.decode() for part in parts)
+            self.deaths.append(Failure(rank, int(code), text))
         elif kind == protocol.END_JOB:
             self.wants_end = True
-        elif kind == protocol.LEFT and self._task and not {rank} & {*self.results, *self.failures}:
+        elif kind == protocol.LEFT:
+            self.left.add(rank)
+            self._check_result(rank)
+
+    def _check_result(self, rank: int) -> None:
+        """Note a failure if a rank of `hvdlite.run` has ended without a result."""
+        if self._task and not {rank} & {*self.results, *self.failures}:
             text = f"rank {rank} ended without a result (os._exit() or the like)"
             self._note_exit(Failure(rank, 1, f"{text}; let the function return instead"))
             self.wants_end = True

@@ -44,6 +44,8 @@ class Transport(ABC):
         lane: the name of the lane that uses the transport, for the timeline.
         title: what carries the bytes, in reports.
         members: global ranks, used in messages; in a process set they differ from 0, 1, ...
+        confirms: whether the ranks `confirm` each outcome, so that they can go on without a rank
+            that has died (`hvdlite.recovery`).
     """
 
     rank: int
@@ -52,6 +54,7 @@ class Transport(ABC):
     max_digests: int = 1
     lane: str = ""
     title: str = ""
+    confirms: bool = False
 
     @abstractmethod
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
@@ -99,6 +102,16 @@ class Transport(ABC):
         Not collective. Ranks that wait for this one in `meet`, now or later, get a
         HorovodInternalError there.
         """
+
+    def confirm(self) -> None:
+        """Wait until every rank has the outcome of what was done last.
+
+        If it returns on any rank, all ranks have arrived, also those that have died since.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot go on without a rank")
+
+    def revoke(self) -> None:  # noqa: B027 - only MPI blocks without a look at the other ranks
+        """End the blocking calls of all ranks, now and later; not collective."""
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised flat array in the memory that this transport exchanges fastest.

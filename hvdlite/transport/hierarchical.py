@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.transport.base import Transport
 from hvdlite.transport.mpi import MPITransport
+from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
 from hvdlite.world import World
 
@@ -38,17 +40,33 @@ class HierarchicalTransport(MPITransport):
         self._nodes = nodes
 
     @classmethod
-    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> HierarchicalTransport | None:  # noqa: N803
+    def connect(
+        cls,
+        MPI: Any,  # noqa: N803
+        world: World,
+        shared_memory: bool,
+        before: Transport | None = None,
+    ) -> HierarchicalTransport | None:
         """Serve several nodes, one of which has several ranks."""
         ranks = [world.nodes.count(node) for node in set(world.nodes)]
         if not shared_memory or len(ranks) == 1 or max(ranks) == 1:
             return None
-        barrier = join(world)
+        barrier = join(world, getattr(before, "arena", None))
         if barrier is None:
             return None
         cross = MPITransport(MPI, world.cross)
         node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
         return cls(MPI, world, node, len(ranks))
+
+    @property
+    def arena(self) -> Arena:
+        """The memory of the arrays from `empty`."""
+        return self._node.arena
+
+    def revoke(self) -> None:
+        """Revoke the communicators over the nodes, too."""
+        super().revoke()
+        self._node.revoke()
 
     def check_alive(self) -> None:
         """Check this node's ranks."""

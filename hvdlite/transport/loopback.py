@@ -19,7 +19,13 @@ class Loopback(Transport):
     max_digests = 1024
 
     @classmethod
-    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> Loopback | None:  # noqa: N803
+    def connect(
+        cls,
+        MPI: Any,  # noqa: N803
+        world: World,
+        shared_memory: bool,
+        before: Transport | None = None,
+    ) -> Loopback | None:
         """Serve a world of one rank."""
         return cls() if world.comm.size == 1 else None
 
@@ -29,6 +35,9 @@ class Loopback(Transport):
 
     def leave(self) -> None:
         """Do nothing: there is no other rank."""
+
+    def confirm(self) -> None:
+        """Do nothing: this rank has it."""
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return the one message."""

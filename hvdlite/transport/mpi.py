@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -78,7 +79,13 @@ class MPITransport(Transport):
         }
 
     @classmethod
-    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> MPITransport | None:  # noqa: N803
+    def connect(
+        cls,
+        MPI: Any,  # noqa: N803
+        world: World,
+        shared_memory: bool,
+        before: Transport | None = None,
+    ) -> MPITransport | None:
         """Serve any world."""
         return cls(MPI, world.comm, world.ranks)
 
@@ -168,6 +175,15 @@ class MPITransport(Transport):
     def leave(self) -> None:
         """Tell it on the side channel, unless another rank has left before and told all."""
         self._liveness.leave()
+
+    def confirm(self) -> None:
+        """Pass a barrier."""
+        self._complete(self._comm.Ibarrier(), None)
+
+    def revoke(self) -> None:
+        """Revoke the communicator."""
+        with contextlib.suppress(self._mpi.Exception):
+            self._comm.Revoke()
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Use ``MPI_Allreduce`` where it is exact and repeatable, slices elsewhere."""

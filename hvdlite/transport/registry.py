@@ -27,9 +27,10 @@ _log = logging.getLogger("hvdlite")
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
 
 #: The registered transports of host arrays, best first. Each is called collectively with the module
-#: ``mpi4py.MPI``, the world and whether shared memory may be used; on all ranks it returns a
-#: transport, or on all ranks None if it does not suit them.
-TRANSPORTS: tuple[Callable[[Any, World, bool], Transport | None], ...] = (
+#: ``mpi4py.MPI``, the world, whether shared memory may be used, and the transport in whose place it
+#: comes, or None; on all ranks it returns a transport, or on all ranks None if it does not suit
+#: them.
+TRANSPORTS: tuple[Callable[[Any, World, bool, Transport | None], Transport | None], ...] = (
     Loopback.connect,
     SharedMemoryTransport.connect,
     HierarchicalTransport.connect,
@@ -46,15 +47,22 @@ DEVICE_TRANSPORTS: tuple[
 )
 
 
-def connect(MPI: Any, world: World, shared_memory: bool = True) -> Transport:  # noqa: N803
+def connect(
+    MPI: Any,  # noqa: N803
+    world: World,
+    shared_memory: bool = True,
+    before: Transport | None = None,
+) -> Transport:
     """Return the best transport for a world's ranks; collective.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
         world: the ranks and their nodes; the transport makes communicators of its own.
         shared_memory: use it; the same on all ranks.
+        before: the transport that these ranks, and some that have died, used before. The new one
+            exchanges the arrays that `Transport.empty` has returned there as fast as its own.
     """
-    made = (candidate(MPI, world, shared_memory) for candidate in TRANSPORTS)
+    made = (candidate(MPI, world, shared_memory, before) for candidate in TRANSPORTS)
     transport = next(transport for transport in made if transport is not None)
     transport.members = world.ranks
     return transport

@@ -123,7 +123,8 @@ class Barrier:
     Args:
         index: this rank's position on the node.
         ranks: the global ranks of the node.
-        arena: this rank's shared memory; nothing has been allocated from it yet.
+        arena: this rank's shared memory; nothing has been allocated from it yet, or it has been
+            `reset`.
         processes: every rank's process id, and the key of its arena, by position.
         crowded: whether there are fewer cores than ranks.
 
@@ -150,7 +151,7 @@ class Barrier:
         self.arena = arena
         self.slots = []
         byte = np.dtype(np.uint8)
-        own = arena.empty(_SLOT_BYTES, byte)
+        own = arena.first = arena.empty(_SLOT_BYTES, byte) if arena.first is None else arena.first
         for position, (pid, key) in enumerate(processes):
             peer = Peer(pid, key)
             memory = own if position == index else peer.view(0, _SLOT_BYTES, byte)
@@ -295,6 +296,12 @@ class Barrier:
                 "it; see its output and the system's log for what killed it"
             )
         return None
+
+
+def reset(arena: Arena) -> None:
+    """Prepare the arena of a barrier that no rank uses any more for another barrier."""
+    if arena.first is not None:
+        arena.first[:_NOTES] = 0
 
 
 def _chunks(

@@ -53,6 +53,9 @@ class Arena:
     (see `release`) become ordinary memory, copied once; the child's writes to the rest are its own.
     """
 
+    #: The array at offset 0, if its owner keeps it for whoever uses the arena next.
+    first: Any = None
+
     def __init__(self) -> None:
         self._file = os.memfd_create("hvdlite", os.MFD_CLOEXEC)
         self._close_file = weakref.finalize(self, os.close, self._file)

@@ -29,6 +29,7 @@ from hvdlite.transport.shared_memory.barrier import (
     LARGEST_CHUNK,
     MAX_DIGESTS,
     Barrier,
+    reset,
 )
 from hvdlite.transport.shared_memory.chunked import (
     Chunk,
@@ -90,12 +91,23 @@ class SharedMemoryTransport(Transport):
         self._owners = owners or self.size
 
     @classmethod
-    def connect(cls, MPI: Any, world: World, shared_memory: bool) -> SharedMemoryTransport | None:  # noqa: N803
+    def connect(
+        cls,
+        MPI: Any,  # noqa: N803
+        world: World,
+        shared_memory: bool,
+        before: Transport | None = None,
+    ) -> SharedMemoryTransport | None:
         """Serve the ranks of one node."""
         if not shared_memory or world.node.size < world.comm.size:
             return None
-        barrier = join(world)
+        barrier = join(world, getattr(before, "arena", None))
         return None if barrier is None else cls(barrier, world.node.rank)
+
+    @property
+    def arena(self) -> Arena:
+        """The memory of the arrays from `empty`."""
+        return self._arena
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare all ranks' digests; the first chunk of the data travels with them."""
@@ -124,6 +136,16 @@ class SharedMemoryTransport(Transport):
     def leave(self) -> None:
         """Mark this rank's slot."""
         self._barrier.leave()
+
+    def confirm(self) -> None:
+        """Pass the barrier."""
+        self._brought = 0
+        self._barrier.meet()
+
+    def revoke(self) -> None:
+        """Revoke the communicator over the nodes."""
+        if self._cross is not None:
+            self._cross.revoke()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return an array in shared memory."""
@@ -385,15 +407,19 @@ class SharedMemoryTransport(Transport):
         return self._barrier.meet()
 
 
-def join(world: World) -> Barrier | None:
+def join(world: World, arena: Arena | None = None) -> Barrier | None:
     """Set up a barrier on each node of a world; collective.
+
+    Args:
+        world: the ranks and their nodes.
+        arena: this rank's memory, of a barrier that no rank uses any more; None: a new one.
 
     Returns:
         None on all ranks if any of them cannot share memory; rank 0 logs why.
     """
     barrier, failure = None, None
     try:
-        barrier = _join_node(world)
+        barrier = _join_node(world, arena)
     except OSError as error:
         failure = str(error)
     for rank, text in enumerate(world.comm.allgather(failure)):
@@ -409,7 +435,7 @@ def join(world: World) -> Barrier | None:
     return barrier
 
 
-def _join_node(world: World) -> Barrier | None:
+def _join_node(world: World, arena: Arena | None) -> Barrier | None:
     """Set up the barrier of this node; all of its ranks take part, whichever of them fails.
 
     Raises:
@@ -418,7 +444,8 @@ def _join_node(world: World) -> Barrier | None:
     try:
         if not futex.is_supported():
             raise OSError("it needs Linux on x86-64")
-        arena = Arena()
+        arena = Arena() if arena is None else arena
+        reset(arena)  # before the others get the key: they poll it as soon as they do
         here = os.getpid(), arena.key, os.sched_getaffinity(0)
     except OSError:
         world.node.allgather(None)

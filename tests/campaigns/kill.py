@@ -1,0 +1,147 @@
+"""Kill random ranks at random moments under ``hvdliterun --elastic``: the others go on.
+
+python -m tests.campaigns.kill --runs 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tests.harness import mpirun
+
+RANKS = 4
+_SECONDS = 120
+
+
+class Script(NamedTuple):
+    """A job.
+
+    Attributes:
+        path: The program, which takes the number of steps.
+        steps: That number.
+        seconds: About as long as they take, from the end of ``init()``.
+        has_steps: Whether hvdlite counts them, because there is an optimizer.
+    """
+
+    path: str
+    steps: int
+    seconds: float
+    has_steps: bool = True
+
+
+SCRIPTS = {
+    "arrays": Script("tests/elastic/recovering.py", 12, 0.3, has_steps=False),
+    "torch": Script("tests/elastic/training_torch.py", 30, 0.6),
+    "tensorflow": Script("tests/elastic/training_tensorflow.py", 30, 2.0),
+    "keras": Script("tests/elastic/training_keras.py", 30, 3.0),
+}
+_POINTS = ("meet", "exchange", "confirm", "deliver", "delivered")
+
+
+class Run(NamedTuple):
+    """The outcome of a job.
+
+    Attributes:
+        left: The ranks at the end, by their numbers at the start.
+        results: What they have printed, without their numbers; equal if all is well.
+        lost: Seconds that each death cost, as rank 0 says.
+    """
+
+    left: list[int]
+    results: set[str]
+    lost: list[float]
+
+
+def run(
+    framework: str,
+    faults: Sequence[str],
+    ranks: int = RANKS,
+    extra: Mapping[str, str] = MappingProxyType({}),
+) -> Run:
+    """Run a job with planted faults.
+
+    Args:
+        framework: One of `SCRIPTS`.
+        faults: As in HVDLITE_REHEARSE.
+        ranks: How many.
+        extra: More environment variables.
+
+    Raises:
+        AssertionError: it failed.
+    """
+    script = SCRIPTS[framework]
+    command = [
+        *(sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--elastic"),
+        *(sys.executable, script.path, str(script.steps)),
+    ]
+    job = subprocess.run(
+        command,
+        env=mpirun.environment({"HVDLITE_REHEARSE": ";".join(faults), **extra}),
+        cwd=mpirun.ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+    assert job.returncode == 0, f"exit code {job.returncode}\n{job.stdout}{job.stderr}"
+    lines = re.findall(r"^left (\d+): (.*)$", job.stdout, re.MULTILINE)
+    lost = re.findall(r"in the same step, after (\S+) s$", job.stderr, re.MULTILINE)
+    left = sorted(int(rank) for rank, _ in lines)
+    return Run(left, {result for _, result in lines}, list(map(float, lost)))
+
+
+def random_faults(chance: random.Random, script: Script, ranks: int = RANKS) -> list[str]:
+    """Return one or two deaths, each at a random point of a random step or at a random time."""
+    faults = []
+    for rank in chance.sample(range(ranks), chance.choice([1, 1, 2])):
+        if faults and chance.random() < 0.3:
+            moment = "point=recover"
+        elif chance.random() < 0.4:
+            moment = f"point=time,after={chance.uniform(0, script.seconds):.4f}"
+        elif script.has_steps:
+            step, count = chance.randint(1, script.steps), chance.choice([1, 1, 2, 3])
+            moment = f"step={step},point={chance.choice(_POINTS)},count={count}"
+        else:
+            moment = f"point={chance.choice(_POINTS)},count={chance.randint(2, 14 * script.steps)}"
+        faults.append(f"kill:rank={rank},{moment}")
+    return faults
+
+
+def main() -> None:
+    """Run the campaign and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--framework", choices=[*SCRIPTS], default="torch")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    chance, lost, deaths = random.Random(options.seed), [], 0
+    for number in range(options.runs):
+        faults = random_faults(chance, SCRIPTS[options.framework])
+        began = time.perf_counter()
+        try:
+            found = run(options.framework, faults)
+            assert len(found.results) == 1, found
+            assert len(found.left) >= RANKS - len(faults), found
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            print(f"run {number} with {faults} failed: {error}", flush=True)
+            raise SystemExit(1) from None
+        lost += found.lost
+        deaths += RANKS - len(found.left)
+        seconds = time.perf_counter() - began
+        print(f"run {number}: {'; '.join(faults)}: left {found.left}, {seconds:.1f} s", flush=True)
+    print(f"{options.runs} of {options.runs} ended well; {deaths} deaths")
+    if lost:
+        print(f"lost per death: median {statistics.median(lost):.3f} s, worst {max(lost):.3f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""hvdliterun --elastic: the other ranks go on in the same step when some have died."""
+
+import random
+import re
+import sys
+
+import pytest
+
+from hvdlite.engine.lane import LaneState
+from hvdlite.recovery import is_delivered
+from tests.campaigns import kill
+from tests.launch.launcher import hvdliterun, running, survivors
+
+NUMPY = """
+import os, signal, sys
+import numpy as np
+import hvdlite as hvd
+hvd.init()
+start = hvd.rank()
+"""
+
+
+def state(confirmed, in_doubt=False):
+    return LaneState(confirmed, in_doubt, closed=False, broken=False)
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([state(3), state(3), state(3)], [False] * 3),  # nobody has it
+        ([state(3, True), state(3), state(3, True)], [False] * 3),  # one has not
+        ([state(3, True)] * 3, [True] * 3),  # all have it, and nobody knew
+        ([state(4), state(3, True), state(4)], [False, True, False]),  # some know that all have
+        ([state(3, True)], [True]),
+    ],
+)
+def test_which_ranks_deliver_an_outcome_in_doubt(states, expected):
+    assert [is_delivered(own, states) for own in states] == expected
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        *(
+            [f"kill:rank={rank},point={point},count={count}"]
+            for rank, point, count in [
+                (1, "meet", 20),
+                (0, "exchange", 60),
+                (2, "exchange", 61),  # in place
+                (3, "confirm", 90),
+                (0, "deliver", 91),
+                (1, "delivered", 92),
+            ]
+        ),
+        ["kill:rank=0,point=exchange,count=30", "kill:rank=2,point=exchange,count=30"],
+        ["kill:rank=1,point=exchange,count=30", "kill:rank=3,point=recover"],
+        [f"kill:rank={rank},point=meet,count={20 + 9 * rank}" for rank in (0, 1, 2)],
+    ],
+    ids=lambda faults: "+".join(faults),
+)
+def test_sums_are_those_of_the_ranks_that_live(faults):
+    found = kill.run("arrays", faults)
+    dead = {int(re.search(r"rank=(\d)", fault)[1]) for fault in faults}
+    assert found.left == sorted({*range(4)} - dead)
+    assert found.results == {str(4 - len(dead))}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_with_fewer_ranks(ranks):
+    found = kill.run("arrays", ["kill:rank=0,point=exchange,count=40"], ranks)
+    assert (found.left, found.results) == ([*range(1, ranks)], {str(ranks - 1)})
+
+
+@pytest.mark.parametrize(
+    "variables", [{"HVDLITE_SHARED_MEMORY": "0"}, {"HVDLITE_FORCE_LOCAL_SIZE": "2"}]
+)
+@pytest.mark.parametrize("point", ["meet", "exchange", "confirm"])
+def test_over_mpi_and_several_nodes(variables, point):
+    found = kill.run("arrays", [f"kill:rank=1,point={point},count=50"], extra=variables)
+    assert (found.left, found.results) == ([0, 2, 3], {"3"})
+
+
+@pytest.mark.parametrize(
+    ("framework", "steps"),
+    [("torch", 30), pytest.param("tensorflow", 30, marks=pytest.mark.slow), ("keras", 60)],
+)
+def test_training_goes_on(framework, steps):
+    faults = ["kill:rank=1,step=7", "kill:rank=0,step=20,point=confirm"]
+    found = kill.run(framework, faults)
+    assert found.left == [2, 3]
+    (result,) = found.results
+    assert result.split()[:2] == ["2", str(steps)]
+    assert len(found.lost) == 2
+
+
+def test_the_same_without_a_death():
+    found = kill.run("torch", [])
+    assert (found.left, len(found.results), found.lost) == ([0, 1, 2, 3], 1, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["arrays", "torch"])
+def test_random_deaths(framework):
+    chance = random.Random(7)
+    for _ in range(5):
+        faults = kill.random_faults(chance, kill.SCRIPTS[framework])
+        found = kill.run(framework, faults)
+        assert len(found.results) == 1, (faults, found)
+
+
+def test_what_the_user_is_told():
+    code = f"{NUMPY}if start == 1: sys.exit(print('bye') or os._exit(3))\nhvd.allreduce(1.0)\n"
+    job = hvdliterun("--elastic", "-np", 2, sys.executable, "-c", code)
+    assert job.returncode == 0, job.stderr
+    lines = job.stderr.splitlines()
+    assert re.fullmatch(
+        r"hvdliterun: rank 1 on host \S+ exited with code 3; the other ranks go on", lines[0]
+    )
+    assert re.fullmatch(
+        r"rank 1 died; the other one goes on in the same step, after \d\.\d{3} s", lines[1]
+    )
+    assert len(lines) == 2
+
+
+def test_an_exception_is_the_death_of_its_rank():
+    code = f"{NUMPY}if start == 0: raise KeyError('mine')\nprint(hvd.allreduce(2.0, op=hvd.Sum))\n"
+    job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
+    assert (job.returncode, job.stdout.split()) == (0, ["4.0", "4.0"])
+    assert "hvdlite: rank 0 of 3 leaves the job:\nTraceback" in job.stderr
+    assert "KeyError: 'mine'" in job.stderr
+
+
+def test_a_job_without_a_rank_that_is_left_has_failed():
+    job = hvdliterun("--elastic", "-np", 2, sys.executable, "-c", f"{NUMPY}os.kill(os.getpid(), 9)")
+    assert job.returncode == 137
+    assert job.stderr.splitlines()[-1] == "hvdliterun: no rank is left"
+
+
+def test_a_rank_that_dies_before_it_has_met_the_others_ends_the_job():
+    code = "import os; os.environ['OMPI_COMM_WORLD_RANK'] == '1' and os._exit(5)\n" + NUMPY
+    job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
+    assert job.returncode == 5
+    assert "rank 1 on host" in job.stderr.splitlines()[-1]
+
+
+def test_a_broadcast_whose_root_has_died_is_lost():
+    code = f"""{NUMPY}
+if start == 0:
+    hvd.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+hvd.barrier()
+try:
+    hvd.broadcast_object(None, root_rank=0, name="weights")
+except hvd.errors.HorovodInternalError as error:
+    print(error)
+print(hvd.allreduce(1.0, op=hvd.Sum))
+"""
+    job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [
+        *["'weights' was lost: rank 0, which was to send it, has died"] * 2,
+        *["2.0"] * 2,
+    ]
+
+
+def test_nothing_is_left_when_a_job_is_killed(tmp_path):
+    code = f"{NUMPY}print(os.getpid(), flush=True)\nwhile True: hvd.allreduce(np.ones(100_000))\n"
+    with running("--elastic", "-np", 3, sys.executable, "-c", code) as job:
+        pids = [int(job.stdout.readline()) for _ in range(3)]
+        job.kill()
+    assert survivors(pids) == []
+
+
+def test_another_mpi_is_refused(tmp_path):
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho 'HYDRA build details:'\necho '    Version: 4.3.1'\n")
+    fake.chmod(0o755)
+    job = hvdliterun("--elastic", "-np", 2, "true", env={"HVDLITE_MPIRUN": str(fake)})
+    assert (job.returncode, job.stderr.count("\n")) == (2, 1)
+    assert "--elastic needs Open MPI 5 or later" in job.stderr
+
+
+def test_without_the_launcher_the_remedy_is_told():
+    code = f"{NUMPY}"
+    job = hvdliterun("-np", 2, sys.executable, "-c", code, env={"HVDLITE_ELASTIC": "1"})
+    assert job.returncode != 0
+    assert "hvdliterun --elastic" in job.stderr
