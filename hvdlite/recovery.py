@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from hvdlite import rehearsal
+from hvdlite import membership, rehearsal
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.lane import LaneState
@@ -151,16 +151,16 @@ class Recovery:
             self._wait_for_others(began)
             if rehearsal.reach is not None:
                 rehearsal.reach("recover")
-            before = self._world
-            comm = before.comm
-            while True:
-                comm = comm.Shrink()
-                attempt = _Attempt(self._mpi, comm, before, self._settings)
-                attempt.run(engines, states)
-                if self._all_agree(comm, attempt.failure is None):
-                    break
-            self._check(attempt.states)
-            self._take_over(attempt, engines)
+            comm = self._world.comm
+            with membership.lock:
+                while True:
+                    comm = comm.Shrink()
+                    attempt = _Attempt(self._mpi, comm, self._world, self._settings)
+                    attempt.run(engines, states)
+                    if self._all_agree(comm, attempt.failure is None):
+                        break
+                self._check(attempt.states)
+                self._take_over(attempt, engines)
             self._tell(attempt, time.monotonic() - began, error)
         finally:
             for lane in lanes:
@@ -239,6 +239,7 @@ class Recovery:
     def _take_over(self, attempt: _Attempt, engines: Sequence[Engine]) -> None:
         self._world, self._messages = attempt.world, attempt.messages
         self._enter(attempt.world, attempt.new_ranks)
+        membership.renumber(attempt.positions, attempt.world.comm.rank, attempt.world.comm.size)
         for engine in engines:
             engine.world = attempt.worlds[engine.named.name]
             for lane in engine.lanes:
@@ -275,6 +276,7 @@ class _Attempt:
         failure: Why it failed; None: it did not.
         states: The states of each rank's lanes, by the rank and the lane's name.
         own: Those of this rank.
+        positions: The `membership.positions` of each rank.
         new_ranks: The new number of each rank, by the old one.
         world: The new world of all ranks.
         messages: For the messages of the next recovery.
@@ -293,6 +295,7 @@ class _Attempt:
         self.failure: Exception | None = None
         self.states: list[Mapping[str, LaneState]] = []
         self.own: Mapping[str, LaneState] = {}
+        self.positions: list[Mapping[Any, Any]] = []
         self.new_ranks: dict[int, int] = {}
         self.worlds: dict[str, World] = {}
         self.transports: dict[str, Transport | None] = {}
@@ -307,9 +310,12 @@ class _Attempt:
         made: list[World] = []
         try:
             with self._revoked_on_failure(made):
-                told = self._comm.allgather((self._before.comm.rank, states))
-                self.states, self.own = [theirs for _, theirs in told], states
-                self.new_ranks = {old: new for new, (old, _) in enumerate(told)}
+                told = self._comm.allgather(
+                    (self._before.comm.rank, states, membership.positions())
+                )
+                self.states, self.own = [theirs for _, theirs, _ in told], states
+                self.positions = [theirs for _, _, theirs in told]
+                self.new_ranks = {old: new for new, (old, _, _) in enumerate(told)}
                 self.world = World.split(self._mpi, self._comm, self._settings.force_local_size)
                 made.append(self.world)
                 self.messages = self._comm.Dup()

@@ -24,30 +24,45 @@ class Rendezvous:
         MPI: the module ``mpi4py.MPI``.
         comm: a communicator over all ranks, which the rendezvous owns.
         timeout: seconds to wait for the others.
+        survives: whether ranks that have died are left out (``hvdliterun --elastic``).
 
     Attributes:
-        comm: as given.
+        comm: as given; after `meet`, of the ranks that are left.
     """
 
-    def __init__(self, MPI: Any, comm: Any, timeout: float) -> None:  # noqa: N803
+    def __init__(self, MPI: Any, comm: Any, timeout: float, survives: bool = False) -> None:  # noqa: N803
         self.comm = comm
+        self._survives = survives
         self._mpi = MPI
         self._timeout = timeout
         self._sent: list[Any] = []
         self._gone: str | None = None
+        self._dead: set[int] = set()
 
     def meet(self, message: Any) -> list[Any]:
         """Exchange messages with all ranks; return all messages by rank when all ranks have come.
 
         Raises:
-            RankGoneError: a rank has left or died, or has not come in time; the message says
-                which.
+            RankGoneError: a rank has left or has not come in time, or has died, unless the others
+                go on without it; the message says which.
         """
         deadline = time.monotonic() + self._timeout
         messages = self._exchange(message, deadline)
+        if self._survives:
+            return self._leave_dead_out(message)
         # Else one whose time is up just now would leave others in a collective without it.
         self._exchange(None, deadline + self._timeout)
         return messages
+
+    def _leave_dead_out(self, message: Any) -> list[Any]:
+        while True:
+            self.comm = self.comm.Shrink()
+            try:
+                messages: list[Any] = self.comm.allgather(message)
+                if self.comm.Agree(1):
+                    return messages
+            except self._mpi.Exception:
+                self.comm.Revoke()  # another one has died; the others fail, too
 
     def leave(self, reason: str) -> None:
         """Tell all ranks that this one will not come any more, and why.
@@ -63,7 +78,8 @@ class Rendezvous:
 
     def close(self) -> None:
         """Free the communicator; collective."""
-        self.comm.Free()
+        if not self._survives:
+            self.comm.Free()
 
     def _others(self) -> Iterator[int]:
         return (rank for rank in range(self.comm.size) if rank != self.comm.rank)
@@ -77,7 +93,9 @@ class Rendezvous:
             for rank in missing:
                 if self._try(rank, self.comm.iprobe, rank, _LEFT):
                     self._raise_gone(self.comm.recv(None, rank, _LEFT))
-                if self._try(rank, self.comm.iprobe, rank, _MEET):
+                if rank in self._dead:
+                    received[rank] = None
+                elif self._try(rank, self.comm.iprobe, rank, _MEET):
                     received[rank] = self.comm.recv(None, rank, _MEET)
                     pause = _FIRST_PAUSE
             if time.monotonic() > deadline:
@@ -95,6 +113,9 @@ class Rendezvous:
         try:
             return call(*args)
         except self._mpi.Exception as error:
+            if self._survives:
+                self._dead.add(rank)
+                return None
             self._raise_gone(f"rank {rank} has died ({error})")
 
     def _raise_gone(self, what: str) -> NoReturn:

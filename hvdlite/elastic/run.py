@@ -43,9 +43,13 @@ def run(
     again. ``HostsUpdatedInterrupt`` does the same without returning to the commit. The ranks
     return together: if one fails at the very end, all repeat the last steps.
 
-    Training cannot continue without a rank that has died: the others raise ``RankGoneError``,
-    which names it. After ``HVDLITE_ELASTIC_RETRIES`` (3) failures in a row without a commit
-    between them, the next failure is raised.
+    When a rank dies under ``hvdliterun --elastic``, the others go on in the same step. At the next
+    commit they form their world anew and call the function again, so that reset callbacks and
+    samplers adapt to the number of ranks. Otherwise training cannot continue without that rank: the
+    others raise ``RankGoneError``, which names it.
+
+    After ``HVDLITE_ELASTIC_RETRIES`` (3) failures in a row without a commit between them, the next
+    failure is raised.
 
     Args:
         func: the training function; its first argument is a `State`.
@@ -53,10 +57,13 @@ def run(
 
     @functools.wraps(func)
     def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
-        settings = runtime.engine().settings
+        engine = runtime.engine()
+        settings = engine.settings
         collectives.barrier(name="elastic.start")  # it names missing ranks, unlike the steps below
         comm = world.current().comm.Dup()
-        rendezvous = Rendezvous(mpi.load(), comm, settings.elastic_timeout)
+        rendezvous = Rendezvous(
+            mpi.load(), comm, settings.elastic_timeout, survives=engine.recovery is not None
+        )
         attempts = _Attempts(state, rendezvous, settings.elastic_retries)
         try:
             return attempts.until_done(lambda: func(state, *args, **kwargs))

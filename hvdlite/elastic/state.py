@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives
+from hvdlite import collectives, runtime
 from hvdlite.arrays import describe
 from hvdlite.errors import HostsUpdatedInterrupt
 from hvdlite.reduction import Max
@@ -120,7 +120,9 @@ class State(abc.ABC):
             timestamp, told = self._host_messages.get()
             if timestamp > self._last_update:
                 newest, update = max(newest, timestamp), update | HostUpdate(told)
-        removed, added = HostUpdate.REMOVED in update, HostUpdate.ADDED in update
+        recovery = runtime.engine().recovery
+        died = recovery is not None and recovery.epoch > 0  # since the world was formed
+        removed, added = died or HostUpdate.REMOVED in update, HostUpdate.ADDED in update
         mine = np.array([newest, removed, added], np.float64)
         newest, *found = collectives.allreduce(mine, name="elastic.host_updates", op=Max).tolist()
         self._last_update = newest

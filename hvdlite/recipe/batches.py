@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdlite import membership
+from hvdlite.membership import Member
 from hvdlite.recipe.sharding import Sharding
 from hvdlite.recipe.streams import Stream
 
 
-class Batches:
+class Batches(Member):
     """One rank's batches of a data set; made by `shard`.
 
     ``len()`` is the number of steps of the next iteration. Each iteration is one epoch, or what is
@@ -21,20 +23,28 @@ class Batches:
     an abandoned iteration (for example to look at the first batch, on one rank) changes nothing.
     To end an epoch early, call `set_epoch` on all ranks. Prefetched batches count as taken.
 
+    When a rank dies and the others go on, they share its part of the global batches from the first
+    one on that none of them has taken: the steps and the global batches stay the same.
+
     Args:
         data: As for `shard`.
         sharding: Which samples are this rank's.
+        follows: Whether the sharding is that of the world.
 
     Attributes:
         sharding: That of the next iteration, or of the one in progress.
     """
 
-    def __init__(self, data: Any, sharding: Sharding) -> None:
+    def __init__(self, data: Any, sharding: Sharding, follows: bool = True) -> None:
         self.sharding = sharding
         self._data = data
         self._next_epoch = 0
         self._taken = 0  # batches of the next epoch that the last iteration has yielded
         self._is_over = False  # whether the sharding is that of an epoch that has ended
+        self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
+        if follows:
+            fields = sharding.samples, sharding.batch_size, sharding.shuffle, sharding.seed
+            membership.join(self, fields)
 
     def __len__(self) -> int:
         return self.upcoming.steps
@@ -42,14 +52,37 @@ class Batches:
     def __iter__(self) -> Iterator[Any]:
         self.sharding, self._is_over, self._taken = self.upcoming, False, 0
         epoch, sharding = self._next_epoch, self.sharding
-        for step, indices in enumerate(sharding.indices(epoch), start=1):
-            # Count before the last batch is yielded, since a loop that counts steps never asks for
-            # another one; but not if another iteration or `set_epoch` has moved the epoch.
-            if self._next_epoch == epoch and self.sharding is sharding:
-                self._taken = step
-                if step == sharding.steps:
-                    self._next_epoch, self._taken, self._is_over = epoch + 1, 0, True
-            yield _take(self._data, indices)
+        indices = sharding.indices(epoch)
+        for step in range(1, sharding.steps + 1):
+            with membership.lock:
+                numbered = self._numbered(sharding, (epoch, step))
+                # Count before the last batch is yielded, since a loop that counts steps never asks
+                # for another one; but not if another iteration or `set_epoch` has moved the epoch.
+                if self._next_epoch == epoch and self.sharding is sharding:
+                    self._taken, self.sharding = step, numbered
+                    if step == sharding.steps:
+                        self._next_epoch, self._taken, self._is_over = epoch + 1, 0, True
+            if numbered is not sharding:
+                sharding, indices = numbered, numbered.indices(epoch)
+            yield _take(self._data, indices[step - 1])
+
+    def position(self) -> tuple[int, int]:
+        """Return the epoch and its step that this rank has taken last."""
+        return self._next_epoch, self._taken
+
+    def renumber(self, after: tuple[int, int], rank: int, size: int) -> None:
+        """Take on a new rank and a new number of ranks after an epoch's step."""
+        self._changes.append((after, rank, size))
+
+    def _numbered(self, sharding: Sharding, at: tuple[int, int]) -> Sharding:
+        """Return the sharding with the rank and the number of ranks of an epoch's step."""
+        for after, rank, size in reversed(self._changes):
+            if at > after:
+                if (rank, size) == (sharding.rank, sharding.size):
+                    return sharding
+                shares = sharding.shares or sharding.size
+                return dataclasses.replace(sharding, rank=rank, size=size, shares=shares)
+        return sharding
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """Return this rank's batches of the given epoch (from 0), all of them."""
@@ -168,7 +201,7 @@ def shard(
         raise ValueError(f"data is an empty {type(data).__name__}: expected at least one array")
     samples = next(iter(lengths.values()))
     sharding = Sharding(samples, batch_size, rank, size, shuffle, seed, allow_empty)  # type: ignore[arg-type]
-    return Batches(data, sharding)
+    return Batches(data, sharding, follows=rank is None)
 
 
 def _lengths(data: Any, name: str) -> Iterator[tuple[str, int]]:

@@ -43,6 +43,8 @@ class Sharding:
             ranks. For evaluation, where a step has no collective.
         done: Samples of the epoch that all ranks together have already taken. The others are
             distributed as an epoch of their own, to any number of ranks.
+        shares: The number of batches of ``batch_size`` in a global batch; 0: one for each rank. It
+            is more than that where ranks have died, and the others share the same global batches.
 
     Raises:
         ValueError: Fewer samples than ranks and not ``allow_empty``, or an argument that is
@@ -57,6 +59,7 @@ class Sharding:
     seed: int = 0
     allow_empty: bool = False
     done: int = 0
+    shares: int = 0
 
     def __post_init__(self) -> None:
         if (self.rank is None) != (self.size is None):
@@ -72,6 +75,7 @@ class Sharding:
             ("size", 1),
             ("seed", 0),
             ("done", 0),
+            ("shares", 0),
         ):
             check_count(name, getattr(self, name), least)
         check_count("rank", self.rank, 0)
@@ -96,7 +100,7 @@ class Sharding:
     @cached_property
     def global_batch_sizes(self) -> tuple[int, ...]:
         """The number of samples that all ranks together take at each step."""
-        full_batch = self.batch_size * self.size
+        full_batch = self.batch_size * (self.shares or self.size)
         full, rest = divmod(self.samples - self.done, full_batch)
         if rest == 0:
             return (full_batch,) * full

@@ -1,5 +1,6 @@
 """hvdliterun --elastic: the other ranks go on in the same step when some have died."""
 
+import json
 import random
 import re
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from hvdlite.engine.lane import LaneState
+from hvdlite.recipe import Sharding
 from hvdlite.recovery import is_delivered
 from tests.campaigns import kill
 from tests.launch.launcher import hvdliterun, running, survivors
@@ -38,6 +40,7 @@ def test_which_ranks_deliver_an_outcome_in_doubt(states, expected):
     assert [is_delivered(own, states) for own in states] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [
@@ -65,7 +68,7 @@ def test_sums_are_those_of_the_ranks_that_live(faults):
     assert found.results == {str(4 - len(dead))}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_with_fewer_ranks(ranks):
     found = kill.run("arrays", ["kill:rank=0,point=exchange,count=40"], ranks)
     assert (found.left, found.results) == ([*range(1, ranks)], {str(ranks - 1)})
@@ -74,6 +77,7 @@ def test_with_fewer_ranks(ranks):
 @pytest.mark.parametrize(
     "variables", [{"HVDLITE_SHARED_MEMORY": "0"}, {"HVDLITE_FORCE_LOCAL_SIZE": "2"}]
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["meet", "exchange", "confirm"])
 def test_over_mpi_and_several_nodes(variables, point):
     found = kill.run("arrays", [f"kill:rank=1,point={point},count=50"], extra=variables)
@@ -82,7 +86,11 @@ def test_over_mpi_and_several_nodes(variables, point):
 
 @pytest.mark.parametrize(
     ("framework", "steps"),
-    [("torch", 30), pytest.param("tensorflow", 30, marks=pytest.mark.slow), ("keras", 60)],
+    [
+        ("torch", 30),
+        pytest.param("tensorflow", 30, marks=pytest.mark.slow),
+        pytest.param("keras", 60, marks=pytest.mark.slow),
+    ],
 )
 def test_training_goes_on(framework, steps):
     faults = ["kill:rank=1,step=7", "kill:rank=0,step=20,point=confirm"]
@@ -93,6 +101,7 @@ def test_training_goes_on(framework, steps):
     assert len(found.lost) == 2
 
 
+@pytest.mark.slow
 def test_the_same_without_a_death():
     found = kill.run("torch", [])
     assert (found.left, len(found.results), found.lost) == ([0, 1, 2, 3], 1, [])
@@ -185,3 +194,87 @@ def test_without_the_launcher_the_remedy_is_told():
     job = hvdliterun("-np", 2, sys.executable, "-c", code, env={"HVDLITE_ELASTIC": "1"})
     assert job.returncode != 0
     assert "hvdliterun --elastic" in job.stderr
+
+
+def test_the_others_take_over_the_data():
+    """Every sample of two epochs comes once, but for the dead rank's part of its last step."""
+    code = f"""{NUMPY}
+import json, time
+batches = hvd.shard(np.arange(103), batch_size=5, seed=3)
+steps = 0
+for epoch in range(2):
+    for batch in batches:
+        steps += 1
+        print(json.dumps([start, epoch, steps, batch.tolist()]), flush=True)
+        if start == 1 and steps == 3 or start == 3 and steps == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02 * start)
+        hvd.allreduce(np.ones(3))
+"""
+    job = hvdliterun("--elastic", "-np", 4, sys.executable, "-c", code)
+    assert job.returncode == 0, job.stderr
+    lines = [json.loads(line) for line in job.stdout.splitlines()]
+    steps = Sharding(103, 5, 0, 4).steps
+    for epoch in range(2):
+        taken = [sample for _, at, _, batch in lines if at == epoch for sample in batch]
+        assert sorted(taken) == [*range(103)]
+    for rank, last in enumerate([2 * steps, 3, 2 * steps, 7]):
+        assert [step for start, _, step, _ in lines if start == rank] == [*range(1, last + 1)]
+    expected = [len(indices) for indices in Sharding(103, 5, 0, 4, seed=3).indices(0)]
+    sizes = {rank: [len(batch) for start, _, _, batch in lines if start == rank] for rank in (0, 2)}
+    assert sizes[0][:3] == expected[:3]
+    assert [a + b for a, b in zip(sizes[0][7:], sizes[2][7:], strict=True)] == [
+        total for _ in range(2) for total in Sharding(103, 5, 0, 4).global_batch_sizes
+    ][7:]
+
+
+def test_elastic_run_adapts_at_the_next_commit():
+    code = f"""{NUMPY}
+state = hvd.elastic.ObjectState(step=0, total=0.0, calls=0)
+sizes = []
+state.register_reset_callbacks([lambda: sizes.append(hvd.size())])
+
+@hvd.elastic.run
+def train(state):
+    state.calls += 1
+    while state.step < 12:
+        if start == 1 and state.step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.total += float(hvd.allreduce(np.ones(1), op=hvd.Sum)[0])
+        state.step += 1
+        if state.step % 3 == 0:
+            state.commit()
+
+train(state)
+print(start, hvd.rank(), hvd.size(), sizes, state.total, state.calls)
+"""
+    job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
+    assert job.returncode == 0, job.stderr
+    total = 4 * 3.0 + 8 * 2.0  # the step of the death is not lost
+    assert sorted(job.stdout.splitlines()) == [f"0 0 2 [2] {total} 2", f"2 1 2 [2] {total} 2"]
+
+
+def test_elastic_run_returns_to_a_commit_without_the_dead_rank():
+    code = f"""{NUMPY}
+@hvd.elastic.run
+def train(state):
+    while state.step < 9:
+        if start == 0 and state.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.step == 5 and not failed:
+            failed.append(hvd.rank())
+            raise hvd.errors.HorovodInternalError("once")
+        state.total += float(hvd.allreduce(np.ones(1), op=hvd.Sum)[0])
+        state.step += 1
+        if state.step == 4:
+            state.commit()
+
+failed = []
+state = hvd.elastic.ObjectState(step=0, total=0.0)
+train(state)
+print(start, hvd.rank(), hvd.size(), state.step, state.total)
+"""
+    job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
+    assert job.returncode == 0, job.stderr
+    total = 2 * 3.0 + 7 * 2.0
+    assert sorted(job.stdout.splitlines()) == [f"1 0 2 9 {total}", f"2 1 2 9 {total}"]
