@@ -229,11 +229,12 @@ class Lane:
                     "handler that has waited for an exchange of data to end"
                 )
             return
+        run = self._rounds.run if self._recovery is None else self._run_recoverably
         try:
             while not (handle.finished if handle is not None else self._rests()):
                 if deferred and is_due():
                     break
-                self._run_round()
+                run()
         except Interrupted:
             pass  # the next driver continues with that round
         except BaseException as error:
@@ -246,10 +247,9 @@ class Lane:
                 if self._has_work() or self._has_to_watch():
                     self._changed.notify_all()
 
-    def _run_round(self) -> None:
-        if self._recovery is None:
-            self._rounds.run()
-            return
+    def _run_recoverably(self) -> None:
+        """Run a round, or go on without ranks that die in it."""
+        assert self._recovery is not None
         epoch = self._recovery.epoch
         try:
             self._rounds.run()
