@@ -7,6 +7,7 @@
     │   ├── RankGoneError          another rank has ended or has given up
     │   ├── MismatchError          two ranks submitted different things under one name
     │   └── GradientError          values that cannot be exchanged in the way asked for
+    │       └── NotFiniteError     averages that are NaN or infinite, where they are refused
     ├── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
     └── LauncherError              MPI takes processes that were started together for separate jobs
     ValueError
@@ -41,6 +42,13 @@ class GradientError(HorovodInternalError):
     For example, a gradient is not a number, or factors take integers out of the range of their
     type. All ranks raise it together and leave the operation at the same point, so that
     communication goes on.
+    """
+
+
+class NotFiniteError(GradientError):
+    """Averages of gradients that are NaN or infinite, where HVDLITE_NOT_FINITE refuses them.
+
+    The message names the parameters and the ranks; all ranks raise it.
     """
 
 

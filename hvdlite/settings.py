@@ -101,6 +101,11 @@ class Settings:
     check_ranks_every: int = field(
         default=0, metadata=_count("a number of exchanges, or 0 for once")
     )
+    #: Averages of gradients that are NaN or infinite: "pass": they are passed on; "raise": all
+    #: ranks raise NotFiniteError, which names the parameters and the ranks; "skip": PyTorch's
+    #: optimizer leaves the step out on all ranks and logs that (TensorFlow raises). On the host
+    #: only.
+    not_finite: str = field(default="pass", metadata=_one_of("pass", "raise", "skip"))
     #: No report of ranks that wait for each other.
     stall_check_disable: bool = field(default=False, metadata=_FLAG)
     #: Seconds of waiting after which a report is made, and again after as many; 0: no report.
@@ -155,6 +160,7 @@ class Settings:
 # Settings that must be equal on all ranks: otherwise ranks would run different collectives, or wait
 # forever.
 SAME_EVERYWHERE = (
+    "not_finite",
     "elastic",
     "shared_memory",
     "device_transport",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +17,9 @@ import numpy as np
 import torch
 from torch.amp import GradScaler
 
+from hvdlite import runtime, world
 from hvdlite.arguments import check_count
+from hvdlite.errors import NotFiniteError
 from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.horovod import is_alias
 from hvdlite.recipe._tree import map_leaves
@@ -24,6 +27,8 @@ from hvdlite.schedule import ExchangeState
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
+
+_log = logging.getLogger("hvdlite")
 
 #: The key of hvdlite's part of an optimizer's state dict.
 STATE = "hvdlite"
@@ -247,9 +252,23 @@ class Distributed(Wrapped):
                 "been exchanged; call optimizer.synchronize() before"
             )
         else:
-            self.synchronize(batch_size)
+            self._synchronize_or_skip(batch_size)
             # A step() that calls its parent's comes here twice.
             self._synchronized_by = "step()"
+
+    def _synchronize_or_skip(self, batch_size: int | None) -> None:
+        """Average the gradients; remove all if a step without finite averages is to be left out."""
+        try:
+            self.synchronize(batch_size)
+        except NotFiniteError as error:
+            if runtime.engine().settings.not_finite != "skip" or self._evaluating:
+                raise
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None  # which torch's optimizers skip
+            self._reducer.averaged = True
+            if world.rank() == 0:
+                _log.warning("this step is left out on all ranks: %s", error)
 
     def _evaluate(self, closure: Callable[[], Any], batch_size: int | None) -> Any:
         """Run a closure, exchange its gradients, and return the loss of all ranks."""

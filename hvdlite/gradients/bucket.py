@@ -16,6 +16,7 @@ from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import HorovodInternalError
 from hvdlite.gradients import metadata, replicas
+from hvdlite.gradients.finite import check_finite
 from hvdlite.gradients.metadata import DENSE, Metadata
 from hvdlite.gradients.replicas import Snapshot
 from hvdlite.reduction import ReduceOp
@@ -49,6 +50,7 @@ class GradientBucket(Operation):
         all_arrived: after the exchange, whether all ranks had all gradients, as dense ones.
         weight: after the exchange, the factor of this rank's gradients.
         keeps_result: whether all exchanges write to one result array.
+        checks_finite: whether averages that are not finite are refused.
     """
 
     stands_in = True
@@ -71,7 +73,7 @@ class GradientBucket(Operation):
         self.kinds: Any = None
         self.all_arrived = False
         self.weight = 1.0
-        self.keeps_result = False
+        self.keeps_result = self.checks_finite = False
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -206,6 +208,8 @@ class GradientBucket(Operation):
             arrays.allocate_result()
         with timeline.span(self.lane, timeline.EXCHANGE):
             exchange_bucket(strategy, arrays, transport, self.weight)
+        if self.checks_finite:
+            check_finite(arrays, transport)
         if not self.keeps_result:
             transport.release(arrays.result)  # its owner's now
         if strategy.stateful:
@@ -216,7 +220,7 @@ class GradientBucket(Operation):
     def stand_in(self) -> Callable[[], Operation]:
         """Return what makes the exchange of this bucket without any gradient."""
         described = self.strategy, self.arrays.parameters, self.arrays.reduction
-        return partial(EmptyBucket, self.name, self.signature, *described)
+        return partial(EmptyBucket, self.name, self.signature, *described, self.checks_finite)
 
 
 class EmptyBucket(Operation):
@@ -228,6 +232,7 @@ class EmptyBucket(Operation):
         strategy: how the bucket travels.
         parameters: of the bucket.
         reduction: sum or average.
+        checks_finite: as in `GradientBucket`.
     """
 
     def __init__(
@@ -237,11 +242,13 @@ class EmptyBucket(Operation):
         strategy: Strategy,
         parameters: Sequence[Parameter],
         reduction: Reduction,
+        checks_finite: bool,
     ) -> None:
         super().__init__(name, signature)
         self._strategy = strategy
         self._parameters = parameters
         self._reduction = reduction
+        self._checks_finite = checks_finite
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:
         """Exchange zeros, unless no rank has a dense gradient in the bucket.
@@ -254,6 +261,7 @@ class EmptyBucket(Operation):
         arrays.send[...] = 0
         bucket = GradientBucket(self.name, self.signature, arrays, self._strategy)
         bucket.lane = self.lane
+        bucket.checks_finite = self._checks_finite
         bucket.execute(transport, payloads)
 
 

@@ -140,7 +140,9 @@ class GradientBuckets:
             return GradientBucket(name, self.signature, arrays, compression.DENSE)
         if self._memory is None:
             arrays = Bucket(parameters, self.reduction, self.lane.empty, self.state)
-            return GradientBucket(name, self.signature, arrays, strategy)
+            bucket = GradientBucket(name, self.signature, arrays, strategy)
+            bucket.checks_finite = self._settings.not_finite != "pass"
+            return bucket
         arrays = Bucket(parameters, self.reduction, self._memory.empty, self.state)
         return DeviceGradientBucket(name, self.signature, arrays, strategy, self._memory)
 

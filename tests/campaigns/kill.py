@@ -39,6 +39,7 @@ class Script(NamedTuple):
 
 
 SCRIPTS = {
+    "steps": Script("tests/elastic/three_steps.py", 3, 0.1, has_steps=False),
     "arrays": Script("tests/elastic/recovering.py", 12, 0.3, has_steps=False),
     "torch": Script("tests/elastic/training_torch.py", 30, 0.6),
     "tensorflow": Script("tests/elastic/training_tensorflow.py", 30, 2.0),
@@ -116,13 +117,41 @@ def random_faults(chance: random.Random, script: Script, ranks: int = RANKS) -> 
     return faults
 
 
+def every_point(ranks: int = 3) -> int:
+    """Have each rank of a job of three steps die at each point that it gets to; count the points.
+
+    Raises:
+        AssertionError: a job failed, or went on with wrong values.
+    """
+    tried = 0
+    for rank in range(ranks):
+        others = [each for each in range(ranks) if each != rank]
+        for point in _POINTS:
+            count, reached = 0, True
+            while reached:
+                count += 1
+                found = run("steps", [f"kill:rank={rank},point={point},count={count}"], ranks)
+                reached = found.left != [*range(ranks)]
+                assert not reached or found.left == others, (rank, point, count, found)
+                assert found.results == {str(len(found.left))}, (rank, point, count, found)
+            print(f"rank {rank} died at each of {count - 1} times at {point!r}", flush=True)
+            tried += count - 1
+    return tried
+
+
 def main() -> None:
     """Run the campaign and print what came out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--framework", choices=[*SCRIPTS], default="torch")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--every", action="store_true", help="instead, each rank at each point of three steps"
+    )
     options = parser.parse_args()
+    if options.every:
+        print(f"{every_point()} deaths, and the others went on with the right values")
+        return
     chance, lost, deaths = random.Random(options.seed), [], 0
     for number in range(options.runs):
         faults = random_faults(chance, SCRIPTS[options.framework])

@@ -196,6 +196,14 @@ def test_without_the_launcher_the_remedy_is_told():
     assert "hvdliterun --elastic" in job.stderr
 
 
+@pytest.mark.slow
+def test_deaths_at_each_point_of_a_rank():
+    for point in ("exchange", "confirm"):
+        for count in range(1, 5):
+            found = kill.run("steps", [f"kill:rank=1,point={point},count={count}"], 3)
+            assert (found.left, found.results) == ([0, 2], {"2"}), (point, count)
+
+
 def test_the_others_take_over_the_data():
     """Every sample of two epochs comes once, but for the dead rank's part of its last step."""
     code = f"""{NUMPY}
