@@ -15,7 +15,7 @@ from hvdlite.launch import options as launcher_options
 
 #: The modules of the subcommands beside ``run`` and ``completion``. Each has ``HELP``, a line;
 #: ``add_arguments(parser)``; and ``main(options)``, which returns the exit code.
-COMMANDS = ("check", "bench", "scale", "timeline")
+COMMANDS = ("check", "bench", "scale", "timeline", "rehearse")
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _EXAMPLES = """\
@@ -24,6 +24,7 @@ examples:
   hvdlite run -np 4 python train.py              train on four processes (hvdliterun does the same)
   hvdlite bench allreduce                        how fast, beside PyTorch and plain MPI
   hvdlite timeline trace.json --html page.html   who waited for whom
+  hvdlite rehearse -np 4 --elastic train.py      what it does about the death of a rank
   eval "$(hvdlite completion bash)"              complete these commands in this shell
 
 `hvdlite COMMAND --help` has more.
