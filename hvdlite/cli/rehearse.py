@@ -37,7 +37,7 @@ before SCRIPT.
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
         fault: as in HVDLITE_REHEARSE; empty: none.
