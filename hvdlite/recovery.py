@@ -54,6 +54,7 @@ class Recovery:
 
     Attributes:
         epoch: The number of recoveries so far.
+        starts: For each rank its number at the start.
 
     Raises:
         HorovodInternalError: The MPI cannot go on without a rank.
@@ -70,7 +71,7 @@ class Recovery:
         self._world = whole
         self._settings = settings
         self._enter = enter
-        self._starts = list(range(whole.comm.size))  # the numbers of the ranks at the start
+        self.starts = list(range(whole.comm.size))
         self._engines: list[Engine] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -249,9 +250,9 @@ class Recovery:
 
     def _tell(self, attempt: _Attempt, seconds: float, error: Exception) -> None:
         """Log what has happened, with the numbers that the ranks had at the start."""
-        starts, left = self._starts, len(attempt.new_ranks)
+        starts, left = self.starts, len(attempt.new_ranks)
         dead = [start for rank, start in enumerate(starts) if rank not in attempt.new_ranks]
-        self._starts = [starts[rank] for rank in attempt.new_ranks]
+        self.starts = [starts[rank] for rank in attempt.new_ranks]
         if attempt.world.comm.rank != 0:
             return
         _log.warning(

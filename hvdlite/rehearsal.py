@@ -13,7 +13,8 @@ action        what the rank does
 ``raise``     the thread raises a RuntimeError
 ============  =====================================================================
 
-A rank has the number that it had at the start. A step is an optimizer's, from 1; without one, the
+Faults come in the first run of a job that starts again (``hvdliterun --restarts``). A rank has the
+number that it had at the start. A step is an optimizer's, from 1; without one, the
 fault comes in the first step in which the rank gets to the point ``count`` times (default 1).
 
 ==============  ===================================================================
@@ -123,13 +124,15 @@ def _parse_one(text: str) -> Fault:
 
 
 def plant(environment: Mapping[str, str], rank: int) -> None:
-    """Plant the faults of this rank, as the environment says.
+    """Plant the faults of this rank, as the environment says; none where the job starts again.
 
     Raises:
         SettingsError: It cannot be read.
     """
     global reach
-    faults = [fault for fault in parse(environment.get(VARIABLE, "")) if fault.rank == rank]
+    is_first = environment.get("HVDLITE_RESTART", "0") == "0"
+    planned = parse(environment.get(VARIABLE, ""))
+    faults = [fault for fault in planned if fault.rank == rank and is_first]
     reach = _Planted(faults) if faults else None
     for fault in faults:
         if fault.point == "time":

@@ -12,7 +12,7 @@ import numpy as np
 from hvdlite import runtime, world
 from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.broadcast import checked_root, lost_root
-from hvdlite.engine import Operation, Signature
+from hvdlite.engine import Engine, Operation, Signature
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
 
@@ -41,6 +41,8 @@ def broadcast_object(
     def describe(name: str) -> Operation:
         root = checked_root(engine, root_rank)
         content, failure = _pickled(obj) if world.rank() == root else (b"", None)
+        if world.rank() == root and obj is None:
+            failure = _nothing_inherited(engine, name, root)
         return BroadcastBytes(name, content, root, failure)
 
     received = engine.run("broadcast_object", name, describe)
@@ -73,6 +75,18 @@ def allgather_object(
         pickle.loads(whole[end - length : end].tobytes())
         for end, length in zip(ends, lengths, strict=True)
     ]
+
+
+def _nothing_inherited(engine: Engine, name: str, root: int) -> str | None:
+    """Return why a root does not send None, if it has taken the number of a rank that has died."""
+    start = root if engine.recovery is None else engine.recovery.starts[root]
+    if start == root:
+        return None
+    return (
+        f"{name!r}: rank {root} has nothing to send: it is the rank {start} of the start, and has "
+        f"taken the place of one that died; ask hvd.rank() when the object is made, and do not "
+        "keep it from before"
+    )
 
 
 def _pickled(obj: Any) -> tuple[bytes, str | None]:

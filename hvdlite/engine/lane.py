@@ -62,6 +62,7 @@ class Recovery(Protocol):
     """Replaces the transports of all lanes when a rank has died; see `hvdlite.recovery`."""
 
     epoch: int
+    starts: list[int]
 
     def is_about_death(self, error: Exception) -> bool:
         """Return whether an error says that a rank has died."""

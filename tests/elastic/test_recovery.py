@@ -286,3 +286,18 @@ print(start, hvd.rank(), hvd.size(), state.step, state.total)
     assert job.returncode == 0, job.stderr
     total = 2 * 3.0 + 7 * 2.0
     assert sorted(job.stdout.splitlines()) == [f"1 0 2 9 {total}", f"2 1 2 9 {total}"]
+
+
+def test_what_cannot_go_on_starts_again(tmp_path):
+    """Rank 0 dies before it has sent what only it has, and the script has kept its number."""
+    code = f"""{NUMPY}
+life = os.environ["HVDLITE_RESTART"]
+if start == 0 and life == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+weights = hvd.broadcast_object(7 if start == 0 else None, root_rank=0, name="weights")
+hvd.barrier()
+print(life, hvd.size(), weights)
+"""
+    job = hvdliterun("--elastic", "--restarts", 1, "-np", 3, sys.executable, "-c", code)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines() == ["1 3 7"] * 3
