@@ -28,7 +28,7 @@ from typing import Any
 from hvdlite import membership, rehearsal
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.engine.lane import LaneState
+from hvdlite.engine.lane import Lane, LaneState
 from hvdlite.errors import HorovodInternalError, RankGoneError
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport, connect
@@ -130,9 +130,10 @@ class Recovery:
             while not is_first and self.epoch == epoch:
                 self._changed.wait(_CHECK_SECONDS)
         if is_first:
+            lanes = [lane for engine in self._engines for lane in engine.lanes]
             try:
                 if self._failure is None:
-                    self._form_world(error)
+                    self._form_world(lanes, error)
             except HorovodInternalError as failure:
                 self._failure = failure
             finally:
@@ -140,32 +141,29 @@ class Recovery:
                     self._under_way = False
                     self.epoch += 1
                     self._changed.notify_all()
+                for lane in lanes:  # whose waits must not be ended any more
+                    lane.resume()
         if self._failure is not None:
             raise self._failure
 
-    def _form_world(self, error: Exception) -> None:
+    def _form_world(self, lanes: Sequence[Lane], error: Exception) -> None:
         began = time.monotonic()
         engines = list(self._engines)
-        lanes = [lane for engine in engines for lane in engine.lanes]
-        try:
-            states = {lane.name: lane.halt() for lane in lanes}
-            self._wait_for_others(began)
-            if rehearsal.reach is not None:
-                rehearsal.reach("recover")
-            comm = self._world.comm
-            with membership.lock:
-                while True:
-                    comm = comm.Shrink()
-                    attempt = _Attempt(self._mpi, comm, self._world, self._settings)
-                    attempt.run(engines, states)
-                    if self._all_agree(comm, attempt.failure is None):
-                        break
-                self._check(attempt.states)
-                self._take_over(attempt, engines)
+        states = {lane.name: lane.halt() for lane in lanes}
+        self._wait_for_others(began)
+        if rehearsal.reach is not None:
+            rehearsal.reach("recover")
+        comm = self._world.comm
+        with membership.lock:
+            while True:
+                comm = comm.Shrink()
+                attempt = _Attempt(self._mpi, comm, self._world, self._settings)
+                attempt.run(engines, states)
+                if self._all_agree(comm, attempt.failure is None):
+                    break
+            self._check(attempt.states)
             self._tell(attempt, time.monotonic() - began, error)
-        finally:
-            for lane in lanes:
-                lane.resume()
+            self._take_over(attempt, engines)
 
     def _wait_for_others(self, began: float) -> None:
         """Wait, without using a core, until the other ranks have noticed it, too."""

@@ -81,12 +81,13 @@ def main(arguments: Sequence[str]) -> None:
     if forwarding:
         forwarding.start()
     code, signs = _wait(child, manager)
-    if code and not signs:
+    others_go_on = os.environ.get(ELASTIC) == "1" and _has_met_others(steps)
+    if code and not signs and not others_go_on:
         signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
         rank = f"rank {_first(_RANK, '?')} on host {os.uname().nodename}"
         text = describe(rank, code) + _after_step(steps)
-        if os.environ.get(ELASTIC) == "1" and _has_met_others(steps):
+        if others_go_on:
             _report_death(channel, code, text)
             code = -signal.SIGKILL  # for MPI, which takes no other end for a failure
         else:

@@ -54,12 +54,15 @@ class Run(NamedTuple):
     Attributes:
         left: The ranks at the end, by their numbers at the start.
         results: What they have printed, without their numbers; equal if all is well.
-        lost: Seconds that each death cost, as rank 0 says.
+        lost: Seconds that each recovery took, as rank 0 says.
+        longer: Seconds by which the slowest step of any rank was longer than its median, if the
+            job tells.
     """
 
     left: list[int]
     results: set[str]
     lost: list[float]
+    longer: list[float]
 
 
 def run(
@@ -97,7 +100,9 @@ def run(
     lines = re.findall(r"^left (\d+): (.*)$", job.stdout, re.MULTILINE)
     lost = re.findall(r"in the same step, after (\S+) s$", job.stderr, re.MULTILINE)
     left = sorted(int(rank) for rank, _ in lines)
-    return Run(left, {result for _, result in lines}, list(map(float, lost)))
+    longer = re.findall(r"^longer \d+: (\S+)$", job.stdout, re.MULTILINE)
+    results = {result for _, result in lines}
+    return Run(left, results, list(map(float, lost)), [max(map(float, longer))] if longer else [])
 
 
 def random_faults(chance: random.Random, script: Script, ranks: int = RANKS) -> list[str]:
@@ -152,7 +157,9 @@ def main() -> None:
     if options.every:
         print(f"{every_point()} deaths, and the others went on with the right values")
         return
-    chance, lost, deaths = random.Random(options.seed), [], 0
+    chance, deaths = random.Random(options.seed), 0
+    lost: list[float] = []
+    longer: list[float] = []
     for number in range(options.runs):
         faults = random_faults(chance, SCRIPTS[options.framework])
         began = time.perf_counter()
@@ -164,12 +171,15 @@ def main() -> None:
             print(f"run {number} with {faults} failed: {error}", flush=True)
             raise SystemExit(1) from None
         lost += found.lost
+        longer += found.longer if found.lost else []
         deaths += RANKS - len(found.left)
         seconds = time.perf_counter() - began
         print(f"run {number}: {'; '.join(faults)}: left {found.left}, {seconds:.1f} s", flush=True)
     print(f"{options.runs} of {options.runs} ended well; {deaths} deaths")
-    if lost:
-        print(f"lost per death: median {statistics.median(lost):.3f} s, worst {max(lost):.3f} s")
+    for what, values in (("recovery", lost), ("slowest step, beyond the median one", longer)):
+        if values:
+            median, worst = statistics.median(values), max(values)
+            print(f"{what}: median {median:.3f} s, worst {worst:.3f} s")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""A PyTorch job that goes on when ranks die: prints the steps and a hash of the weights."""
+"""A PyTorch job that goes on when ranks die: prints the steps and a hash of the weights.
+
+And how much longer than the others its slowest step took.
+"""
 
 import hashlib
+import statistics
 import sys
+import time
 
 import torch
 
@@ -20,8 +25,9 @@ optimizer = hvd.DistributedOptimizer(
     named_parameters=model.named_parameters(),
 )
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
-done = 0
+seconds = []
 for step in range(steps):
+    began = time.perf_counter()
     generator = torch.Generator().manual_seed(1000 * step + start)
     images = torch.randn(16, 1, 8, 8, generator=generator)
     labels = torch.randint(0, 10, (16,), generator=generator)
@@ -31,7 +37,8 @@ for step in range(steps):
     optimizer.step()
     scheduler.step()
     mean = hvd.allreduce(loss.detach(), name="loss")
-    done += 1
+    seconds.append(time.perf_counter() - began)
 weights = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
 digest = hashlib.sha256(weights).hexdigest()
-print(f"left {start}: {hvd.size()} {done} {digest} {float(mean)}", flush=True)
+print(f"left {start}: {hvd.size()} {len(seconds)} {digest} {float(mean)}", flush=True)
+print(f"longer {start}: {max(seconds[1:]) - statistics.median(seconds)}", flush=True)

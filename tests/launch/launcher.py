@@ -36,7 +36,10 @@ def command(*arguments: object) -> list[str]:
 
 
 def hvdliterun(
-    *arguments: object, env: Mapping[str, str] | None = None, **options: object
+    *arguments: object,
+    env: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT,
+    **options: object,
 ) -> subprocess.CompletedProcess[str]:
     """Run the launcher to its end."""
     return subprocess.run(
@@ -46,7 +49,7 @@ def hvdliterun(
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=TIMEOUT,
+        timeout=timeout,
         stdin=subprocess.DEVNULL,
         **options,
     )
