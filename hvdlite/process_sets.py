@@ -10,8 +10,8 @@ from typing import Any
 from hvdlite import world
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.engine.operation import Barrier
-from hvdlite.recovery import Recovery
+from hvdlite.engine.operation import Barrier, Gather, Signature
+from hvdlite.recovery import Recovery, revoked_on_failure
 from hvdlite.status import Pending
 from hvdlite.world import World
 
@@ -179,22 +179,52 @@ class ProcessSets:
         for other in self._sets.values():
             if other.ranks == ranks:
                 raise ValueError(f"{other!r} has the same ranks; use that one")
-        before = self._whole
-        self._agree("add_process_set", ranks)
-        ranks = self._whole.renumbered(ranks, before)  # if a rank has died meanwhile
-        number, self._next = self._next, self._next + 1
-        engine = None
-        if self._whole.comm.rank in ranks:
-            engine = Engine(
-                self._mpi,
-                self._whole.subset(ranks),
-                self._global.settings,
-                suffix=f" of process set {number}",
-                recovery=self._recovery,
-            )
-            if self._recovery is not None:
-                self._recovery.add(engine)
+        number = 0
+        is_made = False
+        while not is_made:
+            before = self._whole
+            self._agree("add_process_set", ranks)
+            ranks = self._whole.renumbered(ranks, before)  # if a rank has died meanwhile
+            before = self._whole
+            if not number:  # all ranks agree
+                number, self._next = self._next, self._next + 1
+            engine = self._make_engine(number, ranks)
+            is_made = self._is_made(engine, ranks) and self._whole is before
+            ranks = self._whole.renumbered(ranks, before)
+            if engine is not None and not is_made:
+                engine.abandon()
+        if engine is not None and self._recovery is not None:
+            self._recovery.add(engine)
         self._enter(process_set, number, ranks, engine)
+
+    def _make_engine(self, number: int, ranks: Sequence[int]) -> Engine | None:
+        """Make the engine of a process set; return None if this rank is not in it, or one died."""
+        suffix = f" of process set {number}"
+        if self._recovery is None:
+            if self._whole.comm.rank not in ranks:
+                return None
+            return Engine(self._mpi, self._whole.subset(ranks), self._global.settings, suffix)
+        made = [self._whole.comm]
+        try:
+            with revoked_on_failure(made):
+                part = self._whole.part(self._mpi, ranks, made)
+                if part is None:
+                    return None
+                return Engine(self._mpi, part, self._global.settings, suffix, self._recovery)
+        except Exception as error:
+            if not self._recovery.is_about_death(error):
+                raise
+            return None
+
+    def _is_made(self, engine: Engine | None, ranks: Sequence[int]) -> bool:
+        """Return whether all members have an engine, where ranks may have died; collective."""
+        if self._recovery is None:
+            return True
+        is_made = engine is not None or self._whole.comm.rank not in ranks
+        name = self._global.unnamed("add_process_set")
+        signature = Signature((("the operation", "end of add_process_set"),))
+        done = Gather(name, signature, b"1" if is_made else b"0")
+        return b"0" not in self._global.named.run(done)
 
     def remove(self, process_set: ProcessSet) -> bool:
         """Do `hvdlite.remove_process_set`."""

@@ -150,10 +150,11 @@ class Recovery:
         began = time.monotonic()
         engines = list(self._engines)
         states = {lane.name: lane.halt() for lane in lanes}
+        comm = self._world.comm
+        self._ask(comm.Revoke)  # ends the calls of ranks that make a process set
         self._wait_for_others(began)
         if rehearsal.reach is not None:
             rehearsal.reach("recover")
-        comm = self._world.comm
         with membership.lock:
             while True:
                 comm = comm.Shrink()
@@ -306,29 +307,27 @@ class _Attempt:
             engines: Of this rank, that of all ranks first.
             states: Of this rank's lanes, by their names.
         """
-        made: list[World] = []
+        made: list[Any] = [self._comm]
         try:
-            with self._revoked_on_failure(made):
+            with revoked_on_failure(made):
                 told = self._comm.allgather(
                     (self._before.comm.rank, states, membership.positions())
                 )
                 self.states, self.own = [theirs for _, theirs, _ in told], states
                 self.positions = [theirs for _, _, theirs in told]
                 self.new_ranks = {old: new for new, (old, _, _) in enumerate(told)}
-                self.world = World.split(self._mpi, self._comm, self._settings.force_local_size)
-                made.append(self.world)
+                local_size = self._settings.force_local_size
+                self.world = World.split(self._mpi, self._comm, local_size, made)
                 self.messages = self._comm.Dup()
                 for engine in engines:
-                    self._replace(engine, made)
+                    self._replace(engine, engine is engines[0], made)
         except (self._mpi.Exception, HorovodInternalError, OSError) as error:
             self.failure = error
 
-    def _replace(self, engine: Engine, made: list[World]) -> None:
+    def _replace(self, engine: Engine, whole: bool, made: list[Any]) -> None:
         """Make an engine's world and the transports of its lanes."""
         ranks = sorted(self.new_ranks[old] for old in engine.world.ranks if old in self.new_ranks)
-        whole = len(made) == 1
-        world = self.world if whole else self.world.subset(ranks)
-        made.append(world)
+        world = self.world if whole else self.world.subset(ranks, made)
         self.worlds[engine.named.name] = world
         for lane in engine.lanes:
             closed = any(lanes[lane.name].closed for lanes in self.states if lane.name in lanes)
@@ -337,16 +336,23 @@ class _Attempt:
                 None if closed else connect(self._mpi, world, shared_memory, lane.transport)
             )
 
-    @contextmanager
-    def _revoked_on_failure(self, made: Sequence[World]) -> Iterator[None]:
-        """Have the other ranks' calls fail, too, if this rank's have."""
-        try:
-            yield
-        except BaseException:
-            for comm in [self._comm, *(c for w in made for c in (w.comm, w.node, w.cross))]:
-                with suppress(self._mpi.Exception):
-                    comm.Revoke()
-            raise
+
+@contextmanager
+def revoked_on_failure(comms: Sequence[Any]) -> Iterator[None]:
+    """Have the other ranks' calls on communicators fail, too, if this rank's do.
+
+    Otherwise a rank could wait for this one, which has seen the death of a third and gone on.
+
+    Args:
+        comms: The communicators; more may be added in the meantime.
+    """
+    try:
+        yield
+    except BaseException:
+        for comm in comms:
+            with suppress(Exception):
+                comm.Revoke()
+        raise
 
 
 def is_delivered(own: LaneState, states: Sequence[LaneState]) -> bool:

@@ -155,7 +155,6 @@ def init(
         mpi.leave_unfinalized()
         status.note_start()
     _sets = ProcessSets(MPI, split, _engine, recovery)
-    rehearsal.plant(os.environ, split.comm.rank)
     if not _hooked:
         _hooked = True
         atexit.register(shutdown)
@@ -166,6 +165,7 @@ def init(
             _sets.add(each)
         if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
+        rehearsal.plant(os.environ, split.comm.rank)
         if rehearsal.reach is not None:
             rehearsal.reach("start")
     except (ValueError, OSError, HorovodInternalError):

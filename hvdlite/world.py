@@ -29,33 +29,63 @@ class World:
     ranks: tuple[int, ...]
 
     @classmethod
-    def split(cls, MPI: Any, comm: Any, local_size: int = 0) -> World:  # noqa: N803
+    def split(
+        cls,
+        MPI: Any,  # noqa: N803
+        comm: Any,
+        local_size: int = 0,
+        made: list[Any] | None = None,
+    ) -> World:
         """Create the world of a communicator's ranks; collective.
 
         Args:
             MPI: the module ``mpi4py.MPI``.
             comm: the communicator, which the world takes over.
             local_size: consecutive ranks that count as one node; 0: as MPI says.
+            made: gets each communicator as soon as it exists, to be revoked if a rank dies.
         """
+        made = [] if made is None else made
+        made.append(comm)
         if local_size:
             node = comm.Split(color=comm.rank // local_size, key=comm.rank)
         else:
             node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-        return cls._of(comm, node, range(comm.size))
+        return cls._of(comm, node, range(comm.size), made)
 
-    def subset(self, ranks: Sequence[int]) -> World:
+    def subset(self, ranks: Sequence[int], made: list[Any] | None = None) -> World:
         """Create the world of some of the ranks; collective among these.
 
         Args:
             ranks: ascending; this one is among them.
+            made: as for `split`.
         """
-        comm = self.comm.Create_group(self.comm.group.Incl(ranks))
+        made = [] if made is None else made
+        return self._around(self.comm.Create_group(self.comm.group.Incl(ranks)), ranks, made)
+
+    def part(self, MPI: Any, ranks: Sequence[int], made: list[Any]) -> World | None:  # noqa: N803
+        """Do what `subset` does, collectively among all ranks; return None if this one is left out.
+
+        Unlike `subset`, it ends in an error when a rank dies and the communicator is revoked.
+
+        Args:
+            MPI: the module ``mpi4py.MPI``.
+            ranks: ascending.
+            made: as for `split`.
+        """
+        is_member = self.comm.rank in ranks
+        comm = self.comm.Split(color=0 if is_member else MPI.UNDEFINED, key=self.comm.rank)
+        return self._around(comm, ranks, made) if is_member else None
+
+    def _around(self, comm: Any, ranks: Sequence[int], made: list[Any]) -> World:
+        made.append(comm)
         node = comm.Split(color=self.node_index, key=comm.rank)
-        return World._of(comm, node, ranks)
+        return World._of(comm, node, ranks, made)
 
     @classmethod
-    def _of(cls, comm: Any, node: Any, ranks: Sequence[int]) -> World:
+    def _of(cls, comm: Any, node: Any, ranks: Sequence[int], made: list[Any]) -> World:
+        made.append(node)
         cross = comm.Split(color=node.rank, key=comm.rank)
+        made.append(cross)
         leaders = comm.allgather(node.bcast(comm.rank, root=0))
         index = {leader: position for position, leader in enumerate(sorted(set(leaders)))}
         return cls(comm, node, cross, tuple(index[leader] for leader in leaders), tuple(ranks))

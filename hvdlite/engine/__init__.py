@@ -161,6 +161,11 @@ class Engine:
         """Return the operations of all lanes that have not ended."""
         return [*self.gradients.pending(), *self.named.pending()]
 
+    def abandon(self) -> None:
+        """End all lanes without a word to the other ranks, of which one has died."""
+        for lane in self.lanes:
+            lane.abandon()
+
     def begin_close(self) -> None:
         """Refuse new operations; those for which other ranks wait fail there."""
         for lane in self.lanes:

@@ -309,6 +309,12 @@ class Lane:
         self.members, self.carrier = transport.members, transport.title
         self._rounds.replace(transport, deliver, new_ranks)
 
+    def abandon(self) -> None:
+        """End the lane's thread; nothing has been submitted, and nothing will be."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
     def resume(self) -> None:
         """Let rounds run again after `halt`."""
         with self._changed:

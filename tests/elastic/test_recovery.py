@@ -320,3 +320,24 @@ print("done", start)
     ]
     assert "shut down without submitting" in job.stderr
     assert f"rank {longer} on host" in job.stderr
+
+
+@pytest.mark.parametrize("point", ["meet", "delivered"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_process_set_is_made_of_those_that_live(point, count):
+    """Rank 2, a member, dies while the ranks make the set."""
+    code = f"""{NUMPY}
+some = hvd.add_process_set([1, 2, 3])
+total = float(hvd.allreduce(1.0, op=hvd.Sum))
+inside = hvd.allreduce(1.0, op=hvd.Sum, process_set=some) if some.included() else 0
+print(start, hvd.size(), some.ranks, float(inside), total)
+"""
+    fault = f"kill:rank=2,point={point},count={count}"
+    env = {"HVDLITE_REHEARSE": fault}
+    job = hvdliterun("--elastic", "-np", 4, sys.executable, "-c", code, env=env)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == [
+        "0 3 [1, 2] 0.0 3.0",
+        "1 3 [1, 2] 2.0 3.0",
+        "3 3 [1, 2] 2.0 3.0",
+    ]
