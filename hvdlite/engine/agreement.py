@@ -64,7 +64,8 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
     Args:
         pending: By member, ascending; every rank passes the same.
         give_up_after: Seconds after which an operation that is still missing somewhere
-            fails where it was submitted.
+            fails where it was submitted, and with it any that has waited half as long: of two
+            ranks that wait for each other, the first to go on would leave the other one waiting.
     """
     tables = {
         rank: {entry.key or entry.name: entry for entry in each.descriptions}
@@ -73,6 +74,8 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
     decision = Decision(closing=[rank for rank, each in pending.items() if each.closing])
     joined = {rank for rank, each in pending.items() if each.joined}
     waiting: dict[str, list[int]] = {}
+    if _longest_wait(tables, joined) > give_up_after:
+        give_up_after /= 2
     # dict.fromkeys: the union of the keys, in an order that is the same on all ranks.
     for key in dict.fromkeys(key for table in tables.values() for key in table):
         entries = {rank: table[key] for rank, table in tables.items() if key in table}
@@ -93,6 +96,20 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
                 decision.substituted.append(key)
     _sort_waiting(decision, tables, waiting)
     return decision
+
+
+def _longest_wait(tables: Mapping[int, Mapping[str, Description]], joined: set[int]) -> float:
+    """Return how long an operation has waited for ranks that may still submit it."""
+    awaited = [table for rank, table in tables.items() if rank not in joined]
+    return max(
+        (
+            entry.waited
+            for table in tables.values()
+            for key, entry in table.items()
+            if not entry.stall_exempt and any(key not in other for other in awaited)
+        ),
+        default=0.0,
+    )
 
 
 def _failure(

@@ -172,6 +172,30 @@ class MPITransport(Transport):
             self.leave()
             raise
 
+    def _complete_all(self, requests: Sequence[Any]) -> None:
+        """Wait for all requests; raise an error that one of them has.
+
+        ``MPI_Waitall`` only says that there is one. If a rank has died, it leaves the other
+        requests open, which may still write to their arrays: revoking the communicator ends them.
+        """
+        failure = None
+        while True:
+            statuses: list[Any] = []
+            try:
+                self._mpi.Request.Waitall(requests, statuses)
+                break
+            except self._mpi.Exception as error:
+                if not self.confirms or error.Get_error_class() != self._mpi.ERR_IN_STATUS:
+                    raise
+                codes = {status.error for status in statuses} - {
+                    self._mpi.SUCCESS,
+                    self._mpi.ERR_PENDING,
+                }
+                failure = failure or self._mpi.Exception(min(codes, default=error.Get_error_code()))
+                self.revoke()
+        if failure is not None:
+            raise failure
+
     def leave(self) -> None:
         """Tell it on the side channel, unless another rank has left before and told all."""
         self._liveness.leave()
@@ -217,7 +241,7 @@ class MPITransport(Transport):
             requests += [self._comm.Irecv([part, byte], source) for part in _parts(result[source])]
             requests += [self._comm.Isend([part, byte], to) for part in _parts(pieces[to])]
         result[self.rank][...] = pieces[self.rank]
-        self._mpi.Request.Waitall(requests)
+        self._complete_all(requests)
 
     def broadcast(self, array: Any, root: int) -> None:
         """Use ``MPI_Bcast``, piece by piece."""

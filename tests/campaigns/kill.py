@@ -1,6 +1,7 @@
 """Kill random ranks at random moments under ``hvdliterun --elastic``: the others go on.
 
 python -m tests.campaigns.kill --runs 100
+python -m tests.campaigns.kill --runs 100 --framework arrays --set HVDLITE_SHARED_MEMORY=0
 """
 
 from __future__ import annotations
@@ -153,7 +154,15 @@ def main() -> None:
     parser.add_argument(
         "--every", action="store_true", help="instead, each rank at each point of three steps"
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of an environment variable",
+    )
     options = parser.parse_args()
+    extra = dict(each.split("=", 1) for each in options.set)
     if options.every:
         print(f"{every_point()} deaths, and the others went on with the right values")
         return
@@ -164,7 +173,7 @@ def main() -> None:
         faults = random_faults(chance, SCRIPTS[options.framework])
         began = time.perf_counter()
         try:
-            found = run(options.framework, faults)
+            found = run(options.framework, faults, extra=extra)
             assert len(found.results) == 1, found
             assert len(found.left) >= RANKS - len(faults), found
         except (AssertionError, subprocess.TimeoutExpired) as error:

@@ -82,9 +82,12 @@ def test_with_fewer_ranks(ranks):
     "variables", [{"HVDLITE_SHARED_MEMORY": "0"}, {"HVDLITE_FORCE_LOCAL_SIZE": "2"}]
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["meet", "exchange", "confirm"])
-def test_over_mpi_and_several_nodes(variables, point):
-    found = kill.run("arrays", [f"kill:rank=1,point={point},count=50"], extra=variables)
+@pytest.mark.parametrize(
+    ("point", "count"),
+    [("meet", 50), ("confirm", 50), *(("exchange", count) for count in (50, 54, 56, 58))],
+)
+def test_over_mpi_and_several_nodes(variables, point, count):
+    found = kill.run("arrays", [f"kill:rank=1,point={point},count={count}"], extra=variables)
     assert (found.left, found.results) == ([0, 2, 3], {"3"})
 
 

@@ -129,6 +129,22 @@ def test_patience_ends_with_the_longest_wait():
         assert decide(reports).missing["'a'"] == [2]
 
 
+def test_ranks_that_wait_for_each_other_give_up_together():
+    def waiting(name, seconds, **more):
+        return Pending((Description(name, b"same", b"", waited=seconds, **more),))
+
+    decision = decide([waiting("a", 10.1), waiting("b", 9.9)], give_up_after=10.0)
+    assert list(decision.failed) == ["a", "b"]
+    assert not decide([waiting("a", 9.9), waiting("b", 9.8)], give_up_after=10.0).failed
+    # What has just begun to wait may only be late, and what can run, or may wait, ends no patience.
+    assert list(decide([waiting("a", 10.1), waiting("b", 4.9)], give_up_after=10.0).failed) == ["a"]
+    exempt = waiting("join", 99.0, stall_exempt=True)
+    assert not decide([exempt, waiting("b", 9.9)], give_up_after=10.0).failed
+    complete = Description("c", b"same", b"", waited=99.0)
+    both = Pending((complete, *waiting("a", 9.9).descriptions))
+    assert not decide([both, Pending((complete,))], give_up_after=10.0).failed
+
+
 def test_what_has_waited_long_still_runs_when_it_is_complete():
     old = Description("a", b"same", b"", waited=100.0)
     assert decide([Pending((old,)), report("a")], give_up_after=10.0).ready == ["a"]
