@@ -38,6 +38,8 @@ _log = logging.getLogger("hvdlite")
 
 _FIRST_PAUSE, _MAX_PAUSE = 0.2e-3, 5e-3
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
+# MPI knows of a death after 3 to 40 ms.
+_NEWS_SECONDS = 1.0
 # How often a thread that waits for another one's recovery checks whether it has ended.
 _CHECK_SECONDS = 0.05
 
@@ -95,12 +97,26 @@ class Recovery:
         self._engines.remove(engine)
 
     def is_about_death(self, error: Exception) -> bool:
-        """Return whether an error says that a rank has died."""
+        """Return whether an error of this rank comes from the death of another one.
+
+        Some do not say so: Open MPI's non-blocking collectives may end with ``MPI_ERR_OTHER``. Such
+        an error can be there before MPI knows of the death.
+        """
         if not isinstance(error, self._mpi.Exception):
             return isinstance(error, RankGoneError)
         MPI = self._mpi  # noqa: N806
         codes = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
-        return error.Get_error_class() in codes
+        if error.Get_error_class() in codes:
+            return True
+        deadline = time.monotonic() + _NEWS_SECONDS
+        while not (is_known := self._is_death_known()) and time.monotonic() < deadline:
+            self._ask(self._messages.iprobe)  # lets MPI see what has happened
+            time.sleep(_MAX_PAUSE)
+        return is_known
+
+    def _is_death_known(self) -> bool:
+        comm = self._world.comm
+        return bool(comm.Is_revoked()) or comm.Get_failed().size > 0
 
     def check(self) -> None:
         """Raise if another thread is about to replace the transports.

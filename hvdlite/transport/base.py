@@ -110,7 +110,7 @@ class Transport(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot go on without a rank")
 
-    def revoke(self) -> None:  # noqa: B027 - only MPI blocks without a look at the other ranks
+    def revoke(self) -> None:  # noqa: B027 - ranks that see each other need none
         """End the blocking calls of all ranks, now and later; not collective."""
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:

@@ -143,9 +143,13 @@ class SharedMemoryTransport(Transport):
         self._barrier.meet()
 
     def revoke(self) -> None:
-        """Revoke the communicator over the nodes."""
+        """Revoke the communicator over the nodes, and end waits on this one for this rank.
+
+        Where there is only one node, each of its ranks sees for itself that one has died.
+        """
         if self._cross is not None:
             self._cross.revoke()
+            self._barrier.leave()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return an array in shared memory."""
