@@ -176,7 +176,7 @@ class Recovery:
                 comm = comm.Shrink()
                 attempt = _Attempt(self._mpi, comm, self._world, self._settings)
                 attempt.run(engines, states)
-                if self._all_agree(comm, attempt.failure is None):
+                if all_agree(self._mpi, comm, attempt.failure is None):
                     break
             self._check(attempt.states)
             self._tell(attempt, time.monotonic() - began, error)
@@ -225,15 +225,6 @@ class Recovery:
             return call(*args)
         except self._mpi.Exception:
             return None
-
-    def _all_agree(self, comm: Any, here: bool) -> bool:
-        """Return whether all ranks say yes, the same on all of them, and no other rank has died."""
-        if not here:
-            self._ask(comm.Revoke)
-        try:
-            return bool(comm.Agree(int(here)))
-        except self._mpi.Exception:  # on all ranks
-            return False
 
     def _check(self, states: Sequence[Mapping[str, LaneState]]) -> None:
         """Require that all ranks can go on.
@@ -351,6 +342,23 @@ class _Attempt:
             self.transports[lane.name] = (
                 None if closed else connect(self._mpi, world, shared_memory, lane.transport)
             )
+
+
+def all_agree(MPI: Any, comm: Any, here: bool) -> bool:  # noqa: N803
+    """Return whether all ranks say yes, the same on all of them, and no other rank has died.
+
+    Args:
+        MPI: The module ``mpi4py.MPI``.
+        comm: Over the ranks; if this one says no, calls of the others on it end.
+        here: What this rank says.
+    """
+    if not here:
+        with suppress(MPI.Exception):
+            comm.Revoke()
+    try:
+        return bool(comm.Agree(int(here)))
+    except MPI.Exception:  # on all ranks
+        return False
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import multiprocessing.process
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hvdlite import (
     mpi,
     rehearsal,
     settings,
+    spares,
     status,
     timeline,
     world,
@@ -27,6 +29,7 @@ from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
 from hvdlite.recovery import Recovery
+from hvdlite.spares import Pool
 from hvdlite.trace_file import Run
 
 _log = logging.getLogger("hvdlite")
@@ -35,6 +38,8 @@ _engine: Engine | None = None
 _sets: ProcessSets | None = None
 _ending: tuple[ProcessSets, int, float] | None = None  # a shutdown that has not come to its end
 _hooked = False
+_pool: Pool | None = None
+_joined = False  # whether this process has come in as a spare
 _run = Run("", 0)
 # Rank and size in a world that failed and has no successor.
 _lost: tuple[int, int] | None = None
@@ -137,6 +142,10 @@ def init(
         launchers.check(MPI.COMM_WORLD.size)
     level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(values.log_level, values.log_level.upper())
     _log.setLevel(level)
+    is_first = not _hooked
+    sets_ranks: list[list[int]] = []
+    if values.elastic or values.spares:
+        comm, sets_ranks = _enter_pool(MPI, comm, values)
     chosen = world.choose(MPI, comm)
     settings.compare(values, chosen)
     split = world.World.split(MPI, chosen, values.force_local_size)
@@ -161,11 +170,12 @@ def init(
         for line in settings.ignored() if split.comm.rank == 0 else ():
             _log.warning("%s", line)
     try:
-        for each in wanted:
+        for each in _with_ranks(wanted, sets_ranks):
             _sets.add(each)
         if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
-        rehearsal.plant(os.environ, split.comm.rank)
+        if is_first:
+            rehearsal.plant(os.environ, split.comm.rank if _pool is None else _pool.number)
         if rehearsal.reach is not None:
             rehearsal.reach("start")
     except (ValueError, OSError, HorovodInternalError):
@@ -173,11 +183,63 @@ def init(
         raise
 
 
+def _enter_pool(
+    MPI: Any,  # noqa: N803
+    comm: Any | Sequence[int] | None,
+    values: settings.Settings,
+) -> tuple[Any, list[list[int]]]:
+    """Return the communicator of the ranks, and the ranks of the process sets that they have.
+
+    A spare waits here.
+    """
+    global _pool, _joined
+    if _pool is None:
+        processes = world.choose(MPI, comm)
+        spares.check(values, processes.size)
+        _pool = Pool(MPI, processes, values.spares)
+        if values.spares:
+            atexit.register(_pool.end)
+        if not _pool.is_member:
+            mpi.leave_unfinalized()
+            status.install(_pending)
+            status.note_start()
+            messages = _pool.wait()
+            _joined = True
+            return _pool.world, next(sets for _, sets in filter(None, messages))
+    elif comm is not None and comm != _pool.world:
+        _pool = None  # the script has others in mind
+        return _enter_pool(MPI, comm, values)
+    return _pool.world, []
+
+
+def pool() -> Pool | None:
+    """Return the pool of this job's ranks and spares; None: without HVDLITE_ELASTIC."""
+    return _pool
+
+
+def take_joined() -> bool:
+    """Return whether this process has come in as a spare, if it has not been asked yet."""
+    global _joined
+    joined, _joined = _joined, False
+    return joined
+
+
 def _enter(whole: world.World, new_ranks: Mapping[int, int]) -> None:
     """Go on in a world of fewer ranks, with new numbers."""
     world.enter(whole)
     if _sets is not None:
         _sets.renumber(whole, new_ranks)
+
+
+def _with_ranks(
+    process_sets: Sequence[ProcessSet], ranks: Sequence[list[int]]
+) -> Iterator[ProcessSet]:
+    """Yield the process sets of a spare's script with the ranks that they have by now."""
+    for given, now in itertools.zip_longest(process_sets, ranks):
+        process_set = given or ProcessSet(now)
+        if now is not None:
+            process_set.ranks = now
+        yield process_set
 
 
 def _as_process_set(given: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -124,6 +124,9 @@ class Settings:
     )
     #: Go on in the same step when a rank has died; ``hvdliterun --elastic`` sets it.
     elastic: bool = field(default=False, metadata=_FLAG)
+    #: The number of processes, the last ones, that wait to take the places of ranks that have died;
+    #: set by hvdliterun's ``--spares``.
+    spares: int = field(default=0, metadata=_count("a number of processes, or 0"))
     #: Seconds in which the ranks have to come together again after a failure (`hvdlite.elastic`).
     elastic_timeout: float = field(
         default=600.0, metadata=_seconds(" above 0", lambda value: value > 0)

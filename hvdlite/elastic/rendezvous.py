@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from hvdlite import runtime, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import RankGoneError
+from hvdlite.spares import Pool
 
 _MEET, _LEFT = 1, 2
 _FIRST_PAUSE, _MAX_PAUSE = 1e-3, 20e-3
@@ -17,30 +18,42 @@ _FIRST_PAUSE, _MAX_PAUSE = 1e-3, 20e-3
 class Rendezvous:
     """A meeting of all ranks with a time limit, even if ranks have died.
 
-    It has a communicator of its own, made while all ranks live, and uses it for messages from
-    rank to rank only: unlike a collective, they tell which rank has not come.
+    It has a communicator that was made while all ranks lived, and uses it for messages from rank to
+    rank only: unlike a collective, they tell which rank has not come.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
-        comm: a communicator over all ranks, which the rendezvous owns.
+        comm: a communicator over all ranks for these messages alone.
         timeout: seconds to wait for the others.
-        survives: whether ranks that have died are left out (``hvdliterun --elastic``).
+        pool: forms a world without ranks that have died, and with spares (``hvdliterun
+            --elastic``); None: all ranks must come.
+        first_tag: the first of the messages' tags; 0 on a communicator that `pool` has just formed.
 
     Attributes:
-        comm: as given; after `meet`, of the ranks that are left.
+        comm: as given; after `meet`, of the ranks that are left, and of spares that have come in.
     """
 
-    def __init__(self, MPI: Any, comm: Any, timeout: float, survives: bool = False) -> None:  # noqa: N803
+    def __init__(
+        self,
+        MPI: Any,  # noqa: N803
+        comm: Any,
+        timeout: float,
+        pool: Pool | None = None,
+        first_tag: int = 0,
+    ) -> None:
         self.comm = comm
-        self._survives = survives
+        self._pool = pool
         self._mpi = MPI
         self._timeout = timeout
         self._sent: list[Any] = []
+        self._meet_tag, self._left_tag = first_tag + _MEET, first_tag + _LEFT
         self._gone: str | None = None
         self._dead: set[int] = set()
 
     def meet(self, message: Any) -> list[Any]:
         """Exchange messages with all ranks; return all messages by rank when all ranks have come.
+
+        Ranks that were spares bring None.
 
         Raises:
             RankGoneError: a rank has left or has not come in time, or has died, unless the others
@@ -48,21 +61,13 @@ class Rendezvous:
         """
         deadline = time.monotonic() + self._timeout
         messages = self._exchange(message, deadline)
-        if self._survives:
-            return self._leave_dead_out(message)
+        if self._pool is not None:
+            messages = self._pool.form(message)
+            self.comm, self._meet_tag, self._left_tag = self._pool.world, _MEET, _LEFT
+            return messages
         # Else one whose time is up just now would leave others in a collective without it.
         self._exchange(None, deadline + self._timeout)
         return messages
-
-    def _leave_dead_out(self, message: Any) -> list[Any]:
-        while True:
-            self.comm = self.comm.Shrink()
-            try:
-                messages: list[Any] = self.comm.allgather(message)
-                if self.comm.Agree(1):
-                    return messages
-            except self._mpi.Exception:
-                self.comm.Revoke()  # another one has died; the others fail, too
 
     def leave(self, reason: str) -> None:
         """Tell all ranks that this one will not come any more, and why.
@@ -72,13 +77,13 @@ class Rendezvous:
         reason = self._gone or f"rank {self.comm.rank} has left elastic training ({reason})"
         for rank in self._others():
             try:
-                self._sent.append(self.comm.isend(reason, rank, _LEFT))
+                self._sent.append(self.comm.isend(reason, rank, self._left_tag))
             except self._mpi.Exception:  # that rank has died
                 continue
 
     def close(self) -> None:
-        """Free the communicator; collective."""
-        if not self._survives:
+        """Free the communicator, unless it is the pool's; collective."""
+        if self._pool is None:
             self.comm.Free()
 
     def _others(self) -> Iterator[int]:
@@ -87,16 +92,16 @@ class Rendezvous:
     def _exchange(self, message: Any, deadline: float) -> list[Any]:
         received: dict[int, Any] = {self.comm.rank: message}
         for rank in self._others():
-            self._sent.append(self._try(rank, self.comm.isend, message, rank, _MEET))
+            self._sent.append(self._try(rank, self.comm.isend, message, rank, self._meet_tag))
         pause = _FIRST_PAUSE
         while missing := [rank for rank in self._others() if rank not in received]:
             for rank in missing:
-                if self._try(rank, self.comm.iprobe, rank, _LEFT):
-                    self._raise_gone(self.comm.recv(None, rank, _LEFT))
+                if self._try(rank, self.comm.iprobe, rank, self._left_tag):
+                    self._raise_gone(self.comm.recv(None, rank, self._left_tag))
                 if rank in self._dead:
                     received[rank] = None
-                elif self._try(rank, self.comm.iprobe, rank, _MEET):
-                    received[rank] = self.comm.recv(None, rank, _MEET)
+                elif self._try(rank, self.comm.iprobe, rank, self._meet_tag):
+                    received[rank] = self.comm.recv(None, rank, self._meet_tag)
                     pause = _FIRST_PAUSE
             if time.monotonic() > deadline:
                 self._raise_gone(
@@ -113,7 +118,7 @@ class Rendezvous:
         try:
             return call(*args)
         except self._mpi.Exception as error:
-            if self._survives:
+            if self._pool is not None:
                 self._dead.add(rank)
                 return None
             self._raise_gone(f"rank {rank} has died ({error})")
@@ -137,13 +142,14 @@ def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
         report: this rank's message to the others.
 
     Returns:
-        The reports of all ranks, by rank.
+        The reports of all ranks, by rank; None for those that were spares.
 
     Raises:
         RankGoneError: a rank has died, has left, or does not come.
     """
-    process_sets = runtime.process_sets().added if world.is_initialized() else []
+    added = runtime.process_sets().added if world.is_initialized() else []
+    process_sets = [each for each in added if each.ranks]  # not those whose ranks have all died
     runtime.shutdown()
-    reports = rendezvous.meet(report)
+    messages = rendezvous.meet((report, [each.ranks for each in process_sets]))
     runtime.init(rendezvous.comm, process_sets)
-    return reports
+    return [message and message[0] for message in messages]

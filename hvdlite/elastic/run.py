@@ -44,8 +44,10 @@ def run(
     return together: if one fails at the very end, all repeat the last steps.
 
     When a rank dies under ``hvdliterun --elastic``, the others go on in the same step. At the next
-    commit they form their world anew and call the function again, so that reset callbacks and
-    samplers adapt to the number of ranks. Otherwise training cannot continue without that rank: the
+    commit they form their world anew, with spares (``--spares``) in the places of those that have
+    died, and call the function again, so that reset callbacks and samplers adapt to the number of
+    ranks. A spare gets the state of rank 0; before it calls the function, it must not communicate.
+    Otherwise training cannot continue without that rank: the
     others raise ``RankGoneError``, which names it.
 
     After ``HVDLITE_ELASTIC_RETRIES`` (3) failures in a row without a commit between them, the next
@@ -57,13 +59,15 @@ def run(
 
     @functools.wraps(func)
     def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
-        engine = runtime.engine()
-        settings = engine.settings
-        collectives.barrier(name="elastic.start")  # it names missing ranks, unlike the steps below
-        comm = world.current().comm.Dup()
-        rendezvous = Rendezvous(
-            mpi.load(), comm, settings.elastic_timeout, survives=engine.recovery is not None
-        )
+        settings = runtime.engine().settings
+        pool, first_tag = runtime.pool(), 0
+        if not runtime.take_joined():  # then the others have begun already
+            # It names missing ranks, unlike the steps below.
+            collectives.barrier(name="elastic.start")
+            # Messages of an earlier run may still lie on the pool's communicator.
+            first_tag = 0 if pool is None else pool.reserve_tags(2)
+        comm = world.current().comm.Dup() if pool is None else pool.world
+        rendezvous = Rendezvous(mpi.load(), comm, settings.elastic_timeout, pool, first_tag)
         attempts = _Attempts(state, rendezvous, settings.elastic_retries)
         try:
             return attempts.until_done(lambda: func(state, *args, **kwargs))
@@ -132,13 +136,16 @@ class _Attempts:
         self._state.restore()
         return _Report(_brief(error), self._failures, False)
 
-    def _learn(self, reports: list[_Report], failure: HorovodInternalError | None) -> None:
-        """Evaluate the messages of all ranks.
+    def _learn(
+        self, all_reports: list[_Report | None], failure: HorovodInternalError | None
+    ) -> None:
+        """Evaluate the messages of all ranks; None: it has been a spare.
 
         Raises:
             HorovodInternalError: too many failures in a row; on all ranks.
         """
-        self._skip_sync = all(report.skip_sync for report in reports)
+        reports = [report for report in all_reports if report is not None]
+        self._skip_sync = None not in all_reports and all(report.skip_sync for report in reports)
         # A rank may have failed once more than others, which had not begun yet.
         self._failures = max(report.failures for report in reports)
         told = {rank: report.error for rank, report in enumerate(reports) if report.error}

@@ -104,7 +104,7 @@ def _run(
     with serving() as server:
         added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         launch = mpirun.Launch(
-            num_proc=options.num_proc,
+            num_proc=options.num_proc + (options.spares or 0),
             hosts=hosts,
             exported=[] if here else exported(settings),
             extra=_extra(options, program),
@@ -126,7 +126,9 @@ def _hosts(options: argparse.Namespace) -> list[Host]:
         raise StartError("-np is missing: give the number of processes, e.g. -np 2")
     if options.hosts is not None and options.hostfile is not None:
         raise StartError("-H is not allowed with --hostfile: give one of them")
-    return choose_hosts(options.hosts, options.hostfile, options.num_proc)
+    if options.spares and not options.elastic:
+        raise StartError("--spares needs --elastic: without it, a rank that dies ends the job")
+    return choose_hosts(options.hosts, options.hostfile, options.num_proc + (options.spares or 0))
 
 
 def _command(options: argparse.Namespace) -> list[str]:

@@ -119,7 +119,7 @@ _WITHOUT_EFFECT: dict[str, Sequence[str]] = {
         "--autotune-bayes-opt-max-samples N",
         "--autotune-gaussian-process-noise N",
     ),
-    "the number of ranks stays the same while a job runs; give it by -np and -H": (
+    "-np and -H give the ranks, --elastic and --spares what happens when one dies": (
         "--min-np --min-num-proc N",
         "--max-np --max-num-proc N",
         "--slots-per-host N",
@@ -155,6 +155,12 @@ _GROUPS: dict[str, Sequence[Option]] = {
             "--elastic",
             "go on without a rank that has died, in the same step (Open MPI 5)",
             setting="ELASTIC",
+        ),
+        Option(
+            "--spares N",
+            "start N more processes, which take the places of ranks that die (--elastic)",
+            _at_least(0),
+            setting="SPARES",
         ),
         Option("--horovod", "have `import horovod` find hvdlite in all of the command"),
         Option("--config-file F", "horovodrun's YAML file; the command line comes first"),

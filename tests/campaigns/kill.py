@@ -2,6 +2,7 @@
 
 python -m tests.campaigns.kill --runs 100
 python -m tests.campaigns.kill --runs 100 --framework arrays --set HVDLITE_SHARED_MEMORY=0
+python -m tests.campaigns.kill --runs 100 --framework spares
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Script(NamedTuple):
         steps: That number.
         seconds: About as long as they take, from the end of ``init()``.
         has_steps: Whether hvdlite counts them, because there is an optimizer.
+        spares: How many processes wait to take the places of ranks that have died.
     """
 
     path: str
     steps: int
     seconds: float
     has_steps: bool = True
+    spares: int = 0
 
 
 SCRIPTS = {
@@ -44,6 +47,7 @@ SCRIPTS = {
     "arrays": Script("tests/elastic/recovering.py", 12, 0.3, has_steps=False),
     "torch": Script("tests/elastic/training_torch.py", 30, 0.6),
     "tensorflow": Script("tests/elastic/training_tensorflow.py", 30, 2.0),
+    "spares": Script("tests/elastic/sparing_torch.py", 2, 0.6, spares=1),
     "keras": Script("tests/elastic/training_keras.py", 30, 3.0),
 }
 _POINTS = ("meet", "exchange", "confirm", "deliver", "delivered")
@@ -86,6 +90,7 @@ def run(
     script = SCRIPTS[framework]
     command = [
         *(sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--elastic"),
+        *("--spares", str(script.spares)),
         *(sys.executable, script.path, str(script.steps)),
     ]
     job = subprocess.run(

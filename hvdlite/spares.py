@@ -1,0 +1,193 @@
+"""Spares: processes that wait in ``init()`` until ranks have died, and take their places.
+
+``hvdliterun --elastic -np 4 --spares 1`` starts five processes, of which the first four are the
+ranks. When these form their world anew in elastic training (`hvdlite.elastic`), they bring in as
+many spares as ranks are missing.
+
+All of them form the pool: a communicator that serves to form worlds, and for messages to the
+spares. ``MPI_Comm_shrink`` and ``MPI_Comm_split`` make the new ones, both collective over the
+pool; to make a communicator of some of its processes only (``MPI_Comm_create_group``) never returns
+in Open MPI 5.0.11 when another process of the pool has died.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvdlite.errors import SettingsError
+from hvdlite.recovery import all_agree
+from hvdlite.settings import Settings
+
+_log = logging.getLogger("hvdlite")
+
+_COME, _END = 1, 2
+# How often a spare looks for a message. Each look takes some microseconds for each rank.
+_PAUSE = 0.05
+_SECONDS_TO_END = 5.0
+
+
+def check(settings: Settings, processes: int) -> None:
+    """Refuse a number of spares that a job cannot have.
+
+    Args:
+        settings: Those of this process.
+        processes: The number of all processes.
+
+    Raises:
+        SettingsError: There is no rank beside the spares, or nothing that brings them in.
+    """
+    if not settings.elastic:
+        raise SettingsError(
+            f"HVDLITE_SPARES: found {settings.spares} without HVDLITE_ELASTIC=1; spares come in "
+            "where ranks may die: `hvdliterun --elastic --spares N`"
+        )
+    if settings.spares >= processes:
+        raise SettingsError(
+            f"HVDLITE_SPARES: found {settings.spares} for {processes} processes, spares included; "
+            "at least one has to be a rank"
+        )
+
+
+class Pool:
+    """The ranks of a job and its spares.
+
+    Args:
+        MPI: The module ``mpi4py.MPI``.
+        comm: Over all of them, the spares last; the pool takes it over.
+        spares: The number of spares.
+
+    Without a spare, it forms worlds without the ranks that have died.
+
+    Attributes:
+        number: This process's number at the start, that of a rank or higher.
+        is_member: Whether this process is a rank.
+        world: The communicator of the ranks; None on a spare.
+    """
+
+    def __init__(self, MPI: Any, comm: Any, spares: int) -> None:  # noqa: N803
+        self._mpi = MPI
+        self._comm = comm
+        self._size = comm.size - spares
+        self._members = list(range(self._size))
+        self._sent: list[Any] = []
+        self.number = int(comm.rank)
+        self.is_member = self.number < self._size
+        world = comm.Split(0 if self.is_member else MPI.UNDEFINED, key=comm.rank)
+        self.world: Any = world if self.is_member else None
+        self._tags = 0
+
+    def reserve_tags(self, count: int) -> int:
+        """Reserve tags for messages on `world`; return the first, the same on all its ranks.
+
+        Those from 0 to 9 are never reserved; `form` makes the others free again.
+        """
+        first = self._tags or 10
+        self._tags = first + count
+        return first
+
+    def wait(self) -> list[Any]:
+        """Wait, without using a core, until the ranks bring this spare in.
+
+        Returns:
+            What the ranks of the new world have passed to `form`, by rank.
+
+        Raises:
+            SystemExit: The job has ended.
+        """
+        waiting = set(self._members)
+        ended = set[int]()
+        while waiting:
+            called = False
+            for rank in list(waiting):
+                tag = self._last_message(rank)
+                called = called or tag == _COME
+                if tag in (_END, None):
+                    waiting.discard(rank)
+                if tag == _END:
+                    ended.add(rank)
+            if called:
+                messages = self.form(None)
+                if self.is_member:
+                    return messages
+                waiting = set(self._members)
+            time.sleep(_PAUSE)
+        if ended:
+            raise SystemExit(0)
+        raise SystemExit("hvdlite: all ranks have died, so this spare ends")
+
+    def form(self, message: Any) -> list[Any]:
+        """Form the world of the ranks that live and of spares in the places of the others.
+
+        All ranks that live call it, and the spares with them. Ranks keep their order, and the new
+        ones follow.
+
+        Args:
+            message: For the other ranks.
+
+        Returns:
+            The messages of all ranks, by rank in the new world; None from those that were spares.
+        """
+        if self.is_member:
+            self._call_spares()
+        while True:
+            pool = self._comm.Shrink()
+            world, messages, is_made = None, [], False
+            try:
+                told = pool.allgather((self.is_member, message))
+                living = [rank for rank, (is_member, _) in enumerate(told) if is_member]
+                spares = [rank for rank in range(pool.size) if rank not in living]
+                members = living + spares[: max(self._size - len(living), 0)]
+                is_in = pool.rank in members
+                key = members.index(pool.rank) if is_in else 0
+                world = pool.Split(0 if is_in else self._mpi.UNDEFINED, key=key)
+                messages = [told[rank][1] for rank in members]
+                is_made = True
+            except self._mpi.Exception:  # another one has died
+                pass
+            if all_agree(self._mpi, pool, is_made):
+                break
+        if pool.rank == living[0] and len(members) > len(living):
+            new = len(members) - len(living)
+            _log.warning(
+                "%s in: %d ranks",
+                "a spare comes" if new == 1 else f"{new} spares come",
+                len(members),
+            )
+        self._comm, self._members = pool, members
+        self.is_member, self.world, self._tags = is_in, world if is_in else None, 0
+        return messages
+
+    def end(self) -> None:
+        """Tell the spares that this rank has come to its end."""
+        told = [self._ask(self._comm.issend, None, rank, _END) for rank in self._others()]
+        deadline = time.monotonic() + _SECONDS_TO_END
+        while told and time.monotonic() < deadline:
+            told = [request for request in told if request and self._ask(request.Test) is False]
+            time.sleep(1e-3)
+
+    def _call_spares(self) -> None:
+        self._sent = [self._ask(self._comm.isend, None, rank, _COME) for rank in self._others()]
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._comm.size) if rank not in self._members]
+
+    def _last_message(self, rank: int) -> int | None:
+        """Return the tag of a rank's last message; 0: there is none; None: it has died."""
+        for tag in (_COME, _END):
+            found = self._ask(self._comm.iprobe, rank, tag)
+            if found is None:
+                return None
+            if found:
+                self._ask(self._comm.recv, None, rank, tag)
+                return tag
+        return 0
+
+    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what an MPI call returns; None if the other rank has died."""
+        try:
+            return call(*args)
+        except self._mpi.Exception:
+            return None

@@ -1,0 +1,164 @@
+"""hvdliterun --spares: processes that wait, and take the places of ranks that have died."""
+
+import functools
+import json
+import re
+import sys
+
+import pytest
+
+from hvdlite import spares
+from hvdlite.errors import SettingsError
+from hvdlite.settings import Settings
+from tests.launch import launcher
+
+hvdliterun = functools.partial(launcher.hvdliterun, timeout=90)
+
+# In each step every rank adds 2^n, n being its process's number, so a sum tells who is in it.
+CODE = """
+import atexit, json, os, signal, sys, time
+import numpy as np
+import hvdlite as hvd
+me = int(os.environ["OMPI_COMM_WORLD_RANK"])
+sets = []
+began = time.process_time(), time.monotonic()
+hvd.init(process_sets=sets)
+cpu = time.process_time() - began[0], time.monotonic() - began[1]
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 20:
+        state.sums = [*state.sums, float(hvd.allreduce(2.0**me, op=hvd.Sum))]
+        state.step += 1
+        time.sleep(0.02)
+        if state.step % 5 == 0:
+            state.commit()
+
+state = hvd.elastic.ObjectState(step=0, sums=[])
+train(state)
+print(json.dumps([me, hvd.rank(), hvd.size(), state.sums, cpu]))
+"""
+
+
+def run(faults, count=1, ranks=3, code=CODE, returncode=0):
+    """Run a job with spares; return what its ranks have printed, and its standard error."""
+    job = hvdliterun(
+        *("--elastic", "-np", ranks, "--spares", count, sys.executable, "-c", code),
+        env={"HVDLITE_REHEARSE": ";".join(faults)},
+    )
+    assert job.returncode == returncode, job.stderr
+    return sorted(json.loads(line) for line in job.stdout.splitlines()), job.stderr
+
+
+def at(rank, count):
+    return f"kill:rank={rank},point=exchange,count={count}"
+
+
+def test_a_spare_takes_the_place_of_a_rank():
+    found, stderr = run([at(1, 8)])
+    # Process 1 dies in the sixth sum: the state's broadcast, five sums and a commit come first. The
+    # spare, process 3, comes in with the second commit.
+    sums = [7.0] * 5 + [5.0] * 5 + [13.0] * 10
+    assert [each[:4] for each in found] == [[0, 0, 3, sums], [2, 1, 3, sums], [3, 2, 3, sums]]
+    assert re.fullmatch(
+        r"hvdliterun: rank 1 on host \S+ was killed by signal 9 \(SIGKILL\); the other ranks go on"
+        r"\nrank 1 died; the other 2 go on in the same step, after \S+ s\na spare comes in: 3 ranks"
+        r"\n",
+        stderr,
+    )
+
+
+@pytest.mark.slow
+def test_without_a_death_a_spare_waits_and_ends_with_the_job():
+    used = "[me, time.process_time() - began[0], time.monotonic() - began[1]]"
+    told = f"me == 3 and atexit.register(lambda: print(json.dumps({used})))\nhvd.init("
+    code = CODE.replace("hvd.init(", told).replace("< 20", "< 200")
+    found, stderr = run([], code=code)
+    assert [each[0] for each in found] == [0, 1, 2, 3]
+    assert (found[0][3], stderr) == ([7.0] * 200, "")
+    process, wall = found[3][1:]
+    assert wall > 4.0
+    assert process < 0.1 * wall + 0.5  # the start takes 0.3 s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("faults", "count", "left"),
+    [
+        ([at(0, 8)], 1, [1, 2, 3]),  # the first survivor's state counts
+        ([at(0, 8), at(2, 9)], 1, [1, 3]),
+        ([at(0, 8), at(2, 9)], 2, [1, 3, 4]),
+        ([at(0, 8), at(1, 9), at(2, 10)], 2, []),  # nobody has the state
+        ([at(1, 8), at(2, 18)], 2, [0, 3, 4]),  # one after the other
+        ([at(1, 8), at(3, 5)], 2, [0, 2, 4]),  # the spare dies, too, once it is a rank
+        (["kill:rank=3,point=time,after=0"], 1, [0, 1, 2]),  # which a spare never gets to
+    ],
+)
+def test_who_is_left(faults, count, left):
+    if not left:
+        found, stderr = run(faults, count, returncode=137)
+        assert found == []
+        assert "hvdlite: all ranks have died, so this spare ends" in stderr
+        return
+    found, _ = run(faults, count)
+    assert [each[0] for each in found] == left
+    assert [each[1] for each in found] == [*range(len(left))]
+    assert len({json.dumps(each[3]) for each in found}) == 1
+    assert found[0][3][-1] == sum(2.0**process for process in left)
+
+
+@pytest.mark.slow
+def test_a_spare_that_dies_is_missed_by_nobody(tmp_path):
+    file = str(tmp_path / "spare")
+    code = CODE.replace(
+        "hvd.init(", f"me == 3 and open({file!r}, 'w').write(str(os.getpid()))\nhvd.init("
+    )
+    killed = (
+        f"time.sleep(0.02); me == state.step - 3 == 0 and os.kill(int(open({file!r}).read()), 9)"
+    )
+    found, stderr = run([at(1, 12)], code=code.replace("time.sleep(0.02)", killed))
+    assert [each[0] for each in found] == [0, 2]
+    assert (found[0][3][0], found[0][3][-1]) == (7.0, 5.0)
+    assert "rank 3 on host" in stderr
+
+
+@pytest.mark.slow
+def test_process_sets_are_those_of_the_ranks():
+    code = CODE.replace("sets = []", "sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]")
+    code = code.replace("state.sums, cpu", "[each.ranks for each in sets], state.sums[-1]")
+    found, _ = run([at(1, 12)], code=code)
+    assert [each[3:] for each in found] == [[[[0], [1]], 13.0]] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", ["kill:rank=1,step=4", "kill:rank=0,step=30", "kill:rank=2,point=time,after=0.1"]
+)
+def test_torch(fault):
+    job = hvdliterun(
+        *("--elastic", "-np", 3, "--spares", 1),
+        *(sys.executable, "tests/elastic/sparing_torch.py", 2),
+        env={"HVDLITE_REHEARSE": fault},
+    )
+    assert job.returncode == 0, job.stderr
+    lines = re.findall(r"^left (\d): (\w{64}; (.*); (.*); (.*))$", job.stdout, re.MULTILINE)
+    assert sorted(rank for rank, *_ in lines) == ["0", "1", "2"]
+    assert len({rest for _, rest, *_ in lines}) == 1  # weights and momenta, too
+    sizes, repeated, missed = (json.loads(text) for text in lines[0][2:])
+    assert 2 in sizes
+    assert sizes[-1] == 3
+    assert missed == [0, 0]
+    # At most what the dead rank has had of the epoch, and the others have not heard of.
+    assert all(number <= 84 for number in repeated)
+
+
+def test_spares_need_a_job_that_goes_on():
+    job = hvdliterun("-np", 2, "--spares", 1, sys.executable, "-c", "")
+    assert (job.returncode, job.stderr) == (
+        2,
+        "hvdliterun: --spares needs --elastic: without it, a rank that dies ends the job\n",
+    )
+    with pytest.raises(SettingsError, match="found 1 without HVDLITE_ELASTIC=1"):
+        spares.check(Settings(spares=1), 3)
+    with pytest.raises(SettingsError, match="found 3 for 3 processes"):
+        spares.check(Settings(spares=3, elastic=True), 3)
