@@ -161,7 +161,9 @@ class Pool:
         return messages
 
     def end(self) -> None:
-        """Tell the spares that this rank has come to its end."""
+        """Tell the spares that this rank has come to its end; a spare tells nobody."""
+        if not self.is_member:
+            return
         told = [self._ask(self._comm.issend, None, rank, _END) for rank in self._others()]
         deadline = time.monotonic() + _SECONDS_TO_END
         while told and time.monotonic() < deadline:

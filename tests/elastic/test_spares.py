@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import sys
+import time
 
 import pytest
 
@@ -150,6 +151,19 @@ def test_torch(fault):
     assert missed == [0, 0]
     # At most what the dead rank has had of the epoch, and the others have not heard of.
     assert all(number <= 84 for number in repeated)
+
+
+def test_the_ends_of_the_ranks_reach_the_spares():
+    code = """import sys, time, hvdlite as hvd
+from hvdlite import spares
+spares._SECONDS_TO_END = 60.0
+hvd.init()
+hvd.barrier()
+print(time.time())
+"""
+    job = hvdliterun("--elastic", "-np", 2, "--spares", 2, sys.executable, "-c", code)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert time.time() - max(map(float, job.stdout.split())) < 30.0  # no rank has waited in vain
 
 
 def test_spares_need_a_job_that_goes_on():
