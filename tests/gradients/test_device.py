@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -262,6 +263,7 @@ def test_the_host_does_not_wait_for_the_device(connect, monkeypatch):
 def test_an_asynchronous_error_on_one_rank_ends_all(connect):
     job = connect(3)
     communicators = job.node.communicators
+    marked = threading.Barrier(3)  # no rank is late, and refused before it waits
 
     def train(rank):
         made = exchange(rank)
@@ -270,6 +272,7 @@ def test_an_asynchronous_error_on_one_rank_ends_all(connect):
         check(rank, made, 0, 3)
         made.begin()
         mark_all(rank, made, 1)
+        marked.wait(60)
         if rank.rank == 1:
             communicators[1].async_error = "the network is down"
         # Those who have met before are told of it in the step that follows.
