@@ -50,6 +50,7 @@ from hvdlite.runtime import (
     stop_timeline,
 )
 from hvdlite.schedule import Schedule, singa
+from hvdlite.virtual_ranks import virtual_rank, virtual_size
 from hvdlite.world import (
     cross_rank,
     cross_size,
@@ -73,6 +74,8 @@ __all__ = [
     "size",
     "local_rank",
     "local_size",
+    "virtual_rank",
+    "virtual_size",
     "cross_rank",
     "cross_size",
     "is_homogeneous",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import logging
 import multiprocessing.process
@@ -25,6 +26,8 @@ from hvdlite import (
     timeline,
     world,
 )
+from hvdlite import virtual_ranks as parts
+from hvdlite.arguments import check_count
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
@@ -104,6 +107,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def init(
     comm: Any | Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    virtual_ranks: int | None = None,
 ) -> None:
     """Start hvdlite: all ranks call it, before anything else; a second call does nothing.
 
@@ -115,6 +119,10 @@ def init(
             an mpi4py communicator, which is duplicated.
         process_sets: Process sets to register at once, the same on all ranks; ``"dynamic"``,
             which Horovod needs for `add_process_set`, is accepted without effect.
+        virtual_ranks: The number of parts that every global batch is cut into, however many
+            processes there are, so that the weights are the same bits for any number of them, and
+            whoever dies; at least as many as processes, the same on all ranks. 0: one for each
+            rank; None: as ``HVDLITE_VIRTUAL_RANKS`` says.
 
     Raises:
         ImportError: mpi4py or an MPI library is missing.
@@ -136,6 +144,9 @@ def init(
     given = () if isinstance(process_sets, str) else process_sets or ()
     wanted = [_as_process_set(each) for each in given]
     values = settings.read()
+    if virtual_ranks is not None:
+        check_count("virtual_ranks", virtual_ranks, 0)
+        values = dataclasses.replace(values, virtual_ranks=int(virtual_ranks))
     failures.install(_job_rank)
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:
@@ -148,7 +159,9 @@ def init(
         comm, sets_ranks = _enter_pool(MPI, comm, values)
     chosen = world.choose(MPI, comm)
     settings.compare(values, chosen)
+    parts.check(values.virtual_ranks, chosen.size)
     split = world.World.split(MPI, chosen, values.force_local_size)
+    steps = split.comm.allgather(parts.take_kept())
     _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
     interrupts.install()
     status.install(_pending)
@@ -160,6 +173,7 @@ def init(
     _note_leaving(False)
     _keep_files_together()
     world.enter(split)
+    parts.configure(values.virtual_ranks, max(steps))
     if recovery is not None:
         mpi.leave_unfinalized()
         status.note_start()

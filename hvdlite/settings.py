@@ -135,6 +135,9 @@ class Settings:
     elastic_retries: int = field(
         default=3, metadata=_count("a number of failures, or 0 for no limit")
     )
+    #: The number of parts of every global batch, which the processes share (``virtual_ranks`` of
+    #: ``init()``); 0: one for each rank.
+    virtual_ranks: int = field(default=0, metadata=_count("a number of virtual ranks, or 0"))
     #: Let the ranks of a node exchange through memory that they share.
     shared_memory: bool = field(default=True, metadata=_FLAG)
     #: How arrays on devices are exchanged: "auto": by NCCL if every rank has a device of its own,
@@ -165,6 +168,7 @@ class Settings:
 SAME_EVERYWHERE = (
     "not_finite",
     "elastic",
+    "virtual_ranks",
     "shared_memory",
     "device_transport",
     "force_local_size",

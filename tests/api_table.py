@@ -110,7 +110,8 @@ SECTIONS: list[tuple[str, str, str]] = [
         "hvdlite",
         "Everywhere",
         """init shutdown is_initialized rank size local_rank local_size cross_rank cross_size
-        is_homogeneous mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built
+        virtual_rank virtual_size is_homogeneous mpi_threads_supported mpi_enabled mpi_built
+        gloo_enabled gloo_built
         nccl_built ddl_built ccl_built cuda_built rocm_built Average Sum Adasum Min Max Product
         ProcessSet ProcessSet.process_set_id ProcessSet.ranks ProcessSet.size ProcessSet.rank
         ProcessSet.included global_process_set add_process_set remove_process_set start_timeline
@@ -135,7 +136,8 @@ SECTIONS: list[tuple[str, str, str]] = [
         DistributedOptimizer DistributedOptimizer.synchronize DistributedOptimizer.skip_synchronize
         DistributedOptimizer.clip_grad_norm_
         DistributedOptimizer.set_backward_passes_per_step DistributedOptimizer.zero_grad
-        DistributedOptimizer.average_weights DistributedOptimizer._parameter_names SyncBatchNorm
+        DistributedOptimizer.average_weights DistributedOptimizer.stepped
+        DistributedOptimizer._parameter_names SyncBatchNorm
         DistributedOptimizer.consolidate_exchange_state
         convert_sync_batchnorm SyncBatchNorm.convert_sync_batchnorm
         ShardSampler ShardSampler.state_dict ShardSampler.load_state_dict ShardStream

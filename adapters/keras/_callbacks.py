@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, files, world
+from hvdlite import collectives, files, virtual_ranks, world
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
@@ -240,8 +240,13 @@ class LearningRateScheduleCallback:
         """Look up the number of batches per epoch.
 
         Raises:
-            ValueError: It is needed, and Keras does not know it.
+            ValueError: It is needed, and Keras does not know it; or there are virtual ranks, of
+                which a batch is only a part of a step.
         """
+        if not self.staircase:
+            virtual_ranks.refuse(
+                type(self).__name__, "use a schedule of keras.optimizers.schedules, by steps"
+            )
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:

@@ -17,7 +17,7 @@ from typing import Any
 import keras as keras
 from keras import ops
 
-from hvdlite import world
+from hvdlite import virtual_ranks, world
 from hvdlite.keras._optimizer import (
     Distributed,
     KerasAdapter,
@@ -111,6 +111,14 @@ class DistributedKeras3(Distributed):
             # Keras divides by the number of passes.
             gradients = [None if g is None else ops.multiply(g, passes) for g in gradients]
         apply = super().apply  # type: ignore[misc]
+        if synchronizer.virtual is not None:
+            if accumulates:
+                virtual_ranks.refuse("gradient_accumulation_steps", "leave one of the two out")
+            _build(self, variables)
+            synchronizer.virtual.step(
+                gradients, variables, batch_size, lambda chosen: apply(chosen, variables)
+            )
+            return
         if synchronizer.options.schedule is not None:
             _build(self, variables)
             synchronizer.scheduled_step(

@@ -52,6 +52,7 @@ class KerasAdapter:
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
         schedule: ExchangeSchedule | None = None,
+        model: Any = None,
     ) -> Any:
         """Make a Keras optimizer average its gradients over all ranks before it applies them.
 
@@ -94,6 +95,10 @@ class KerasAdapter:
                 which gives them the weight of an average. In a local step they stay whole.
             schedule: When to exchange what, one of ``hvd.Schedule``; None: gradients, for every
                 update. With local steps, weights are exchanged at the end of ``apply``.
+            model: With virtual ranks (`init`), the model, which is built, whose buffers are
+                averaged over them after each step, such as the moving averages of a batch
+                normalization. ``apply`` ends the part of one virtual rank then; the last one of
+                this process exchanges and updates, and ``optimizer.stepped`` tells that.
 
         Returns:
             The optimizer, with ``register_local_var(variable)``, and with ``average_weights()`` if
@@ -133,6 +138,7 @@ class KerasAdapter:
             scale_local_gradients,
             process_set,
             local,
+            model,
         )
         return self.distribute(optimizer, options)
 
@@ -190,6 +196,12 @@ class Distributed:
 
     _hvdlite: Synchronizer
     _original: type[Any]  # the class without hvdlite
+
+    @property
+    def stepped(self) -> bool:
+        """True if the last ``apply`` was a step; with virtual ranks it may be a part of one."""
+        virtual = self._hvdlite.virtual
+        return virtual is None or bool(virtual.stepped)
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradients of a variable on this rank instead of exchanging them."""

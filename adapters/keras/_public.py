@@ -17,7 +17,7 @@ from hvdlite.keras._values import (
 )
 from hvdlite.recipe.seeding import seed_too as _seed_too
 
-_seed_too(_seed_keras)
+_seed_too(_seed_keras, parts=False)
 DistributedOptimizer = ADAPTER.DistributedOptimizer
 PartialDistributedOptimizer = ADAPTER.PartialDistributedOptimizer
 load_model = ADAPTER.load_model

@@ -20,11 +20,23 @@ def seed_keras(number: int) -> None:
     if not hasattr(keras, "random"):
         return
     keras.utils.set_random_seed(number % 2**32)  # type: ignore[union-attr]
+    for generator in generators():
+        generator.state.assign(state_of(generator, number))
+
+
+def generators() -> list[Any]:
+    """Return the generators of Keras 3 that there are, of all layers."""
+    keras = sys.modules.get("keras")
+    if not hasattr(keras, "random"):
+        return []
     made = keras.random.SeedGenerator  # type: ignore[union-attr]
     # Keras does not list them. By the type, as proxies answer isinstance() for their object.
-    for generator in [each for each in gc.get_objects() if issubclass(type(each), made)]:
-        name = zlib.crc32(generator.name.encode())
-        generator.state.assign(_state(number, name))
+    return [each for each in gc.get_objects() if issubclass(type(each), made)]
+
+
+def state_of(generator: Any, number: int) -> list[int]:
+    """Return a state that follows from a generator's name and a number."""
+    return _state(number, zlib.crc32(generator.name.encode()))
 
 
 def is_seed(name: str) -> bool:

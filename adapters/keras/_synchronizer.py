@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from hvdlite import virtual_ranks
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import check_not_local, describe_optimizer
 from hvdlite.process_sets import ProcessSet, is_outside
@@ -34,6 +35,7 @@ class Options:
         scale_local: Divide gradients that are not exchanged by the number of ranks.
         process_set: The ranks that take part.
         schedule: Schedule of local steps; None: gradients are exchanged in every step.
+        model: The model whose buffers virtual ranks average; None: none are.
     """
 
     strategy: Strategy
@@ -44,6 +46,7 @@ class Options:
     scale_local: bool
     process_set: ProcessSet
     schedule: ExchangeSchedule | None = None
+    model: Any = None
 
     @property
     def replicates(self) -> bool:
@@ -102,6 +105,9 @@ class Backend(GradientReduction, Protocol):
 
     def describe(self, variables: Sequence[Any]) -> Sequence[Parameter]:
         """Return names, shapes and dtypes of variables."""
+
+    def virtual_steps(self) -> Any:
+        """Return the steps with virtual ranks; raise ValueError if the framework has none."""
 
     def local_steps(
         self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
@@ -192,13 +198,14 @@ class Synchronizer:
         pass_counter: Accumulates the gradients of several passes (legacy Keras).
         train_functions: Models' compiled training functions that exchange gradients.
         local: Variables whose gradients are not exchanged.
+        virtual: The steps with virtual ranks; None: there are none.
     """
 
     def __init__(
         self, optimizer: Any, options: Options, backend: Callable[[Synchronizer], Backend]
     ) -> None:
         self.options = options
-        self.state = ExchangeState(StrategyState())
+        self.state: Any = ExchangeState(StrategyState())
         self.steps_before_broadcast = 1
         # Comparisons live as long as the variables. They keep these, and must not keep the rest.
         self.describe_optimizer = partial(_describe, weakref.ref(optimizer))
@@ -210,6 +217,10 @@ class Synchronizer:
         self._early: list[Any] = []
         self._steps: Steps | None = None
         self._backend = backend(self)
+        self.virtual: Any = None
+        if virtual_ranks.current is not None:
+            self.virtual = self._backend.virtual_steps()
+            self.state = self.virtual.state()
         self.local = LocalVariables(options.scale_local)
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
 from hvdlite.tensorflow.local_steps import VariableSteps
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
+from hvdlite.tensorflow.virtual import VirtualSteps
 
 __all__ = ["CONVERSION", "Backend", "as_dense", "unconverted", "is_traced", "pin_device"]
 
@@ -36,6 +38,8 @@ class Backend:
             else None,
         )
         self.divide_by_size = self._allreduce.divide_by_size
+        checks = ReplicaChecks(synchronizer.describe_optimizer, synchronizer.uncompared)
+        self._make_virtual_steps = partial(VirtualSteps, options, LABEL, checks)
 
     @unconverted
     def reduce(
@@ -43,6 +47,10 @@ class Backend:
     ) -> list[Gradient]:
         """Return the gradients reduced over all ranks; None where no rank has one."""
         return self._allreduce.reduce(gradients, variables, batch_size)
+
+    def virtual_steps(self) -> VirtualSteps:
+        """Return the steps with virtual ranks."""
+        return self._make_virtual_steps()
 
     def describe(self, variables: Sequence[Any]) -> list[Parameter]:
         """Return names, shapes and dtypes of variables."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-from hvdlite import runtime
+from hvdlite import runtime, virtual_ranks
 from hvdlite.compression import Parameter
 from hvdlite.engine import Engine
 from hvdlite.gradients import (
@@ -84,6 +84,13 @@ class Backend:
         if gradient is None:
             return None
         return gradient / runtime.engine(self._options.process_set).size
+
+    def virtual_steps(self) -> NoReturn:
+        """Refuse virtual ranks."""
+        virtual_ranks.refuse(
+            "Keras on PyTorch", "use Keras on TensorFlow, or hvdlite.torch without Keras"
+        )
+        raise AssertionError
 
     def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
         """Return unique names, shapes and dtypes of variables."""

@@ -57,8 +57,8 @@ from hvdlite.tensorflow.rank_ops import (
 from hvdlite.tensorflow.summary import summary_writer
 from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
-_seed_too(_tensorflow.random.set_seed)
-_seed_too(_seed_keras)
+_seed_too(_tensorflow.random.set_seed, parts=False)
+_seed_too(_seed_keras, parts=False)
 
 __all__ = [
     *common.__all__,

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import recipe, world
+from hvdlite import recipe, runtime, virtual_ranks, world
 from hvdlite.arguments import check_count
 from hvdlite.recipe import Sharding
 from hvdlite.tensorflow.tensors import unconverted
@@ -77,6 +77,7 @@ def shard(
         return data.apply(sharded(batch_size))
     arrays = _arrays(data)
     batches = recipe.shard(arrays, batch_size, shuffle, seed, allow_empty=allow_empty)
+    batches.is_ahead = True
     if state is None:
         batches.set_epoch(first_epoch)
     elif first_epoch:
@@ -86,9 +87,11 @@ def shard(
     dataset = tf.data.Dataset.from_generator(
         lambda: batches, output_signature=tf.nest.map_structure(_spec, arrays)
     )
-    if batches.sharding.done:
-        return dataset  # the first iteration has fewer batches than the others
-    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
+    turns = virtual_ranks.current
+    if batches.sharding.done or (turns is not None and runtime.engine().settings.elastic):
+        return dataset  # the first iteration has fewer batches than the others, or a later one more
+    parts = 1 if turns is None else len(turns.share)
+    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches) * parts))
 
 
 def _arrays(data: Any) -> Any:
@@ -133,6 +136,7 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
 
     @unconverted
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        virtual_ranks.refuse("hvd.sharded", "give hvd.shard arrays")
         samples = int(dataset.cardinality())
         if samples < 0:
             return _by_turns(dataset, batch_size)

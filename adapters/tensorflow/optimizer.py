@@ -33,6 +33,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
     schedule: ExchangeSchedule | None = None,
+    model: Any = None,
 ) -> Any:
     """Make an optimizer average its gradients over all ranks before it applies them.
 
@@ -44,8 +45,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: Any of these; it is changed, and keeps its state.
         use_locking: Accepted as in Horovod, without effect.
         backward_passes_per_step: Steps whose gradients add up before an exchange; Keras only.
-        schedule: As for `hvdlite.keras.DistributedOptimizer`, like all other arguments; local
-            steps need Keras.
+        schedule, model: As for `hvdlite.keras.DistributedOptimizer`, like all other arguments;
+            local steps and virtual ranks need Keras 3.
 
     Returns:
         The optimizer.
@@ -69,6 +70,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set=process_set,
         scale_local_gradients=scale_local_gradients,
         schedule=schedule,
+        model=model,
     )
 
 

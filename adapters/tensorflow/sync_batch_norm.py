@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite import virtual_ranks
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Sum
 from hvdlite.tensorflow.collectives import allgather, allreduce
@@ -74,6 +75,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[n
         if not training or not self.trainable:
             return super().call(inputs, training=False)
         refuse_session("SyncBatchNormalization in training")
+        virtual_ranks.refuse(
+            "SyncBatchNormalization",
+            "use keras.layers.BatchNormalization, and pass model= to DistributedOptimizer",
+        )
         inputs = to_tensor(inputs)
         # Narrower floats have too few digits for sums, and too small a range for squares.
         x = tf.cast(inputs, tf.float64 if inputs.dtype == tf.float64 else tf.float32)

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from hvdlite import virtual_ranks
 from hvdlite.arguments import check_count, check_groups
-from hvdlite.compression import Compression, Reduction, StrategyState
+from hvdlite.compression import Compression, Reduction, Strategy, StrategyState
 from hvdlite.gradients import LossExchange
+from hvdlite.gradients.virtual_state import VirtualState
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import (
@@ -24,6 +26,7 @@ from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Reducer, next_label
 from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
 from hvdlite.torch.tensors import CONVERSION
+from hvdlite.torch.virtual import Virtual, VirtualReducer
 from hvdlite.torch.wrapping import (
     Distributed,
     Outside,
@@ -45,6 +48,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     schedule: ExchangeSchedule | None = None,
+    model: torch.nn.Module | None = None,
 ) -> Any:
     """Make an optimizer average its gradients over all ranks before it steps.
 
@@ -108,9 +112,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         schedule: when to exchange what, one of ``hvd.Schedule``; None: gradients, for every
             step. Where a schedule lets ranks step by themselves, gradients stay this rank's own,
             and weights are exchanged in ``step()``. All ranks make as many steps.
+        model: with virtual ranks, the module whose buffers are averaged over them after each step,
+            such as the running averages of a batch normalisation. Without virtual ranks each rank
+            has its own.
+
+    With virtual ranks (`init`), ``step()`` ends the part of one virtual rank; the last one of this
+    process exchanges and steps, and ``optimizer.stepped`` says whether it was the last. Between
+    them ``p.grad`` is None.
 
     Returns:
-        The optimizer, with ``synchronize()``, ``skip_synchronize()``,
+        The optimizer, with ``stepped``, ``synchronize()``, ``skip_synchronize()``,
         ``set_backward_passes_per_step(n)`` and ``consolidate_exchange_state()``; with a
         schedule of local steps, and with Adasum, also ``average_weights()``.
 
@@ -133,6 +144,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     if reduction.op is ReduceOp.ADASUM:
         chosen = EACH_CHANGE
+    if virtual_ranks.current is not None:
+        _check_virtual(reduction, passes, chosen, process_set)
+        return _wrap_virtual(optimizer, names, strategy, reduction, sparse_as_dense, model)
     if is_outside(process_set):
         remove_hooks(names)
         return change_class(optimizer, Outside, names)
@@ -158,6 +172,44 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         attach = wrapped._schedule.attach
     attach(wrapped._trainable())
     return optimizer
+
+
+def _wrap_virtual(
+    optimizer: torch.optim.Optimizer,
+    names: dict[torch.Tensor, str],
+    strategy: Strategy,
+    reduction: Reduction,
+    sparse_as_dense: bool,
+    model: torch.nn.Module | None,
+) -> Any:
+    """Wrap an optimizer that averages the gradients of virtual ranks."""
+    remove_hooks(names)
+    reducer = VirtualReducer(names, strategy, reduction, sparse_as_dense, optimizer, model)
+    wrapped = change_class(optimizer, Virtual, names)
+    wrapped._reducer = reducer
+    wrapped._exchange_state = VirtualState(reducer.exchange)
+    wrapped._skipping = wrapped._evaluating = False
+    wrapped._synchronized_by = ""
+    label = next_label("the closure of DistributedOptimizer", None)
+    wrapped._losses = LossExchange(label, reduction.op, global_process_set)
+    average_before_scaling()
+    reducer.attach(wrapped._trainable())
+    return optimizer
+
+
+def _check_virtual(
+    reduction: Reduction, passes: int, schedule: Any, process_set: ProcessSet
+) -> None:
+    """Refuse what virtual ranks cannot do."""
+    refused = {
+        "op=hvd.Adasum": reduction.op is ReduceOp.ADASUM,
+        "backward_passes_per_step": passes > 1,
+        "schedule": schedule is not None,
+        "process_set": process_set is not global_process_set,
+    }
+    for argument, is_given in refused.items():
+        if is_given:
+            virtual_ranks.refuse(argument, "leave one of the two out")
 
 
 def _check_optimizer(optimizer: Any) -> None:

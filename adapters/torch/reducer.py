@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -103,17 +103,11 @@ class Reducer:
 
     def in_order(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sort parameters as they were registered; name those that have come since."""
-        for parameter in parameters:
-            self.names.setdefault(parameter, f"parameter.{len(self.names)}")
-        order = {parameter: number for number, parameter in enumerate(self.names)}
-        return sorted(parameters, key=order.__getitem__)
+        return in_order(self.names, parameters)
 
     def describe(self, parameters: Sequence[torch.Tensor]) -> list[Parameter]:
         """Describe parameters, for comparison across ranks."""
-        return [
-            Parameter(self.names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
-            for parameter in parameters
-        ]
+        return describe(self.names, parameters)
 
     def detach(self) -> None:
         """Exchange no gradients any more, until `attach` is called again."""
@@ -223,26 +217,55 @@ class Reducer:
             self.describe(parameters),
             self._strategy,
             self._reduction,
-            check=None if self._optimizer is None else self._make_check(parameters),
+            check=make_check(self._optimizer, self.names, parameters) if self._optimizer else None,
             memory=memory,
             state=self._state,
         )
 
-    def _make_check(self, parameters: Sequence[torch.Tensor]) -> ReplicaCheck:
-        find_optimizer, names = self._optimizer, self.names
 
-        def describe() -> list[tuple[str, Any]]:
-            optimizer = None if find_optimizer is None else find_optimizer()
-            if optimizer is None:
-                return []
-            weights = ((names[each], to_array(each.detach())) for each in parameters)
-            groups = map(_plain_options, optimizer.param_groups)
-            return [
-                *describe_optimizer(type(optimizer).__name__, *groups),
-                *describe_weights(weights),
-            ]
+def in_order(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """Sort parameters as they were registered; name those that have come since."""
+    for parameter in parameters:
+        names.setdefault(parameter, f"parameter.{len(names)}")
+    order = {parameter: number for number, parameter in enumerate(names)}
+    return sorted(parameters, key=order.__getitem__)
 
-        return ReplicaCheck(describe, _REMEDY)
+
+def describe(
+    names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
+) -> list[Parameter]:
+    """Describe parameters, for comparison across ranks."""
+    return [
+        Parameter(names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
+        for parameter in parameters
+    ]
+
+
+def make_check(
+    find_optimizer: Callable[[], torch.optim.Optimizer | None],
+    names: Mapping[torch.Tensor, str],
+    parameters: Sequence[torch.Tensor],
+) -> ReplicaCheck:
+    """Make the comparison of an optimizer, and of parameters, across ranks.
+
+    Args:
+        find_optimizer: returns the optimizer, or None if it is gone.
+        names: of the parameters.
+        parameters: as they are whenever the ranks compare them.
+    """
+
+    def describe_replica() -> list[tuple[str, Any]]:
+        optimizer = find_optimizer()
+        if optimizer is None:
+            return []
+        weights = ((names[each], to_array(each.detach())) for each in parameters)
+        groups = map(_plain_options, optimizer.param_groups)
+        return [
+            *describe_optimizer(type(optimizer).__name__, *groups),
+            *describe_weights(weights),
+        ]
+
+    return ReplicaCheck(describe_replica, _REMEDY)
 
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

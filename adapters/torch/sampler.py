@@ -7,9 +7,10 @@ from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 
-from hvdlite import world
+from hvdlite import virtual_ranks, world
 from hvdlite.recipe import Batches, Sharding, Stream
 
 
@@ -51,7 +52,7 @@ class ShardSampler(Sampler[list[int]]):
         sharding = Sharding(
             samples, batch_size, shuffle=shuffle, seed=seed, allow_empty=allow_empty
         )
-        self._batches = Batches(range(samples), sharding)
+        self._batches = Batches(range(samples), sharding, is_ahead=True)
 
     @property
     def sharding(self) -> Sharding:
@@ -97,6 +98,7 @@ class ShardSampler(Sampler[list[int]]):
         self._batches.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._batches.trains = torch.is_grad_enabled()
         # A DataLoader cannot collate an empty batch.
         return (batch for batch in self._batches if batch)
 
@@ -187,6 +189,7 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        virtual_ranks.refuse("ElasticSampler", "use hvd.ShardSampler")
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed

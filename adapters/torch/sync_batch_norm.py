@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdlite import runtime, world
+from hvdlite import runtime, virtual_ranks, world
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Sum
 from hvdlite.torch.collectives import allgather, allreduce
@@ -64,6 +64,10 @@ class SyncBatchNorm(_BatchNorm):
             HorovodInternalError: The ranks disagree, or communication failed.
         """
         self._check_input_dim(input)
+        if self.training:
+            virtual_ranks.refuse(
+                "SyncBatchNorm", "use torch.nn.BatchNorm, and pass model= to DistributedOptimizer"
+            )
         if not self.training or runtime.engine(self.process_set).size == 1:
             return self._normalised_alone(input)
         moments = _whole_moments(input, self.process_set)

@@ -42,6 +42,14 @@ class Wrapped:
     _parameter_names: dict[torch.Tensor, str]
     param_groups: list[dict[str, Any]]
 
+    @property
+    def stepped(self) -> bool:
+        """True if the last ``step()`` was one; with virtual ranks it may have been a part of one.
+
+        Whatever counts steps, such as a learning rate schedule, is called if it was.
+        """
+        return True
+
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -304,7 +312,7 @@ class Distributed(Wrapped):
         rate schedulers do.
         """
         batch_size = kwargs.pop("batch_size", None)  # which the optimizer's own step does not know
-        closure, replace = _find_closure(args, kwargs)
+        closure, replace = find_closure(args, kwargs)
         if closure is None:
             self._prepare_step(batch_size)
             return args, kwargs
@@ -353,7 +361,7 @@ def change_class(
     return wrapped
 
 
-def _find_closure(
+def find_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[], Any] | None, Callable[[Any], Any]]:
     """Return the closure among ``step``'s arguments, the optimizer first, and a setter."""

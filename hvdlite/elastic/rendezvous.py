@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from hvdlite import runtime, world
+from hvdlite import runtime, virtual_ranks, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import RankGoneError
 from hvdlite.spares import Pool
@@ -149,7 +149,8 @@ def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
     """
     added = runtime.process_sets().added if world.is_initialized() else []
     process_sets = [each for each in added if each.ranks]  # not those whose ranks have all died
+    virtual_size = virtual_ranks.keep()
     runtime.shutdown()
     messages = rendezvous.meet((report, [each.ranks for each in process_sets]))
-    runtime.init(rendezvous.comm, process_sets)
+    runtime.init(rendezvous.comm, process_sets, virtual_size)
     return [message and message[0] for message in messages]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, runtime
+from hvdlite import collectives, runtime, virtual_ranks
 from hvdlite.arrays import describe
 from hvdlite.errors import HostsUpdatedInterrupt
 from hvdlite.reduction import Max
@@ -44,12 +44,15 @@ class State(abc.ABC):
     def commit(self) -> None:
         """Keep the current state, and check for a change of the hosts; collective.
 
-        The ranks meet first, so that none keeps a step that another has not finished.
+        The ranks meet first, so that none keeps a step that another has not finished. In the middle
+        of a step of virtual ranks, which processes come to in their own time, nothing happens.
 
         Raises:
             HostsUpdatedInterrupt: the set of hosts has changed; the state has been kept.
             HorovodInternalError: a rank is gone or has given up; nothing has been kept.
         """
+        if virtual_ranks.is_within_step():
+            return
         try:
             self.check_host_updates()
         except HostsUpdatedInterrupt:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvdlite import compression, status
+from hvdlite import compression, status, virtual_ranks
 from hvdlite.arrays import describe
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine
@@ -74,6 +74,11 @@ class GradientBuckets:
         state: StrategyState | None = None,
         check: ReplicaCheck | None = None,
     ) -> None:
+        virtual_ranks.refuse(
+            label,
+            "use hvd.DistributedOptimizer of PyTorch, or of Keras 3 on TensorFlow, wrapped after "
+            "hvd.init()",
+        )
         self.lane = engine.gradients
         # All collectives of a device go through one lane: NCCL needs one order on all ranks.
         self._bucket_lane = engine.gradients if memory is None else engine.named

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import membership
+from hvdlite import membership, virtual_ranks, world
+from hvdlite.engine.agreement import ranks_text
 from hvdlite.membership import Member
+from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.sharding import Sharding
 from hvdlite.recipe.streams import Stream
+from hvdlite.virtual_ranks import Turns
 
 
 class Batches(Member):
@@ -31,17 +34,29 @@ class Batches(Member):
         sharding: Which samples are this rank's.
         follows: Whether the sharding is that of the world.
 
+    With virtual ranks, an iteration yields the batches of all those that this process plays, step
+    by step (`hvdlite.virtual_ranks`).
+
     Attributes:
         sharding: That of the next iteration, or of the one in progress.
+        is_ahead: Whether batches may be taken before those that have been taken are used, as the
+            workers of a DataLoader do.
+        trains: Whether the batches are used for training, if that is known.
     """
 
-    def __init__(self, data: Any, sharding: Sharding, follows: bool = True) -> None:
+    def __init__(
+        self, data: Any, sharding: Sharding, follows: bool = True, is_ahead: bool = False
+    ) -> None:
+        self.is_ahead = is_ahead
+        self.trains = True
         self.sharding = sharding
         self._data = data
         self._next_epoch = 0
         self._taken = 0  # batches of the next epoch that the last iteration has yielded
         self._is_over = False  # whether the sharding is that of an epoch that has ended
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
+        self._turns = virtual_ranks.current if follows else None
+        self._yielded = self._before = 0  # batches, and parts that had ended before the first
         if follows:
             fields = sharding.samples, sharding.batch_size, sharding.shuffle, sharding.seed
             membership.join(self, fields)
@@ -50,6 +65,12 @@ class Batches(Member):
         return self.upcoming.steps
 
     def __iter__(self) -> Iterator[Any]:
+        turns = self._turns if virtual_ranks.current is None else virtual_ranks.current
+        if self._turns is not None and turns is not None:
+            return self._iterate_in_turns(turns)
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         self.sharding, self._is_over, self._taken = self.upcoming, False, 0
         epoch, sharding = self._next_epoch, self.sharding
         indices = sharding.indices(epoch)
@@ -59,12 +80,45 @@ class Batches(Member):
                 # Count before the last batch is yielded, since a loop that counts steps never asks
                 # for another one; but not if another iteration or `set_epoch` has moved the epoch.
                 if self._next_epoch == epoch and self.sharding is sharding:
-                    self._taken, self.sharding = step, numbered
-                    if step == sharding.steps:
-                        self._next_epoch, self._taken, self._is_over = epoch + 1, 0, True
+                    self.sharding = numbered
+                    self._count(epoch, step)
             if numbered is not sharding:
                 sharding, indices = numbered, numbered.indices(epoch)
             yield _take(self._data, indices[step - 1])
+
+    def _iterate_in_turns(self, turns: Turns) -> Iterator[Any]:
+        """Yield the batches of all virtual ranks that this process plays."""
+        if self.is_ahead and self.trains and turns.done:
+            raise RuntimeError(
+                f"rank {world.rank()}: a new iteration begins in the middle of step {turns.step}, "
+                f"after the batches of virtual {ranks_text(turns.done)}; leave a loop only after a "
+                "step (optimizer.stepped), and evaluate under torch.no_grad()"
+            )
+        self.sharding, self._is_over, self._taken = self.upcoming, False, 0
+        epoch, sharding = self._next_epoch, self.sharding
+        self._before = turns.ended
+        self._yielded = 0
+        for step, batch in enumerate(sharding.global_batches(epoch), start=1):
+            share = turns.share
+            for rank in share:
+                if rank == share[-1] and (self._next_epoch, self.sharding) == (epoch, sharding):
+                    self._count(epoch, step)
+                yield self._part(turns, sharding.share(batch, rank), rank)
+            while (added := turns.take_added(self)) is not None:
+                yield self._part(turns, sharding.share(batch, added), added)
+
+    def _part(self, turns: Turns, indices: npt.NDArray[np.int64], rank: int) -> Any:
+        """Return the batch of a virtual rank."""
+        turns.load(None if self.is_ahead else rank, self)
+        self._yielded += 1
+        seed_part()
+        return _take(self._data, indices)
+
+    def _count(self, epoch: int, step: int) -> None:
+        """Count a step of the iteration in progress as taken."""
+        self._taken = step
+        if step == self.sharding.steps:
+            self._next_epoch, self._taken, self._is_over = epoch + 1, 0, True
 
     def position(self) -> tuple[int, int]:
         """Return the epoch and its step that this rank has taken last."""
@@ -72,7 +126,22 @@ class Batches(Member):
 
     def renumber(self, after: tuple[int, int], rank: int, size: int) -> None:
         """Take on a new rank and a new number of ranks after an epoch's step."""
+        if self._turns is not None:
+            self._check_ahead()
+            return
         self._changes.append((after, rank, size))
+
+    def _check_ahead(self) -> None:
+        """Stop the training if batches have been taken for parts that others compute now."""
+        turns = virtual_ranks.current
+        if turns is None or not (self.is_ahead and self.trains):
+            return
+        if self._yielded - (turns.ended - self._before) > 1:
+            turns.failure = (
+                f"rank {world.rank()}: a rank has died, and the workers of a DataLoader have "
+                "loaded batches of this rank's part in advance, which has changed; with virtual "
+                "ranks and --elastic, use num_workers=0, or hvd.shard"
+            )
 
     def _numbered(self, sharding: Sharding, at: tuple[int, int]) -> Sharding:
         """Return the sharding with the rank and the number of ranks of an epoch's step."""
@@ -191,6 +260,11 @@ def shard(
             raise ValueError(
                 f"data is a {type(data).__name__} of unknown length, which cannot be permuted: "
                 "pass shuffle=False, and shuffle in it, with the same seed on all ranks"
+            )
+        if virtual_ranks.current is not None:
+            raise ValueError(
+                f"data is a {type(data).__name__} of unknown length, which virtual ranks cannot "
+                "share; give it a length and items, or leave virtual_ranks out"
             )
         return Stream(data, batch_size, rank, size, allow_empty)
     lengths = dict(_lengths(data, "data"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hvdlite import world
+from hvdlite import virtual_ranks
 
 _RULES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
 
@@ -19,7 +19,7 @@ def scale_lr(lr: float, rule: str = "linear", size: int | None = None) -> float:
     Args:
         lr: The rate for one process, finite and not negative.
         rule: ``"linear"`` (times size) or ``"sqrt"`` (times the square root of size).
-        size: The number of ranks; None: that of the world.
+        size: The number of ranks; None: that of the world, or of virtual ranks if there are any.
 
     Raises:
         ValueError: Unknown rule, or a rate or size that is out of range.
@@ -28,7 +28,7 @@ def scale_lr(lr: float, rule: str = "linear", size: int | None = None) -> float:
         raise ValueError(f"rule={rule!r}: expected one of {', '.join(map(repr, _RULES))}")
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"lr={lr!r}: expected a finite number that is not negative")
-    ranks = world.size() if size is None else size
+    ranks = virtual_ranks.virtual_size() if size is None else size
     if ranks < 1:
         raise ValueError(f"size={ranks!r}: expected at least one rank")
     return lr * _RULES[rule](ranks)
@@ -47,7 +47,7 @@ def warmup(
         warmup_steps: Length of the warm-up, in the unit of the schedule's argument: steps, or
             epochs (fractions allowed). 0: no warm-up.
         rule: As for `scale_lr`.
-        size: The number of ranks; None: that of the world.
+        size: The number of ranks; None: that of the world, or of virtual ranks if there are any.
 
     Raises:
         ValueError: ``warmup_steps`` is negative or not finite, or as for `scale_lr`.

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hvdlite import collectives, world
+from hvdlite import collectives, virtual_ranks, world
 
 
 def threads_per_rank() -> int:
     """Return the number of CPU threads for this rank; collective.
 
     This is the number of cores that the process may run on, divided by the number of ranks of
-    the node that may run on any of them.
+    the node that may run on any of them. With virtual ranks it is 1: the bits of a result depend on
+    the number of threads.
 
     Returns:
         At least 1.
     """
+    if virtual_ranks.current is not None:
+        return 1
     own = (world.node_index(), frozenset(os.sched_getaffinity(0)))
     return _fair_share(own, collectives.allgather_object(own, name="threads_per_rank"))
 

@@ -8,12 +8,15 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
-from hvdlite import world
+from hvdlite import virtual_ranks, world
 from hvdlite.arguments import check_count
 
-# Seed a framework's generators with an integer below 2 ** 64. Adapters add theirs.
-_frameworks: list[Callable[[int], object]] = []
-_EQUAL, _BY_RANK = 0, 1
+# Seed a framework's generators with an integer below 2 ** 64; and whether for each part of a step,
+# too. Adapters add theirs.
+_frameworks: dict[Callable[[int], object], bool] = {}
+_EQUAL, _BY_RANK, _BY_PART = 0, 1, 2
+# Of the last call of `seed`.
+_last = 0
 
 
 def seed(n: int) -> AbstractContextManager[None]:
@@ -26,6 +29,9 @@ def seed(n: int) -> AbstractContextManager[None]:
 
     It covers frameworks whose adapter is imported: the generators of PyTorch (also CUDA's), those
     of TensorFlow, and those of Keras, with the seeds of layers that exist already. Not collective.
+
+    With virtual ranks (`init`), numbers differ by virtual rank and step instead, and each part of a
+    step begins with its own; so they do not depend on the number of processes.
 
     Example::
 
@@ -42,8 +48,10 @@ def seed(n: int) -> AbstractContextManager[None]:
         ValueError: ``n`` is not an integer of 0 or more.
         NotInitializedError: hvdlite is not initialized.
     """
+    global _last
     check_count("n", n, 0)
-    _seed_all(n, _BY_RANK, world.rank())
+    _last = n
+    _seed_differently(n)
     return _equal_inside(n)
 
 
@@ -53,21 +61,56 @@ def _equal_inside(n: int) -> Iterator[None]:
     try:
         yield
     finally:
-        _seed_all(n, _BY_RANK, world.rank())
+        _seed_differently(n)
 
 
-def seed_too(framework: Callable[[int], object]) -> None:
-    """Make `seed` call a function with an integer below 2 ** 64, which differs by rank."""
-    if framework not in _frameworks:
-        _frameworks.append(framework)
+def _seed_differently(n: int) -> None:
+    rank = world.rank()  # raises where there is none
+    if virtual_ranks.current is None:
+        _seed_all(n, _BY_RANK, rank)
+    else:
+        seed_frameworks()
 
 
-def _seed_all(n: int, *stream: int) -> None:
+def seed_part() -> int:
+    """Seed the random numbers of the virtual rank whose turn it is, for its part of the step.
+
+    It does nothing where there are no virtual ranks.
+
+    Returns:
+        The seed, for frameworks that are not seeded by this; 0: there are no virtual ranks.
+    """
+    turns = virtual_ranks.current
+    if turns is None:
+        return 0
+    return _seed_all(_last, _BY_PART, turns.step, turns.rank, is_part=True)
+
+
+def seed_frameworks() -> None:
+    """Do what `seed_part` does, for all frameworks."""
+    turns = virtual_ranks.current
+    if turns is not None:
+        _seed_all(_last, _BY_PART, turns.step, turns.rank)
+
+
+def seed_too(framework: Callable[[int], object], parts: bool = True) -> None:
+    """Make `seed` call a function with an integer below 2 ** 64, which differs by rank.
+
+    Args:
+        framework: The function.
+        parts: Whether `seed_part` calls it, too; not if it takes long.
+    """
+    _frameworks[framework] = parts
+
+
+def _seed_all(n: int, *stream: int, is_part: bool = False) -> int:
     # Keys, and not more entropy: SeedSequence([n]) would have the numbers of SeedSequence([n, 0]).
     sequence = np.random.SeedSequence(int(n), spawn_key=stream)
     number = int(sequence.generate_state(1, np.uint64)[0])
-    for framework in _frameworks:
-        framework(number)
+    for framework, seeds_parts in _frameworks.items():
+        if seeds_parts or not is_part:
+            framework(number)
     # Last, because Keras seeds these, too, and with 32 bits.
     random.seed(number)
     np.random.seed(sequence.generate_state(8))
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import world
+from hvdlite import virtual_ranks, world
 from hvdlite.arguments import check_count
 
 _FROM_WORLD: Any = None
@@ -67,8 +68,9 @@ class Sharding:
                 f"rank={self.rank} and size={self.size}: give both, or neither to take the world's"
             )
         if self.rank is None:
-            object.__setattr__(self, "rank", world.rank())
-            object.__setattr__(self, "size", world.size())
+            turns = virtual_ranks.current
+            object.__setattr__(self, "rank", world.rank() if turns is None else turns.rank)
+            object.__setattr__(self, "size", virtual_ranks.virtual_size())
         for name, least in (
             ("samples", 0),
             ("batch_size", 1),
@@ -136,13 +138,18 @@ class Sharding:
         Args:
             epoch: Number of the epoch, from 0; the same on all ranks.
         """
+        return [self.share(batch, self.rank) for batch in self.global_batches(epoch)]
+
+    def global_batches(self, epoch: int) -> list[npt.NDArray[np.int64]]:
+        """Return all ranks' batches of an epoch: for each step one array of indices."""
         order = self._order(epoch)
-        batches, first = [], self.done
-        for total in self.global_batch_sizes:
-            start, stop = _slice(total, self.rank, self.size)
-            batches.append(order[first + start : first + stop])
-            first += total
-        return batches
+        bounds = itertools.accumulate(self.global_batch_sizes, initial=self.done)
+        return [order[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+    def share(self, batch: npt.NDArray[np.int64], rank: int) -> npt.NDArray[np.int64]:
+        """Return the part of a global batch that belongs to a rank."""
+        start, stop = _slice(len(batch), rank, self.size)
+        return batch[start:stop]
 
     def position(self, epoch: int, step: int) -> dict[str, Any]:
         """Return the position in the data after a step, for a checkpoint; see `at`.

@@ -94,7 +94,7 @@ def test_over_mpi_and_several_nodes(variables, point, count):
 @pytest.mark.parametrize(
     ("framework", "steps"),
     [
-        ("torch", 30),
+        pytest.param("torch", 30, marks=pytest.mark.slow),
         pytest.param("tensorflow", 30, marks=pytest.mark.slow),
         pytest.param("keras", 60, marks=pytest.mark.slow),
     ],
@@ -310,7 +310,7 @@ print(life, hvd.size(), weights)
     assert job.stdout.splitlines() == ["1 3 7"] * 3
 
 
-@pytest.mark.parametrize("longer", [0, 2])
+@pytest.mark.parametrize("longer", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_unequal_number_of_steps_does_not_hang(longer):
     code = f"""{NUMPY}
 for step in range(4 + (start == {longer})):
@@ -326,7 +326,7 @@ print("done", start)
 
 
 @pytest.mark.parametrize("point", ["meet", "delivered"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_process_set_is_made_of_those_that_live(point, count):
     """Rank 2, a member, dies while the ranks make the set."""
     code = f"""{NUMPY}

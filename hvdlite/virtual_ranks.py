@@ -1,0 +1,258 @@
+"""Virtual ranks: the fixed number of parts of every global batch, however many processes there are.
+
+Each process computes some of the parts of a step, one after the other, and takes the step with the
+last one. Who computes which part decides nothing but the time: if a process dies, the others
+compute its parts, too. What is added up is in `hvdlite.gradients.virtual`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+
+from hvdlite import world
+from hvdlite.arrays import slice_bounds
+
+
+class Turns:
+    """The virtual ranks that this process has to play in the step in progress, in their order.
+
+    Args:
+        size: The number of virtual ranks.
+
+    Attributes:
+        size: As given.
+        step: The number of steps that have been taken.
+        done: The virtual ranks whose part of the step this process has computed.
+        loaded: The virtual rank whose data have been loaded last; None: unknown.
+        source: What has loaded them; None: unknown.
+        ended: The number of parts that have been computed here, in all steps.
+        failure: Why the next part cannot be computed; empty: it can.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.step = 0
+        self.done: list[int] = []
+        self.loaded: int | None = None
+        self.source: weakref.ref[object] | None = None
+        self.ended = 0
+        self.failure = ""
+        self._share: list[int] | None = None
+        self._added: list[int] = []  # parts of processes that have died, not loaded yet
+        self._left: list[int] = []
+        self._optimizer: weakref.ref[object] | None = None
+
+    @property
+    def share(self) -> list[int]:
+        """The virtual ranks of this process, for the whole step.
+
+        They are fixed when they are first asked for, since data are loaded by them.
+        """
+        if self._share is None:
+            bounds = slice_bounds(self.size, world.size())
+            self._share = list(range(*bounds[world.rank() : world.rank() + 2]))
+            self._left = [*self._share]
+        return self._share
+
+    @property
+    def rank(self) -> int:
+        """The virtual rank whose turn it is."""
+        return (self._left or self.share)[0]
+
+    def load(self, rank: int | None, source: object) -> None:
+        """Record that the data of a virtual rank have been loaded; None: data of a later one."""
+        self.loaded, self.source = rank, weakref.ref(source)
+
+    def ask(self) -> int:
+        """Return the virtual rank whose turn it is, to a program that loads its data itself."""
+        if self.rank in self._added:
+            self._added.remove(self.rank)
+        return self.rank
+
+    def begin_part(self, optimizer: object) -> None:
+        """Record which optimizer is about to end a part.
+
+        Raises:
+            RuntimeError: Another optimizer has ended another part of the same step.
+        """
+        owner = self._optimizer and self._optimizer()
+        if self.done and owner is not None and owner is not optimizer:
+            raise RuntimeError(
+                f"rank {world.rank()}: two optimizers step in turns, and with virtual ranks each "
+                "step() ends a part; give all parameters to one optimizer, in groups"
+            )
+        self._optimizer = weakref.ref(optimizer)
+
+    def take_added(self, source: object) -> int | None:
+        """Return another virtual rank whose data are to be loaded for this step; None: no more.
+
+        Args:
+            source: Where the data of this step come from; others get None.
+        """
+        if self._added and self.source is not None and self.source() is source:
+            return self._added.pop(0)
+        return None
+
+    def end(self) -> bool:
+        """Record that the virtual rank's part has been computed; return whether it is the last.
+
+        Raises:
+            RuntimeError: The data that have been loaded are another virtual rank's.
+        """
+        rank = self.rank
+        if self.failure:
+            raise RuntimeError(self.failure)
+        if self.loaded not in (None, rank):
+            raise RuntimeError(
+                f"rank {world.rank()}: the gradients of step {self.step} should be those of "
+                f"virtual rank {rank}, and the data that were loaded last are those of virtual "
+                f"rank {self.loaded}; take every batch of hvd.shard, one for each "
+                "optimizer.step(), and leave a loop only after a step (optimizer.stepped)"
+            )
+        if rank in self._added:
+            raise RuntimeError(
+                f"rank {world.rank()}: a rank has died, and the part of virtual rank {rank} in "
+                f"step {self.step} has to be computed here, but its data have not been loaded: "
+                "they come from hvd.shard, or from a DataLoader with hvd.ShardSampler and "
+                "num_workers=0"
+            )
+        self.loaded = None
+        self.ended += 1
+        self.done.append(self._left.pop(0))
+        return not self._left
+
+    def add(self, ranks: Sequence[int]) -> None:
+        """Take over virtual ranks from processes that have died."""
+        self._added = list(ranks)
+        self._left += ranks
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, or begin it again."""
+        self.step = step
+        self.done, self._left, self._added = [], [], []
+        self._share = None
+
+
+#: None: there are no virtual ranks.
+current: Turns | None = None
+_kept = 0
+
+
+def check(size: int, processes: int) -> None:
+    """Require at least one virtual rank for each process; 0: there are no virtual ranks.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    if 0 < size < processes:
+        raise ValueError(
+            f"virtual_ranks={size} is less than the number of processes, {processes}: each needs "
+            "at least one; start fewer processes, or choose a number that is at least as large as "
+            "the largest number of processes"
+        )
+
+
+def configure(size: int, step: int) -> None:
+    """Set the number of virtual ranks, and of steps that have been taken; 0: there are none."""
+    global current
+    current = Turns(size) if size else None
+    if current is not None:
+        current.step = step
+
+
+def step() -> int:
+    """Return the number of steps that have been taken; without virtual ranks 0."""
+    return 0 if current is None else current.step
+
+
+def keep() -> int | None:
+    """Have the next `configure` go on with the steps taken; return the number of virtual ranks."""
+    global _kept
+    _kept = step()
+    return None if current is None else current.size
+
+
+def take_kept() -> int:
+    """Return the steps that `keep` has kept, once; 0: it has not been called."""
+    global _kept
+    kept, _kept = _kept, 0
+    return kept
+
+
+def turns_of(size: int) -> Turns:
+    """Return the turns of this process.
+
+    Args:
+        size: The number of virtual ranks of an optimizer, when it was wrapped.
+
+    Raises:
+        RuntimeError: ``init()`` has been called again, with another number.
+    """
+    if current is None or current.size != size:
+        raise RuntimeError(
+            f"rank {world.rank()}: the optimizer was wrapped for {size} virtual ranks, and there "
+            f"are {current.size if current else 0}; call hvd.init(virtual_ranks={size}) before it "
+            "goes on"
+        )
+    return current
+
+
+def refuse(what: str, remedy: str) -> None:
+    """Refuse something that does not know virtual ranks, if there are any.
+
+    Args:
+        what: What is refused.
+        remedy: What to do instead.
+
+    Raises:
+        ValueError: There are virtual ranks.
+    """
+    if current is not None:
+        raise ValueError(
+            f"{what} cannot be used with virtual ranks (virtual_ranks={current.size}); {remedy}"
+        )
+
+
+def is_within_step() -> bool:
+    """Return whether this process has computed a part of a step that has not been taken yet."""
+    return current is not None and bool(current.done)
+
+
+def virtual_rank() -> int:
+    """Return the virtual rank whose part of the step is computed next; without any: `rank`.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+    """
+    return world.rank() if current is None else current.ask()
+
+
+def virtual_size() -> int:
+    """Return the number of virtual ranks; without any: `size`.
+
+    Unlike `size` it does not depend on the number of processes, so learning rates are scaled by it.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+    """
+    return world.size() if current is None else current.size
+
+
+def distribute(missing: Sequence[int], done: Sequence[Collection[int]]) -> Mapping[int, list[int]]:
+    """Distribute parts that nobody has computed: each to the process with the fewest so far.
+
+    Args:
+        missing: The virtual ranks.
+        done: For each process those that it has computed.
+
+    Returns:
+        The virtual ranks that each process has to compute in addition.
+    """
+    loads = [len(each) for each in done]
+    added: dict[int, list[int]] = {process: [] for process in range(len(done))}
+    for rank in missing:
+        process = loads.index(min(loads))
+        loads[process] += 1
+        added[process].append(rank)
+    return added

@@ -1,0 +1,137 @@
+"""Measure what virtual ranks cost: training steps on the same global batch, with and without.
+
+``python -m tests.benchmarks.virtual_ranks [--np N] [--turns N] [--model MODEL]`` starts jobs in
+turns, each of which trains a model of ``hvdlite bench training``, ResNet-18 by default, on a global
+batch of 32 samples. Virtual ranks cut it into smaller batches, of which each process computes
+several, one after the other; so a part of the cost is that of small batches. The last column tells
+it: the time of as many batches of that size without any exchange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvdlite.bench.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS
+from tests.harness import mpirun
+
+GLOBAL_BATCH = 32
+_COMPRESSIONS = ("none", "topk", "powersgd")
+_STEPS, _WARM_UP = 6, 2
+
+
+def _train(model_name: str, virtual: int, compression: str) -> None:
+    """Print the median seconds of a step from rank 0, with and without the exchange."""
+    import torch
+
+    import hvdlite.torch as hvd
+    from hvdlite.torch import benchmark
+
+    strategies = {
+        "none": hvd.Compression.none,
+        "topk": hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01)),
+        "powersgd": hvd.Compression.PowerSGD(4),
+    }
+    hvd.init(virtual_ranks=virtual)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = benchmark.build(model_name)
+    batch = GLOBAL_BATCH // hvd.virtual_size()
+    samples, labels = map(torch.from_numpy, WORKLOADS[model_name].data(batch, hvd.rank()))
+    samples = samples.movedim(-1, 1).contiguous() if samples.dim() == 4 else samples
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    parts = len(range(hvd.rank(), hvd.virtual_size(), hvd.size()))
+
+    def compute() -> None:
+        model.zero_grad()
+        torch.nn.functional.cross_entropy(model(samples), labels).backward()
+
+    def step_alone() -> None:
+        for _ in range(parts):
+            compute()
+        optimizer.step()
+
+    def step() -> None:
+        for _ in range(parts):
+            compute()
+            optimizer.step()
+
+    found = {"alone": _seconds(step_alone, hvd)}
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=strategies[compression],
+        model=model,
+    )
+    found["exchanged"] = _seconds(step, hvd)
+    if hvd.rank() == 0:
+        print(json.dumps(found))
+
+
+def _seconds(step: Callable[[], None], hvd: Any) -> float:
+    """Return the median seconds of a step."""
+    times = []
+    for number in range(_STEPS + _WARM_UP):
+        hvd.barrier()
+        start = time.perf_counter()
+        step()
+        if number >= _WARM_UP:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Print a line for each number of virtual ranks and each compression."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--np", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--model", choices=[*WORKLOADS], default="resnet")
+    options = parser.parse_args()
+    contenders = [
+        (virtual, compression)
+        for compression in _COMPRESSIONS
+        for virtual in (0, options.np, 2 * options.np, 4 * options.np)
+    ]
+    seconds: dict[tuple[int, str], list[dict[str, float]]] = {each: [] for each in contenders}
+    for _ in range(options.turns):
+        for virtual, compression in contenders:
+            job = subprocess.run(
+                [
+                    *(sys.executable, "-m", "hvdlite.launch", "-np", str(options.np)),
+                    *(sys.executable, "-m", "tests.benchmarks.virtual_ranks", "--rank"),
+                    *(options.model, str(virtual), compression),
+                ],
+                env=mpirun.environment(),
+                cwd=mpirun.ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            seconds[virtual, compression].append(json.loads(job.stdout))
+    for virtual, compression in contenders:
+        found = seconds[virtual, compression]
+        plain = seconds[0, compression]
+        step = statistics.median(each["exchanged"] for each in found)
+        ratios = [b["exchanged"] / a["exchanged"] for a, b in zip(plain, found, strict=True)]
+        small = [b["alone"] / a["exchanged"] for a, b in zip(plain, found, strict=True)]
+        print(
+            f"{compression}, virtual_ranks={virtual}: {step * 1e3:.0f} ms a step, "
+            f"{statistics.median(ratios):.2f} times that without "
+            f"({min(ratios):.2f} to {max(ratios):.2f}); "
+            f"its batches alone {statistics.median(small):.2f}"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        _train(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    else:
+        main()

@@ -1,0 +1,210 @@
+"""Virtual ranks: no number of processes, and no death, changes the weights."""
+
+import functools
+import subprocess
+import sys
+
+import pytest
+
+from tests.campaigns import kill
+from tests.harness import mpirun
+from tests.launch import launcher
+
+pytest.importorskip("torch")
+
+hvdliterun = functools.partial(launcher.hvdliterun, timeout=90)
+
+JOBS = {
+    "torch": "tests/elastic/virtual_torch.py",
+    "tensorflow": "tests/elastic/virtual_tensorflow.py",
+}
+slow = pytest.mark.slow
+
+
+@functools.cache
+def undisturbed(framework, compression, processes=1, steps=6):
+    """Return what each process of an undisturbed job prints, without its number."""
+    job = subprocess.run(
+        [
+            *(sys.executable, "-m", "hvdlite.launch", "-np", str(processes)),
+            *(sys.executable, JOBS[framework], str(steps), compression),
+        ],
+        env=mpirun.environment({}),
+        cwd=mpirun.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert job.returncode == 0, job.stderr
+    return {line.partition(": ")[2] for line in job.stdout.splitlines()}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("framework", "compression", "processes"),
+    [
+        ("torch", "none", 2),
+        ("torch", "none", 8),
+        ("torch", "powersgd", 3),
+        ("torch", "topk", 4),
+        ("tensorflow", "none", 8),
+        ("tensorflow", "powersgd", 3),
+    ],
+)
+def test_weights_do_not_depend_on_the_number_of_processes(framework, compression, processes):
+    pytest.importorskip(framework)
+    found = undisturbed(framework, compression, processes)
+    assert found == undisturbed(framework, compression)
+    assert len(found) == 1
+
+
+def at(rank, point="exchange", step=3):
+    return f"kill:rank={rank},step={step},point={point}"
+
+
+@pytest.mark.parametrize(
+    ("compression", "faults", "left"),
+    [
+        ("powersgd", [at(0, "meet"), at(1, "meet")], [2, 3]),
+        pytest.param("none", [at(0, "meet")], [1, 2, 3], marks=slow),
+        pytest.param("topk", [at(2), at(1, "deliver", 5)], [0, 3], marks=slow),
+        pytest.param("powersgd", [at(2, "confirm"), at(3, "delivered", 4)], [0, 1], marks=slow),
+        pytest.param("powersgd", [at(2), "kill:rank=3,point=recover"], [0, 1], marks=slow),
+    ],
+)
+def test_a_death_does_not_change_the_weights(compression, faults, left, monkeypatch):
+    check_death("torch", compression, faults, left, monkeypatch)
+
+
+@slow
+def test_a_death_does_not_change_the_weights_of_tensorflow(monkeypatch):
+    pytest.importorskip("tensorflow")
+    check_death("tensorflow", "powersgd", [at(0), at(2, "meet", 5)], [1, 3], monkeypatch)
+
+
+def check_death(framework, compression, faults, left, monkeypatch):
+    script = kill.Script(JOBS[framework], 6, 0, arguments=(compression,))
+    monkeypatch.setitem(kill.SCRIPTS, "job", script)
+    found = kill.run("job", faults)
+    assert found.left == left
+    assert found.results == undisturbed(framework, compression)
+
+
+@slow
+def test_state_that_is_lost_is_told():
+    job = hvdliterun(
+        *("--elastic", "-np", 4, sys.executable, JOBS["torch"], 6, "powersgd"),
+        env={"HVDLITE_REHEARSE": ";".join(at(rank, "meet") for rank in (1, 2, 3))},
+    )
+    assert job.returncode != 0
+    assert "what PowerSGD(rank=2) has kept of virtual ranks 2, 3 is lost" in job.stderr
+
+
+PREFETCHING = """
+import sys
+import torch
+import hvdlite.torch as hvd
+hvd.init(virtual_ranks=4)
+x = torch.ones(400, 3)
+model = torch.nn.Linear(3, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+sampler = hvd.ShardSampler(x, batch_size=5)
+for batch in torch.utils.data.DataLoader(x, batch_sampler=sampler, num_workers=int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+print("done", hvd.size())
+"""
+
+
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=slow), 1])
+def test_batches_that_were_prefetched_are_noticed(workers):
+    job = hvdliterun(
+        *("--elastic", "-np", 2, sys.executable, "-c", PREFETCHING, workers),
+        env={"HVDLITE_REHEARSE": at(1)},
+    )
+    if workers:
+        assert job.returncode != 0
+        assert "use num_workers=0, or hvd.shard" in job.stderr
+    else:
+        assert (job.returncode, job.stdout) == (0, "done 1\n"), job.stderr
+
+
+SPARE = """
+import hashlib
+import torch
+import hvdlite.torch as hvd
+hvd.init(virtual_ranks=4)
+torch.manual_seed(hvd.rank())
+x = torch.randn(400, 3, generator=torch.Generator().manual_seed(5))
+model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+torch.manual_seed(1)
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter)
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9),
+    named_parameters=model.named_parameters(), compression=hvd.Compression.PowerSGD(1),
+)
+hvd.seed(3)
+sampler = hvd.ShardSampler(x, batch_size=5)
+loader = torch.utils.data.DataLoader(x, batch_sampler=sampler)
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.epoch < 2:
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            state.commit()
+        state.epoch += 1
+        state.commit()
+
+train(state)
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print(hvd.size(), hashlib.sha256(weights).hexdigest())
+"""
+
+
+def run_with_spare(*options, faults=()):
+    job = hvdliterun(
+        *options, sys.executable, "-c", SPARE, env={"HVDLITE_REHEARSE": ";".join(faults)}
+    )
+    assert job.returncode == 0, job.stderr
+    return [line.split() for line in job.stdout.splitlines()]
+
+
+@slow
+def test_a_spare_does_not_change_the_weights():
+    [[_, expected]] = run_with_spare("-np", 1)
+    found = run_with_spare("--elastic", "-np", 3, "--spares", 1, faults=[at(1, step=7)])
+    assert found == [["3", expected]] * 3
+
+
+OWN_LOOP = """
+import torch
+import hvdlite.torch as hvd
+hvd.init(virtual_ranks=4)
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum)
+steps = 0
+while steps < 4:
+    value = 10.0 ** hvd.virtual_rank()
+    optimizer.zero_grad()
+    model(torch.full((1, 1), value)).sum().backward()
+    optimizer.step()
+    steps += optimizer.stepped
+print("weight", model.weight.item())
+"""
+
+
+@slow
+def test_a_loop_of_ones_own():
+    job = hvdliterun(
+        *("--elastic", "-np", 3, sys.executable, "-c", OWN_LOOP),
+        env={"HVDLITE_REHEARSE": f"{at(1)};{at(2, step=4)}"},
+    )
+    assert (job.returncode, job.stdout) == (0, "weight -4444.0\n"), job.stderr

@@ -1,0 +1,160 @@
+"""Virtual ranks of Keras on TensorFlow, in eager mode, in tf.function and in fit."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from hvdlite import virtual_ranks
+from tests.harness import ranks
+
+pytest.importorskip("tensorflow")
+
+import keras
+import tensorflow as tf
+
+import hvdlite
+import hvdlite.tensorflow as hvd
+
+SIZE = 5
+ALL = ranks(1, 3)
+
+
+@contextlib.contextmanager
+def virtual(size=SIZE):
+    """Start hvdlite with virtual ranks, and end it."""
+    hvd.shutdown()
+    try:
+        hvd.init(virtual_ranks=size)
+        yield
+    finally:
+        hvd.shutdown()
+
+
+def data(samples=37):
+    generator = np.random.default_rng(5)
+    return generator.standard_normal((samples, 3)).astype(np.float32)
+
+
+def make_model(*more):
+    model = keras.Sequential([keras.layers.Dense(2, kernel_initializer="ones"), *more])
+    model.build((None, 3))
+    return model
+
+
+def wrap(model=None, **options):
+    inner = keras.optimizers.SGD(1.0)
+    return hvd.DistributedOptimizer(inner, model=model, **options)
+
+
+def gradients_of(model, x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x, training=True)))
+    return tape.gradient(loss, model.trainable_variables)
+
+
+@ALL
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_are_those_of_all_samples(compiled):
+    with virtual():
+        model = make_model()
+        optimizer = wrap()
+
+        def step(x):
+            optimizer.apply(
+                gradients_of(model, x), model.trainable_variables, batch_size=tf.shape(x)[0]
+            )
+
+        run = tf.function(step, reduce_retracing=True) if compiled else step
+        steps = 0
+        for x in hvdlite.shard(data(), batch_size=37, shuffle=False):
+            run(tf.constant(x))
+            steps += optimizer.stepped
+        assert steps == virtual_ranks.step() == int(optimizer.iterations) == 1
+        x, kernel, bias = data().astype(np.float64), np.ones((3, 2)), np.zeros(2)
+        output = x @ kernel + bias
+        gradient = 2 * output / output.size
+        np.testing.assert_allclose(model.weights[0].numpy(), kernel - x.T @ gradient, rtol=1e-5)
+        np.testing.assert_allclose(model.weights[1].numpy(), bias - gradient.sum(0), rtol=1e-5)
+
+
+@ALL
+def test_fit():
+    with virtual():
+        model = make_model(keras.layers.BatchNormalization(momentum=0.5))
+        model.compile(wrap(model), "mse")
+        mean = model.layers[1].moving_mean
+        x = data(40)
+        dataset = hvd.shard((x, np.zeros((40, 2), np.float32)), batch_size=4, shuffle=False)
+        model.fit(dataset, epochs=1, verbose=0, shuffle=False)
+        assert virtual_ranks.step() == int(model.optimizer.iterations) == 2
+        assert len({each.tobytes() for each in hvd.allgather_object(mean.numpy())}) == 1
+
+
+@ALL
+def test_moving_averages_are_those_of_all_parts():
+    with virtual():
+        layer = keras.layers.BatchNormalization(momentum=0.5)
+        model = keras.Sequential([layer])
+        model.build((None, 3))
+        optimizer = wrap(model)
+        for x in hvdlite.shard(data(40), batch_size=8, shuffle=False):
+            optimizer.apply(gradients_of(model, tf.constant(x)), model.trainable_variables)
+        expected = 0.5 * data(40).astype(np.float64).mean(0)
+        np.testing.assert_allclose(layer.moving_mean.numpy(), expected, rtol=1e-5, atol=1e-7)
+
+
+@ranks(1)
+def test_what_is_refused():
+    with virtual():
+        model = make_model()
+        with pytest.raises(ValueError, match="has no weights yet"):
+            wrap(keras.Sequential([keras.layers.Dense(2)]))
+        with pytest.raises(ValueError, match="gradient_accumulation_steps cannot be used"):
+            apply(wrap(backward_passes_per_step=2), model)
+        accumulating = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+        with pytest.raises(ValueError, match="gradient_accumulation_steps cannot be used"):
+            apply(hvd.DistributedOptimizer(accumulating), model)
+        with pytest.raises(ValueError, match="schedule cannot be used"):
+            apply(wrap(schedule=hvd.Schedule.LocalSGD(2)), model)
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(model(data()))
+        with pytest.raises(ValueError, match="DistributedGradientTape cannot be used"):
+            tape.gradient(loss, model.trainable_variables)
+        with pytest.raises(ValueError, match="SyncBatchNormalization cannot be used"):
+            hvd.SyncBatchNormalization()(data(), training=True)
+        with pytest.raises(ValueError, match=r"hvd.sharded cannot be used"):
+            tf.data.Dataset.range(8).apply(hvd.sharded(2))
+
+
+def apply(optimizer, model):
+    optimizer.apply(gradients_of(model, tf.constant(data())), model.trainable_variables)
+
+
+@ALL
+def test_state_goes_on():
+    with virtual():
+        model = make_model()
+        optimizer = wrap(compression=hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.5)))
+        for x in hvdlite.shard(data(), batch_size=4):
+            apply_to(optimizer, model, x)
+        optimizer.consolidate_exchange_state()
+        saved = optimizer.exchange_state_dict()
+        assert saved["virtual"]["step"] == 2
+        kept = saved["virtual"]["compression"]
+        assert sorted(kept) == list(range(SIZE))
+        assert all(kept.values())
+    with virtual():
+        optimizer = wrap(compression=hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.5)))
+        apply_to_all(optimizer, model)
+        optimizer.load_exchange_state_dict(saved)
+        assert virtual_ranks.step() == 2
+
+
+def apply_to(optimizer, model, x):
+    optimizer.apply(gradients_of(model, tf.constant(x)), model.trainable_variables)
+
+
+def apply_to_all(optimizer, model):
+    for x in hvdlite.shard(data(), batch_size=4):
+        apply_to(optimizer, model, x)
