@@ -29,18 +29,19 @@ class Batches(Member):
     When a rank dies and the others go on, they share its part of the global batches from the first
     one on that none of them has taken: the steps and the global batches stay the same.
 
+    With virtual ranks, an iteration yields the batches of all those that this process plays, step
+    by step (`hvdlite.virtual_ranks`).
+
     Args:
         data: As for `shard`.
         sharding: Which samples are this rank's.
         follows: Whether the sharding is that of the world.
-
-    With virtual ranks, an iteration yields the batches of all those that this process plays, step
-    by step (`hvdlite.virtual_ranks`).
+        is_ahead: Whether batches may be taken before those that have been taken are used, as the
+            workers of a DataLoader do.
 
     Attributes:
         sharding: That of the next iteration, or of the one in progress.
-        is_ahead: Whether batches may be taken before those that have been taken are used, as the
-            workers of a DataLoader do.
+        is_ahead: As given.
         trains: Whether the batches are used for training, if that is known.
     """
 
