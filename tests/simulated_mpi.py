@@ -323,7 +323,7 @@ class _Record:
 
 
 class _Shared:
-    """What the ranks of a communicator share."""
+    """The state that the ranks of a communicator share."""
 
     def __init__(self, job: Job, members: Sequence[Process]) -> None:
         self.job = job
