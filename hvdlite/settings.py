@@ -135,6 +135,8 @@ class Settings:
     elastic_retries: int = field(
         default=3, metadata=_count("a number of failures, or 0 for no limit")
     )
+    #: How often elastic training may form its world anew; 0: without limit.
+    elastic_reset_limit: int = field(default=0, metadata=_count("a number of resets, or 0"))
     #: The number of parts of every global batch, which the processes share (``virtual_ranks`` of
     #: ``init()``); 0: one for each rank.
     virtual_ranks: int = field(default=0, metadata=_count("a number of virtual ranks, or 0"))

@@ -54,6 +54,17 @@ class KerasState(VariableState):
         if self._exchange is not None:
             self.optimizer.load_exchange_state_dict(self._exchange)
 
+    def dump(self) -> Any:
+        """Return the variables, the attributes, and what this rank's compression remembers."""
+        return {**super().dump(), "exchange": self._exchange_state()}
+
+    def load(self, dump: Any) -> None:
+        """Assign the variables, set the attributes, and save them."""
+        super().load(dump)
+        if dump["exchange"] is not None:
+            self.optimizer.load_exchange_state_dict(dump["exchange"])
+            self._exchange = self._exchange_state()
+
     def variables_kept(self) -> Sequence[Any]:
         """Return everything that training changes."""
         return self._with_optimizer(self.model.variables)

@@ -10,6 +10,7 @@ import torch
 
 from hvdlite import collectives
 from hvdlite.elastic import HostUpdate, ObjectState, State, run
+from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.sampler import ElasticSampler
 from hvdlite.torch.state import broadcast_optimizer_state, broadcast_parameters, has_extra_state
 
@@ -37,6 +38,21 @@ class StateHandler:
     def merge(self) -> None:
         """Merge the progress of all ranks; collective. By default nothing."""
 
+    def gather(self) -> None:
+        """Bring what other ranks have to rank 0; collective. By default do what `merge` does."""
+        self.merge()
+
+    def dump(self) -> Any:
+        """Return the state, picklable, for a job with another number of ranks."""
+        raise HorovodInternalError(
+            f"{type(self).__name__} cannot go on with another number of ranks, since it has no "
+            "dump() and load(dump); define them"
+        )
+
+    def load(self, dump: Any) -> None:
+        """Take on a state that `dump` has returned in another process."""
+        raise NotImplementedError
+
     def reset(self) -> None:
         """Adapt to a new world; by default nothing."""
 
@@ -55,6 +71,12 @@ class StatefulHandler(StateHandler):
 
     def save(self) -> None:
         self._kept = copy.deepcopy(self.value.state_dict())
+
+    def dump(self) -> Any:
+        return self.value.state_dict()
+
+    def load(self, dump: Any) -> None:
+        self.value.load_state_dict(dump)
 
     def restore(self) -> None:
         # Some objects keep the tensors that they are given.
@@ -91,6 +113,10 @@ class OptimizerStateHandler(StatefulHandler):
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, 0)
+
+    def gather(self) -> None:
+        if hasattr(self.value, "consolidate_exchange_state"):  # a DistributedOptimizer
+            self.value.consolidate_exchange_state()
 
     def reset(self) -> None:
         if hasattr(self.value, "_restart"):  # a DistributedOptimizer
@@ -209,6 +235,25 @@ class TorchState(ObjectState):
         """Merge the ranks' processed samples, and save; collective."""
         for handler in self._current():
             handler.merge()
+        self.save()
+
+    def gather(self) -> None:
+        """Merge the ranks' samples, and bring what the optimizers' exchanges remember to rank 0."""
+        for handler in self._current():
+            handler.gather()
+
+    def dump(self) -> Any:
+        """Return the states and the other attributes, by name."""
+        return {
+            **super().dump(),
+            "handlers": {name: each.dump() for name, each in self._handlers.items()},
+        }
+
+    def load(self, dump: Any) -> None:
+        """Load the states, set the other attributes, and save them."""
+        super().load(dump)
+        for handler, loaded in zip(self._current(), dump["handlers"].values(), strict=True):
+            handler.load(loaded)
         self.save()
 
     def reset(self) -> None:

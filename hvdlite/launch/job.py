@@ -14,6 +14,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from hvdlite.errors import StartError
+from hvdlite.launch.protocol import Part
 from hvdlite.launch.rank import describe, die_with_parent, shell_code
 from hvdlite.launch.server import Server
 from hvdlite.launch.status import Inquiry
@@ -42,10 +43,13 @@ class End(NamedTuple):
         code: its exit code.
         text: which rank failed first, and how; empty: none did, or a signal to this process ended
             the job.
+        state: the parts of the state from which the job goes on with another number of ranks;
+            empty: it has ended.
     """
 
     code: int
     text: str
+    state: Sequence[Part] = ()
 
     @property
     def may_succeed_again(self) -> bool:
@@ -58,16 +62,20 @@ def run(
     environment: Mapping[str, str],
     server: Server,
     quiet_end: signal.Signals | None,
+    check: Callable[[], object] = lambda: None,
 ) -> End:
     """Do what `follow` does, and return how the job ended."""
-    code, received = follow(arguments, environment, server, quiet_end, at_terminal=os.isatty(0))
+    code, received = follow(
+        arguments, environment, server, quiet_end, at_terminal=os.isatty(0), check=check
+    )
     if received:
         return End(128 + received, "")
     if server.exited:
         return End(server.exited.code, server.exited.text)
     if server.deaths and not server.left:
         return End(server.deaths[0].code, "no rank is left")
-    return End(shell_code(code), describe("mpirun", code) if code else "")
+    state = () if code else server.kept
+    return End(shell_code(code), describe("mpirun", code) if code else "", state)
 
 
 def follow(
