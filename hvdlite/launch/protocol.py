@@ -34,8 +34,8 @@ OUT, ERR, REPORT, END_JOB, LEFT, DEATH = b"o", b"e", b"p", b"j", b"l", b"d"
 ASK, RESULT, ERROR = b"a", b"r", b"x"
 # To a rank:
 TASK, SEEN = b"t", b"s"
-# From a rank of a job whose size may change: where it runs, the state that the next run begins with,
-# and a request for that of the previous one.
+# From a rank of a job whose size may change: where it runs, the state that the next run begins
+# with, and a request for that of the previous one.
 WATCH, KEEP, FETCH = b"w", b"k", b"f"
 # To such a rank: it is to stop at the next commit; the state.
 STOP, STATE = b"z", b"y"
