@@ -158,9 +158,9 @@ class _Attempts:
         self._resets += 1
         if self._reset_limit and self._resets > self._reset_limit:
             raise HorovodInternalError(
-                f"rank {world.rank()}: the world is to be formed anew for the {self._resets}th "
-                f"time, and HVDLITE_ELASTIC_RESET_LIMIT (--reset-limit) is {self._reset_limit}; "
-                "raise it, or see what ends the ranks"
+                f"rank {world.rank()}: the ranks have formed their world anew {self._reset_limit} "
+                "times, as often as HVDLITE_ELASTIC_RESET_LIMIT (--reset-limit) allows, and would "
+                "have to again; raise it, or see what ends ranks"
             )
 
     def _end_together(self) -> None:

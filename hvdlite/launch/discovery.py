@@ -219,9 +219,9 @@ class Sizes:
             if time.monotonic() > deadline:
                 listed = ",".join(f"{host.name}:{host.slots}" for host in hosts) or "no host"
                 raise StartError(
-                    f"found {slots} slots ({listed}) for {self._least + self._spares} processes "
-                    f"within {self._seconds:.0f} s (--elastic-timeout); hosts on which a process "
-                    "has failed are left out (--blacklist-cooldown-range)"
+                    f"found {slots} of {self._least + self._spares} slots ({listed}) within "
+                    f"{self._seconds:.0f} s (--elastic-timeout); a host on which a process has "
+                    "failed gets no more of them (--blacklist-cooldown-range)"
                 )
             check()
             time.sleep(_TICK)
