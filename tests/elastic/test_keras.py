@@ -113,7 +113,7 @@ class TestStates:
 
         def step():
             if is_tape:
-                with hvd.DistributedGradientTape(schedule=schedule) as tape:
+                with hvd.DistributedGradientTape(tf.GradientTape(), schedule=schedule) as tape:
                     loss = variable * 2.0
                 variable.assign_sub(tape.gradient(loss, [variable])[0])
                 tape.end_step()
@@ -145,7 +145,9 @@ class TestStates:
         state = TensorFlowState([second, first])
 
         def step(last):
-            with hvd.DistributedGradientTape(compression=compression, op=hvd.Sum) as tape:
+            with hvd.DistributedGradientTape(
+                tf.GradientTape(), compression=compression, op=hvd.Sum
+            ) as tape:
                 loss = tf.reduce_sum(first * [8.0, last])
             return tape.gradient(loss, [first])[0].numpy().tolist()
 

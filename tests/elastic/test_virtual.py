@@ -153,7 +153,7 @@ state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
 
 @hvd.elastic.run
 def train(state):
-    while state.epoch < 2:
+    while state.epoch < 1:
         for batch in loader:
             optimizer.zero_grad()
             model(batch).square().mean().backward()
