@@ -1,4 +1,4 @@
-"""What compressions and schedules remember, when ranks die and spares come in."""
+"""The state of compressions and schedules, when ranks die and spares come in."""
 
 import copy
 import functools
