@@ -170,7 +170,9 @@ print(hvd.size(), hashlib.sha256(weights).hexdigest())
 
 def run_with_spare(*options, faults=()):
     job = hvdliterun(
-        *options, sys.executable, "-c", SPARE, env={"HVDLITE_REHEARSE": ";".join(faults)}
+        *(*options, sys.executable, "-c", SPARE),
+        env={"HVDLITE_REHEARSE": ";".join(faults)},
+        timeout=240,
     )
     assert job.returncode == 0, job.stderr
     return [line.split() for line in job.stdout.splitlines()]
