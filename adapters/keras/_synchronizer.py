@@ -223,6 +223,11 @@ class Synchronizer:
             self.state = self.virtual.state()
         self.local = LocalVariables(options.scale_local)
 
+    def load_state(self, saved: Mapping[str, Any], is_own: bool = False) -> None:
+        """Load a state, which this process may have saved under another number (``is_own``)."""
+        options = self.options
+        self.state.load_state_dict(saved, options.reduction.op, options.process_set, is_own)
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Leave the exchange to the caller for the duration of the context."""

@@ -12,7 +12,8 @@ from hvdlite import collectives
 from hvdlite.elastic import HostUpdate, ObjectState, State, run
 from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.sampler import ElasticSampler
-from hvdlite.torch.state import broadcast_optimizer_state, broadcast_parameters, has_extra_state
+from hvdlite.torch.state import broadcast_parameters, has_extra_state, send_optimizer_state
+from hvdlite.torch.wrapping import Distributed
 
 __all__ = ["ElasticSampler", "HostUpdate", "ObjectState", "State", "TorchState", "run"]
 
@@ -103,23 +104,33 @@ class ModelStateHandler(StatefulHandler):
 
 
 class OptimizerStateHandler(StatefulHandler):
-    """Handles an optimizer, distributed or not."""
+    """Handles an optimizer, distributed or not.
+
+    Residuals of a compression stay each rank's own: one that comes in begins with none.
+    """
 
     def restore(self) -> None:
-        super().restore()
+        if isinstance(self.value, Distributed):
+            self.value._load(copy.deepcopy(self._kept), is_own=True)
+        else:
+            super().restore()
         for group in self.value.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def sync(self) -> None:
-        broadcast_optimizer_state(self.value, 0)
+        value = self.value
+        is_distributed = isinstance(value, Distributed)
+        send_optimizer_state(
+            value, value._common_state_dict if is_distributed else value.state_dict, 0
+        )
 
     def gather(self) -> None:
         if hasattr(self.value, "consolidate_exchange_state"):  # a DistributedOptimizer
             self.value.consolidate_exchange_state()
 
     def reset(self) -> None:
-        if hasattr(self.value, "_restart"):  # a DistributedOptimizer
+        if isinstance(self.value, Distributed):
             self.value._restart()
 
 

@@ -172,12 +172,22 @@ class Distributed(Wrapped):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, of this optimizer or of one that is not wrapped."""
+        self._load(state_dict, is_own=False)
+
+    def _load(self, state_dict: Mapping[str, Any], is_own: bool) -> None:
+        """Load a state, which this process may have saved under another number."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         saved = map_leaves(leaf_to_array, state_dict.get(STATE, {}))
         if self._exchange_state.steps is None:  # saved by an optimizer with a schedule
             saved = {key: part for key, part in saved.items() if key != "schedule"}
         reducer = self._reducer
-        self._exchange_state.load_state_dict(saved, reducer.op, reducer.process_set)
+        self._exchange_state.load_state_dict(saved, reducer.op, reducer.process_set, is_own)
+
+    def _common_state_dict(self) -> dict[str, Any]:
+        """Return the part of `state_dict` with which another rank may begin."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        common = self._exchange_state.common_state_dict(self._reducer.process_set)
+        return {**state, STATE: map_leaves(leaf_to_tensor, common)} if common else state
 
     def consolidate_exchange_state(self) -> None:
         """Make what the compression remembers the same on all ranks; collective.

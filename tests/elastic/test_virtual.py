@@ -135,7 +135,7 @@ SPARE = """
 import hashlib
 import torch
 import hvdlite.torch as hvd
-hvd.init(virtual_ranks=4)
+hvd.init(virtual_ranks=5)
 torch.manual_seed(hvd.rank())
 x = torch.randn(400, 3, generator=torch.Generator().manual_seed(5))
 model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
@@ -153,7 +153,7 @@ state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
 
 @hvd.elastic.run
 def train(state):
-    while state.epoch < 2:
+    while state.epoch < 1:
         for batch in loader:
             optimizer.zero_grad()
             model(batch).square().mean().backward()
@@ -170,7 +170,9 @@ print(hvd.size(), hashlib.sha256(weights).hexdigest())
 
 def run_with_spare(*options, faults=()):
     job = hvdliterun(
-        *options, sys.executable, "-c", SPARE, env={"HVDLITE_REHEARSE": ";".join(faults)}
+        *(*options, sys.executable, "-c", SPARE),
+        env={"HVDLITE_REHEARSE": ";".join(faults)},
+        timeout=240,
     )
     assert job.returncode == 0, job.stderr
     return [line.split() for line in job.stdout.splitlines()]
@@ -179,8 +181,9 @@ def run_with_spare(*options, faults=()):
 @slow
 def test_a_spare_does_not_change_the_weights():
     [[_, expected]] = run_with_spare("-np", 1)
-    found = run_with_spare("--elastic", "-np", 3, "--spares", 1, faults=[at(1, step=7)])
-    assert found == [["3", expected]] * 3
+    # So many that no process knows what the compression remembers of all virtual ranks.
+    found = run_with_spare("--elastic", "-np", 5, "--spares", 1, faults=[at(1, step=7)])
+    assert found == [["5", expected]] * 5
 
 
 OWN_LOOP = """
