@@ -226,10 +226,10 @@ class GradientBucket(Operation):
             arrays.allocate_result()
         with timeline.span(self.lane, timeline.EXCHANGE):
             exchange_bucket(strategy, arrays, transport, self.weight)
-        if self.checks_finite:
-            check_finite(arrays, transport)
         if not self.keeps_result:
             transport.release(arrays.result)  # its owner's now
+        if self.checks_finite:
+            check_finite(arrays, transport)
         if strategy.stateful:
             arrays.state.count = found.exchanges + 1
             arrays.state.set_owner(transport.rank, transport.size)
