@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,18 +16,17 @@ import numpy as np
 import torch
 from torch.amp import GradScaler
 
-from hvdlite import runtime, world
+from hvdlite import runtime
 from hvdlite.arguments import check_count
 from hvdlite.errors import NotFiniteError
 from hvdlite.gradients import LossExchange, checked_samples
+from hvdlite.gradients.finite import tell_left_out
 from hvdlite.horovod import is_alias
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.schedule import ExchangeState
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
-
-_log = logging.getLogger("hvdlite")
 
 #: The key of hvdlite's part of an optimizer's state dict.
 STATE = "hvdlite"
@@ -285,8 +283,7 @@ class Distributed(Wrapped):
                 for parameter in group["params"]:
                     parameter.grad = None  # which torch's optimizers skip
             self._reducer.averaged = True
-            if world.rank() == 0:
-                _log.warning("this step is left out on all ranks: %s", error)
+            tell_left_out(error)
 
     def _evaluate(self, closure: Callable[[], Any], batch_size: int | None) -> Any:
         """Run a closure, exchange its gradients, and return the loss of all ranks."""

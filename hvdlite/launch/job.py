@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from hvdlite.launch.protocol import Part
 from hvdlite.launch.rank import describe, die_with_parent, shell_code
 from hvdlite.launch.server import Server
 from hvdlite.launch.status import Inquiry
-from hvdlite.status import SIGNAL
+from hvdlite.status import ASKING, SIGNAL
 
 _TICK = 0.05
 
@@ -34,6 +35,8 @@ _ENDED_FROM_TERMINAL: _Plan = ((2.5, signal.SIGTERM), (6.0, signal.SIGKILL))
 _HOPELESS = (StartError.USAGE, StartError.NOT_EXECUTABLE, StartError.NOT_FOUND)
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Both ask what the ranks do; after the report, the second one (Ctrl-\ at a terminal) ends the job.
+_ASKING = (SIGNAL, signal.SIGQUIT)
 
 
 class End(NamedTuple):
@@ -108,17 +111,22 @@ def follow(
         process = _start(arguments, environment, at_terminal, streams)
         steps: list[tuple[float, signal.Signals]] = []
         inquiry: Inquiry | None = None
+        asking = os.path.join(server.folder, ASKING)
         try:
-            ending, failed, told = False, False, 0
+            ending, failed, told, is_last = False, False, 0, False
             while process.poll() is None:
                 server.serve(_TICK)
                 check()
-                if asked and inquiry is None:
+                if inquiry is None and (asked or os.path.exists(asking)):
+                    is_last = signal.SIGQUIT in asked
                     asked.clear()
                     inquiry = Inquiry(server.folder)
                 if inquiry is not None and inquiry.is_over():
                     say(inquiry.report())
                     inquiry = None
+                    Path(asking).unlink(missing_ok=True)
+                    if is_last:
+                        received.append(signal.SIGQUIT)
                 if received and not ending:
                     ending = True
                     from_terminal = received[0] == signal.SIGINT and at_terminal
@@ -155,7 +163,10 @@ def _start(
 
     def follow_launcher() -> None:
         die_with_parent(launcher, signal.SIGTERM)
-        if not at_terminal:
+        if at_terminal:
+            # It would end before the ranks have answered.
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        else:
             # A batch system signals a whole group; mpirun must get the signal once only.
             os.setpgid(0, 0)
 
@@ -203,9 +214,9 @@ def _signals() -> Iterator[tuple[list[signal.Signals], list[signal.Signals]]]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        (asked if number == SIGNAL else received).append(signal.Signals(number))
+        (asked if number in _ASKING else received).append(signal.Signals(number))
 
-    previous = {number: signal.signal(number, note) for number in (*_HANDLED, SIGNAL)}
+    previous = {number: signal.signal(number, note) for number in (*_HANDLED, *_ASKING)}
     try:
         yield received, asked
     finally:

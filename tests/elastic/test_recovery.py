@@ -325,6 +325,44 @@ print("done", start)
     assert f"rank {longer} on host" in job.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("elastic", "end"),
+    [
+        (True, ""),
+        (True, "hvd.shutdown(); time.sleep(1); print(hvd.is_initialized())"),
+        (False, "hvd.shutdown()"),
+    ],
+)
+def test_a_rank_with_fewer_batches_does_not_hang_a_training(elastic, end):
+    """It ends, or lives on after `hvd.shutdown()`."""
+    pytest.importorskip("torch")
+    code = f"""
+import time, torch
+import hvdlite.torch as hvd
+hvd.init()
+start = hvd.rank()
+torch.manual_seed(1)
+layer = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=layer.named_parameters())
+for batch in range(3 if start == 1 else 5):
+    optimizer.zero_grad()
+    layer(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+print("done", start, flush=True)
+{end}
+"""
+    options = ["--elastic"] if elastic else []
+    job = hvdliterun(*options, "-np", 3, sys.executable, "-c", code)
+    assert job.stdout.splitlines() == (["done 1", "False"] if elastic and end else ["done 1"])
+    assert "rank 1 shut down without submitting 'DistributedOptimizer" in job.stderr
+    assert "(gradients of 'bias', 'weight')" in job.stderr
+    assert re.search("^hvdliterun: rank [02] on host .* exited with code 1", job.stderr, re.M)
+    assert "Exception ignored" not in job.stderr
+    assert job.returncode == (0 if elastic else 1)
+
+
 @pytest.mark.parametrize("point", ["meet", "delivered"])
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_process_set_is_made_of_those_that_live(point, count):
