@@ -73,6 +73,12 @@ class KerasState(VariableState):
                 synchronizer.load_state(common)
         super().sync()
 
+    def gather(self) -> None:
+        """Bring what the compression remembers on all ranks to rank 0; collective."""
+        super().gather()
+        if (synchronizer := self._synchronizer()) is not None:
+            synchronizer.state.consolidate(synchronizer.options.process_set)
+
     def dump(self) -> Any:
         """Return the variables, the attributes, and what this rank's compression remembers."""
         return {**super().dump(), "exchange": self._exchange_state()}
@@ -80,8 +86,9 @@ class KerasState(VariableState):
     def load(self, dump: Any) -> None:
         """Assign the variables, set the attributes, and save them."""
         super().load(dump)
-        if dump["exchange"] is not None:
-            self.optimizer.load_exchange_state_dict(dump["exchange"])
+        synchronizer = self._synchronizer()
+        if synchronizer is not None and dump["exchange"] is not None:
+            synchronizer.load_state(dump["exchange"])
             self._exchange = self._exchange_state()
 
     def variables_kept(self) -> Sequence[Any]:

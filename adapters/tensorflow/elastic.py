@@ -77,6 +77,21 @@ class TensorFlowState(VariableState):
         ExchangeStates(self.variables_kept()).sync()
         super().sync()
 
+    def gather(self) -> None:
+        """Bring what the tapes' compressions remember on all ranks to rank 0; collective."""
+        super().gather()
+        ExchangeStates(self.variables_kept()).consolidate()
+
+    def dump(self) -> Any:
+        """Return the variables, the attributes, and the tapes' states."""
+        return {**super().dump(), "tapes": ExchangeStates(self.variables_kept()).dump()}
+
+    def load(self, dump: Any) -> None:
+        """Assign the variables, set the attributes, load the tapes' states, and save them."""
+        super().load(dump)
+        ExchangeStates(self.variables_kept()).load(dump["tapes"])
+        self.save()
+
     def variables_kept(self) -> Sequence[Any]:
         """Return the variables in a list."""
         return list(tf.nest.flatten(self.variables))

@@ -43,7 +43,7 @@ class ExchangeStates:
 
     def save(self) -> None:
         """Keep copies of the states."""
-        self._kept = {key: state.state_dict(global_process_set) for key, state in self._states()}
+        self._kept = self.dump()
 
     def restore(self) -> None:
         """Load what `save` has kept, and what there was none of begins anew."""
@@ -51,13 +51,27 @@ class ExchangeStates:
             saved = self._kept.get(key, {})
             state.load_state_dict(saved, Average, global_process_set, is_own=True)
 
+    def consolidate(self) -> None:
+        """Make the states the same on all ranks; collective."""
+        for _, state in self._states():
+            state.consolidate(global_process_set)
+
+    def dump(self) -> dict[tuple[int, ...], dict[str, Any]]:
+        """Return the states by the positions of their sources."""
+        return {key: state.state_dict(global_process_set) for key, state in self._states()}
+
+    def load(self, dump: Mapping[tuple[int, ...], Mapping[str, Any]]) -> None:
+        """Load what `dump` has returned, also in another process."""
+        for key, saved in dump.items():
+            state = exchange_state([self._variables[position] for position in key])
+            state.load_state_dict(saved, Average, global_process_set)
+
     def sync(self) -> None:
         """Give all ranks rank 0's states, except residuals; collective."""
         own = {key: state.common_state_dict(global_process_set) for key, state in self._states()}
         common = collectives.broadcast_object(own, 0, "elastic.exchange_states")
-        for key, saved in common.items() if world.rank() != 0 else ():
-            state = exchange_state([self._variables[position] for position in key])
-            state.load_state_dict(saved, Average, global_process_set)
+        if world.rank() != 0:
+            self.load(common)
 
     def _states(self) -> list[tuple[tuple[int, ...], ExchangeState]]:
         """Return the states, each with the positions of its sources."""

@@ -11,7 +11,8 @@ import torch
 from hvdlite import collectives
 from hvdlite.elastic import HostUpdate, ObjectState, State, run
 from hvdlite.errors import HorovodInternalError
-from hvdlite.torch.sampler import ElasticSampler
+from hvdlite.recipe.batches import Batches
+from hvdlite.torch.sampler import ElasticSampler, ShardSampler
 from hvdlite.torch.state import broadcast_parameters, has_extra_state, send_optimizer_state
 from hvdlite.torch.wrapping import Distributed
 
@@ -134,6 +135,14 @@ class OptimizerStateHandler(StatefulHandler):
             self.value._restart()
 
 
+class PositionHandler(StatefulHandler):
+    """Handles positions in data that all ranks share: `ShardSampler` and ``hvd.shard``."""
+
+    def merge(self) -> None:
+        # The function is called again, and its loop goes on where the last commit was.
+        self.restore()
+
+
 class SamplerStateHandler(StatefulHandler):
     """Handles an `ElasticSampler`, and merges the samples that the ranks have processed."""
 
@@ -160,6 +169,8 @@ _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (ShardSampler, PositionHandler),
+    (Batches, PositionHandler),
 ]
 
 
