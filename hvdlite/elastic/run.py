@@ -73,7 +73,7 @@ def run(
             return attempts.until_done(lambda: func(state, *args, **kwargs))
         except BaseException as error:
             rendezvous.leave(f"{type(error).__name__}: {error}")
-            runtime.note_lost_world(comm.rank, comm.size)
+            runtime.note_lost_world(rendezvous.comm.rank, rendezvous.comm.size)
             raise
 
     return wrapper
