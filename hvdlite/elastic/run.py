@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import re
 from collections.abc import Callable
@@ -105,6 +106,8 @@ class _Attempts:
             try:
                 if is_new:
                     self._state.on_reset()
+                    # The old world's lanes, with memory as large as the gradients, are in cycles.
+                    gc.collect()
                 if self._skip_sync:
                     self._state.merge()
                 else:
@@ -120,6 +123,7 @@ class _Attempts:
                 report = _Report("", 0, update.skip_sync)
             reports = reset(self._rendezvous, report)
             self._learn(reports, failure)
+            failure = None  # its traceback holds the old world
             is_new = True
 
     def _end_together(self) -> None:
