@@ -51,12 +51,17 @@ STEPS = "HVDLITE_LAUNCHER_STEPS"
 it has met the other ranks, each an int64."""
 ELASTIC = "HVDLITE_ELASTIC"
 """The environment variable that is 1 where the other ranks go on when one has died."""
+SHARED = "/dev/shm"
+"""Where Open MPI puts the memory that the ranks of a host share."""
+_SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 LEAVING = "leaving."
 """The beginning of the name of a note of leaving; `time.monotonic_ns` is the rest."""
 
 TO_LAUNCHER = "-"
 """OUTPUT where the launcher prints what the ranks do."""
 _UNREACHABLE = 69  # EX_UNAVAILABLE
+# This rank's folder in shared memory, if it has one.
+_to_remove: list[str] = []
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -68,6 +73,9 @@ def main(arguments: Sequence[str]) -> None:
     channel = _connect(address)
     forwarding = _Forwarding(channel) if output == TO_LAUNCHER and channel else None
     folder = _own_folder(address)
+    shared = _own_shared_folder()
+    if shared:
+        _to_remove.append(shared)
     steps = _make_steps()
     this = os.getpid()
     child = os.fork()
@@ -77,6 +85,8 @@ def main(arguments: Sequence[str]) -> None:
             forwarding.enter()
         os.environ[FOLDER] = folder
         os.environ[STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
+        if shared:
+            os.environ[_SHARED_VARIABLE] = shared
         _run(command, "" if forwarding else output, mask)
     if forwarding:
         forwarding.start()
@@ -156,11 +166,15 @@ def _connect(address: str) -> Any:
 
 
 def _protocol() -> Any:
-    """Import protocol.py from beside this file, since the package hvdlite would load numpy."""
+    return _import("protocol")
+
+
+def _import(name: str) -> Any:
+    """Import a file from beside this one, since the package hvdlite would load numpy."""
     folder = os.path.dirname(__file__)
     if folder not in sys.path:
         sys.path.append(folder)
-    return importlib.import_module("protocol")
+    return importlib.import_module(name)
 
 
 class _Forwarding:
@@ -233,6 +247,28 @@ def _own_folder(address: str) -> str:
     except OSError:
         return ""
     return folder
+
+
+def _own_shared_folder() -> str:
+    """Make a folder for this rank's memory that Open MPI shares; empty: it needs none.
+
+    A rank leaves its file there when it is killed together with its manager.
+    """
+    if "OMPI_COMM_WORLD_RANK" not in os.environ or _SHARED_VARIABLE in os.environ:
+        return ""
+    folders = _import("folders")
+    folders.sweep(SHARED)
+    try:
+        path: str = folders.make(SHARED)[0]
+    except OSError:
+        return ""
+    return path
+
+
+def _clean_up() -> None:
+    """Remove this rank's shared memory."""
+    for folder in _to_remove:
+        _import("folders").remove(folder)
 
 
 def _make_steps() -> int:
@@ -346,6 +382,7 @@ def _wait(child: int, manager: int) -> tuple[int, set[int]]:
             if ended:
                 return os.waitstatus_to_exitcode(status), signs & _FIRST_SIGNS
         elif os.getppid() != manager:
+            os.kill(child, signal.SIGKILL)  # which makes no files from now on
             _end_group()
         elif info.si_pid == manager:
             # A process manager signals the whole group, so the command has it already.
@@ -356,6 +393,7 @@ def _wait(child: int, manager: int) -> tuple[int, set[int]]:
 
 def _end_group() -> None:
     """Kill the command and its children, because the manager was killed."""
+    _clean_up()
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -437,6 +475,7 @@ def _send(channel: Any, kind: str, *texts: str) -> bool:
 
 
 def _end(code: int) -> None:
+    _clean_up()
     if code < 0:
         import resource
 
