@@ -29,6 +29,7 @@ _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _OTHERS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGCHLD}
+_OTHERS.add(signal.SIGIO)
 _WATCHED = _ENDING | _OTHERS
 
 # The first signals of Open MPI's process manager when it ends a job, also for MPI_Abort.
@@ -40,6 +41,8 @@ _PASS_ON = 0.3
 _END = 8.0
 # Seconds that a rank has to end after it began to leave.
 _LEAVE = 5.0
+# Seconds that a manager has to end the job when the launcher has gone.
+_ORPHANED = 4.0
 
 _MAX_READ = 1 << 16
 _MAX_LINE = 1 << 16
@@ -69,6 +72,8 @@ def main(arguments: Sequence[str]) -> None:
     address, output, *command = arguments
     manager = os.getppid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    if manager == 1:  # it has been killed before this process could tie its life to it
+        os._exit(1)
     die_with_parent(manager, signal.SIGTERM)
     channel = _connect(address)
     forwarding = _Forwarding(channel) if output == TO_LAUNCHER and channel else None
@@ -90,7 +95,7 @@ def main(arguments: Sequence[str]) -> None:
         _run(command, "" if forwarding else output, mask)
     if forwarding:
         forwarding.start()
-    code, signs = _wait(child, manager)
+    code, signs = _wait(child, manager, channel)
     others_go_on = os.environ.get(ELASTIC) == "1" and _has_met_others(steps)
     if code and not signs and not others_go_on:
         signs = _wait_for_earlier(folder, manager)
@@ -372,12 +377,28 @@ def _redirect(output: str) -> None:
         os.close(file)
 
 
-def _wait(child: int, manager: int) -> tuple[int, set[int]]:
-    """Wait for the command; return how it ended, and the signals that the manager had sent."""
+def _wait(child: int, manager: int, channel: Any) -> tuple[int, set[int]]:
+    """Wait for the command; return how it ended, and the signals that the manager had sent.
+
+    End it if the launcher has gone, and the manager, which should follow it, does not end the job.
+    """
     signs: set[int] = set()
+    deadline: float | None = None
+    if channel:
+        channel.watch()
     while True:
-        info = signal.sigwaitinfo(_WATCHED)
-        if info.si_signo == signal.SIGCHLD:
+        if channel and deadline is None and channel.has_ended():
+            deadline = time.monotonic() + _ORPHANED
+        if deadline is None:
+            info: Any = signal.sigwaitinfo(_WATCHED)
+        else:
+            info = signal.sigtimedwait(_WATCHED, max(deadline - time.monotonic(), 0.0))
+        if info is None:
+            os.kill(child, signal.SIGKILL)
+            _end_group()
+        elif info.si_signo == signal.SIGIO:
+            continue
+        elif info.si_signo == signal.SIGCHLD:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status), signs & _FIRST_SIGNS
