@@ -122,6 +122,8 @@ class ProcessSets:
         if recovery is not None:
             recovery.add(engine)
         self._whole = whole
+        if recovery is not None:
+            _ = whole.group  # read while there is a communicator
         self._global = engine
         self._sets: dict[int, ProcessSet] = {}
         self._engines: dict[int, Engine] = {}
@@ -254,6 +256,7 @@ class ProcessSets:
             new_ranks: the new number of each of them, by the old one.
         """
         self._whole = whole
+        _ = whole.group  # read while there is a communicator
         for process_set in self._sets.values():
             ranks = process_set.ranks or []
             process_set.ranks = [new_ranks[rank] for rank in ranks if rank in new_ranks]
@@ -279,6 +282,9 @@ class ProcessSets:
                 del self._engines[number]
                 engine.world.free()
         closed = not self._engines
+        if closed and self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None
         for number in list(self._sets):
             self._leave(number)
         return closed

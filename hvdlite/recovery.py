@@ -32,6 +32,7 @@ from hvdlite.engine.lane import Lane, LaneState
 from hvdlite.errors import HorovodInternalError, RankGoneError
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport, connect
+from hvdlite.transport.mpi import forget_ended
 from hvdlite.world import World
 
 _log = logging.getLogger("hvdlite")
@@ -87,6 +88,8 @@ class Recovery:
                 "HVDLITE_ELASTIC"
             )
         self._messages = whole.comm.Dup()
+        # Communicators of the last world, which no operation uses any more.
+        self._old: list[Any] = []
 
     def add(self, engine: Engine) -> None:
         """Serve an engine, too; that of all ranks comes first."""
@@ -95,6 +98,11 @@ class Recovery:
     def remove(self, engine: Engine) -> None:
         """Serve an engine no more."""
         self._engines.remove(engine)
+
+    def close(self) -> None:
+        """Free the communicators that serve recoveries; all lanes have been closed everywhere."""
+        self._retire([])
+        self._messages.Free()
 
     def is_about_death(self, error: Exception) -> bool:
         """Return whether an error of this rank comes from the death of another one.
@@ -172,15 +180,22 @@ class Recovery:
         if rehearsal.reach is not None:
             rehearsal.reach("recover")
         with membership.lock:
+            failed: list[Any] = []
             while True:
                 comm = comm.Shrink()
                 attempt = _Attempt(self._mpi, comm, self._world, self._settings)
                 attempt.run(engines, states)
                 if all_agree(self._mpi, comm, attempt.failure is None):
                     break
+                failed += attempt.communicators
             self._check(attempt.states)
             self._tell(attempt, time.monotonic() - began, error)
+            old = [self._messages, *failed]
+            for engine in engines:
+                old += [engine.world.cross, engine.world.node, engine.world.comm]
+                old += [comm for lane in engine.lanes for comm in lane.transport.communicators]
             self._take_over(attempt, engines)
+            self._retire(old)
 
     def _wait_for_others(self, began: float) -> None:
         """Wait, without using a core, until the other ranks have noticed it, too."""
@@ -254,6 +269,21 @@ class Recovery:
                 deliver = is_delivered(attempt.own[lane.name], states)
                 lane.replace(attempt.transports[lane.name], deliver, attempt.new_ranks)
 
+    def _retire(self, old: Sequence[Any]) -> None:
+        """Free the communicators that were given in the last call, and note others for the next.
+
+        Not at once: messages may be on their way to them, which a later communicator of the same
+        number would get, and threads may just be reading their rank from the old world.
+        """
+        if forget_ended(self._mpi):
+            self._old, free = list(old), self._old
+        else:  # MPI may still work on a collective over one of them
+            self._old, free = [*self._old, *old], []
+        for comm in free:
+            # Open MPI 5 does it without the other ranks, of which some have died.
+            with suppress(self._mpi.Exception):
+                comm.Free()
+
     def _tell(self, attempt: _Attempt, seconds: float, error: Exception) -> None:
         """Log what has happened, with the numbers that the ranks had at the start."""
         starts, left = self.starts, len(attempt.new_ranks)
@@ -288,6 +318,7 @@ class _Attempt:
         world: The new world of all ranks.
         messages: For the messages of the next recovery.
         worlds: The new world of each engine, by the name of its lane for named operations.
+        made: The communicators of these worlds.
         transports: By the lane's name; None: the lane has been closed.
     """
 
@@ -305,7 +336,16 @@ class _Attempt:
         self.positions: list[Mapping[Any, Any]] = []
         self.new_ranks: dict[int, int] = {}
         self.worlds: dict[str, World] = {}
+        self.made = [comm]
         self.transports: dict[str, Transport | None] = {}
+
+    @property
+    def communicators(self) -> list[Any]:
+        """Those that have been made."""
+        transports = [each for each in self.transports.values() if each is not None]
+        inner = [comm for transport in transports for comm in transport.communicators]
+        messages = [self.messages] if hasattr(self, "messages") else []
+        return [*inner, *messages, *reversed(self.made)]
 
     def run(self, engines: Sequence[Engine], states: Mapping[str, LaneState]) -> None:
         """Make the worlds and the transports; collective, and on failure another attempt follows.
@@ -314,7 +354,7 @@ class _Attempt:
             engines: Of this rank, that of all ranks first.
             states: Of this rank's lanes, by their names.
         """
-        made: list[Any] = [self._comm]
+        made = self.made
         try:
             with revoked_on_failure(made):
                 told = self._comm.allgather(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from hvdlite.errors import SettingsError
@@ -73,6 +74,8 @@ class Pool:
         self._size = comm.size - spares
         self._members = list(range(self._size))
         self._sent: list[Any] = []
+        # Communicators before the last `form`, which nobody uses any more.
+        self._old: list[Any] = []
         self.number = int(comm.rank)
         self.is_member = self.number < self._size
         world = comm.Split(0 if self.is_member else MPI.UNDEFINED, key=comm.rank)
@@ -132,6 +135,7 @@ class Pool:
         """
         if self.is_member:
             self._call_spares()
+        old = [self._comm, *([self.world] if self.world is not None else [])]
         while True:
             pool = self._comm.Shrink()
             world, messages, is_made = None, [], False
@@ -149,6 +153,7 @@ class Pool:
                 pass
             if all_agree(self._mpi, pool, is_made):
                 break
+            old += [pool] if world is None else [world, pool]
         if pool.rank == living[0] and len(members) > len(living):
             new = len(members) - len(living)
             _log.warning(
@@ -158,6 +163,7 @@ class Pool:
             )
         self._comm, self._members = pool, members
         self.is_member, self.world, self._tags = is_in, world if is_in else None, 0
+        self._retire(old)
         return messages
 
     def end(self) -> None:
@@ -169,6 +175,13 @@ class Pool:
         while told and time.monotonic() < deadline:
             told = [request for request in told if request and self._ask(request.Test) is False]
             time.sleep(1e-3)
+
+    def _retire(self, old: list[Any]) -> None:
+        """Free the communicators of the last call, and note others; see `Recovery._retire`."""
+        old, self._old = self._old, [comm for comm in old if comm != self._mpi.COMM_NULL]
+        for comm in old:
+            with suppress(self._mpi.Exception):
+                comm.Free()
 
     def _call_spares(self) -> None:
         self._sent = [self._ask(self._comm.isend, None, rank, _COME) for rank in self._others()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,11 +91,19 @@ class World:
         index = {leader: position for position, leader in enumerate(sorted(set(leaders)))}
         return cls(comm, node, cross, tuple(index[leader] for leader in leaders), tuple(ranks))
 
+    @functools.cached_property
+    def group(self) -> Any:
+        """The group of the ranks, which may be read when the communicator has been freed.
+
+        It has to be read once before.
+        """
+        return self.comm.group
+
     def renumbered(self, ranks: Sequence[int], before: World) -> list[int]:
         """Return the numbers in this world of ranks of an earlier one, without those that died."""
         if before is self:
             return list(ranks)
-        living = before.comm.group.Translate_ranks(list(ranks), self.comm.group)
+        living = before.group.Translate_ranks(list(ranks), self.group)
         return sorted(rank for rank in living if rank >= 0)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import re
 import sys
@@ -83,7 +84,7 @@ def run(
             sys.exit(0)
         except BaseException as error:
             rendezvous.leave(f"{type(error).__name__}: {error}")
-            runtime.note_lost_world(comm.rank, comm.size)
+            runtime.note_lost_world(rendezvous.comm.rank, rendezvous.comm.size)
             raise
 
     return wrapper
@@ -127,6 +128,8 @@ class _Attempts:
             try:
                 if self._is_new:
                     self._state.on_reset()
+                    # The old world's lanes, with memory as large as the gradients, are in cycles.
+                    gc.collect()
                 if self._skip_sync:
                     self._state.merge()
                 else:
@@ -147,6 +150,7 @@ class _Attempts:
             self._count_reset()
             reports = reset(self._rendezvous, report)
             self._learn(reports, failure)
+            failure = None  # its traceback holds the old world
             self._is_new = True
 
     def _count_reset(self) -> None:

@@ -15,6 +15,7 @@ The process around each rank loads this file by its path; it imports nothing of 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import os
 import socket
@@ -126,6 +127,21 @@ class Channel:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+    def watch(self) -> None:
+        """Have the system send this process SIGIO when the other end closes, or sends something."""
+        file = self._socket.fileno()
+        fcntl.fcntl(file, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def has_ended(self) -> bool:
+        """Return whether the other end has closed the connection, without waiting."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def send(self, kind: bytes, *parts: Part) -> None:
         """Send a message; from any thread."""

@@ -29,6 +29,7 @@ _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _OTHERS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGCHLD}
+_OTHERS.add(signal.SIGIO)
 _WATCHED = _ENDING | _OTHERS
 
 # The first signals of Open MPI's process manager when it ends a job, also for MPI_Abort.
@@ -40,6 +41,8 @@ _PASS_ON = 0.3
 _END = 8.0
 # Seconds that a rank has to end after it began to leave.
 _LEAVE = 5.0
+# Seconds that a manager has to end the job when the launcher has gone.
+_ORPHANED = 4.0
 
 _MAX_READ = 1 << 16
 _MAX_LINE = 1 << 16
@@ -51,12 +54,17 @@ STEPS = "HVDLITE_LAUNCHER_STEPS"
 it has met the other ranks, each an int64."""
 ELASTIC = "HVDLITE_ELASTIC"
 """The environment variable that is 1 where the other ranks go on when one has died."""
+SHARED = "/dev/shm"
+"""Where Open MPI puts the memory that the ranks of a host share."""
+_SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 LEAVING = "leaving."
 """The beginning of the name of a note of leaving; `time.monotonic_ns` is the rest."""
 
 TO_LAUNCHER = "-"
 """OUTPUT where the launcher prints what the ranks do."""
 _UNREACHABLE = 69  # EX_UNAVAILABLE
+# This rank's folder in shared memory, if it has one.
+_to_remove: list[str] = []
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -64,10 +72,15 @@ def main(arguments: Sequence[str]) -> None:
     address, output, *command = arguments
     manager = os.getppid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    if manager == 1:  # it has been killed before this process could tie its life to it
+        os._exit(1)
     die_with_parent(manager, signal.SIGTERM)
     channel = _connect(address)
     forwarding = _Forwarding(channel) if output == TO_LAUNCHER and channel else None
     folder = _own_folder(address)
+    shared = _own_shared_folder()
+    if shared:
+        _to_remove.append(shared)
     steps = _make_steps()
     this = os.getpid()
     child = os.fork()
@@ -77,10 +90,12 @@ def main(arguments: Sequence[str]) -> None:
             forwarding.enter()
         os.environ[FOLDER] = folder
         os.environ[STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
+        if shared:
+            os.environ[_SHARED_VARIABLE] = shared
         _run(command, "" if forwarding else output, mask)
     if forwarding:
         forwarding.start()
-    code, signs = _wait(child, manager)
+    code, signs = _wait(child, manager, channel)
     others_go_on = os.environ.get(ELASTIC) == "1" and _has_met_others(steps)
     if code and not signs and not others_go_on:
         signs = _wait_for_earlier(folder, manager)
@@ -156,11 +171,15 @@ def _connect(address: str) -> Any:
 
 
 def _protocol() -> Any:
-    """Import protocol.py from beside this file, since the package hvdlite would load numpy."""
+    return _import("protocol")
+
+
+def _import(name: str) -> Any:
+    """Import a file from beside this one, since the package hvdlite would load numpy."""
     folder = os.path.dirname(__file__)
     if folder not in sys.path:
         sys.path.append(folder)
-    return importlib.import_module("protocol")
+    return importlib.import_module(name)
 
 
 class _Forwarding:
@@ -233,6 +252,28 @@ def _own_folder(address: str) -> str:
     except OSError:
         return ""
     return folder
+
+
+def _own_shared_folder() -> str:
+    """Make a folder for this rank's memory that Open MPI shares; empty: it needs none.
+
+    A rank leaves its file there when it is killed together with its manager.
+    """
+    if "OMPI_COMM_WORLD_RANK" not in os.environ or _SHARED_VARIABLE in os.environ:
+        return ""
+    folders = _import("folders")
+    folders.sweep(SHARED)
+    try:
+        path: str = folders.make(SHARED)[0]
+    except OSError:
+        return ""
+    return path
+
+
+def _clean_up() -> None:
+    """Remove this rank's shared memory."""
+    for folder in _to_remove:
+        _import("folders").remove(folder)
 
 
 def _make_steps() -> int:
@@ -337,16 +378,33 @@ def _redirect(output: str) -> None:
         os.close(file)
 
 
-def _wait(child: int, manager: int) -> tuple[int, set[int]]:
-    """Wait for the command; return how it ended, and the signals that the manager had sent."""
+def _wait(child: int, manager: int, channel: Any) -> tuple[int, set[int]]:
+    """Wait for the command; return how it ended, and the signals that the manager had sent.
+
+    End it if the launcher has gone, and the manager, which should follow it, does not end the job.
+    """
     signs: set[int] = set()
+    deadline: float | None = None
+    if channel:
+        channel.watch()
     while True:
-        info = signal.sigwaitinfo(_WATCHED)
-        if info.si_signo == signal.SIGCHLD:
+        if channel and deadline is None and channel.has_ended():
+            deadline = time.monotonic() + _ORPHANED
+        if deadline is None:
+            info: Any = signal.sigwaitinfo(_WATCHED)
+        else:
+            info = signal.sigtimedwait(_WATCHED, max(deadline - time.monotonic(), 0.0))
+        if info is None:
+            os.kill(child, signal.SIGKILL)
+            _end_group()
+        elif info.si_signo == signal.SIGIO:
+            continue
+        elif info.si_signo == signal.SIGCHLD:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status), signs & _FIRST_SIGNS
         elif os.getppid() != manager:
+            os.kill(child, signal.SIGKILL)  # which makes no files from now on
             _end_group()
         elif info.si_pid == manager:
             # A process manager signals the whole group, so the command has it already.
@@ -357,6 +415,7 @@ def _wait(child: int, manager: int) -> tuple[int, set[int]]:
 
 def _end_group() -> None:
     """Kill the command and its children, because the manager was killed."""
+    _clean_up()
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -438,6 +497,7 @@ def _send(channel: Any, kind: str, *texts: str) -> bool:
 
 
 def _end(code: int) -> None:
+    _clean_up()
     if code < 0:
         import resource
 

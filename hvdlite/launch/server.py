@@ -21,8 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
-from hvdlite.launch import protocol
+from hvdlite.launch import folders, protocol
 from hvdlite.launch.protocol import Channel, ForgedError, Part
+from hvdlite.launch.rank import SHARED
 
 _TICK = 0.05
 # Messages that wait for the calling thread; the ranks wait when there are more.
@@ -295,14 +296,13 @@ class Server:
 @contextlib.contextmanager
 def serving(names: Sequence[str] = (), task: Sequence[Part] = ()) -> Iterator[Server]:
     """Provide the server of one job, in a folder of its own."""
-    # Processes that ranks have left running may still write into their folders in it.
-    made = tempfile.TemporaryDirectory(prefix="hvdlite-", ignore_cleanup_errors=True)
-    with made as folder:
+    with folders.temporary(tempfile.gettempdir(), SHARED) as folder:
         server = Server(folder, names, task)
         try:
             yield server
         finally:
             server.close()
+    folders.sweep(SHARED)  # of ranks here whose process has been killed together with the rank
 
 
 def _start(target: Callable[..., None], *args: object) -> threading.Thread:

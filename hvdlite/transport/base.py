@@ -257,6 +257,14 @@ class Transport(ABC):
     def broadcast(self, array: Any, root: int) -> None:
         """Overwrite the flat byte array with rank ``root``'s."""
 
+    @property
+    def communicators(self) -> list[Any]:
+        """The MPI communicators that the transport has made for itself.
+
+        Where ranks have died, `close` is never called, and these are freed some time later.
+        """
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Free the resources of the transport; no rank calls anything after it."""

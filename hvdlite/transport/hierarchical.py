@@ -109,6 +109,11 @@ class HierarchicalTransport(MPITransport):
         """Reduce within the node and across nodes."""
         self.allreduce(array, array, op, scaling)
 
+    @property
+    def communicators(self) -> list[Any]:
+        """Those over the nodes, too."""
+        return [*self._node.communicators, *super().communicators]
+
     def close(self) -> None:
         """Close all of them."""
         self._node.close()

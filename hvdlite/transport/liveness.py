@@ -30,10 +30,13 @@ class Liveness:
         MPI: the module ``mpi4py.MPI``.
         comm: a communicator over all ranks, which this object owns.
         members: global ranks, used in messages.
+
+    Attributes:
+        comm: as given.
     """
 
     def __init__(self, MPI: Any, comm: Any, members: Sequence[int]) -> None:  # noqa: N803
-        self._comm = comm
+        self.comm = comm
         self._members = members
         self._any_source = MPI.ANY_SOURCE
         self._status = MPI.Status
@@ -47,7 +50,7 @@ class Liveness:
         """Begin a round; their numbers are the same on all ranks."""
         self._round += 1
         self._announced = False
-        self._here = {self._comm.rank}
+        self._here = {self.comm.rank}
 
     def listen(self) -> None:
         """Receive what other ranks have sent, and answer.
@@ -56,10 +59,10 @@ class Liveness:
             RankGoneError: a rank has left for good.
         """
         status = self._status()
-        while self._comm.Iprobe(self._any_source, status=status):
+        while self.comm.Iprobe(self._any_source, status=status):
             received = np.empty(1, np.int64)
             source = status.Get_source()
-            self._comm.Recv(received, source)
+            self.comm.Recv(received, source)
             if received[0] == _GONE:
                 self._left = True  # that rank has told all others already
                 raise RankGoneError(
@@ -92,7 +95,7 @@ class Liveness:
 
     def close(self) -> None:
         """Free the communicator; collective."""
-        self._comm.Free()
+        self.comm.Free()
 
     def _announce(self) -> None:
         if not self._announced:
@@ -102,6 +105,6 @@ class Liveness:
     def _send(self, value: int) -> None:
         self._sent = [(request, buffer) for request, buffer in self._sent if not request.Test()]
         buffer = np.array([value], np.int64)
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._sent.append((self._comm.Isend(buffer, rank), buffer))
+        for rank in range(self.comm.size):
+            if rank != self.comm.rank:
+                self._sent.append((self.comm.Isend(buffer, rank), buffer))

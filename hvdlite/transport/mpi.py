@@ -248,10 +248,34 @@ class MPITransport(Transport):
         for part in _parts(array):
             self._comm.Bcast([part, self._mpi.BYTE], root)
 
+    @property
+    def communicators(self) -> list[Any]:
+        """Those of the collectives and of the side channel."""
+        return [self._liveness.comm, self._comm]
+
     def close(self) -> None:
         """Free the communicators."""
         self._liveness.close()
         self._comm.Free()
+
+
+def forget_ended(MPI: Any) -> bool:  # noqa: N803
+    """Forget the abandoned collectives that have ended; return whether all of them have.
+
+    Those over a communicator that has been revoked end with an error.
+
+    Args:
+        MPI: the module ``mpi4py.MPI``.
+    """
+
+    def has_ended(request: Any) -> bool:
+        try:
+            return bool(request.Test())
+        except MPI.Exception:
+            return True
+
+    _abandoned[:] = [each for each in _abandoned if not has_ended(each[0])]
+    return not _abandoned
 
 
 def _parts(array: Any) -> Iterator[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -122,5 +121,7 @@ def test_a_folder_that_cannot_be_removed_does_not_change_the_end(monkeypatch):
         (folder / "rank.0").mkdir()
         monkeypatch.setattr(os, "rmdir", refuse)
     monkeypatch.undo()
-    assert [entry.name for entry in folder.iterdir()] == ["rank.0"]
-    shutil.rmtree(folder)
+    deadline = time.monotonic() + 20
+    while folder.exists():  # its guard removes it
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

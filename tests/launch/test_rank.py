@@ -93,7 +93,8 @@ def test_no_end_is_asked_for_where_the_manager_has_begun(server, tmp_path):
     assert source.count("_PASS_ON = 0.3") == 1
     program = tmp_path / "rank.py"  # It gives this process, on a busy machine, more time.
     program.write_text(source.replace("_PASS_ON = 0.3", "_PASS_ON = 1.0"))
-    shutil.copy(Path(rank.__file__).with_name("protocol.py"), tmp_path)
+    for name in ("protocol.py", "folders.py"):
+        shutil.copy(Path(rank.__file__).with_name(name), tmp_path)
     process = shim(*python("raise SystemExit(7)"), address=server.address, program=program)
     wait_for(server, lambda: server.exited)
     assert server.exited.text == f"rank 2 on host {HOST} exited with code 7"
@@ -240,6 +241,30 @@ def test_the_command_dies_with_its_shim():
     finally:
         os.kill(grandchild, signal.SIGKILL)
         process.communicate()
+
+
+def test_the_command_dies_some_time_after_the_launcher():
+    with serving() as server:
+        process = shim(*python(_SHOW_FAMILY), address=server.address)
+        pids = list(map(int, process.stdout.readline().split()))
+    try:
+        assert survivors(pids, seconds=15) == []  # its manager, this process, does not end it
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_memory_that_ranks_share_lies_in_a_folder_of_the_rank():
+    name = "OMPI_MCA_btl_sm_backing_directory"
+    code = f"import os; print(os.environ['{name}'], *os.listdir(os.environ['{name}']))"
+    status, out, err = result(shim(*python(code)))
+    folder, *files = out.split()
+    assert (status, err, Path(folder).parent) == (0, "", Path("/dev/shm"))
+    assert len(files) == 1  # the lock
+    assert not Path(folder).exists()
+    assert result(shim(*python(f"import os; print(os.environ['{name}'])"), **{name: "/x"})) == (
+        *(0, "/x\n", ""),
+    )
 
 
 def test_everything_dies_with_the_manager():

@@ -151,7 +151,9 @@ class Barrier:
         self.arena = arena
         self.slots = []
         byte = np.dtype(np.uint8)
-        own = arena.first = arena.empty(_SLOT_BYTES, byte) if arena.first is None else arena.first
+        own = arena.first
+        if own is None:
+            own = arena.first = arena.empty(_SLOT_BYTES, byte)
         for position, (pid, key) in enumerate(processes):
             peer = Peer(pid, key)
             memory = own if position == index else peer.view(0, _SLOT_BYTES, byte)
@@ -300,8 +302,9 @@ class Barrier:
 
 def reset(arena: Arena) -> None:
     """Prepare the arena of a barrier that no rank uses any more for another barrier."""
-    if arena.first is not None:
-        arena.first[:_NOTES] = 0
+    first = arena.first
+    if first is not None:
+        first[:_NOTES] = 0
 
 
 def _chunks(

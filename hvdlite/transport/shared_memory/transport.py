@@ -399,6 +399,11 @@ class SharedMemoryTransport(Transport):
             if self.rank != root:
                 part[...] = self._barrier.slots[root].chunk(generation, part.size, part.dtype)
 
+    @property
+    def communicators(self) -> list[Any]:
+        """Those over the nodes."""
+        return [] if self._cross is None else self._cross.communicators
+
     def close(self) -> None:
         """Free all memory that is not in use any more."""
         self._arena.close()

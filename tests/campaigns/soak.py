@@ -1,0 +1,589 @@
+"""Soak: long jobs in which ranks stall, die and fail at random times, and what is left of them.
+
+python -m tests.campaigns.soak --minutes 30
+python -m tests.campaigns.soak --minutes 30 --set HVDLITE_SHARED_MEMORY=0
+
+Each job has three ranks and six spares. Most jobs come to their end; some are killed as a whole, in
+others only ``hvdliterun`` or mpirun is killed. The ranks report what they hold
+(`tests/elastic/soaking_torch.py`), and the campaign requires that it does not grow, that the result
+is right, and that neither a process nor a file of the job remains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.harness import mpirun
+
+RANKS, SPARES = 3, 6
+MARK = "HVDLITE_SOAK"
+"""The variable by which the processes of a job are known."""
+_SCRIPT = "tests/elastic/soaking_torch.py"
+_PACE = 0.03
+_TICK = 0.05
+_SECONDS_TO_START = 120.0
+# Nothing changes for so long: the job hangs.
+_PATIENCE = 90.0
+_SECONDS_TO_GO = 10.0
+_EXACT = ("descriptors", "threads", "segments", "mounted")
+# KiB that a process may grow with each recovery or reset once it is warm, and beside that.
+_GROWTH, _SLACK = 100.0, 3000.0
+_WARM = 2  # changes of the ranks that a process has been through
+_WATCHED = ("/dev/shm/", "/tmp/", "/run/", "/var/tmp/")
+
+
+class Plan(NamedTuple):
+    """What happens in a job that comes to its end.
+
+    Attributes:
+        seconds: How long it trains.
+        pause: The least and the most seconds between two faults.
+        deaths: How many at most.
+    """
+
+    seconds: float
+    pause: tuple[float, float] = (1.0, 8.0)
+    deaths: int = SPARES
+
+
+@dataclass
+class Process:
+    """A process of a job that has begun the script.
+
+    Attributes:
+        number: Its number at the start; those from `RANKS` on are spares.
+        pid: Its process id.
+        records: What it has reported.
+    """
+
+    number: int
+    pid: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+
+    def update(self, folder: Path) -> None:
+        """Read what it has reported since."""
+        with contextlib.suppress(FileNotFoundError), (folder / f"{self.number}.jsonl").open() as f:
+            f.seek(self._read)
+            text = f.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._read += len(whole.encode())
+            self.records += map(json.loads, whole.splitlines())
+        if self.records:
+            self.pid = self.records[0]["pid"]
+
+    @property
+    def is_rank(self) -> bool:
+        """Whether it has trained."""
+        return any(record["event"] != "start" for record in self.records)
+
+    @property
+    def step(self) -> int:
+        """The last step that it has told."""
+        return max((record.get("step", 0) for record in self.records), default=0)
+
+    def is_alive(self) -> bool:
+        """Return whether it runs or is stopped."""
+        return self.pid > 0 and _is_alive(self.pid)
+
+    def usage(self, size: int = RANKS) -> list[dict[str, Any]]:
+        """Return the first report after each change of the ranks to so many."""
+        return [
+            r for r in self.records if r["event"] == "usage" and r["first"] and r["size"] == size
+        ]
+
+
+class Job:
+    """A job under ``hvdliterun``, its processes and files.
+
+    Args:
+        extra: More environment variables.
+        spares: The number of processes that wait.
+    """
+
+    def __init__(self, extra: Mapping[str, str], spares: int = SPARES) -> None:
+        self.extra = extra
+        self.spares = spares
+        self.folder = Path(tempfile.mkdtemp(prefix="soak-"))
+        self.temporary = self.folder / "tmp"
+        self.reports = self.folder / "reports"
+        for each in (self.temporary, self.reports):
+            each.mkdir()
+        self.mark = self.folder.name
+        self.processes = [Process(number) for number in range(RANKS + spares)]
+        self.faults: Counter[str] = Counter()
+        self.log: list[str] = []
+        self.files: set[str] = set()  # that its processes had open or mapped
+        self.pids: set[int] = set()
+        self._looked = 0.0
+        self._before = _names()
+        self._mounts = _mounts()
+        self.began = time.monotonic()
+        self.output = self.folder / "output"
+        with self.output.open("w") as output:
+            self.launcher = subprocess.Popen(
+                self._command(
+                    *("-np", str(RANKS), "--elastic", "--spares", str(spares)),
+                    *(sys.executable, _SCRIPT, str(self.reports)),
+                ),
+                env=self._environment(),
+                cwd=mpirun.ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "hvdlite.launch", *arguments]
+
+    def _environment(self) -> dict[str, str]:
+        own = {MARK: self.mark, "TMPDIR": str(self.temporary), "SOAK_PACE": str(_PACE)}
+        own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # made by PyTorch's import
+        return mpirun.environment({**own, **self.extra})
+
+    @property
+    def step(self) -> int:
+        """The last step that any process has told."""
+        return max(process.step for process in self.processes)
+
+    @property
+    def ranks(self) -> list[Process]:
+        """The processes that train."""
+        return [each for each in self.processes if each.is_rank and each.is_alive()]
+
+    @property
+    def waiting(self) -> list[Process]:
+        """The spares that wait."""
+        return [each for each in self.processes if not each.is_rank and each.is_alive()]
+
+    def note(self, text: str) -> None:
+        """Remember what has been done to the job, and when."""
+        self.log.append(f"{time.monotonic() - self.began:.2f} s, step {self.step}: {text}")
+
+    def look(self) -> None:
+        """Read the reports, and now and then which files the processes use."""
+        for process in self.processes:
+            process.update(self.reports)
+        if time.monotonic() > self._looked + 1.0:
+            self._looked = time.monotonic()
+            for pid in _marked(self.mark):
+                self.pids.add(pid)
+                self.files |= _files_of(pid)
+
+    def wait_for_start(self) -> None:
+        """Wait until the ranks train.
+
+        Raises:
+            AssertionError: It takes too long, or the job ends.
+        """
+        deadline = time.monotonic() + _SECONDS_TO_START
+        while sum(each.step > 0 for each in self.processes) < RANKS:
+            assert self.launcher.poll() is None, self.describe("the job ended at its start")
+            assert time.monotonic() < deadline, self.describe("the job does not start")
+            time.sleep(_TICK)
+            self.look()
+        self._looked = 0.0
+        self.look()
+
+    def signal(self, process: Process, number: signal.Signals) -> None:
+        """Send a signal to a process, if there still is one."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+    def describe(self, text: str) -> str:
+        """Return a text with all that helps to find out what has happened."""
+        reports = "\n".join(
+            f"{each.number} ({each.pid}, {'alive' if each.is_alive() else 'gone'}): "
+            f"{each.records[-1] if each.records else None}"
+            for each in self.processes
+        )
+        output = self.output.read_text(errors="replace")[-6000:]
+        log = "\n".join(self.log[-40:])
+        return f"{text}\n{log}\n{reports}\n{output}\nfiles: {self.folder}"
+
+    def end(self) -> None:
+        """Kill what is left after a failure."""
+        for pid in _marked(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+    def wait_until_gone(self) -> float:
+        """Wait until no process of the job is left; return how many seconds that took.
+
+        Raises:
+            AssertionError: Some stay.
+        """
+        began = time.monotonic()
+        while left := [pid for pid in _marked(self.mark) if _is_alive(pid)]:
+            if time.monotonic() > began + _SECONDS_TO_GO:
+                lines = "\n".join(f"{pid}: {_command_line(pid)}" for pid in left)
+                raise AssertionError(self.describe(f"these processes stay:\n{lines}"))
+            time.sleep(_TICK)
+        return time.monotonic() - began
+
+    def leftovers(self) -> list[str]:
+        """Return the job's files that are still there, and mounts that were not there before."""
+        inside = [str(path) for path in self.temporary.rglob("*")]
+        used = [path for path in sorted(self.files) if not path.startswith(str(self.folder))]
+        after = _names()
+        own = re.compile("|".join([r"(?!)", *(rf"\.{pid}\b" for pid in self.pids)]))
+        new = [path for path in after - self._before if own.search(path)]
+        mounts = [line for line in _mounts() - self._mounts if str(self.folder) in line]
+        return [*inside, *(path for path in used if os.path.exists(path)), *new, *mounts]
+
+    def next_start(self) -> None:
+        """Start another job in the same place."""
+        command = self._command("-np", "1", sys.executable, "-c", "")
+        env = {**self._environment(), MARK: "the next job"}
+        subprocess.run(command, env=env, cwd=mpirun.ROOT, check=True, stdin=subprocess.DEVNULL)
+
+    def remove(self) -> None:
+        """Remove the job's folder."""
+        shutil.rmtree(self.folder)
+
+
+def survive(job: Job, chance: random.Random, plan: Plan) -> None:
+    """Plant faults, and then let the job come to its end.
+
+    One of the first ranks is never killed, so that it lives through all recoveries.
+
+    Raises:
+        AssertionError: The job hangs, fails, or has a wrong result.
+    """
+    job.wait_for_start()
+    survivor = chance.randrange(RANKS)
+    job.note(f"process {survivor} survives")
+    following = _next(chance, plan)
+    again: float | None = None  # when another fault follows at once
+    stopped: list[tuple[float, Process]] = []
+    began = moved = time.monotonic()
+    last = 0
+    deaths = fault_at = 0
+    while job.launcher.poll() is None:
+        time.sleep(0.01)
+        job.look()
+        now = time.monotonic()
+        if job.step != last:
+            last, moved = job.step, now
+        assert now < moved + _PATIENCE, job.describe("the job hangs")
+        for due, process in list(stopped):
+            if now >= due:
+                stopped.remove((due, process))
+                job.signal(process, signal.SIGCONT)
+        is_due = now >= following or (again is not None and now >= again)
+        if now > began + plan.seconds and not stopped:
+            if job.step > fault_at + 20:  # the last spares have come in
+                (job.reports / "stop").touch()
+            continue
+        if not is_due:
+            continue
+        kind = (
+            "kill" if again else chance.choices(["stop", "kill", "raise", "spare"], [9, 6, 4, 1])[0]
+        )
+        again = None
+        following = _next(chance, plan)
+        ranks = job.ranks
+        mortal = [each for each in ranks if each.number != survivor]
+        waiting = job.waiting
+        if kind == "stop":
+            process, seconds = chance.choice(ranks + waiting[:1]), chance.uniform(0.1, 3.0)
+            job.note(f"stop {process.number} for {seconds:.2f} s")
+            job.signal(process, signal.SIGSTOP)
+            stopped.append((now + seconds, process))
+        elif kind == "raise":
+            process = chance.choice(ranks)
+            job.note(f"raise in {process.number}")
+            job.signal(process, signal.SIGUSR1)
+        elif kind == "kill" and mortal and deaths < plan.deaths:
+            process = chance.choice(mortal)
+            job.note(f"kill {process.number}")
+            job.signal(process, signal.SIGKILL)
+            deaths += 1
+            if chance.random() < 0.25:
+                again = now + chance.uniform(0.0, 0.3)
+        elif kind == "spare" and waiting and deaths < plan.deaths:
+            process = chance.choice(waiting)
+            job.note(f"kill {process.number}, which waits")
+            job.signal(process, signal.SIGKILL)
+            deaths += 1
+        else:
+            continue
+        job.faults[kind] += 1
+        fault_at = job.step
+    job.look()
+    code = job.launcher.returncode
+    assert code == 0, job.describe(f"exit code {code}")
+    output = job.output.read_text()
+    left = re.findall(r"^left (\d+): (\d+) (\d+) (\w+)$", output, re.MULTILINE)
+    assert len({tuple(rest) for _, *rest in left}) == 1, job.describe(f"the ranks differ: {left}")
+    assert int(left[0][1]) == job.step, job.describe(f"steps: {left}")
+    assert len(left) == int(left[0][2]) == RANKS, job.describe(f"ranks: {left}")
+    assert str(survivor) in {number for number, *_ in left}, job.describe("the survivor is gone")
+
+
+def _next(chance: random.Random, plan: Plan) -> float:
+    return time.monotonic() + chance.uniform(*plan.pause)
+
+
+class Growth(NamedTuple):
+    """What a process held, by its first reports after each change of the ranks.
+
+    Attributes:
+        number: Which process.
+        changes: How many reports there are.
+        values: All values of each quantity, in order.
+    """
+
+    number: int
+    changes: int
+    values: dict[str, list[int]]
+
+    def of_memory(self) -> float:
+        """Return by how many KiB memory has grown per change, once warm: the median slope."""
+        values = self.values["memory"][_WARM:]
+        slopes = [
+            (values[j] - values[i]) / (j - i)
+            for i in range(len(values))
+            for j in range(i + 1, len(values))
+        ]
+        return statistics.median(slopes) if slopes else 0.0
+
+
+def growth(job: Job) -> list[Growth]:
+    """Return the growth of each process that has lived through several changes."""
+    found = []
+    for process in job.processes:
+        reports = process.usage()
+        if len(reports) > _WARM + 1:
+            values = {
+                name: [r[name] for r in reports]
+                for name in (*_EXACT, "memory", "resident", "communicators")
+            }
+            found.append(Growth(process.number, len(reports), values))
+    return found
+
+
+def check_growth(job: Job, found: Sequence[Growth]) -> None:
+    """Require that no process has grown.
+
+    Raises:
+        AssertionError: One has.
+    """
+    for each in found:
+        for name in _EXACT:
+            warm = each.values[name][_WARM:]
+            assert max(warm) <= warm[0], job.describe(
+                f"process {each.number}: {name} {each.values[name]}"
+            )
+        memory = each.values["memory"][_WARM:]
+        allowed = _SLACK + _GROWTH * len(memory)
+        assert memory[-1] - memory[0] < allowed, job.describe(
+            f"process {each.number}: {each.values}"
+        )
+
+
+def kill_all(job: Job, chance: random.Random) -> None:
+    """Kill all processes of the job at a random moment."""
+    _wait_a_moment(job, chance)
+    for _ in range(3):  # those, too, that have begun in the meantime
+        for pid in _marked(job.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    job.launcher.wait()
+
+
+def kill_one(job: Job, chance: random.Random, which: str) -> None:
+    """Kill hvdliterun or mpirun at a random moment."""
+    _wait_a_moment(job, chance)
+    found = [pid for pid in _marked(job.mark) if which in _command_line(pid).split(" -np ")[0]]
+    for pid in found or [job.launcher.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.launcher.wait()
+
+
+def _wait_a_moment(job: Job, chance: random.Random) -> None:
+    """Wait until some moment of the job's start or of its training, with a death shortly before."""
+    deadline = time.monotonic() + chance.uniform(0.2, 25.0)
+    killed = False
+    while time.monotonic() < deadline and job.launcher.poll() is None:
+        time.sleep(_TICK)
+        job.look()
+        ranks = [each for each in job.ranks if each.step > 0]
+        if not killed and len(ranks) == RANKS and time.monotonic() > deadline - 2.0:
+            killed = True
+            job.signal(chance.choice(ranks), signal.SIGKILL)
+            deadline = time.monotonic() + chance.uniform(0.0, 0.5)
+
+
+def run(kind: str, chance: random.Random, plan: Plan, extra: Mapping[str, str]) -> str:
+    """Run a job of one kind, and return a line about it.
+
+    Args:
+        kind: "well", "all", "hvdliterun" or "mpirun".
+        chance: Decides about the faults.
+        plan: For one of kind "well".
+        extra: More environment variables.
+
+    Raises:
+        AssertionError: Something was wrong; the job's folder is left.
+    """
+    job = Job(extra, SPARES if kind == "well" else 2)
+    try:
+        text = ""
+        if kind == "well":
+            survive(job, chance, plan)
+        elif kind == "all":
+            kill_all(job, chance)
+        else:
+            kill_one(job, chance, "hvdlite.launch" if kind == "hvdliterun" else "prterun")
+        gone = job.wait_until_gone()
+        left = job.leftovers()
+        if kind == "all":
+            job.next_start()
+            text = f"{len(left)} files were left until the next start; "
+            left = job.leftovers()
+        assert not left, job.describe("these are left:\n" + "\n".join(left))
+        if kind == "well":
+            found = growth(job)
+            check_growth(job, found)
+            text = f"{job.step} steps, {dict(job.faults)}; " + "".join(map(_growth_text, found))
+        text = f"{text}gone after {gone:.2f} s"
+    except BaseException:
+        job.end()
+        raise
+    job.remove()
+    return f"{kind}: {time.monotonic() - job.began:.0f} s, {text}"
+
+
+def _growth_text(found: Growth) -> str:
+    values = ", ".join(
+        f"{name} {found.values[name][_WARM]}->{found.values[name][-1]}"
+        for name in (*_EXACT, "communicators")
+    )
+    memory = found.values["memory"]
+    return (
+        f"process {found.number} in {found.changes} worlds: {values}, memory {memory[0]}, "
+        f"{memory[_WARM]}->{memory[-1]} KiB ({found.of_memory():+.0f} per world); "
+    )
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes that have the mark of a job in their environment."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
+    except OSError:
+        return ""
+
+
+def _files_of(pid: int) -> set[str]:
+    """Return the paths, in folders for temporary files, that a process has open or mapped."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            found.add(line.partition("/")[1] + line.partition("/")[2])
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(entry))
+    root = str(mpirun.ROOT)
+    return {
+        path.removesuffix(" (deleted)")
+        for path in found
+        if path.startswith(_WATCHED) and not path.startswith((root, sys.prefix))
+    }
+
+
+def _names() -> set[str]:
+    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).iterdir()}
+
+
+def _mounts() -> set[str]:
+    return set(Path("/proc/self/mounts").read_text().splitlines())
+
+
+def kinds(chance: random.Random) -> Iterator[str]:
+    """Yield the kinds of the jobs."""
+    while True:
+        yield "well"
+        yield from chance.sample(["all", "hvdliterun", "mpirun", "all", "hvdliterun"], 3)
+
+
+def main() -> None:
+    """Run jobs for some minutes, and print a line about each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--job-minutes", type=float, default=3.0, help="of a job that ends well")
+    parser.add_argument("--kind", choices=["well", "all", "hvdliterun", "mpirun"], help="only")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of an environment variable",
+    )
+    options = parser.parse_args()
+    extra = dict(each.split("=", 1) for each in options.set)
+    chance = random.Random(options.seed)
+    end = time.monotonic() + 60.0 * options.minutes
+    counts: Counter[str] = Counter()
+    for kind in kinds(chance):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        kind = options.kind or kind
+        plan = Plan(min(60.0 * options.job_minutes, max(left, 20.0)))
+        try:
+            print(run(kind, chance, plan, extra), flush=True)
+        except AssertionError as error:
+            print(
+                f"seed {options.seed}, job {sum(counts.values())} ({kind}) failed: {error}",
+                flush=True,
+            )
+            raise SystemExit(1) from None
+        counts[kind] += 1
+    print(f"{sum(counts.values())} jobs ended well: {dict(counts)}")
+
+
+if __name__ == "__main__":
+    main()
