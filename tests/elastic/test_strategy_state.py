@@ -94,7 +94,6 @@ def simulate(kind, has_spare, fails):
     ("has_spare", "fails"),
     [
         (True, False),
-        pytest.param(False, False, marks=pytest.mark.slow),
         pytest.param(True, True, marks=pytest.mark.slow),
         pytest.param(False, True, marks=pytest.mark.slow),
     ],
