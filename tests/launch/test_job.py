@@ -20,7 +20,9 @@ from hvdlite.launch.server import serving
 
 def run(script, server, quiet_end=signal.SIGTERM):
     """Return the exit code and the text about the job's end."""
-    return job.run([sys.executable, "-u", "-c", script], dict(os.environ), server, quiet_end)
+    end = job.run([sys.executable, "-u", "-c", script], dict(os.environ), server, quiet_end)
+    assert not end.state
+    return end.code, end.text
 
 
 @pytest.fixture
