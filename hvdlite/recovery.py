@@ -193,7 +193,7 @@ class Recovery:
             old = [self._messages, *failed]
             for engine in engines:
                 old += [engine.world.cross, engine.world.node, engine.world.comm]
-                old += [comm for lane in engine.lanes for comm in lane.transport.communicators]
+                old += [comm for lane in engine.lanes for comm in lane.communicators]
             self._take_over(attempt, engines)
             self._retire(old)
 
@@ -275,7 +275,7 @@ class Recovery:
         Not at once: messages may be on their way to them, which a later communicator of the same
         number would get, and threads may just be reading their rank from the old world.
         """
-        if forget_ended(self._mpi):
+        if forget_ended(self._mpi, self._old):
             self._old, free = list(old), self._old
         else:  # MPI may still work on a collective over one of them
             self._old, free = [*self._old, *old], []

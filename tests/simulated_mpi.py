@@ -420,6 +420,7 @@ class Comm:
         self._process = process
         self._entered = 0
         self._recovered = 0
+        self._freed = False
         self.rank = shared.members.index(process)
         self.size = len(shared.members)
 
@@ -430,12 +431,14 @@ class Comm:
 
     def turn(self, doing: str, attempt: Callable[[], Any]) -> Any:
         """Do something in turns of this rank."""
+        assert not self._freed, f"{doing} on a communicator that has been freed"
         return self._shared.job.take(self._process, doing, attempt)
 
     # Collectives
 
     def _begin(self, kind: str, given: Any) -> Callable[[], Any]:
         """Enter a collective; return what to call until it returns all contributions."""
+        assert not self._freed, f"{kind} on a communicator that has been freed"
         shared, process = self._shared, self._process
         number, self._entered = self._entered, self._entered + 1
         record = shared.records.setdefault(number, _Record(kind, shared.members))
@@ -563,7 +566,8 @@ class Comm:
         return [members[rank] for rank in sorted(chosen, key=lambda rank: told[rank][1])]
 
     def Free(self) -> None:  # noqa: N802
-        """Do nothing."""
+        """Have all further calls of this rank fail; it needs no other rank."""
+        self._freed = True
 
     # Failures
 

@@ -281,7 +281,8 @@ class Lane:
         A thread that runs rounds notices that a rank has died, or is told by `Recovery.check`, and
         waits then.
         """
-        self._transport.revoke()
+        if not self._released:
+            self._transport.revoke()
         with self._changed:
             while self._driver is not None and not self._halted and not self._broken:
                 self._changed.wait(_HALT_SECONDS)
@@ -328,6 +329,11 @@ class Lane:
     def transport(self) -> Transport:
         """The transport in use."""
         return self._transport
+
+    @property
+    def communicators(self) -> list[Any]:
+        """Those of the transport, as long as it has not been closed with the lane."""
+        return [] if self._released else self._transport.communicators
 
     @uninterrupted
     def take_over(self) -> None:

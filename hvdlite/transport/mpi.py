@@ -38,8 +38,8 @@ _SPIN_SECONDS = 100e-6
 _MAX_SLEEP = 1e-3
 # Seconds of waiting after which a rank listens for announcements of others.
 _LISTEN_AFTER = 0.2
-# Buffers of abandoned collectives, to which MPI may still write.
-_abandoned: list[Any] = []
+# Abandoned collectives: the request, the buffers, to which MPI may still write, the communicator.
+_abandoned: list[tuple[Any, Any, Any]] = []
 
 
 class MPITransport(Transport):
@@ -168,7 +168,7 @@ class MPITransport(Transport):
         except Interrupted:
             raise
         except BaseException:
-            _abandoned.append((request, buffers))
+            _abandoned.append((request, buffers, self._comm))
             self.leave()
             raise
 
@@ -259,13 +259,14 @@ class MPITransport(Transport):
         self._comm.Free()
 
 
-def forget_ended(MPI: Any) -> bool:  # noqa: N803
-    """Forget the abandoned collectives that have ended; return whether all of them have.
+def forget_ended(MPI: Any, comms: Sequence[Any]) -> bool:  # noqa: N803
+    """Forget the abandoned collectives over some communicators that have ended; return if all have.
 
     Those over a communicator that has been revoked end with an error.
 
     Args:
         MPI: the module ``mpi4py.MPI``.
+        comms: the communicators.
     """
 
     def has_ended(request: Any) -> bool:
@@ -274,8 +275,11 @@ def forget_ended(MPI: Any) -> bool:  # noqa: N803
         except MPI.Exception:
             return True
 
-    _abandoned[:] = [each for each in _abandoned if not has_ended(each[0])]
-    return not _abandoned
+    theirs = [each for each in _abandoned if any(each[-1] is comm for comm in comms)]
+    ended = [each for each in theirs if has_ended(each[0])]
+    for each in ended:  # the list's `remove` would compare arrays
+        del _abandoned[next(i for i, other in enumerate(_abandoned) if other is each)]
+    return len(ended) == len(theirs)
 
 
 def _parts(array: Any) -> Iterator[Any]:
