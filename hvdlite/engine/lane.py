@@ -332,7 +332,7 @@ class Lane:
 
     @property
     def communicators(self) -> list[Any]:
-        """Those of the transport, as long as it has not been closed with the lane."""
+        """Return those of the transport, as long as it has not been closed with the lane."""
         return [] if self._released else self._transport.communicators
 
     @uninterrupted

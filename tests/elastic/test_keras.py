@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import sys
 
 import numpy as np
@@ -64,6 +65,26 @@ class TestStates:
             state.restore()
             assert values([first, second]) == [[5.0, 6.0], 3]
             assert state.epoch == 0
+
+    def test_another_process_goes_on_from_a_dump(self):
+        states = []
+        for seed in (1, 2):
+            model = make_model(seed)
+            model.compile(keras.optimizers.Adam(0.1 * seed), "mse", run_eagerly=True)
+            states.append(KerasState(model, epoch=seed))
+        state, other = states
+        state.model.fit(*data(), verbose=0)
+        other.load(pickle.loads(pickle.dumps(state.dump())))
+        assert other.epoch == 1
+        assert values(other.model.weights) == values(state.model.weights)
+        assert values(other.optimizer.variables) == values(state.optimizer.variables)
+        assert float(other.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
+        tensors = TensorFlowState([tf.Variable([1.0, 2.0])], step=3)
+        again = TensorFlowState([tf.Variable([0.0, 0.0])], step=0)
+        again.load(pickle.loads(pickle.dumps(tensors.dump())))
+        assert (values(again.variables), again.step) == ([[1.0, 2.0]], 3)
+        with pytest.raises(hvd.HorovodInternalError, match="has 1 variables, this one 1, or"):
+            TensorFlowState([tf.Variable([0.0])], step=0).load(tensors.dump())
 
     @ranks(2, timeout=PATIENCE)
     def test_variables_are_those_of_rank_0(self):
