@@ -142,6 +142,9 @@ class PositionHandler(StatefulHandler):
         # The function is called again, and its loop goes on where the last commit was.
         self.restore()
 
+    def gather(self) -> None:
+        """Do nothing: rank 0 has it."""
+
 
 class SamplerStateHandler(StatefulHandler):
     """Handles an `ElasticSampler`, and merges the samples that the ranks have processed."""
