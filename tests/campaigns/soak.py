@@ -50,7 +50,7 @@ _WATCHED = ("/dev/shm/", "/tmp/", "/run/", "/var/tmp/")
 
 
 class Plan(NamedTuple):
-    """What happens in a job that comes to its end.
+    """The faults of a job that comes to its end.
 
     Attributes:
         seconds: How long it trains.
@@ -91,7 +91,7 @@ class Process:
 
     @property
     def is_rank(self) -> bool:
-        """Whether it has trained."""
+        """Return whether it has trained."""
         return any(record["event"] != "start" for record in self.records)
 
     @property
@@ -345,7 +345,7 @@ def _next(chance: random.Random, plan: Plan) -> float:
 
 
 class Growth(NamedTuple):
-    """What a process held, by its first reports after each change of the ranks.
+    """Quantities that a process held, by its first reports after each change of the ranks.
 
     Attributes:
         number: Which process.
