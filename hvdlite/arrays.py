@@ -65,6 +65,12 @@ def cut(array: Any, bounds: Sequence[int]) -> list[Any]:
     return [array[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
+def set_first(array: Any, value: float) -> None:
+    """Set the first entry of a contiguous array or tensor of floats; too large is infinite."""
+    with np.errstate(over="ignore"):
+        array.reshape(-1)[0] = value
+
+
 def as_bytes(array: Any) -> Any:
     """View a flat contiguous array as bytes."""
     return array.view(np.uint8)

@@ -45,7 +45,7 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
             if keep > 1:
                 _keep_generation(path)
             if rehearsal.reach is not None:
-                rehearsal.reach("checkpoint")
+                rehearsal.reach("checkpoint", temporary)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             if rehearsal.reach is not None:
-                rehearsal.reach("checkpoint")
+                rehearsal.reach("checkpoint", temporary)
             os.replace(temporary, path)
             _sync_folder(path.parent)
     finally:

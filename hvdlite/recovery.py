@@ -341,7 +341,7 @@ class _Attempt:
 
     @property
     def communicators(self) -> list[Any]:
-        """Those that have been made."""
+        """Return those that have been made."""
         transports = [each for each in self.transports.values() if each is not None]
         inner = [comm for transport in transports for comm in transport.communicators]
         messages = [self.messages] if hasattr(self, "messages") else []

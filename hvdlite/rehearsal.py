@@ -11,6 +11,7 @@ action        what the rank does
 ``stop``      it stops for ``seconds`` (default 5), as by SIGSTOP
 ``delay``     the thread that gets to the point sleeps for ``seconds`` (default 5)
 ``raise``     the thread raises a RuntimeError
+``corrupt``   it gets its data wrong, and goes on: see below
 ============  =====================================================================
 
 Faults come in the first run of a job that starts again (``hvdliterun --restarts``). A rank has the
@@ -33,19 +34,27 @@ point           the rank is about to
 
 Outcomes are confirmed, and worlds formed anew, only in jobs that go on without a rank
 (``hvdliterun --elastic``).
+
+``corrupt`` has two points. At ``exchange``, the first entry of one of this rank's gradients of the
+step is ``value`` (default nan) when the gradient leaves; ``name`` selects a parameter's gradient,
+or an array that is reduced under this name. At ``checkpoint``, a bit of the file that has just been
+written is flipped. The rank prints a line that says so.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import IO, Any, Protocol
 
 from hvdlite import status
 from hvdlite.errors import SettingsError
@@ -63,8 +72,25 @@ POINTS = (
     "time",
 )
 
-#: Called with the name of a point that this rank gets to; None: no fault is planted here.
-reach: Callable[[str], object] | None = None
+_CORRUPTIBLE = ("exchange", "checkpoint")
+
+#: Called with the name of a point that this rank gets to, and at ``checkpoint`` with the path of
+#: the new file; None: no fault is planted here.
+reach: Callable[..., object] | None = None
+
+
+class Contributing(Protocol):
+    """An operation to which this rank contributes data; see `hvdlite.engine.operation`."""
+
+    def contribution(self, name: str) -> str:
+        """Return the name of the contribution that ``name`` selects; empty: there is none."""
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of a contribution."""
+
+
+#: Called with an operation that this rank is about to submit; None: none is to be corrupted here.
+corrupt: Callable[[Contributing], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,13 +98,15 @@ class Fault:
     """A planted fault.
 
     Attributes:
-        action: "kill", "stop", "delay" or "raise".
+        action: "kill", "stop", "delay", "raise" or "corrupt".
         rank: Number of the rank at the start.
         step: Number of the step, from 1; 0: any.
         point: One of `POINTS`.
         count: How many times in the step the rank gets to the point before the fault comes.
         seconds: Duration of a stop or a delay.
         after: For the point "time", the seconds from the end of ``init()``.
+        value: What a corrupt entry is set to.
+        name: Of the parameter or array that is corrupted; empty: the first gradient that leaves.
     """
 
     action: str
@@ -88,6 +116,13 @@ class Fault:
     count: int = 1
     seconds: float = 5.0
     after: float = 0.0
+    value: float = math.nan
+    name: str = ""
+
+    @property
+    def corrupts_exchange(self) -> bool:
+        """Return whether it changes what the rank contributes to an exchange."""
+        return self.action == "corrupt" and self.point == "exchange"
 
 
 def parse(text: str) -> list[Fault]:
@@ -104,9 +139,10 @@ def _parse_one(text: str) -> Fault:
     values = dict(part.partition("=")[::2] for part in rest.split(",") if part)
     kinds: dict[str, Callable[[str], Any]] = {
         **dict.fromkeys(("rank", "step", "count"), int),
-        **dict.fromkeys(("seconds", "after"), float),
-        "point": str.strip,
+        **dict.fromkeys(("seconds", "after", "value"), float),
+        **dict.fromkeys(("point", "name"), str.strip),
     }
+    options: dict[str, Any] = {}
     try:
         options = {name.strip(): kinds[name.strip()](text) for name, text in values.items()}
         fault = Fault(action.strip(), **options)
@@ -120,6 +156,16 @@ def _parse_one(text: str) -> Fault:
             f"{VARIABLE}: found {text!r}, expected for example kill:rank=1,step=7,point=exchange "
             f"(actions: {', '.join(_ACTIONS)}; then {names}; points: {', '.join(POINTS)})"
         )
+    if fault.action == "corrupt" and fault.point not in _CORRUPTIBLE:
+        raise SettingsError(
+            f"{VARIABLE}: found {text!r}: there are no data to corrupt at the point "
+            f"{fault.point!r}, expected {' or '.join(_CORRUPTIBLE)}"
+        )
+    if not fault.corrupts_exchange and not {"value", "name"}.isdisjoint(options):
+        raise SettingsError(
+            f"{VARIABLE}: found {text!r}: value and name are for corrupt at the point 'exchange'; "
+            "leave them out"
+        )
     return fault
 
 
@@ -129,14 +175,17 @@ def plant(environment: Mapping[str, str], rank: int) -> None:
     Raises:
         SettingsError: It cannot be read.
     """
-    global reach
+    global reach, corrupt
     is_first = environment.get("HVDLITE_RESTART", "0") == "0"
     planned = parse(environment.get(VARIABLE, ""))
     faults = [fault for fault in planned if fault.rank == rank and is_first]
-    reach = _Planted(faults) if faults else None
-    for fault in faults:
+    corrupting = [fault for fault in faults if fault.corrupts_exchange]
+    others = [fault for fault in faults if not fault.corrupts_exchange]
+    reach = _Planted(others) if others else None
+    corrupt = _Corruption(corrupting) if corrupting else None
+    for fault in others:
         if fault.point == "time":
-            timer = threading.Timer(fault.after, _ACTIONS[fault.action], [fault])
+            timer = threading.Timer(fault.after, _ACTIONS[fault.action], [fault, None])
             timer.daemon = True
             timer.start()
 
@@ -152,38 +201,98 @@ class _Planted:
         self._faults = faults
         self._counts: Counter[tuple[int, str]] = Counter()
 
-    def __call__(self, point: str) -> None:
+    def __call__(self, point: str, path: Any = None) -> None:
         step = status.steps() + 1
         self._counts[step, point] += 1
         for fault in self._faults:
             is_here = fault.point == point and fault.step in (0, step)
             if is_here and self._counts[step, point] == fault.count:
                 self._faults.remove(fault)
-                _ACTIONS[fault.action](fault)
+                _ACTIONS[fault.action](fault, path)
                 return
 
 
-def _kill(fault: Fault) -> None:
+class _Corruption:
+    """The contributions that are still to be corrupted.
+
+    They are when their operation is submitted: small ones leave before the ranks have agreed.
+
+    Args:
+        faults: Those of this rank.
+    """
+
+    def __init__(self, faults: list[Fault]) -> None:
+        self._faults = faults
+        self._counts: Counter[tuple[Fault, int]] = Counter()
+
+    def __call__(self, operation: Contributing) -> None:
+        step = status.steps() + 1
+        for fault in [fault for fault in self._faults if fault.step in (0, step)]:
+            name = operation.contribution(fault.name)
+            if not name:
+                continue
+            self._counts[fault, step] += 1
+            if self._counts[fault, step] == fault.count:
+                self._faults.remove(fault)
+                operation.corrupt(name, fault.value)
+                _tell(fault, f"set the first entry of {name!r} to {fault.value:g} in step {step}")
+
+
+def _kill(fault: Fault, path: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stop(fault: Fault) -> None:
+def _stop(fault: Fault, path: Any) -> None:
     resume = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
     subprocess.Popen(["/bin/sh", "-c", resume], stdin=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _delay(fault: Fault) -> None:
+def _delay(fault: Fault, path: Any) -> None:
     time.sleep(fault.seconds)
 
 
-def _raise(fault: Fault) -> None:
+def _raise(fault: Fault, path: Any) -> None:
     raise RuntimeError(f"planted by {VARIABLE}: {fault}")
 
 
-_ACTIONS: dict[str, Callable[[Fault], object]] = {
+def _flip_bit(fault: Fault, path: Any) -> None:
+    with open(path, "r+b") as file:
+        position = _middle(file)
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+    _tell(fault, f"flipped a bit of the new checkpoint, at byte {position}")
+
+
+def _middle(file: IO[bytes]) -> int:
+    """Return the position of the middle byte, in a zip file that of the data of its largest member.
+
+    Other bytes of a zip file are in no checksum.
+    """
+    if not zipfile.is_zipfile(file):
+        return os.fstat(file.fileno()).st_size // 2
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda member: member.compress_size)
+    file.seek(largest.header_offset + 26)  # the lengths of the name and of what follows it
+    lengths = file.read(4)
+    data = (
+        largest.header_offset
+        + 30
+        + sum(int.from_bytes(lengths[begin : begin + 2], "little") for begin in (0, 2))
+    )
+    return data + largest.compress_size // 2
+
+
+def _tell(fault: Fault, text: str) -> None:
+    print(f"hvdlite: rank {fault.rank} {text}, as {VARIABLE} says", file=sys.stderr, flush=True)
+
+
+_ACTIONS: dict[str, Callable[[Fault, Any], object]] = {
     "kill": _kill,
     "stop": _stop,
     "delay": _delay,
     "raise": _raise,
+    "corrupt": _flip_bit,
 }

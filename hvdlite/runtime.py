@@ -240,7 +240,8 @@ def take_joined() -> bool:
 
 def _enter(whole: world.World, new_ranks: Mapping[int, int]) -> None:
     """Go on in a world of fewer ranks, with new numbers."""
-    world.enter(whole)
+    if _ending is None:  # else `shutdown` waits for ranks that die meanwhile
+        world.enter(whole)
     if _sets is not None:
         _sets.renumber(whole, new_ranks)
 

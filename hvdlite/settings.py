@@ -102,9 +102,10 @@ class Settings:
         default=0, metadata=_count("a number of exchanges, or 0 for once")
     )
     #: Averages of gradients that are NaN or infinite: "pass": they are passed on; "raise": all
-    #: ranks raise NotFiniteError, which names the parameters and the ranks; "skip": PyTorch's
-    #: optimizer leaves the step out on all ranks and logs that (TensorFlow raises). On the host
-    #: only.
+    #: ranks raise NotFiniteError, which names the parameters and the ranks; "skip": a
+    #: DistributedOptimizer leaves the step out on all ranks and logs that; where it cannot (a
+    #: DistributedGradientTape, a schedule of local steps in Keras, a closure in PyTorch,
+    #: tf.compat.v1) all ranks raise. On the host only.
     not_finite: str = field(default="pass", metadata=_one_of("pass", "raise", "skip"))
     #: No report of ranks that wait for each other.
     stall_check_disable: bool = field(default=False, metadata=_FLAG)
@@ -135,6 +136,8 @@ class Settings:
     elastic_retries: int = field(
         default=3, metadata=_count("a number of failures, or 0 for no limit")
     )
+    #: How often elastic training may form its world anew; 0: without limit.
+    elastic_reset_limit: int = field(default=0, metadata=_count("a number of resets, or 0"))
     #: The number of parts of every global batch, which the processes share (``virtual_ranks`` of
     #: ``init()``); 0: one for each rank.
     virtual_ranks: int = field(default=0, metadata=_count("a number of virtual ranks, or 0"))

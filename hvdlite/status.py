@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from types import FrameType
@@ -29,6 +30,8 @@ from typing import NamedTuple, TextIO
 SIGNAL = signal.SIGUSR2
 FILE = "status"
 """The name of the file in the rank's folder. Its first line is that of `process_line`."""
+ASKING = "asking"
+"""The name of the file by which a rank asks for a report; beside the folders of the ranks."""
 ANSWER = "pending "
 """The beginning of the line with the pending operations, in JSON; it follows the stacks."""
 
@@ -48,6 +51,9 @@ class Pending(NamedTuple):
     seconds: float
     members: tuple[int, ...]
 
+
+# Seconds that a rank waits for the report that it has asked for.
+_MOST_WAIT = 3.0
 
 _find: Callable[[], tuple[int, list[Pending]] | None]
 _file: TextIO | None = None
@@ -106,6 +112,30 @@ def note_start() -> None:
     """Note that all ranks have met: from now on some can go on without the others."""
     if _steps is not None:
         _steps[1] = 1
+
+
+def ask_launcher() -> None:
+    """Have hvdliterun report what the ranks do, and wait for that, for a few seconds at most.
+
+    It is for an error that is about to end a job in which some ranks hang. On another host than
+    hvdliterun's, and without it, nothing happens.
+    """
+    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER")
+    if not folder:
+        return
+    path = os.path.join(os.path.dirname(folder), ASKING)
+    deadline = time.monotonic() + _MOST_WAIT
+    # The main thread does not get to Python's handler as long as the caller's operation goes on.
+    answers = _file is not None and threading.current_thread() is threading.main_thread()
+    with contextlib.suppress(OSError, ValueError):
+        before = os.fstat(_file.fileno()).st_size if _file is not None else 0
+        with open(path, "w"):
+            pass
+        while os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            if answers and _file is not None and os.fstat(_file.fileno()).st_size > before:
+                answers = False
+                _answer(SIGNAL, None)
 
 
 def process_line(pid: int) -> str:

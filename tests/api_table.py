@@ -102,6 +102,7 @@ number of its last step, which is named when the rank dies. |
 | `HVDLITE_RESTART` | your script | Set by `hvdliterun`: how often it has started the job again \
 (`--restarts`); 0 in the first run. |
 | `HVDLITE_LAUNCH_KEY` | the ranks | Set by the launcher: the key with which they connect to it. |
+| `HVDLITE_LAUNCH_ADDRESS` | the ranks | Set by `hvdliterun` where the number of ranks may change: where they hear of it. |
 """
 
 # For each module: a heading, and its calls. A name with a dot is a method or an attribute.

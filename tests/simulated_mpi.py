@@ -76,6 +76,8 @@ class Process:
         number: Its number.
         turn: Notified when it may go on.
         turns: How many it has had since `count` was called.
+        waiting: Its threads that wait for one, in the order in which they get it: one that polls
+            must not keep another one from the call that it waits for.
         crashes: The ways to die at each of them.
         is_dead: Whether it has died.
         has_ended: Whether it has come to its end, which the others take for its death if they
@@ -86,6 +88,7 @@ class Process:
         self.number = number
         self.turn = turn
         self.turns = 0
+        self.waiting: deque[object] = deque()
         self.crashes: list[Crash] = []
         self.is_dead = False
         self.sent = 0
@@ -187,12 +190,21 @@ class Job:
 
     def _await_turn(self, process: Process, doing: str) -> None:
         process.doing = doing
-        is_due = process.turn.wait_for(
-            lambda: self._failure or process.is_dead or self._next is process, _SECONDS
-        )
+        place = object()
+        process.waiting.append(place)
+
+        def is_due() -> bool:
+            return self._next is process and process.waiting[0] is place
+
+        try:
+            is_mine = process.turn.wait_for(
+                lambda: self._failure or process.is_dead or is_due(), _SECONDS
+            )
+        finally:
+            process.waiting.remove(place)
         if self._failure is not None or process.is_dead:
             raise SystemExit
-        if not is_due:
+        if not is_mine:
             self._hang(f"no turn for rank {process.number} in {_SECONDS} s")
         self.turns += 1
         if self.turns > _MAX_TURNS:

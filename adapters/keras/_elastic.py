@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from hvdlite import collectives, world
 from hvdlite.elastic.state import State, VariableState
+from hvdlite.keras._optimizer import distributed_part
+from hvdlite.keras._synchronizer import Synchronizer
 from hvdlite.keras._values import batches_per_call, variables_of
 
 
 class KerasState(VariableState):
     """The state of a Keras model, its optimizer, and other attributes.
 
-    Weights, the optimizer's variables (including the learning rate) and random seeds are kept in
-    memory. The seeds stay each rank's own.
+    Weights, the optimizer's variables (including the learning rate), what its compression and
+    schedule remember, and random seeds are kept in memory. The seeds stay each rank's own, and so
+    do residuals of a compression: a rank that comes in begins with none.
 
     Args:
         model: A built model of Keras 3 or legacy Keras; the attribute ``model``.
@@ -51,8 +55,41 @@ class KerasState(VariableState):
     def restore(self) -> None:
         """Assign the values that were saved last."""
         super().restore()
-        if self._exchange is not None:
-            self.optimizer.load_exchange_state_dict(self._exchange)
+        synchronizer = self._synchronizer()
+        if synchronizer is not None and self._exchange is not None:
+            synchronizer.load_state(self._exchange, is_own=True)
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's state, except seeds and residuals, and save; collective.
+
+        Raises:
+            HorovodInternalError: The ranks disagree on the variables, or communication failed.
+        """
+        if (synchronizer := self._synchronizer()) is not None:
+            process_set = synchronizer.options.process_set
+            own = synchronizer.state.common_state_dict(process_set) if world.rank() == 0 else None
+            common = collectives.broadcast_object(own, 0, "elastic.exchange_state")
+            if common and world.rank() != 0:
+                synchronizer.load_state(common)
+        super().sync()
+
+    def gather(self) -> None:
+        """Bring what the compression remembers on all ranks to rank 0; collective."""
+        super().gather()
+        if (synchronizer := self._synchronizer()) is not None:
+            synchronizer.state.consolidate(synchronizer.options.process_set)
+
+    def dump(self) -> Any:
+        """Return the variables, the attributes, and what this rank's compression remembers."""
+        return {**super().dump(), "exchange": self._exchange_state()}
+
+    def load(self, dump: Any) -> None:
+        """Assign the variables, set the attributes, and save them."""
+        super().load(dump)
+        synchronizer = self._synchronizer()
+        if synchronizer is not None and dump["exchange"] is not None:
+            synchronizer.load_state(dump["exchange"])
+            self._exchange = self._exchange_state()
 
     def variables_kept(self) -> Sequence[Any]:
         """Return everything that training changes."""
@@ -62,9 +99,16 @@ class KerasState(VariableState):
         """Return everything that training changes, except random seeds."""
         return self._with_optimizer(self.model.weights)
 
+    def _synchronizer(self) -> Synchronizer | None:
+        """Return the exchange of the optimizer's gradients; None: it has none."""
+        part = distributed_part(self.optimizer)
+        return None if part is None else part._hvdlite
+
     def _exchange_state(self) -> Any:
-        state_dict = getattr(self.optimizer, "exchange_state_dict", None)
-        return None if state_dict is None else state_dict()
+        synchronizer = self._synchronizer()
+        if synchronizer is None:
+            return None
+        return synchronizer.state.state_dict(synchronizer.options.process_set)
 
     def _with_optimizer(self, variables: Sequence[Any]) -> list[Any]:
         found = [*variables, *variables_of(self.optimizer)]

@@ -125,12 +125,29 @@ class DistributedKeras3(Distributed):
                 gradients, variables, self._moments_of, lambda chosen: apply(chosen, variables)
             )
             return
+        finite: Any = True
         if not synchronizer.is_suspended:
             if accumulates:
-                gradients = _reduce_accumulated(self, gradients, variables)
+                gradients, finite = _reduce_accumulated(self, gradients, variables)
             else:
                 gradients = synchronizer.reduce(gradients, variables, batch_size)
-        apply(gradients, variables)
+                finite = synchronizer.are_finite(gradients, variables)
+        if finite is True:
+            apply(gradients, variables)
+            return
+        _build(self, variables)  # which is impossible inside a branch of a graph
+
+        def leave_out() -> None:
+            if accumulates:  # Keras counts the passes: back to the first one of an update
+                count = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+                self._iterations.assign_sub(count - 1)  # type: ignore[attr-defined]
+
+        if framework.is_traced():
+            ops.cond(finite, lambda: apply(gradients, variables), leave_out)
+        elif bool(finite):
+            apply(gradients, variables)
+        else:
+            leave_out()
 
     def _moments_of(self, variable: Any) -> dict[str, Any]:
         index = self._get_variable_index(variable)  # type: ignore[attr-defined]
@@ -184,10 +201,15 @@ def _accumulate(optimizer: Any, passes: int) -> None:
         ]
 
 
-def _reduce_accumulated(optimizer: Any, gradients: list[Any], variables: list[Any]) -> list[Any]:
+def _reduce_accumulated(
+    optimizer: Any, gradients: list[Any], variables: list[Any]
+) -> tuple[list[Any], Any]:
     """Let Keras accumulate gradients, and exchange the sums in the pass in which it will update.
 
     In that pass its accumulators, with this pass's gradients, are exchanged and then reset.
+
+    Returns:
+        The gradients to apply, and whether to apply them, as `Synchronizer.are_finite`.
     """
     _build(optimizer, variables)
     synchronizer, traced = optimizer._hvdlite, framework.is_traced()
@@ -205,21 +227,23 @@ def _reduce_accumulated(optimizer: Any, gradients: list[Any], variables: list[An
         gradient = gradients[number]
         return earlier if gradient is None else ops.add(framework.as_dense(gradient), earlier)
 
-    def exchange() -> list[Any]:
+    def exchange() -> tuple[list[Any], Any]:
         sums = [total(number) for number in range(len(variables))]
         reduced = synchronizer.reduce(sums, variables)
         for accumulator in accumulators:
             accumulator.assign(ops.zeros(accumulator.shape, accumulator.dtype))
-        return [None if g is None else framework.as_dense(g) for g in reduced]
+        finite = synchronizer.are_finite(reduced, variables)
+        return [None if g is None else framework.as_dense(g) for g in reduced], finite
 
-    def keep() -> list[Any]:
+    def keep() -> tuple[list[Any], Any]:
         if all(gradient is None for gradient in gradients):  # Keras would refuse to count the pass
-            return [ops.zeros_like(variable) for variable in variables]
-        return [None if g is None else framework.as_dense(g) for g in gradients]
+            return [ops.zeros_like(variable) for variable in variables], True
+        return [None if g is None else framework.as_dense(g) for g in gradients], True
 
     updates = (optimizer._iterations + 1) % optimizer.gradient_accumulation_steps == 0
     if traced:
-        return list(ops.cond(updates, exchange, keep))
+        chosen, finite = ops.cond(updates, exchange, keep)
+        return list(chosen), finite if synchronizer.may_leave_out else True
     if not bool(updates):
         return keep()
     result = exchange()

@@ -119,7 +119,21 @@ class DistributedLegacy(Distributed):
         def step(pairs: _Pairs) -> Any:
             if not exchanged:
                 pairs = _paired(synchronizer.reduce, pairs, batch_size)
-            return apply(pairs, *args, **kwargs)
+            finite = synchronizer.are_finite([gradient for gradient, _ in pairs], variables)
+            if finite is True:
+                return apply(pairs, *args, **kwargs)
+            refuse_session("HVDLITE_NOT_FINITE=skip")
+            self._build_variables(variables)  # which is impossible inside a branch
+
+            def act() -> tf.Tensor:
+                apply(pairs, *args, **kwargs)
+                return tf.constant(True)
+
+            return result(tf.cond(finite, act, lambda: tf.constant(False)))
+
+        def result(done: tf.Tensor) -> Any:
+            is_older = isinstance(self, tf_keras.optimizers.legacy.Optimizer)
+            return tf.group(done) if is_older else self.iterations
 
         if options.schedule is not None:
             self._build_variables(variables)
@@ -137,8 +151,7 @@ class DistributedLegacy(Distributed):
         self._build_variables(variables)
         # As in Keras 3, each pass counts as an iteration.
         done = synchronizer.pass_counter.run(pairs, step, lambda: self.iterations.assign_add(1))
-        is_older = isinstance(self, tf_keras.optimizers.legacy.Optimizer)
-        return tf.group(done) if is_older else self.iterations
+        return result(done)
 
     def _build_variables(self, variables: list[Any]) -> None:
         """Create the optimizer's variables, which is impossible inside a branch of a graph."""

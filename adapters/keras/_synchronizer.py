@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from hvdlite import virtual_ranks
+from hvdlite import runtime, virtual_ranks
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import check_not_local, describe_optimizer
 from hvdlite.process_sets import ProcessSet, is_outside
@@ -106,6 +106,9 @@ class Backend(GradientReduction, Protocol):
     def describe(self, variables: Sequence[Any]) -> Sequence[Parameter]:
         """Return names, shapes and dtypes of variables."""
 
+    def are_finite(self, gradients: Sequence[Any]) -> Any:
+        """Return whether all dense gradients are finite: a bool, or a tensor in a graph."""
+
     def virtual_steps(self) -> Any:
         """Return the steps with virtual ranks; raise ValueError if the framework has none."""
 
@@ -187,8 +190,10 @@ class Synchronizer:
         optimizer: The optimizer; only a weak reference is kept.
         options: How gradients are exchanged.
         backend: Makes the framework's part.
+        leaves_out: Whether the optimizer can leave out a step.
 
     Attributes:
+        leaves_out: Whether it does so if averages are not finite and HVDLITE_NOT_FINITE=skip.
         state: What compression and schedule remember of the variables.
         describe_optimizer: Returns what ranks compare of the optimizer.
         uncompared: Returns the number of exchanges before ranks compare their replicas.
@@ -202,9 +207,15 @@ class Synchronizer:
     """
 
     def __init__(
-        self, optimizer: Any, options: Options, backend: Callable[[Synchronizer], Backend]
+        self,
+        optimizer: Any,
+        options: Options,
+        backend: Callable[[Synchronizer], Backend],
+        leaves_out: bool = True,
     ) -> None:
         self.options = options
+        # In local steps a rank's own gradients count, and ranks would differ.
+        self.leaves_out = leaves_out and options.schedule is None
         self.state: Any = ExchangeState(StrategyState())
         self.steps_before_broadcast = 1
         # Comparisons live as long as the variables. They keep these, and must not keep the rest.
@@ -222,6 +233,11 @@ class Synchronizer:
             self.virtual = self._backend.virtual_steps()
             self.state = self.virtual.state()
         self.local = LocalVariables(options.scale_local)
+
+    def load_state(self, saved: Mapping[str, Any], is_own: bool = False) -> None:
+        """Load a state, which this process may have saved under another number (``is_own``)."""
+        options = self.options
+        self.state.load_state_dict(saved, options.reduction.op, options.process_set, is_own)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -248,6 +264,27 @@ class Synchronizer:
         if is_outside(self.options.process_set):
             return list(gradients)
         return self.local.reduce(gradients, variables, batch_size, self._backend)
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Return whether `are_finite` looks at gradients in this world."""
+        process_set = self.options.process_set
+        if not self.leaves_out or is_outside(process_set):
+            return False
+        return runtime.engine(process_set).settings.not_finite == "skip"
+
+    def are_finite(self, gradients: Sequence[Any], variables: Sequence[Any]) -> Any:
+        """Return whether to make a step on averages: a bool, or a tensor in a graph.
+
+        It is the same on all ranks, so gradients of local variables do not count.
+
+        Args:
+            gradients: From `reduce`.
+            variables: Their variables.
+        """
+        if not self.may_leave_out:
+            return True
+        return self._backend.are_finite([gradients[n] for n in self.local.others(variables)])
 
     def reduce_early(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduce gradients before they are applied; `are_reduced` recognizes them later.

@@ -12,7 +12,7 @@ from hvdlite.compression import Parameter
 from hvdlite.keras._synchronizer import LABEL, Synchronizer
 from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.device import pin_device
-from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
+from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, are_finite
 from hvdlite.tensorflow.local_steps import VariableSteps
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
@@ -36,6 +36,7 @@ class Backend:
             ReplicaChecks(synchronizer.describe_optimizer, synchronizer.uncompared)
             if options.replicates
             else None,
+            synchronizer.leaves_out,
         )
         self.divide_by_size = self._allreduce.divide_by_size
         checks = ReplicaChecks(synchronizer.describe_optimizer, synchronizer.uncompared)
@@ -47,6 +48,10 @@ class Backend:
     ) -> list[Gradient]:
         """Return the gradients reduced over all ranks; None where no rank has one."""
         return self._allreduce.reduce(gradients, variables, batch_size)
+
+    def are_finite(self, gradients: Sequence[Gradient]) -> tf.Tensor:
+        """Return whether all dense gradients are finite, a bool tensor."""
+        return are_finite(gradients)
 
     def virtual_steps(self) -> VirtualSteps:
         """Return the steps with virtual ranks."""

@@ -38,6 +38,7 @@ class Backend:
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         self._options = synchronizer.options
+        self._leaves_out = synchronizer.leaves_out
         self._state = synchronizer.state.state
         self._describe_optimizer = synchronizer.describe_optimizer
         self._uncompared = synchronizer.uncompared
@@ -61,6 +62,8 @@ class Backend:
             check_weighted(self._options.reduction.op)
         parameters = self.describe(variables)
         exchange = self._exchange_of(parameters)
+        settings = runtime.engine(self._options.process_set).settings
+        leaves_out = self._leaves_out and settings.not_finite == "skip"
         check = self._check_of(parameters, variables) if self._options.replicates else None
         if not exchange.plan:
             exchange.compare(check)
@@ -71,13 +74,17 @@ class Backend:
         # All buckets are under way before the first is waited for.
         reduced: list[torch.Tensor | None] = [None] * len(gradients)
         for index, members in enumerate(exchange.plan):
-            anywhere = exchange.finish_bucket(index).any(axis=0)
+            anywhere = exchange.finish_bucket(index, leaves_out).any(axis=0)
             for number, has in zip(members, anywhere, strict=True):
                 if has:
                     variable = variables[number].value
                     reduced[number] = to_tensor_like(exchange.result_slot(number), variable)
         exchange.count_step()
         return reduced
+
+    def are_finite(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether all gradients are finite."""
+        return all(each is None or bool(each.isfinite().all()) for each in gradients)
 
     def divide_by_size(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Return a gradient, or None, divided by the number of ranks."""

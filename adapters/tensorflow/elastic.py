@@ -12,6 +12,7 @@ from hvdlite.elastic import HostUpdate, ObjectState, State
 from hvdlite.elastic.state import VariableState
 from hvdlite.keras._elastic import KerasState
 from hvdlite.tensorflow.errors import naming_errors
+from hvdlite.tensorflow.exchange_state import ExchangeStates
 
 __all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -26,6 +27,10 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 class TensorFlowState(VariableState):
     """The elastic state of variables and of other attributes.
+
+    With the variables goes what the compression and the schedule of a `DistributedGradientTape`
+    remember of its sources, if all of them are among the variables. Residuals stay each rank's own:
+    one that comes in begins with none.
 
     Args:
         variables: ``tf.Variable`` or Keras variables, in any nested structure; the attribute
@@ -50,6 +55,42 @@ class TensorFlowState(VariableState):
             )
         self.variables = variables
         super().__init__(**kwargs)
+        self._exchange = ExchangeStates(self.variables_kept())
+
+    def save(self) -> None:
+        """Keep copies of the variables' values, of the tapes' states and of the attributes."""
+        super().save()
+        self._exchange = ExchangeStates(self.variables_kept())
+        self._exchange.save()
+
+    def restore(self) -> None:
+        """Return to what was saved last."""
+        super().restore()
+        self._exchange.restore()
+
+    def sync(self) -> None:
+        """Give all ranks rank 0's variables, states and attributes, and save them; collective.
+
+        Raises:
+            HorovodInternalError: The ranks disagree on the variables, or communication failed.
+        """
+        ExchangeStates(self.variables_kept()).sync()
+        super().sync()
+
+    def gather(self) -> None:
+        """Bring what the tapes' compressions remember on all ranks to rank 0; collective."""
+        super().gather()
+        ExchangeStates(self.variables_kept()).consolidate()
+
+    def dump(self) -> Any:
+        """Return the variables, the attributes, and the tapes' states."""
+        return {**super().dump(), "tapes": ExchangeStates(self.variables_kept()).dump()}
+
+    def load(self, dump: Any) -> None:
+        """Assign the variables, set the attributes, load the tapes' states, and save them."""
+        super().load(dump)
+        ExchangeStates(self.variables_kept()).load(dump["tapes"])
+        self.save()
 
     def variables_kept(self) -> Sequence[Any]:
         """Return the variables in a list."""

@@ -5,6 +5,7 @@
     cause                               class                     TensorFlow's class
     the ranks disagree                  MismatchError             FailedPreconditionError
     a gradient that cannot be sent      GradientError             InvalidArgumentError
+    averages that are not finite        NotFiniteError            InvalidArgumentError
     a bad argument on this rank         ArgumentError             InvalidArgumentError
     a rank is gone, or MPI has failed   HorovodInternalError      UnknownError
 
@@ -57,6 +58,10 @@ class GradientError(_Constructor, tf.errors.InvalidArgumentError, errors.Gradien
     """A gradient cannot be exchanged as requested, on all ranks."""
 
 
+class NotFiniteError(GradientError, errors.NotFiniteError):
+    """Averages of gradients are NaN or infinite, on all ranks, where that is refused."""
+
+
 class ArgumentError(_Constructor, tf.errors.InvalidArgumentError, ValueError):
     """An argument is wrong, which this rank can tell by itself."""
 
@@ -87,6 +92,8 @@ def _kind_of(error: Exception) -> type[tf.errors.OpError] | None:
         return None
     if isinstance(error, errors.MismatchError):
         return MismatchError
+    if isinstance(error, errors.NotFiniteError):
+        return NotFiniteError
     if isinstance(error, errors.GradientError):
         return GradientError
     if isinstance(error, errors.HorovodInternalError):
@@ -97,6 +104,7 @@ def _kind_of(error: Exception) -> type[tf.errors.OpError] | None:
 _KINDS = {
     (tf.errors.UNKNOWN, "MismatchError"): MismatchError,
     (tf.errors.UNKNOWN, "GradientError"): GradientError,
+    (tf.errors.UNKNOWN, "NotFiniteError"): NotFiniteError,
     (tf.errors.UNKNOWN, "HorovodInternalError"): HorovodInternalError,
     (tf.errors.INVALID_ARGUMENT, "ArgumentError"): ArgumentError,
     (tf.errors.INVALID_ARGUMENT, "UnsupportedError"): UnsupportedError,

@@ -63,6 +63,8 @@ class GradientAllreduce:
         label: The name of the exchanges in messages.
         state: The state of the compression for all sources; None: one for each list of variables.
         checks: Compare the sources across ranks; None: they may differ.
+        leaves_out: Whether the caller, with ``HVDLITE_NOT_FINITE=skip``, leaves out steps whose
+            averages are not finite (`are_finite`); otherwise they are an error then.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class GradientAllreduce:
         label: str = "DistributedGradientTape",
         state: StrategyState | None = None,
         checks: ReplicaChecks | None = None,
+        leaves_out: bool = False,
     ) -> None:
+        self._leaves_out = leaves_out
         self._strategy = strategy
         self._reduction = reduction
         self._sparse_as_dense = sparse_as_dense
@@ -130,7 +134,8 @@ class GradientAllreduce:
         check = None if self._checks is None else self._checks.of(sources, self._process_set)
         reduced: list[Gradient] = [None] * len(gradients)
         with in_order():
-            for number, gradient in _BucketExchange(spec, dense, weight, check).run().items():
+            exchange = _BucketExchange(spec, dense, weight, check, self._leaves_out)
+            for number, gradient in exchange.run().items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
                 reduced[position] = _gather(spec, position, gradient)
@@ -151,6 +156,12 @@ class GradientAllreduce:
         if not self._strategy.stateful:
             return None
         return exchange_state(sources).state if self._state is None else self._state
+
+
+def are_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """Return whether all dense gradients are finite, a bool tensor."""
+    dense = [each for each in gradients if isinstance(each, tf.Tensor) and each.dtype.is_floating]
+    return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(each)) for each in dense)])
 
 
 def _hold_updates(sources: Sequence[Any], reduced: Sequence[Gradient]) -> None:
@@ -266,6 +277,7 @@ class _BucketExchange:
         gradients: Mapping[int, tf.Tensor],
         weight: Sequence[tf.Tensor],
         check: ReplicaCheck | None,
+        leaves_out: bool,
     ) -> None:
         self._spec = spec
         self._gradients = gradients
@@ -273,6 +285,7 @@ class _BucketExchange:
         self._check = check
         self._eager = tf.executing_eagerly()
         settings = engine(spec.process_set).settings
+        self._leaves_out = leaves_out and settings.not_finite == "skip"
         self._plan = plan_for(spec.in_buckets, spec.strategy, settings)
         self._runs = [list(self._runs_of(members)) for members in self._plan]
         self._foreign: list[int] = []  # gradients that only other ranks have; in eager mode
@@ -346,7 +359,7 @@ class _BucketExchange:
             tf.TensorSpec(_joined_shape(each), tf.as_dtype(parameters[numbers[0]].dtype))
             for each, numbers in zip(shapes, runs, strict=True)
         ]
-        finish = _finisher(self._spec, self._plan, runs, foreign)
+        finish = _finisher(self._spec, self._plan, runs, foreign, self._leaves_out)
         found = run(finish, [], specs, self._spec.process_set)
         results = []
         for tensor, each in zip(found, shapes, strict=False):
@@ -388,6 +401,7 @@ def _finisher(
     plan: list[list[int]],
     runs: Sequence[Sequence[int]],
     foreign: list[int] | None,
+    leaves_out: bool,
 ) -> Callable[[], list[Any]]:
     """Return a function that waits for all buckets and returns the averages.
 
@@ -397,13 +411,14 @@ def _finisher(
         runs: The numbers of the gradients that are wanted; neighbours are returned flat.
         foreign: Gets the gradients that only other ranks have, which then come last; None: they
             are refused, because a graph's structure is fixed.
+        leaves_out: As for `GradientBuckets.finish_bucket`.
     """
 
     def finish() -> list[Any]:
         exchange = spec.connect()
         here = {number for numbers in runs for number in numbers}
         for index, members in enumerate(plan):
-            presence = exchange.finish_bucket(index)
+            presence = exchange.finish_bucket(index, leaves_out)
             if foreign is None:
                 _check_presence(exchange, members, presence)
             else:

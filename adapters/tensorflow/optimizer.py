@@ -131,5 +131,6 @@ def _distribute_v1(optimizer: Any, options: Options) -> Any:
             f"{options.schedule!r} with {type(optimizer).__name__}: it needs a Keras optimizer; "
             "use the one of this name in tf.keras.optimizers, or hvd.DistributedGradientTape"
         )
-    synchronizer = Synchronizer(optimizer, options, Backend)
+    # Its gradients are averaged long before it applies them.
+    synchronizer = Synchronizer(optimizer, options, Backend, leaves_out=False)
     return make_distributed(optimizer, _DistributedV1, synchronizer)

@@ -10,6 +10,8 @@ import tensorflow as tf
 
 from hvdlite import HorovodInternalError, runtime, virtual_ranks
 from hvdlite.compression import Parameter
+from hvdlite.errors import NotFiniteError
+from hvdlite.gradients.finite import tell_left_out
 from hvdlite.gradients.virtual import VirtualExchange
 from hvdlite.gradients.virtual_state import VirtualState
 from hvdlite.keras._seeding import generators, state_of
@@ -135,7 +137,13 @@ class VirtualSteps:
             exchange.check = self._checks.of(self._variables, global_process_set)
         changed = self._buffers.changed(buffers)
         self.stepped = False
-        outcome = exchange.end_part(gradients, buffers, changed, samples)
+        outcome = None
+        try:
+            outcome = exchange.end_part(gradients, buffers, changed, samples)
+        except NotFiniteError as error:
+            if runtime.engine().settings.not_finite != "skip":
+                raise
+            tell_left_out(error)
         if outcome is None:
             averages = [np.zeros_like(gradients[number]) for number in here]
         else:

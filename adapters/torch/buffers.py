@@ -157,8 +157,8 @@ class GradientBuffers:
         return False
 
     def copies(self, number: int) -> Copies | None:
-        """Return the copies of a gradient of this step, if it has a slot."""
-        if not self._has_slot(number):
+        """Return the copies of a gradient of this step, if it has a slot and no planted fault."""
+        if not self._has_slot(number) or self._exchange.buckets.place(number)[0].corrupted:
             return None
         slot = self._slots[number].reshape(-1)
         if number not in self._zero_copied:
@@ -340,7 +340,7 @@ class ChangeDetector:
 
         Args:
             gradients: of all parameters, as they are now.
-            copies: returns the copies of one, by number; None if it has no slot.
+            copies: returns the copies of one, by number; None if there are none to compare with.
 
         Returns:
             Their numbers; those on a device in a later step, when the device has compared them.

@@ -10,8 +10,11 @@ import torch
 
 from hvdlite import collectives
 from hvdlite.elastic import HostUpdate, ObjectState, State, run
-from hvdlite.torch.sampler import ElasticSampler
-from hvdlite.torch.state import broadcast_optimizer_state, broadcast_parameters, has_extra_state
+from hvdlite.errors import HorovodInternalError
+from hvdlite.recipe.batches import Batches
+from hvdlite.torch.sampler import ElasticSampler, ShardSampler
+from hvdlite.torch.state import broadcast_parameters, has_extra_state, send_optimizer_state
+from hvdlite.torch.wrapping import Distributed
 
 __all__ = ["ElasticSampler", "HostUpdate", "ObjectState", "State", "TorchState", "run"]
 
@@ -37,6 +40,21 @@ class StateHandler:
     def merge(self) -> None:
         """Merge the progress of all ranks; collective. By default nothing."""
 
+    def gather(self) -> None:
+        """Bring what other ranks have to rank 0; collective. By default do what `merge` does."""
+        self.merge()
+
+    def dump(self) -> Any:
+        """Return the state, picklable, for a job with another number of ranks."""
+        raise HorovodInternalError(
+            f"{type(self).__name__} cannot go on with another number of ranks, since it has no "
+            "dump() and load(dump); define them"
+        )
+
+    def load(self, dump: Any) -> None:
+        """Take on a state that `dump` has returned in another process."""
+        raise NotImplementedError
+
     def reset(self) -> None:
         """Adapt to a new world; by default nothing."""
 
@@ -55,6 +73,12 @@ class StatefulHandler(StateHandler):
 
     def save(self) -> None:
         self._kept = copy.deepcopy(self.value.state_dict())
+
+    def dump(self) -> Any:
+        return self.value.state_dict()
+
+    def load(self, dump: Any) -> None:
+        self.value.load_state_dict(dump)
 
     def restore(self) -> None:
         # Some objects keep the tensors that they are given.
@@ -81,20 +105,45 @@ class ModelStateHandler(StatefulHandler):
 
 
 class OptimizerStateHandler(StatefulHandler):
-    """Handles an optimizer, distributed or not."""
+    """Handles an optimizer, distributed or not.
+
+    Residuals of a compression stay each rank's own: one that comes in begins with none.
+    """
 
     def restore(self) -> None:
-        super().restore()
+        if isinstance(self.value, Distributed):
+            self.value._load(copy.deepcopy(self._kept), is_own=True)
+        else:
+            super().restore()
         for group in self.value.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def sync(self) -> None:
-        broadcast_optimizer_state(self.value, 0)
+        value = self.value
+        is_distributed = isinstance(value, Distributed)
+        send_optimizer_state(
+            value, value._common_state_dict if is_distributed else value.state_dict, 0
+        )
+
+    def gather(self) -> None:
+        if hasattr(self.value, "consolidate_exchange_state"):  # a DistributedOptimizer
+            self.value.consolidate_exchange_state()
 
     def reset(self) -> None:
-        if hasattr(self.value, "_restart"):  # a DistributedOptimizer
+        if isinstance(self.value, Distributed):
             self.value._restart()
+
+
+class PositionHandler(StatefulHandler):
+    """Handles positions in data that all ranks share: `ShardSampler` and ``hvd.shard``."""
+
+    def merge(self) -> None:
+        # The function is called again, and its loop goes on where the last commit was.
+        self.restore()
+
+    def gather(self) -> None:
+        """Do nothing: rank 0 has it."""
 
 
 class SamplerStateHandler(StatefulHandler):
@@ -123,6 +172,8 @@ _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
+    (ShardSampler, PositionHandler),
+    (Batches, PositionHandler),
 ]
 
 
@@ -209,6 +260,25 @@ class TorchState(ObjectState):
         """Merge the ranks' processed samples, and save; collective."""
         for handler in self._current():
             handler.merge()
+        self.save()
+
+    def gather(self) -> None:
+        """Merge the ranks' samples, and bring what the optimizers' exchanges remember to rank 0."""
+        for handler in self._current():
+            handler.gather()
+
+    def dump(self) -> Any:
+        """Return the states and the other attributes, by name."""
+        return {
+            **super().dump(),
+            "handlers": {name: each.dump() for name, each in self._handlers.items()},
+        }
+
+    def load(self, dump: Any) -> None:
+        """Load the states, set the other attributes, and save them."""
+        super().load(dump)
+        for handler, loaded in zip(self._current(), dump["handlers"].values(), strict=True):
+            handler.load(loaded)
         self.save()
 
     def reset(self) -> None:

@@ -70,9 +70,8 @@ class Scheduled(Distributed):
         self._schedule.attach(self._trainable())
         self._schedule.steps.average(self._schedule.weights)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned, of this optimizer or of one without a schedule."""
-        super().load_state_dict(state_dict)
+    def _load(self, state_dict: Mapping[str, Any], is_own: bool) -> None:
+        super()._load(state_dict, is_own)
         self._schedule.attach_reducer()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -128,6 +128,16 @@ def broadcast_optimizer_state(
             parameters.
         HorovodInternalError: the state cannot be pickled, or communication failed.
     """
+    send_optimizer_state(optimizer, optimizer.state_dict, root_rank, process_set)
+
+
+def send_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    state_dict: Callable[[], Mapping[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Broadcast as `broadcast_optimizer_state` what ``state_dict`` returns on the root."""
     groups = {
         f"parameter group {number}": [
             (tuple(parameter.shape), str(parameter.dtype)) for parameter in group["params"]
@@ -144,7 +154,7 @@ def broadcast_optimizer_state(
     }
     collectives.agree_on(f"{name}: the optimizer", described, process_set)
     is_root = world.rank() == root_rank
-    state = map_leaves(_to_host, optimizer.state_dict()) if is_root else None
+    state = map_leaves(_to_host, state_dict()) if is_root else None
     received = collectives.broadcast_object(state, root_rank, name, process_set)
     if not is_root:
         optimizer.load_state_dict(received)

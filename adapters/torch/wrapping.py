@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,18 +16,17 @@ import numpy as np
 import torch
 from torch.amp import GradScaler
 
-from hvdlite import runtime, world
+from hvdlite import runtime
 from hvdlite.arguments import check_count
 from hvdlite.errors import NotFiniteError
 from hvdlite.gradients import LossExchange, checked_samples
+from hvdlite.gradients.finite import tell_left_out
 from hvdlite.horovod import is_alias
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.schedule import ExchangeState
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
-
-_log = logging.getLogger("hvdlite")
 
 #: The key of hvdlite's part of an optimizer's state dict.
 STATE = "hvdlite"
@@ -172,12 +170,22 @@ class Distributed(Wrapped):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, of this optimizer or of one that is not wrapped."""
+        self._load(state_dict, is_own=False)
+
+    def _load(self, state_dict: Mapping[str, Any], is_own: bool) -> None:
+        """Load a state, which this process may have saved under another number."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         saved = map_leaves(leaf_to_array, state_dict.get(STATE, {}))
         if self._exchange_state.steps is None:  # saved by an optimizer with a schedule
             saved = {key: part for key, part in saved.items() if key != "schedule"}
         reducer = self._reducer
-        self._exchange_state.load_state_dict(saved, reducer.op, reducer.process_set)
+        self._exchange_state.load_state_dict(saved, reducer.op, reducer.process_set, is_own)
+
+    def _common_state_dict(self) -> dict[str, Any]:
+        """Return the part of `state_dict` with which another rank may begin."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        common = self._exchange_state.common_state_dict(self._reducer.process_set)
+        return {**state, STATE: map_leaves(leaf_to_tensor, common)} if common else state
 
     def consolidate_exchange_state(self) -> None:
         """Make what the compression remembers the same on all ranks; collective.
@@ -275,8 +283,7 @@ class Distributed(Wrapped):
                 for parameter in group["params"]:
                     parameter.grad = None  # which torch's optimizers skip
             self._reducer.averaged = True
-            if world.rank() == 0:
-                _log.warning("this step is left out on all ranks: %s", error)
+            tell_left_out(error)
 
     def _evaluate(self, closure: Callable[[], Any], batch_size: int | None) -> Any:
         """Run a closure, exchange its gradients, and return the loss of all ranks."""

@@ -21,12 +21,19 @@ from hvdlite.launch.cli import check
 HELP = "plant failures in a script, and see what becomes of the job"
 _LAST_LINES = 15
 _TOLD = ("hvdliterun: ", "hvdlite: ")  # the beginnings of lines for the user
-_GOES_ON = "in the same step, after"
+# Parts of further lines for the user, which are logged without such a beginning.
+_LOGGED = (
+    "in the same step, after",
+    "left out on all ranks",
+    "NotFiniteError: ",
+    "loaded the generation before it",
+)
 _EXAMPLES = """\
 examples:
   hvdlite rehearse -np 4 --elastic train.py --epochs 1
   hvdlite rehearse -np 2 --restarts 1 --step 100 train.py
   hvdlite rehearse -np 4 --elastic --fault "kill:rank=1,step=7;kill:rank=2,step=7" train.py
+  hvdlite rehearse -np 2 --fault corrupt:rank=1,step=7 train.py
 
 Without --fault: an undisturbed run, the death of the last rank and that of rank 0 in step --step,
 and a rank that stops for 5 seconds there. Steps are those of a DistributedOptimizer or a
@@ -152,7 +159,9 @@ def _run(fault: str, command: Sequence[str], options: argparse.Namespace) -> Out
         seconds = time.monotonic() - start
         errors.seek(0)
         lines = errors.read().splitlines()
-    told = [line for line in lines if line.startswith(_TOLD) or _GOES_ON in line]
+    told = [
+        line for line in lines if line.startswith(_TOLD) or any(part in line for part in _LOGGED)
+    ]
     if code and not fault:
         told = lines[-_LAST_LINES:]
     return Outcome(fault, code, seconds, told)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite import reduction, runtime, timeline
-from hvdlite.arrays import as_array, check_out
+from hvdlite.arrays import as_array, check_out, set_first
 from hvdlite.compression import (
     Bucket,
     Compression,
@@ -28,7 +28,14 @@ from hvdlite.engine.device import DeviceArray, DeviceOperation
 from hvdlite.engine.memory import Extent, extents_of
 from hvdlite.errors import GradientError
 from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
+from hvdlite.reduction import (
+    ReduceOp,
+    Scaling,
+    first_beyond,
+    is_floating,
+    scale_integers,
+    scales_integers,
+)
 from hvdlite.transport import Transport
 from hvdlite.transport.base import LARGEST_FUSED
 from hvdlite.transport.gpu.base import DeviceTransport
@@ -288,6 +295,17 @@ class Allreduce(Operation):
         if self._result is self._send:
             self._send[...] = self._kept
 
+    def contribution(self, name: str) -> str:
+        """Return the operation's name, if that is the name."""
+        is_meant = name == self.name and self._send.size and is_floating(self._send.dtype)
+        return name if is_meant else ""
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of what is sent; an array that does not get the result stays."""
+        if self._result is not self._send:
+            self._send = self._send.copy()
+        set_first(self._send, value)
+
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the reduced array, of the input's shape and dtype.
 
@@ -397,6 +415,15 @@ class CompressedAllreduce(Operation):
         """Return a function that makes a compressed allreduce of zeros."""
         parameter, reduction = self._bucket.parameters[0], self._bucket.reduction
         return partial(_compressed_zeros, parameter, self._strategy, reduction)
+
+    def contribution(self, name: str) -> str:
+        """Return the operation's name, if that is the name."""
+        return name if name == self.name and self._array.size else ""
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of what is sent; the caller's array stays."""
+        self._array = self._array.copy()
+        set_first(self._array, value)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the reduced array, of the input's shape and dtype."""

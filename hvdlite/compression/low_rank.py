@@ -97,7 +97,7 @@ class PowerSGD(Strategy):
             multiply(left, right, result)
         if self.warm_start:
             for position in set(range(len(rights))) - set(bucket.absent):
-                bucket.state.set(position, _FACTOR, rights[position].copy())
+                bucket.state.set(position, _FACTOR, rights[position].copy(), is_common=True)
 
     def _start(self, bucket: Bucket, position: int) -> Any:
         """Return the initial Q, of orthonormal columns, or random ones."""

@@ -22,11 +22,13 @@ class StrategyState:
 
     Attributes:
         is_common: whether all ranks have the same state, see `hvdlite.gradients.consolidate`.
+        common: keys of the arrays that are the same on all ranks in any case.
         owner: the rank of the last exchange and the number of ranks; None before the first one.
     """
 
     def __init__(self) -> None:
         self.is_common = False
+        self.common = {_COUNT}
         self.owner: tuple[int, int] | None = None
         self._entries: dict[str, dict[str, Any]] = {}
 
@@ -142,8 +144,18 @@ class BucketState:
         """Return an array of the parameter at a position; None if there is none yet."""
         return self._whole.entry(self._parameters[position].name).get(key)
 
-    def set(self, position: int, key: str, array: Any) -> None:
-        """Keep an array of any shape for the parameter at a position."""
+    def set(self, position: int, key: str, array: Any, is_common: bool = False) -> None:
+        """Keep an array of any shape for the parameter at a position.
+
+        Args:
+            position: of the parameter.
+            key: of the array.
+            array: to be kept.
+            is_common: whether arrays of this key are the same on all ranks. A rank that comes in
+                later gets them from another rank, and none of the others.
+        """
+        if is_common:
+            self._whole.common.add(key)
         self._whole.entry(self._parameters[position].name)[key] = array
 
     def _entries(self) -> list[dict[str, Any]]:

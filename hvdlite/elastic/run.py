@@ -6,14 +6,17 @@ import functools
 import gc
 import logging
 import re
+import sys
 from collections.abc import Callable
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from hvdlite import collectives, mpi, runtime, world
+from hvdlite.elastic import resizing
 from hvdlite.elastic.rendezvous import Rendezvous, reset
-from hvdlite.elastic.state import State
+from hvdlite.elastic.state import State, StopInterrupt
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdlite.settings import Settings
 
 _log = logging.getLogger("hvdlite")
 _NAMED = re.compile(r"\b(?:HorovodInternalError|RankGoneError|MismatchError): (.+)")
@@ -62,16 +65,23 @@ def run(
     def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         settings = runtime.engine().settings
         pool, first_tag = runtime.pool(), 0
-        if not runtime.take_joined():  # then the others have begun already
+        is_spare = runtime.take_joined()
+        if not is_spare:  # then the others have begun already
             # It names missing ranks, unlike the steps below.
             collectives.barrier(name="elastic.start")
             # Messages of an earlier run may still lie on the pool's communicator.
             first_tag = 0 if pool is None else pool.reserve_tags(2)
         comm = world.current().comm.Dup() if pool is None else pool.world
         rendezvous = Rendezvous(mpi.load(), comm, settings.elastic_timeout, pool, first_tag)
-        attempts = _Attempts(state, rendezvous, settings.elastic_retries)
+        attempts = _Attempts(state, rendezvous, settings)
         try:
-            return attempts.until_done(lambda: func(state, *args, **kwargs))
+            if not is_spare:
+                attempts.resume()
+            result = attempts.until_done(lambda: func(state, *args, **kwargs))
+            resizing.disconnect()
+            return result
+        except _Stopped:
+            sys.exit(0)
         except BaseException as error:
             rendezvous.leave(f"{type(error).__name__}: {error}")
             runtime.note_lost_world(rendezvous.comm.rank, rendezvous.comm.size)
@@ -88,23 +98,35 @@ class _Report(NamedTuple):
     skip_sync: bool
 
 
+class _Stopped(BaseException):
+    """This rank has stopped, and the job goes on with another number of ranks."""
+
+
 class _Attempts:
     """The calls of a training function, and the recovery between them."""
 
-    def __init__(self, state: State, rendezvous: Rendezvous, retries: int) -> None:
+    def __init__(self, state: State, rendezvous: Rendezvous, settings: Settings) -> None:
         self._state = state
         self._rendezvous = rendezvous
-        self._retries = retries
+        self._retries = settings.elastic_retries
+        self._reset_limit = settings.elastic_reset_limit
+        self._resets = 0
+        self._is_new = False  # the world, for the state
         self._failures = 0  # in a row
         self._commits = state.commits  # when the last of them came
         self._skip_sync = False
 
+    def resume(self) -> None:
+        """Go on from the state of a run with another number of ranks, if there was one."""
+        resets = resizing.resume(self._state)
+        if resets is not None:
+            self._resets, self._is_new = resets, True
+
     def until_done(self, train: Callable[[], _Result]) -> _Result:
         """Call the function until all ranks have returned from it together."""
-        is_new = False  # the world, for the state
         while True:
             try:
-                if is_new:
+                if self._is_new:
                     self._state.on_reset()
                     # The old world's lanes, with memory as large as the gradients, are in cycles.
                     gc.collect()
@@ -118,13 +140,32 @@ class _Attempts:
             except HorovodInternalError as error:
                 failure: HorovodInternalError | None = error
                 report = self._fail(error)
+            except StopInterrupt:
+                self._count_reset()
+                resizing.hand_over(self._state, self._resets)
+                raise _Stopped from None
             except HostsUpdatedInterrupt as update:
                 failure = None
                 report = _Report("", 0, update.skip_sync)
+            self._count_reset()
             reports = reset(self._rendezvous, report)
             self._learn(reports, failure)
             failure = None  # its traceback holds the old world
-            is_new = True
+            self._is_new = True
+
+    def _count_reset(self) -> None:
+        """Count a new world.
+
+        Raises:
+            HorovodInternalError: There have been too many; on all ranks.
+        """
+        self._resets += 1
+        if self._reset_limit and self._resets > self._reset_limit:
+            raise HorovodInternalError(
+                f"rank {world.rank()}: the ranks have formed their world anew {self._reset_limit} "
+                "times, as often as HVDLITE_ELASTIC_RESET_LIMIT (--reset-limit) allows, and would "
+                "have to again; raise it, or see what ends ranks"
+            )
 
     def _end_together(self) -> None:
         if not world.is_initialized():  # the function has called shutdown()

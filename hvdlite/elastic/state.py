@@ -13,7 +13,8 @@ import numpy as np
 
 from hvdlite import collectives, runtime, virtual_ranks
 from hvdlite.arrays import describe
-from hvdlite.errors import HostsUpdatedInterrupt
+from hvdlite.elastic import resizing
+from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
 from hvdlite.reduction import Max
 
 
@@ -23,6 +24,10 @@ class HostUpdate(enum.IntFlag):
     NONE = 0
     REMOVED = 1
     ADDED = 2
+
+
+class StopInterrupt(HostsUpdatedInterrupt):
+    """All ranks stop, and the job goes on with another number of them."""
 
 
 class State(abc.ABC):
@@ -83,6 +88,30 @@ class State(abc.ABC):
         them have the same weights. By default it does nothing.
         """
 
+    def gather(self) -> None:
+        """Bring what other ranks have, and the next run needs, to rank 0; collective.
+
+        By default, do what `merge` does.
+        """
+        self.merge()
+
+    def dump(self) -> Any:
+        """Return the state for a job that goes on with another number of ranks; picklable.
+
+        Rank 0 calls it where hosts come and go (``hvdliterun --host-discovery-script``).
+
+        Raises:
+            HorovodInternalError: The class does not define it.
+        """
+        raise HorovodInternalError(
+            f"{type(self).__name__} cannot go on with another number of ranks, since it has no "
+            "dump() and load(dump); define them, or use ObjectState or TorchState"
+        )
+
+    def load(self, dump: Any) -> None:
+        """Take on a state that `dump` has returned in another process; called on all ranks."""
+        raise NotImplementedError
+
     def reset(self) -> None:  # noqa: B027 - nor anything to adapt
         """Adapt to a new world, before the callbacks are called; by default do nothing."""
 
@@ -126,9 +155,11 @@ class State(abc.ABC):
         recovery = runtime.engine().recovery
         died = recovery is not None and recovery.epoch > 0  # since the world was formed
         removed, added = died or HostUpdate.REMOVED in update, HostUpdate.ADDED in update
-        mine = np.array([newest, removed, added], np.float64)
+        mine = np.array([newest, removed, added, resizing.wants_stop()], np.float64)
         newest, *found = collectives.allreduce(mine, name="elastic.host_updates", op=Max).tolist()
         self._last_update = newest
+        if found.pop():
+            raise StopInterrupt(skip_sync=False)
         if any(found):
             raise HostsUpdatedInterrupt(skip_sync=not found[1])
 
@@ -185,6 +216,15 @@ class ObjectState(State):
             HorovodInternalError: a value cannot be pickled, or communication failed.
         """
         self._set(self._bcast_object(self._values()))
+        ObjectState.save(self)
+
+    def dump(self) -> Any:
+        """Return the attributes by name."""
+        return {"values": self._values()}
+
+    def load(self, dump: Any) -> None:
+        """Set the attributes, and save them."""
+        self._set(dump["values"])
         ObjectState.save(self)
 
     def _values(self) -> dict[str, Any]:
@@ -244,6 +284,30 @@ class VariableState(ObjectState):
         collectives.agree_on("elastic.variables", layout)
         for number, (variable, array) in enumerate(zip(variables, arrays, strict=True)):
             variable.assign(collectives.broadcast(array, 0, f"elastic.variable.{number}"))
+        self.save()
+
+    def dump(self) -> Any:
+        """Return the attributes, and the variables that `sync` gives to all ranks."""
+        arrays = [np.array(variable.numpy()) for variable in self.variables_shared()]
+        return {**super().dump(), "variables": arrays}
+
+    def load(self, dump: Any) -> None:
+        """Assign the variables, set the attributes, and save them.
+
+        Raises:
+            HorovodInternalError: The variables are not those of the state.
+        """
+        super().load(dump)
+        variables, arrays = self.variables_shared(), dump["variables"]
+        shapes = [np.asarray(variable.numpy()).shape for variable in variables]
+        if shapes != [array.shape for array in arrays]:
+            raise HorovodInternalError(
+                f"the state of the previous run has {len(arrays)} variables, this one "
+                f"{len(shapes)}, or their shapes differ; the script has to make the same ones on "
+                "any number of ranks"
+            )
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array)
         self.save()
 
     def _keep_values(self) -> None:

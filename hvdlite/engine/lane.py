@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdlite import world
+from hvdlite import rehearsal, world
 from hvdlite.engine.device import DeviceExecutor
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
@@ -178,6 +178,8 @@ class Lane:
         if world.forked:
             raise world.fork_error()
         handle = Handle(operation.name)
+        if rehearsal.corrupt is not None:
+            rehearsal.corrupt(operation)
         with self._lock:
             self._queue.add(operation)
             operation.is_protected = False
@@ -330,7 +332,7 @@ class Lane:
 
     @property
     def communicators(self) -> list[Any]:
-        """Those of the transport, as long as it has not been closed with the lane."""
+        """Return those of the transport, as long as it has not been closed with the lane."""
         return [] if self._released else self._transport.communicators
 
     @uninterrupted

@@ -164,6 +164,23 @@ class Operation(ABC):
             new_ranks: the new number of each rank that lives, by its old one.
         """
 
+    def contribution(self, name: str) -> str:
+        """Return the name of a contribution of floats that this rank makes; empty: it makes none.
+
+        Args:
+            name: of the array or of the parameter; empty: the first gradient.
+        """
+        return ""
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of a contribution, for a rehearsal; called before the submission.
+
+        Args:
+            name: that `contribution` has returned.
+            value: of any size; what the dtype cannot hold becomes infinite.
+        """
+        raise NotImplementedError(f"{type(self).__name__} makes no contribution")
+
     @abstractmethod
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Run the collective, and return the handle's result.

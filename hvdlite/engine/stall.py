@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from hvdlite import status
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError
 from hvdlite.interrupts import Interrupted, deferred, is_due, run_overdue
@@ -73,6 +74,7 @@ class StallInspector:
             )
         limit = self._settings.stall_shutdown_time_seconds
         if limit and elapsed > limit and not self._exempt():
+            status.ask_launcher()  # while they still hang
             raise HorovodInternalError(
                 f"waited {elapsed:.0f} s for {_ranks(self._absent())} in {self._describe()}; a "
                 "rank has ended, hangs, or runs different steps"

@@ -8,7 +8,7 @@ from hvdlite.gradients.loss import LossExchange
 from hvdlite.gradients.metadata import check_not_local, check_weighted, checked_samples
 from hvdlite.gradients.plan import describe_sources, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, describe_optimizer, describe_weights
-from hvdlite.gradients.strategy_state import consolidate, load, save
+from hvdlite.gradients.strategy_state import common_part, consolidate, load, save
 
 __all__ = [
     "LEAST_ZERO_COPY",
@@ -19,6 +19,7 @@ __all__ = [
     "check_not_local",
     "check_weighted",
     "checked_samples",
+    "common_part",
     "consolidate",
     "describe_optimizer",
     "describe_sources",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from hvdlite import timeline
+from hvdlite.arrays import set_first
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
@@ -19,7 +20,7 @@ from hvdlite.gradients import metadata, replicas
 from hvdlite.gradients.finite import check_finite
 from hvdlite.gradients.metadata import DENSE, Metadata
 from hvdlite.gradients.replicas import Snapshot
-from hvdlite.reduction import ReduceOp
+from hvdlite.reduction import ReduceOp, is_floating
 from hvdlite.transport import Transport
 
 _PRESENT = b"\x01"  # the first byte of the payload of a rank that has not joined
@@ -51,6 +52,7 @@ class GradientBucket(Operation):
         weight: after the exchange, the factor of this rank's gradients.
         keeps_result: whether all exchanges write to one result array.
         checks_finite: whether averages that are not finite are refused.
+        corrupted: whether a planted fault has changed a gradient of this step in its slot.
     """
 
     stands_in = True
@@ -83,7 +85,7 @@ class GradientBucket(Operation):
         self.samples: int | None = None
         self.snapshot: Snapshot | None = None
         self.pending: Handle | None = None
-        self.abandoned = False
+        self.abandoned = self.corrupted = False
         self.arrays.zero_copy = {}
 
     @property
@@ -183,6 +185,22 @@ class GradientBucket(Operation):
         self.arrays.count, self.arrays.absent = found.exchanges, found.absent
         return found
 
+    def contribution(self, name: str) -> str:
+        """Return the name of the first dense gradient, or of that of the name, if it is here."""
+        if not is_floating(self.arrays.parameters[0].dtype):
+            return ""
+        for parameter, kind in zip(self.arrays.parameters, self._kinds_here, strict=True):
+            if kind == DENSE and parameter.size and name in ("", parameter.name):
+                return parameter.name
+        return ""
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of a gradient."""
+        names = [parameter.name for parameter in self.arrays.parameters]
+        self.arrays.copy_zero_copy_parts()
+        set_first(self.arrays.send_slot(names.index(name)), value)
+        self.corrupted = True
+
     def protect(self) -> None:
         """Keep what the strategy remembers."""
         if self.strategy.stateful:
@@ -208,10 +226,10 @@ class GradientBucket(Operation):
             arrays.allocate_result()
         with timeline.span(self.lane, timeline.EXCHANGE):
             exchange_bucket(strategy, arrays, transport, self.weight)
-        if self.checks_finite:
-            check_finite(arrays, transport)
         if not self.keeps_result:
             transport.release(arrays.result)  # its owner's now
+        if self.checks_finite:
+            check_finite(arrays, transport)
         if strategy.stateful:
             arrays.state.count = found.exchanges + 1
             arrays.state.set_owner(transport.rank, transport.size)

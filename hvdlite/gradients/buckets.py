@@ -13,8 +13,10 @@ from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, Strategy
 from hvdlite.engine import Engine
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
+from hvdlite.errors import NotFiniteError
 from hvdlite.gradients.bucket import Comparison, GradientBucket
 from hvdlite.gradients.device import DeviceGradientBucket
+from hvdlite.gradients.finite import tell_left_out
 from hvdlite.gradients.metadata import ABSENT
 from hvdlite.gradients.plan import describe_exchange, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
@@ -100,6 +102,7 @@ class GradientBuckets:
             ("device", "cpu" if memory is None else "cuda"),
             *describe_exchange(self.parameters, strategy, reduction, engine.settings),
         )
+        self._left_out: NotFiniteError | None = None  # why this step is
         self.all: list[GradientBucket] = []
         self.plan: list[list[int]] = [[-1]]  # none yet
         self.pack(range(len(self.parameters)))
@@ -238,6 +241,7 @@ class GradientBuckets:
                 self._bring_gradient(number, gradient)
             bucket.samples = samples
             if index == 0:
+                self._left_out = None
                 self.check = check
                 bucket.snapshot = self.snapshot()
             self.submit(index, begin=self.overlaps)
@@ -275,8 +279,13 @@ class GradientBuckets:
             slot[part] = flat[part]
         arrays.zero_copy[start + zero_copy.start] = flat[zero_copy]
 
-    def finish_bucket(self, index: int) -> Any:
+    def finish_bucket(self, index: int, leaves_out: bool = False) -> Any:
         """Wait for a bucket that has been started.
+
+        Args:
+            index: the bucket's position in ``plan``.
+            leaves_out: whether the caller leaves out a step whose averages are not finite. Such
+                averages are then no error here, and `count_step` logs that.
 
         Returns:
             Bools of shape (ranks, parameters of the bucket): which rank had which gradient.
@@ -293,7 +302,10 @@ class GradientBuckets:
             if index == 0 and self.check is not None:
                 self.check.end()
             return bucket.kinds != ABSENT
-        except BaseException:
+        except BaseException as error:
+            if leaves_out and isinstance(error, NotFiniteError):
+                self._left_out = self._left_out or error
+                return bucket.kinds != ABSENT
             for other in self.all:
                 other.abandoned = other.pending is not None
             raise
@@ -303,8 +315,11 @@ class GradientBuckets:
             # Otherwise a signal handler has raised, and other ranks still need the slots.
 
     def count_step(self) -> None:
-        """Count a step, whose buckets have all been exchanged."""
-        status.count_step(self._key)
+        """Count a step whose buckets have all been exchanged, or log that it is left out."""
+        if self._left_out is None:
+            status.count_step(self._key)
+        else:
+            tell_left_out(self._left_out)
 
     def result_of(self, numbers: Sequence[int]) -> Any:
         """Return the average of a gradient in its shape, or those of neighbours in a bucket, flat.

@@ -97,6 +97,16 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         cuda, index = self.memory.cuda, self.memory.index
         self.ready += [cuda.record(index, stream) for stream in self._streams]
 
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of a gradient, on the current stream, after all gradients."""
+        self.order_writes()
+        stream = self.memory.stream()
+        for event in self.ready:
+            self.memory.cuda.wait_event(self.memory.index, stream, event)
+        super().corrupt(name, value)
+        self._streams.add(stream)
+        self._seal()
+
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> DeviceResult:
         """Take over the metadata of all ranks, and send the exchange to the device.
 

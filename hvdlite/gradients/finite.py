@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import numpy as np
 
+from hvdlite import world
 from hvdlite.compression import Bucket
 from hvdlite.compression.messages import find_not_finite
 from hvdlite.errors import NotFiniteError
 from hvdlite.transport import Transport
 
+_log = logging.getLogger("hvdlite")
+
 _MOST_NAMED = 5
+
+
+def tell_left_out(error: NotFiniteError) -> None:
+    """Log on rank 0 that all ranks leave a step out, because of an error that all of them have."""
+    if world.rank() == 0:
+        _log.warning("this step is left out on all ranks: %s", error)
 
 
 def check_finite(arrays: Bucket, transport: Transport) -> None:
@@ -46,8 +56,9 @@ def check_finite(arrays: Bucket, transport: Transport) -> None:
     verb = "are" if found else "is"
     raise NotFiniteError(
         f"rank {transport.members[transport.rank]}: {where} {verb} not finite; look at the data "
-        "and the loss of that step there, lower the learning rate, or have such steps left out by "
-        "HVDLITE_NOT_FINITE=skip (PyTorch)"
+        "and the loss of that step there, lower the learning rate, or leave such steps out (by "
+        "HVDLITE_NOT_FINITE=skip in a DistributedOptimizer; elsewhere catch this error, which all "
+        "ranks raise)"
     )
 
 

@@ -4,6 +4,9 @@ Residuals differ from rank to rank. A checkpoint that only rank 0 writes has ran
 not be loaded on all ranks: they would count as many times as there are ranks. `consolidate` gives
 all ranks the average, which preserves the sum; then any rank's state is right for all, whatever the
 number of ranks that load it.
+
+Other arrays are the same on all ranks, such as low-rank factors and the number of exchanges. A rank
+that comes in later begins with those of another rank (`common_part`), and without residuals.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ def save(state: StrategyState, process_set: ProcessSet) -> dict[str, Any]:
     """Return the state and its owner; {} if there is none. It works after ``shutdown()``, too.
 
     Returns:
-        ``rank`` (-1: the state is right for all ranks), ``size`` and ``parameters``: arrays by the
-        name of the parameter and of the array.
+        ``rank`` (-1: the state is right for all ranks), ``size``, ``common``: the names of arrays
+        that are the same on all ranks in any case, and ``parameters``: arrays by the name of the
+        parameter and of the array.
 
     Raises:
         NotInitializedError: before ``init()``, or after ``shutdown()`` if nothing has been
@@ -44,25 +48,48 @@ def save(state: StrategyState, process_set: ProcessSet) -> dict[str, Any]:
             raise
         rank, size = state.owner
     rank = _COMMON if state.is_common or size == 1 else rank
-    return {"rank": rank, "size": size, "parameters": state.state_dict()}
+    return {
+        "rank": rank,
+        "size": size,
+        "common": sorted(state.common),
+        "parameters": state.state_dict(),
+    }
+
+
+def common_part(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a result of `save` that is right for a rank without a state."""
+    if not saved or int(saved["rank"]) == _COMMON:
+        return dict(saved)
+    parameters = {
+        name: {key: array for key, array in entry.items() if key in saved["common"]}
+        for name, entry in saved["parameters"].items()
+    }
+    return {**saved, "parameters": parameters}
 
 
 def load(
-    state: StrategyState, saved: Mapping[str, Any], op: ReduceOp, process_set: ProcessSet
+    state: StrategyState,
+    saved: Mapping[str, Any],
+    op: ReduceOp,
+    process_set: ProcessSet,
+    is_own: bool = False,
 ) -> None:
     """Load what `save` has returned on this rank, or on any rank after `consolidate`.
 
-    The state of another rank is ignored, and this rank keeps its own.
+    Of the state of another rank, a rank without any takes the common part; otherwise it keeps its
+    own.
 
     Args:
         state: to fill.
         saved: {}: there was no state.
         op: of the gradients.
         process_set: the ranks that take part.
+        is_own: whether this process has saved it, maybe under another number.
     """
     if not saved:
         state.load_state_dict({})
         return
+    state.common.update(saved.get("common", ()))
     engine = runtime.engine(process_set)
     rank, size = int(saved["rank"]), int(saved["size"])
     if rank == _COMMON:
@@ -70,9 +97,13 @@ def load(
         factor = 1.0 if op is Average else size / engine.size
         state.load_state_dict(_scaled(saved["parameters"], factor))
         state.is_common = True
-    elif (rank, size) == (engine.rank, engine.size):
+    elif is_own or (rank, size) == (engine.rank, engine.size):
         state.load_state_dict(saved["parameters"])
     elif not state:
+        common = common_part({"common": (), **saved})["parameters"]
+        state.load_state_dict({name: entry for name, entry in common.items() if entry})
+        if not any(saved["parameters"][name].keys() - entry for name, entry in common.items()):
+            return
         warnings.warn(
             f"rank {engine.rank} of {engine.size}: what the compression has left to send was saved "
             f"on rank {rank} of {size} for that rank alone, and is lost on this one; before "

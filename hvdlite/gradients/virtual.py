@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite import status
-from hvdlite.arrays import as_bytes
+from hvdlite.arrays import as_bytes, set_first
 from hvdlite.compression import (
     DENSE,
     Bucket,
@@ -39,7 +39,7 @@ from hvdlite.gradients.finite import check_finite
 from hvdlite.gradients.metadata import check_weighted
 from hvdlite.gradients.plan import describe_exchange, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
-from hvdlite.reduction import ReduceOp
+from hvdlite.reduction import ReduceOp, is_floating
 from hvdlite.transport import Transport
 from hvdlite.transport.virtual import VirtualRanks, VirtualTransport
 from hvdlite.virtual_ranks import distribute, turns_of
@@ -365,6 +365,27 @@ class _Exchange(Operation):
         self._before: States = {}
         self.exchanges = owner.exchanges
         self.copies: States = {}
+
+    def contribution(self, name: str) -> str:
+        """Return the name of the first gradient, or of that of the name, of the first part here."""
+        for number, parameter in enumerate(self._owner.parameters):
+            is_meant = name in ("", parameter.name) and is_floating(parameter.dtype)
+            if is_meant and parameter.size and self._first_with(number) is not None:
+                return parameter.name
+        return ""
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of a gradient of the first virtual rank that has it here."""
+        number = [parameter.name for parameter in self._owner.parameters].index(name)
+        part = self._first_with(number)
+        assert part is not None
+        bucket, position = self._owner.places[number]
+        set_first(part.buckets[bucket].send_slot(position), value)
+
+    def _first_with(self, number: int) -> Part | None:
+        """Return the first part that has a gradient of a parameter."""
+        parts = (part for _, part in sorted(self._owner.parts.items()))
+        return next((part for part in parts if number in part.present), None)
 
     def protect(self) -> None:
         """Keep what strategies remember."""

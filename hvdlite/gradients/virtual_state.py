@@ -39,8 +39,20 @@ class VirtualState:
             }
         }
 
+    def common_state_dict(self, process_set: ProcessSet) -> dict[str, Any]:
+        """Return the part of `state_dict` with which another process may begin.
+
+        It gets what the compression remembers of a virtual rank when it plays it.
+        """
+        virtual = self.state_dict(process_set)["virtual"]
+        return {"virtual": {**virtual, "compression": None}}
+
     def load_state_dict(
-        self, saved: Mapping[str, Any], op: ReduceOp, process_set: ProcessSet
+        self,
+        saved: Mapping[str, Any],
+        op: ReduceOp,
+        process_set: ProcessSet,
+        is_own: bool = False,
     ) -> None:
         """Load what `state_dict` has returned, also on another number of processes."""
         given = saved.get("virtual")
@@ -48,6 +60,10 @@ class VirtualState:
             return
         exchange = self._exchange
         turns_of(exchange.size).begin_step(int(given["step"]))
+        if given["compression"] is None:
+            if exchange.exchanges != int(given["exchanges"]):
+                exchange.load(int(given["exchanges"]), {})
+            return
         size = int(given["size"])
         if size != exchange.size and any(given["compression"].values()):
             warnings.warn(

@@ -7,13 +7,14 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hvdlite.errors import StartError
 from hvdlite.horovod.finder import with_bootstrap
-from hvdlite.launch import check_build, job, mpirun, rank
+from hvdlite.launch import check_build, job, mpirun, protocol, rank
+from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.environment import exported, on_this_host, with_own_package
-from hvdlite.launch.hosts import Host, all_local, choose_hosts
+from hvdlite.launch.hosts import Host, all_local, choose_hosts, own_names
 from hvdlite.launch.options import (
     mpirun_arguments,
     parse,
@@ -21,7 +22,9 @@ from hvdlite.launch.options import (
     variables,
     without_effect,
 )
+from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import serving
+from hvdlite.settings import Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +49,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(options: argparse.Namespace) -> int:
     for line in without_effect(options):
         job.say(line)
-    hosts = _hosts(options)
+    sizes = _sizes(options)
+    if sizes is None:
+        fixed = Plan(_hosts(options), options.num_proc)
+        return _launch_on(options, fixed, lambda: fixed, None)
+    with sizes.discovery.running():
+        first = sizes.wait(options.num_proc)
+        return _launch_on(options, first, lambda: sizes.wait(sizes.most), sizes)
+
+
+def _launch_on(
+    options: argparse.Namespace, plan: Plan, choose: Callable[[], Plan], sizes: Sizes | None
+) -> int:
+    """Prepare the job, run it as often as it takes, and return its exit code.
+
+    Args:
+        options: Of the command line.
+        plan: The size of the first run.
+        choose: Returns that of the next one.
+        sizes: Has a run stop to have another size; None: it is fixed.
+    """
+    hosts = plan.hosts
     asked = variables(options)
     if options.timeline_filename is not None:
         asked["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
@@ -71,12 +94,23 @@ def _launch(options: argparse.Namespace) -> int:
         settings.setdefault("HVDLITE_TERMINAL_COLUMNS", str(columns))
     output = _output_folder(options.output_filename)
     restarts = options.restarts or 0
-    for restart in range(restarts + 1):
-        settings["HVDLITE_RESTART"] = str(restart)
-        end = _run(options, program, hosts, [output, *command], settings, asked)
-        if not (end.may_succeed_again and restart < restarts):
+    runs = failures = 0
+    state: Sequence[Part] = ()
+    while True:
+        settings["HVDLITE_RESTART"] = str(runs)
+        end = _run(options, program, plan, [output, *command], settings, asked, sizes, state)
+        runs, state = runs + 1, end.state
+        if state:
+            plan = choose()
+            places = ",".join(f"{host.name}:{host.slots}" for host in plan.hosts)
+            ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
+            job.say(f"the hosts have changed; the job goes on with {ranks} on {places}")
+        elif end.may_succeed_again and failures < restarts:
+            failures += 1
+            job.say(f"{end.text}; restart {failures} of {restarts}")
+            plan = choose()
+        else:
             break
-        job.say(f"{end.text}; restart {restart + 1} of {restarts}")
     if end.text:
         job.say(end.text)
     return end.code
@@ -85,28 +119,40 @@ def _launch(options: argparse.Namespace) -> int:
 def _run(
     options: argparse.Namespace,
     program: mpirun.Mpirun,
-    hosts: Sequence[Host],
+    plan: Plan,
     command: Sequence[str],
     settings: Mapping[str, str],
     asked: Mapping[str, str],
+    sizes: Sizes | None,
+    state: Sequence[Part],
 ) -> job.End:
     """Run the job once.
 
     Args:
         options: of the command line.
         program: the mpirun.
-        hosts: where the ranks run.
+        plan: where the ranks run, and how many.
         command: the folder for the ranks' output, and what each rank runs.
         settings: the ranks' environment.
         asked: the part of it that the command line demands.
+        sizes: has the run stop to have another size; None: it is fixed.
+        state: what it goes on with, from the run before.
     """
-    here = on_this_host(hosts, settings)
-    with serving() as server:
+    here = on_this_host(plan.hosts, settings)
+    # Other hosts need not reach this one, except to tell of changes.
+    names = [] if here or sizes is None else own_names(plan.hosts)
+    with serving(names) as server:
+        server.state = list(state)
         added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
+        environment = {**added, **settings}
+        if sizes is not None:
+            environment[protocol.ADDRESS] = server.address
+        if server.key:
+            environment[protocol.KEY] = server.key.hex()
         launch = mpirun.Launch(
-            num_proc=options.num_proc + (options.spares or 0),
-            hosts=hosts,
-            exported=[] if here else exported(settings),
+            num_proc=plan.ranks + (options.spares or 0),
+            hosts=plan.hosts,
+            exported=[] if here else exported(environment),
             extra=_extra(options, program),
             command=[sys.executable, "-I", "-S", rank.__file__, server.address, *command],
         )
@@ -118,7 +164,51 @@ def _run(
                     [*(f"{n}={value}" for n, value in {**news, **asked}.items()), *arguments]
                 )
             )
-        return job.run(arguments, {**added, **settings}, server, program.quiet_end)
+        check = (lambda: None) if sizes is None else sizes.follow(server, plan.ranks)
+        return job.run(arguments, environment, server, program.quiet_end, check)
+
+
+def _sizes(options: argparse.Namespace) -> Sizes | None:
+    """Return what decides the number of ranks; None: the command line has fixed it.
+
+    Raises:
+        StartError: The options contradict each other.
+    """
+    elastic = options.min_np, options.max_np, options.host_discovery_script
+    if not any(elastic):
+        return None
+    options.elastic = True
+    least = options.min_np or options.num_proc
+    if least is None:
+        raise StartError("-np is missing: give the number of processes, e.g. -np 2")
+    options.num_proc = options.num_proc or least
+    most = options.max_np or max(options.num_proc, least)
+    if not least <= options.num_proc <= most:
+        raise StartError(
+            f"--min-np {least} -np {options.num_proc} --max-np {most}: found them out of order, "
+            "expected min <= np <= max"
+        )
+    spares = options.spares or 0
+    hosts = []
+    if options.host_discovery_script is None:
+        hosts = _hosts(options) or [Host("localhost", most + spares)]
+    elif options.hosts or options.hostfile:
+        raise StartError(
+            "-H and --hostfile are not allowed with --host-discovery-script: give one of them"
+        )
+    cooldown = options.blacklist_cooldown_range
+    if cooldown and cooldown[0] > cooldown[1]:
+        raise StartError(
+            f"--blacklist-cooldown-range {cooldown[0]} {cooldown[1]}: expected MIN <= MAX"
+        )
+    return Sizes(
+        Discovery(hosts, options.host_discovery_script or "", options.slots_per_host or 1, job.say),
+        Blacklist(cooldown and tuple(map(float, cooldown))),
+        least,
+        most,
+        spares,
+        float(options.elastic_timeout or Settings().elastic_timeout),
+    )
 
 
 def _hosts(options: argparse.Namespace) -> list[Host]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +17,7 @@ from typing import Any, NoReturn
 from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import job, mpirun, protocol, rank, worker
 from hvdlite.launch.environment import exported, on_this_host
-from hvdlite.launch.hosts import Host, choose_hosts
+from hvdlite.launch.hosts import Host, choose_hosts, own_names
 from hvdlite.launch.pickling import RemoteError, pack, unpack
 from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import Failure, Server, serving
@@ -217,7 +215,7 @@ def _call(
     settings = {**kept, **added}
     here = on_this_host(hosts, settings)
     program = mpirun.detect(mpirun.find(settings))
-    with serving([] if here else _names(hosts), [task, *packed]) as server:
+    with serving([] if here else own_names(hosts), [task, *packed]) as server:
         needed = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         settings = {**needed, **settings}
         if server.key:
@@ -251,16 +249,6 @@ def _call(
         signal.raise_signal(received)
         raise HorovodInternalError(f"the job was ended, because this process got {received.name}")
     return server.results
-
-
-def _names(hosts: Sequence[Host]) -> list[str]:
-    """Return what other hosts may know this one by: its addresses on the way to them, its name."""
-    names = []
-    for host in hosts:
-        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-            probe.connect((host.name, 9))  # Sends nothing, but chooses the way.
-            names.append(str(probe.getsockname()[0]))
-    return list(dict.fromkeys([*names, socket.getfqdn(), socket.gethostname()]))
 
 
 def _check_end(server: Server, num_proc: int, code: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from hvdlite.errors import StartError
 
 _HOST = re.compile(r"(?P<name>[\w.-]+)(?::(?P<slots>\d+))?")
 _SLOTS = re.compile(r"(?<!\w)slots\s*=\s*(?P<slots>\d+)")
+_ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _LOOPBACK = {"localhost", "127.0.0.1"}
 
 
@@ -41,7 +43,7 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         StartError: a part is not of the form ``host`` or ``host:slots``.
     """
-    hosts = [_parse_host(part.strip()) for part in text.split(",")]
+    hosts = [parse_host(part.strip()) for part in text.split(",")]
     if None in hosts:
         raise StartError(f"-H {text}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2")
     return [host for host in hosts if host]
@@ -97,11 +99,34 @@ def all_local(hosts: Sequence[Host]) -> bool:
     return all(host.name in names for host in hosts)
 
 
-def _parse_host(text: str) -> Host | None:
+def host_key(name: str) -> str:
+    """Return the same text for all names of a host, as far as the names themselves tell."""
+    if all_local([Host(name, 1)]):
+        return "localhost"
+    return name if _ADDRESS.fullmatch(name) else name.partition(".")[0].lower()
+
+
+def own_names(hosts: Sequence[Host]) -> list[str]:
+    """Return what other hosts may know this one by: its addresses on the way to them, its name."""
+    names = []
+    for host in hosts:
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((host.name, 9))  # Sends nothing, but chooses the way.
+            names.append(str(probe.getsockname()[0]))
+    return list(dict.fromkeys([*names, socket.getfqdn(), socket.gethostname()]))
+
+
+def parse_host(text: str, slots: int = 1) -> Host | None:
+    """Read ``host:slots`` or ``host``; return None for a text of another form.
+
+    Args:
+        text: Without spaces around it.
+        slots: Those of a host without a number.
+    """
     match = _HOST.fullmatch(text)
     if match is None:
         return None
-    slots = int(match["slots"] or 1)
+    slots = int(match["slots"] or slots)
     return Host(match["name"], slots) if slots > 0 else None
 
 
@@ -110,4 +135,4 @@ def _parse_line(text: str) -> Host | None:
     match = _SLOTS.search(options[0]) if options else None
     if options and (match is None or ":" in name):
         return None
-    return _parse_host(f"{name}:{match['slots']}" if match else name)
+    return parse_host(f"{name}:{match['slots']}" if match else name)

@@ -10,14 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
 from hvdlite.errors import StartError
+from hvdlite.launch.protocol import Part
 from hvdlite.launch.rank import describe, die_with_parent, shell_code
 from hvdlite.launch.server import Server
 from hvdlite.launch.status import Inquiry
-from hvdlite.status import SIGNAL
+from hvdlite.status import ASKING, SIGNAL
 
 _TICK = 0.05
 
@@ -33,6 +35,8 @@ _ENDED_FROM_TERMINAL: _Plan = ((2.5, signal.SIGTERM), (6.0, signal.SIGKILL))
 _HOPELESS = (StartError.USAGE, StartError.NOT_EXECUTABLE, StartError.NOT_FOUND)
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Both ask what the ranks do; after the report, the second one (Ctrl-\ at a terminal) ends the job.
+_ASKING = (SIGNAL, signal.SIGQUIT)
 
 
 class End(NamedTuple):
@@ -42,10 +46,13 @@ class End(NamedTuple):
         code: its exit code.
         text: which rank failed first, and how; empty: none did, or a signal to this process ended
             the job.
+        state: the parts of the state from which the job goes on with another number of ranks;
+            empty: it has ended.
     """
 
     code: int
     text: str
+    state: Sequence[Part] = ()
 
     @property
     def may_succeed_again(self) -> bool:
@@ -58,16 +65,20 @@ def run(
     environment: Mapping[str, str],
     server: Server,
     quiet_end: signal.Signals | None,
+    check: Callable[[], object] = lambda: None,
 ) -> End:
     """Do what `follow` does, and return how the job ended."""
-    code, received = follow(arguments, environment, server, quiet_end, at_terminal=os.isatty(0))
+    code, received = follow(
+        arguments, environment, server, quiet_end, at_terminal=os.isatty(0), check=check
+    )
     if received:
         return End(128 + received, "")
     if server.exited:
         return End(server.exited.code, server.exited.text)
     if server.deaths and not server.left:
         return End(server.deaths[0].code, "no rank is left")
-    return End(shell_code(code), describe("mpirun", code) if code else "")
+    state = () if code else server.kept
+    return End(shell_code(code), describe("mpirun", code) if code else "", state)
 
 
 def follow(
@@ -100,17 +111,22 @@ def follow(
         process = _start(arguments, environment, at_terminal, streams)
         steps: list[tuple[float, signal.Signals]] = []
         inquiry: Inquiry | None = None
+        asking = os.path.join(server.folder, ASKING)
         try:
-            ending, failed, told = False, False, 0
+            ending, failed, told, is_last = False, False, 0, False
             while process.poll() is None:
                 server.serve(_TICK)
                 check()
-                if asked and inquiry is None:
+                if inquiry is None and (asked or os.path.exists(asking)):
+                    is_last = signal.SIGQUIT in asked
                     asked.clear()
                     inquiry = Inquiry(server.folder)
                 if inquiry is not None and inquiry.is_over():
                     say(inquiry.report())
                     inquiry = None
+                    Path(asking).unlink(missing_ok=True)
+                    if is_last:
+                        received.append(signal.SIGQUIT)
                 if received and not ending:
                     ending = True
                     from_terminal = received[0] == signal.SIGINT and at_terminal
@@ -147,7 +163,10 @@ def _start(
 
     def follow_launcher() -> None:
         die_with_parent(launcher, signal.SIGTERM)
-        if not at_terminal:
+        if at_terminal:
+            # It would end before the ranks have answered.
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        else:
             # A batch system signals a whole group; mpirun must get the signal once only.
             os.setpgid(0, 0)
 
@@ -195,9 +214,9 @@ def _signals() -> Iterator[tuple[list[signal.Signals], list[signal.Signals]]]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        (asked if number == SIGNAL else received).append(signal.Signals(number))
+        (asked if number in _ASKING else received).append(signal.Signals(number))
 
-    previous = {number: signal.signal(number, note) for number in (*_HANDLED, SIGNAL)}
+    previous = {number: signal.signal(number, note) for number in (*_HANDLED, *_ASKING)}
     try:
         yield received, asked
     finally:

@@ -119,14 +119,6 @@ _WITHOUT_EFFECT: dict[str, Sequence[str]] = {
         "--autotune-bayes-opt-max-samples N",
         "--autotune-gaussian-process-noise N",
     ),
-    "-np and -H give the ranks, --elastic and --spares what happens when one dies": (
-        "--min-np --min-num-proc N",
-        "--max-np --max-num-proc N",
-        "--slots-per-host N",
-        "--host-discovery-script F",
-        "--blacklist-cooldown-range MIN MAX",
-    ),
-    "HVDLITE_ELASTIC_RETRIES limits the failures in a row without a commit": ("--reset-limit N",),
     "hvdlite needs MPI in several threads": ("--[no-]mpi-threads-disable",),
     "hvdlite uses one stream for each of its lanes": ("--num-nccl-streams N",),
     "hvdlite binds no thread; --binding-args binds ranks": ("--thread-affinity N",),
@@ -151,6 +143,10 @@ _GROUPS: dict[str, Sequence[Option]] = {
             "start the job again, up to N times, when a rank fails",
             _at_least(0),
         ),
+        Option("--horovod", "have `import horovod` find hvdlite in all of the command"),
+        Option("--config-file F", "horovodrun's YAML file; the command line comes first"),
+    ),
+    "elastic jobs": (
         Option(
             "--elastic",
             "go on without a rank that has died, in the same step (Open MPI 5)",
@@ -162,8 +158,41 @@ _GROUPS: dict[str, Sequence[Option]] = {
             _at_least(0),
             setting="SPARES",
         ),
-        Option("--horovod", "have `import horovod` find hvdlite in all of the command"),
-        Option("--config-file F", "horovodrun's YAML file; the command line comes first"),
+        Option(
+            "--min-num-proc --min-np N",
+            "wait for hosts when there are fewer ranks; default: -np",
+            _at_least(1),
+        ),
+        Option(
+            "--max-num-proc --max-np N",
+            "take in hosts until there are so many ranks; default: -np",
+            _at_least(1),
+        ),
+        Option(
+            "--host-discovery-script F",
+            "command that prints the hosts that there are, one 'host:slots' per line",
+        ),
+        Option(
+            "--slots-per-host N",
+            "slots of a host that it prints without them; default: 1",
+            _at_least(1),
+        ),
+        Option(
+            "--blacklist-cooldown-range MIN MAX",
+            "seconds for which a host on which a rank has died gets no other; default: forever",
+            _at_least(0),
+        ),
+        Option(
+            "--reset-limit N",
+            "how often the ranks may form their world anew; default: without limit",
+            _at_least(0),
+            setting="ELASTIC_RESET_LIMIT",
+        ),
+        Option(
+            "--elastic-timeout N",
+            "seconds to meet again after a failure, and to wait for hosts; default: 600",
+            setting="ELASTIC_TIMEOUT",
+        ),
     ),
     "output": (
         Option("--output-filename D", "write what rank N prints to D/rank.N/stdout and stderr"),
@@ -197,11 +226,6 @@ _GROUPS: dict[str, Sequence[Option]] = {
             "networks to use between hosts: eth0,eth1",
             variables={"NCCL_SOCKET_IFNAME": "{}"},
             joined=True,
-        ),
-        Option(
-            "--elastic-timeout N",
-            "seconds to meet again after a failure",
-            setting="ELASTIC_TIMEOUT",
         ),
     ),
     "other hosts": (

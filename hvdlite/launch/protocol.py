@@ -26,12 +26,20 @@ from collections.abc import Iterator, Mapping
 KEY = "HVDLITE_LAUNCH_KEY"
 """The environment variable with the job's key, hexadecimal; only where ranks connect by TCP."""
 
+ADDRESS = "HVDLITE_LAUNCH_ADDRESS"
+"""The environment variable with the launcher's address, where the number of ranks may change."""
+
 # The kinds of messages. From the process around a rank:
 OUT, ERR, REPORT, END_JOB, LEFT, DEATH = b"o", b"e", b"p", b"j", b"l", b"d"
 # From a rank, which waits for SEEN before it ends:
 ASK, RESULT, ERROR = b"a", b"r", b"x"
 # To a rank:
 TASK, SEEN = b"t", b"s"
+# From a rank of a job whose size may change: where it runs, the state that the next run begins
+# with, and a request for that of the previous one.
+WATCH, KEEP, FETCH = b"w", b"k", b"f"
+# To such a rank: it is to stop at the next commit; the state.
+STOP, STATE = b"z", b"y"
 # The beginning of each connection, from both ends:
 HELLO = b"h"
 # All parts of a message but the last:

@@ -353,6 +353,7 @@ def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
         # Python ignores these, and an ignored signal stays so in the command.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # which mpirun ignores at a terminal
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.execvp(command[0], command)
     except OSError as error:

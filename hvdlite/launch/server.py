@@ -76,6 +76,9 @@ class Server:
         left: the ranks whose process ended well.
         wants_end: whether a rank has asked for the end of the job.
         connected: the ranks that have connected so far.
+        places: the names of the hosts of the ranks whose number may change.
+        state: the parts of the state that such ranks go on with; empty: they begin.
+        kept: the parts of that for the next run; empty: there is none.
         printed: the last lines that mpirun itself has printed.
         stdout, stderr: file descriptors for mpirun's output.
     """
@@ -88,6 +91,10 @@ class Server:
         self.left: set[int] = set()
         self.wants_end = False
         self.connected: set[int] = set()
+        self.places: dict[int, list[str]] = {}
+        self.state: list[Part] = []
+        self.kept: list[Part] = []
+        self._watching: dict[int, Channel] = {}
         self.printed: list[str] = []
         self.folder = folder
         self._task = task
@@ -118,6 +125,12 @@ class Server:
             self._take(self._messages.get(timeout=seconds))
             for _ in range(_MAX_WAITING):
                 self._take(self._messages.get_nowait())
+
+    def ask_to_stop(self) -> None:
+        """Have all ranks stop at their next commit, so that another number of them can go on."""
+        for channel in list(self._watching.values()):
+            with contextlib.suppress(OSError):  # that rank has ended
+                channel.send(protocol.STOP)
 
     def finish(self) -> None:
         """Take the messages that are still on their way when all ranks have ended."""
@@ -154,6 +167,10 @@ class Server:
         elif kind == protocol.DEATH:
             code, text = (part.decode() for part in parts)
             self.deaths.append(Failure(rank, int(code), text))
+        elif kind == protocol.WATCH:
+            self.places[rank] = [name.decode() for name in parts]
+        elif kind == protocol.KEEP:
+            self.kept = list(parts)
         elif kind == protocol.END_JOB:
             self.wants_end = True
         elif kind == protocol.LEFT:
@@ -256,8 +273,13 @@ class Server:
                 if kind == protocol.ASK:
                     channel.send(protocol.TASK, *self._task)
                     continue
+                if kind == protocol.FETCH:
+                    channel.send(protocol.STATE, *self.state)
+                    continue
+                if kind == protocol.WATCH:
+                    self._watching[rank] = channel
                 self._put((rank, kind, parts))
-                if kind in (protocol.RESULT, protocol.ERROR):
+                if kind in (protocol.RESULT, protocol.ERROR, protocol.KEEP):
                     channel.send(protocol.SEEN)
         except ForgedError as error:
             if channel and channel.rank >= 0:

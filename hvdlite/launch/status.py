@@ -1,4 +1,4 @@
-"""A report of what the ranks of a job do, for the user who asks hvdliterun by SIGUSR2."""
+"""A report of what the ranks of a job do, for who asks hvdliterun by SIGUSR2 or SIGQUIT."""
 
 from __future__ import annotations
 

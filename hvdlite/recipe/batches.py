@@ -55,6 +55,7 @@ class Batches(Member):
         self._next_epoch = 0
         self._taken = 0  # batches of the next epoch that the last iteration has yielded
         self._is_over = False  # whether the sharding is that of an epoch that has ended
+        self._is_at_end = False  # whether a loop over that epoch has yet to ask for another batch
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
         self._turns = virtual_ranks.current if follows else None
         self._yielded = self._before = 0  # batches, and parts that had ended before the first
@@ -72,7 +73,7 @@ class Batches(Member):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        self.sharding, self._is_over, self._taken = self.upcoming, False, 0
+        self._begin(self._next_epoch, self.upcoming)
         epoch, sharding = self._next_epoch, self.sharding
         indices = sharding.indices(epoch)
         for step in range(1, sharding.steps + 1):
@@ -86,6 +87,7 @@ class Batches(Member):
             if numbered is not sharding:
                 sharding, indices = numbered, numbered.indices(epoch)
             yield _take(self._data, indices[step - 1])
+        self._end(epoch)
 
     def _iterate_in_turns(self, turns: Turns) -> Iterator[Any]:
         """Yield the batches of all virtual ranks that this process plays."""
@@ -95,7 +97,7 @@ class Batches(Member):
                 f"after the batches of virtual {ranks_text(turns.done)}; leave a loop only after a "
                 "step (optimizer.stepped), and evaluate under torch.no_grad()"
             )
-        self.sharding, self._is_over, self._taken = self.upcoming, False, 0
+        self._begin(self._next_epoch, self.upcoming)
         epoch, sharding = self._next_epoch, self.sharding
         self._before = turns.ended
         self._yielded = 0
@@ -107,6 +109,7 @@ class Batches(Member):
                 yield self._part(turns, sharding.share(batch, rank), rank)
             while (added := turns.take_added(self)) is not None:
                 yield self._part(turns, sharding.share(batch, added), added)
+        self._end(epoch)
 
     def _part(self, turns: Turns, indices: npt.NDArray[np.int64], rank: int) -> Any:
         """Return the batch of a virtual rank."""
@@ -120,6 +123,14 @@ class Batches(Member):
         self._taken = step
         if step == self.sharding.steps:
             self._next_epoch, self._taken, self._is_over = epoch + 1, 0, True
+            self._is_at_end = True
+
+    def _end(self, epoch: int) -> None:
+        """Note that a loop over an epoch has come to its end."""
+        if self._next_epoch == epoch and not self.sharding.steps:  # the rest of it was empty
+            self._count(epoch, 0)
+        if self._next_epoch == epoch + 1:
+            self._is_at_end = False
 
     def position(self) -> tuple[int, int]:
         """Return the epoch and its step that this rank has taken last."""
@@ -178,7 +189,8 @@ class Batches(Member):
 
         Returns:
             The epoch, the samples of it that all ranks have taken, and what its order depends on;
-            integers and a bool.
+            integers and a bool. Within a loop over the batches it is a position in that loop's
+            epoch, also after the last batch: what is left of the epoch is empty then.
 
         Raises:
             ValueError: ``step`` is not one of the iteration's.
@@ -187,6 +199,8 @@ class Batches(Member):
 
             hvd.checkpoint(path).save({"weights": weights, "data": batches.state_dict()})
         """
+        if step is None and self._is_at_end:
+            return self.sharding.position(self._next_epoch - 1, self.sharding.steps)
         if step is None:
             return self.upcoming.position(self._next_epoch, self._taken)
         if step < 1:
@@ -214,6 +228,7 @@ class Batches(Member):
     def _begin(self, epoch: int, sharding: Sharding) -> None:
         self.sharding = sharding
         self._next_epoch, self._taken, self._is_over = epoch, 0, False
+        self._is_at_end = False
 
 
 def shard(

@@ -86,6 +86,8 @@ class Sharding:
         if self.done > self.samples:
             raise ValueError(f"done={self.done} is more than samples={self.samples}")
         left = self.samples - self.done
+        if self.done and not left:
+            return  # the end of an epoch
         if self.done and left < self.size and not self.allow_empty:
             raise ValueError(
                 f"rank {self.rank}: after {self.done} of {self.samples} samples the epoch has "
@@ -156,7 +158,8 @@ class Sharding:
 
         Args:
             epoch: Number of the epoch, from 0.
-            step: The steps that all ranks have made with this sharding in that epoch.
+            step: The steps that all ranks have made with this sharding in that epoch. After the
+                last one, the rest of the epoch is empty.
 
         Returns:
             The epoch, its samples that all ranks together have taken, and the fields that decide
@@ -168,8 +171,6 @@ class Sharding:
         if not 0 <= step <= self.steps:
             raise ValueError(f"step={step}: expected 0 to {self.steps}, the steps of the epoch")
         done = self.done + sum(self.global_batch_sizes[:step])
-        if done == self.samples:
-            epoch, done = epoch + 1, 0
         return {"epoch": epoch, "done": done} | {name: getattr(self, name) for name in _ORDER}
 
     def at(self, state: Mapping[str, Any]) -> Sharding:

@@ -11,6 +11,8 @@ from hvdlite.process_sets import ProcessSet, is_outside
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule.local_steps import LocalSteps
 
+_NO_STEPS: Mapping[str, Any] = {"steps": 0, "outer": {}, "compression": {}}
+
 
 class ExchangeState:
     """The state that an exchange of gradients or weights keeps from step to step.
@@ -44,22 +46,41 @@ class ExchangeState:
             saved["schedule"] = dict(self._loaded)
         return {key: each for key, each in saved.items() if each}
 
+    def common_state_dict(self, process_set: ProcessSet) -> dict[str, Any]:
+        """Return the part of `state_dict` with which another rank may begin."""
+        saved = self.state_dict(process_set)
+        owners = [saved, *([saved["schedule"]] if "schedule" in saved else [])]
+        for owner in owners:
+            if "compression" in owner:
+                owner["compression"] = gradients.common_part(owner["compression"])
+        return saved
+
     def load_state_dict(
-        self, saved: Mapping[str, Any], op: ReduceOp, process_set: ProcessSet
+        self,
+        saved: Mapping[str, Any],
+        op: ReduceOp,
+        process_set: ProcessSet,
+        is_own: bool = False,
     ) -> None:
         """Load this rank's part of a `state_dict` for gradients that are reduced by ``op``.
 
         A rank outside the process set ignores it.
+
+        Args:
+            saved: as it was returned.
+            op: of the gradients.
+            process_set: the ranks that take part.
+            is_own: whether this process has saved it, maybe under another number. A schedule that
+                has made its first step since begins anew.
         """
         if is_outside(process_set):
             return
-        gradients.load(self.state, saved.get("compression", {}), op, process_set)
-        if "schedule" not in saved:
-            return
+        gradients.load(self.state, saved.get("compression", {}), op, process_set, is_own)
+        schedule = saved.get("schedule", _NO_STEPS if is_own else None)
         if self.steps is None:
-            self._loaded = saved["schedule"]
-        else:
-            self.steps.load_state_dict(saved["schedule"])
+            self._loaded = saved.get("schedule", None if is_own else self._loaded)
+        elif schedule is not None:
+            self.steps.load_state_dict(schedule, is_own)
 
     def consolidate(self, process_set: ProcessSet) -> None:
         """Replace the compression's residuals by their average over the ranks; collective.

@@ -218,11 +218,14 @@ class LocalSteps:
             self._average(range(len(self.parameters)), weights, DENSE, False)
 
     def restart(self) -> None:
-        """Discard an abandoned step, and the changes of the weights so far."""
+        """Discard an abandoned step.
+
+        The outer optimizer measures the changes of the weights from where it did before: that is
+        the same on all ranks, and weights may not be.
+        """
         self.in_step = False
         self._agreed = None
         self._unwritten.clear()
-        self._outer.remove_anchors()
         self._exchanges.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,13 +245,18 @@ class LocalSteps:
         """
         gradients.consolidate(self._state, f"{self.label}: its compression", self.process_set)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`, on all ranks."""
+    def load_state_dict(self, state: Mapping[str, Any], is_own: bool = False) -> None:
+        """Load a `state_dict`, on all ranks.
+
+        Args:
+            state: as it was returned.
+            is_own: whether this process has saved it, maybe under another number.
+        """
         self._unwritten.clear()
         self.steps = int(state["steps"])
         self._outer.load_state_dict(state["outer"])
         op = self._reduction.op
-        gradients.load(self._state, state["compression"], op, self.process_set)
+        gradients.load(self._state, state["compression"], op, self.process_set, is_own)
         self.in_step = False
         self._agreed = None
 

@@ -82,11 +82,6 @@ class OuterOptimizer:
         np.subtract(anchor, change, out=change)
         return change.astype(anchor.dtype, copy=False)
 
-    def remove_anchors(self) -> None:
-        """Remove all anchors: the next ones are the weights of that time."""
-        self._spare.update(self.anchors)
-        self.anchors.clear()
-
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies of all arrays, by the weight's name and their kind."""
         state: dict[str, dict[str, Any]] = {}

@@ -111,7 +111,7 @@ class HierarchicalTransport(MPITransport):
 
     @property
     def communicators(self) -> list[Any]:
-        """Those over the nodes, too."""
+        """Return those over the nodes, too."""
         return [*self._node.communicators, *super().communicators]
 
     def close(self) -> None:

@@ -250,7 +250,7 @@ class MPITransport(Transport):
 
     @property
     def communicators(self) -> list[Any]:
-        """Those of the collectives and of the side channel."""
+        """Return those of the collectives and of the side channel."""
         return [self._liveness.comm, self._comm]
 
     def close(self) -> None:

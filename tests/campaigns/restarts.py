@@ -20,8 +20,8 @@ from typing import Any
 from tests.harness import mpirun
 
 _SCRIPTS = {"torch": "pytorch_mnist.py", "tensorflow": "tensorflow_mnist.py"}
-_EPOCHS = 4
-_STEPS = 23 * _EPOCHS  # 1,437 images in batches of 2 x 32
+EPOCHS = 4
+_STEPS = 23 * EPOCHS  # 1,437 images in batches of 2 x 32
 _SECONDS = 180
 
 
@@ -41,7 +41,7 @@ def train(framework: str, *victim: int) -> tuple[dict[str, Any], str, float]:
         command = [
             *(sys.executable, "-m", "hvdlite.launch", "-np", "2", "--restarts", "1"),
             *(sys.executable, *map(str, program)),
-            *("--epochs", str(_EPOCHS), "--checkpoint-dir", folder, "--json"),
+            *("--epochs", str(EPOCHS), "--checkpoint-dir", folder, "--json"),
         ]
         began = time.perf_counter()
         job = subprocess.run(

@@ -50,7 +50,7 @@ _WATCHED = ("/dev/shm/", "/tmp/", "/run/", "/var/tmp/")
 
 
 class Plan(NamedTuple):
-    """The faults of a job that comes to its end.
+    """The events of a job that comes to its end.
 
     Attributes:
         seconds: How long it trains.
@@ -345,7 +345,7 @@ def _next(chance: random.Random, plan: Plan) -> float:
 
 
 class Growth(NamedTuple):
-    """Quantities that a process held, by its first reports after each change of the ranks.
+    """The resources that a process held, by its first reports after each change of the ranks.
 
     Attributes:
         number: Which process.

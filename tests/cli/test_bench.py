@@ -166,7 +166,10 @@ class TestMistakes:
 class TestTraining:
     @pytest.mark.parametrize(
         ("framework", "contenders"),
-        [("torch", ["alone", "hvdlite", "mpi", "ddp"]), ("tensorflow", ["alone", "hvdlite"])],
+        [
+            ("torch", ["alone", "hvdlite", "mpi", "ddp"]),
+            pytest.param("tensorflow", ["alone", "hvdlite"], marks=pytest.mark.slow),
+        ],
     )
     def test_steps(self, capsys, framework, contenders):
         pytest.importorskip(framework)

@@ -26,16 +26,34 @@ for step in range(6):
 """
 
 
+TRAINING = """
+import numpy as np
+import hvdlite as hvd
+from hvdlite import runtime
+from hvdlite.compression import Compression, Parameter, Reduction
+from hvdlite.gradients import GradientExchange
+hvd.init()
+parameters = [Parameter(name, (3,), np.dtype("float32")) for name in ("bias", "weight")]
+made = GradientExchange(runtime.engine(), "model", parameters, Compression.none, Reduction())
+for step in range(4):
+    made.begin()
+    for number in (1, 0):
+        made.buckets.slot(number)[...] = 1
+        made.mark(number)
+    made.finish()
+"""
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Run the command on the script, and return its exit code."""
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     )
 
-    def call(*words):
+    def call(*words, script=SCRIPT):
+        path.write_text(script)
         before = words[: words.index("--")] if "--" in words else words
         after = words[len(before) + 1 :]
         parser = ArgumentParser()
@@ -96,6 +114,11 @@ def test_a_fault_that_cannot_be_read(run, capsys):
             [Fault("stop", seconds=2.5), Fault("raise", point="meet", count=3)],
         ),
         ("delay:point=time,after=0.5", [Fault("delay", point="time", after=0.5)]),
+        ("corrupt:rank=1,step=7", [Fault("corrupt", 1, 7)]),
+        (
+            "corrupt:value=-1e30,name=fc.weight;corrupt:point=checkpoint",
+            [Fault("corrupt", value=-1e30, name="fc.weight"), Fault("corrupt", point="checkpoint")],
+        ),
     ],
 )
 def test_faults(text, faults):
@@ -112,11 +135,39 @@ def test_faults(text, faults):
         "kill:count=0",
         "kill:step=-1",
         "kill:what=1",
+        "corrupt:value=much",
     ],
 )
 def test_what_is_no_fault(text):
-    with pytest.raises(SettingsError, match="HVDLITE_REHEARSE: found"):
+    with pytest.raises(SettingsError, match=r"HVDLITE_REHEARSE: found .* expected for example"):
         rehearsal.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        *(
+            (f"corrupt:point={point}", f"no data to corrupt at the point '{point}'")
+            for point in rehearsal.POINTS
+            if point not in ("exchange", "checkpoint")
+        ),
+        ("corrupt:point=checkpoint,value=1", "value and name are for corrupt at the point 'exch"),
+        ("kill:name=loss", "value and name are for corrupt at the point 'exch"),
+    ],
+)
+def test_corruption_where_it_means_nothing(text, reason):
+    with pytest.raises(SettingsError, match=reason):
+        rehearsal.parse(text)
+
+
+def test_a_gradient_that_is_not_finite_is_told(run, capsys, monkeypatch):
+    monkeypatch.setenv("HVDLITE_NOT_FINITE", "raise")
+    assert run("--fault", "corrupt:rank=1,step=3,name=weight", script=TRAINING) == 1
+    told = capsys.readouterr().out.splitlines()[1:]
+    assert told[0].strip() == (
+        "hvdlite: rank 1 set the first entry of 'weight' to nan in step 3, as HVDLITE_REHEARSE says"
+    )
+    assert any("'weight' on rank 1 (1 of 3 elements, the first at [0]: nan)" in s for s in told)
 
 
 def test_a_fault_comes_once_and_at_its_point(monkeypatch):

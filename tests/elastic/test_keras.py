@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from hvdlite.keras.elastic import (
 )
 from hvdlite.tensorflow.elastic import TensorFlowKerasState, TensorFlowState
 from tests.harness import ranks, run_script
+from tests.launch import launcher
 
 PATIENCE = 240.0  # to import TensorFlow on a busy machine takes a minute
 
@@ -62,6 +66,26 @@ class TestStates:
             assert values([first, second]) == [[5.0, 6.0], 3]
             assert state.epoch == 0
 
+    def test_another_process_goes_on_from_a_dump(self):
+        states = []
+        for seed in (1, 2):
+            model = make_model(seed)
+            model.compile(keras.optimizers.Adam(0.1 * seed), "mse", run_eagerly=True)
+            states.append(KerasState(model, epoch=seed))
+        state, other = states
+        state.model.fit(*data(), verbose=0)
+        other.load(pickle.loads(pickle.dumps(state.dump())))
+        assert other.epoch == 1
+        assert values(other.model.weights) == values(state.model.weights)
+        assert values(other.optimizer.variables) == values(state.optimizer.variables)
+        assert float(other.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
+        tensors = TensorFlowState([tf.Variable([1.0, 2.0])], step=3)
+        again = TensorFlowState([tf.Variable([0.0, 0.0])], step=0)
+        again.load(pickle.loads(pickle.dumps(tensors.dump())))
+        assert (values(again.variables), again.step) == ([[1.0, 2.0]], 3)
+        with pytest.raises(hvd.HorovodInternalError, match="has 1 variables, this one 1, or"):
+            TensorFlowState([tf.Variable([0.0])], step=0).load(tensors.dump())
+
     @ranks(2, timeout=PATIENCE)
     def test_variables_are_those_of_rank_0(self):
         hvd.init()
@@ -97,6 +121,78 @@ class TestStates:
             assert all(new != old for new, old in zip(values(everything), before, strict=True))
             state.restore()
             assert values(everything) == before
+
+    @ranks(1, timeout=PATIENCE)
+    @pytest.mark.parametrize("is_tape", [False, True])
+    def test_a_schedule_begins_anew_with_its_variables(self, is_tape):
+        hvd.init()
+        model = make_model(0)
+        schedule = hvd.Schedule.LocalSGD(4)
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), schedule=schedule), "mse")
+        variable = tf.Variable([1.0])
+        state = TensorFlowState([variable]) if is_tape else KerasState(model)
+
+        def step():
+            if is_tape:
+                with hvd.DistributedGradientTape(tf.GradientTape(), schedule=schedule) as tape:
+                    loss = variable * 2.0
+                variable.assign_sub(tape.gradient(loss, [variable])[0])
+                tape.end_step()
+            else:
+                model.train_on_batch(*data(4))
+
+        def steps():
+            if is_tape:
+                return hvd.exchange_state_dict([variable])["schedule"]["steps"]
+            return model.optimizer.exchange_state_dict()["schedule"]["steps"]
+
+        step()
+        step()
+        assert steps() == 2
+        state.restore()
+        assert steps() == 0
+        step()
+        state.save()
+        step()
+        state.restore()
+        assert steps() == 1
+
+    @ranks(2, timeout=PATIENCE)
+    def test_what_a_tape_has_not_sent_stays_each_ranks_own(self):
+        hvd.init()
+        rank = hvd.rank()
+        compression = hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.5))
+        first, second = tf.Variable([0.0, 0.0]), tf.Variable(0.0)
+        state = TensorFlowState([second, first])
+
+        def step(last):
+            with hvd.DistributedGradientTape(
+                tf.GradientTape(), compression=compression, op=hvd.Sum
+            ) as tape:
+                loss = tf.reduce_sum(first * [8.0, last])
+            return tape.gradient(loss, [first])[0].numpy().tolist()
+
+        def left():
+            saved = hvd.exchange_state_dict([first])["compression"]["parameters"]
+            return [
+                (int(entry["exchanges"]), entry["residual"].tolist()) for entry in saved.values()
+            ]
+
+        assert step(1.0 + rank) == [16.0, 0.0]
+        state.save()
+        assert step(1.0 + rank) == [16.0, 0.0]
+        assert left() == [(2, [0.0, 2.0 + 2.0 * rank])]
+        state.restore()
+        assert left() == [(1, [0.0, 1.0 + rank])]
+        state.sync()
+        assert left() == [(1, [0.0, 1.0 + rank])]
+        if rank == 1:  # as one that comes in
+            hvd.load_exchange_state_dict([first], {})
+        state.sync()
+        found = hvd.exchange_state_dict([first])["compression"]["parameters"]
+        (entry,) = found.values()
+        assert int(entry["exchanges"]) == 1
+        assert ("residual" in entry) == (rank == 0)
 
     def test_a_model_that_is_not_built_is_refused(self):
         with pytest.raises(ValueError, match=r"call model\.build"):
@@ -242,6 +338,34 @@ def test_fit_ends_with_the_weights_of_an_undisturbed_run(size):
     disturbed = train(failing=True)
     assert hvd.allgather_object(disturbed) == [disturbed] * size
     assert train(failing=False) == disturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["powersgd", "diloco"])
+def test_a_spare_goes_on_with_fit(kind):
+    job = launcher.hvdliterun(
+        *("--elastic", "-np", 3, "--spares", 1),
+        *(sys.executable, "tests/elastic/sparing_keras.py", kind),
+        env={"HVDLITE_REHEARSE": "kill:rank=1,step=5", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        timeout=PATIENCE,
+    )
+    assert job.returncode == 0, job.stderr
+    lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("[")]
+    began, ended = zip(*sorted(lines, key=lambda line: line[0]["process"]), strict=True)
+    has_steps = kind == "diloco"
+    for reports, batches in ((began, 6), (ended, 16)):
+        assert [each["process"] for each in reports] == [0, 2, 3]
+        assert [each["steps"] for each in reports] == [[batches, batches * has_steps]] * 3
+        assert len({each["weights"] for each in reports}) == 1
+        assert len({each["common"] for each in reports}) == 1
+    assert len({each["optimizer"] for each in began}) == 1
+    assert "residual" not in began[2]["keys"]
+    if has_steps:
+        assert began[2]["keys"] == began[0]["keys"] == ["anchor", "momentum"]
+    else:
+        assert began[0]["keys"] == ended[2]["keys"] == ["exchanges", "q", "residual"]
+        assert began[2]["keys"] == ["exchanges", "q"]
+        assert len({each["optimizer"] for each in ended}) == 1
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+import pickle
 import threading
 
 import numpy as np
@@ -28,6 +29,21 @@ class TestObjectState:
         state.epoch = 5
         state.restore()
         assert state.epoch == 4
+
+    def test_another_process_goes_on_from_a_dump(self):
+        dump = pickle.dumps(ObjectState(epoch=4, weights=np.ones(3)).dump())
+        state = ObjectState(epoch=0, weights=None)
+        state.load(pickle.loads(dump))
+        state.epoch = 9
+        state.restore()
+        assert (state.epoch, state.weights.tolist()) == (4, [1.0] * 3)
+
+    def test_a_state_without_a_dump_cannot_go_on_elsewhere(self):
+        class Own(State):
+            save = restore = sync = lambda self: None
+
+        with pytest.raises(hvd.HorovodInternalError, match=r"Own cannot go on .* dump\(\)"):
+            Own().dump()
 
     @pytest.mark.parametrize("name", ["commit", "commits", "sync"])
     def test_names_that_are_taken_are_refused(self, name):

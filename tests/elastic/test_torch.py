@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 
 import pytest
 
@@ -32,6 +33,13 @@ def same(mine, theirs):
     return all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+def plain(value):
+    """Return a state with lists in the place of tensors."""
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def step(model, optimizer):
     optimizer.zero_grad()
     model(torch.randn(8, 4)).square().sum().backward()
@@ -45,6 +53,38 @@ OPTIMIZERS = {
 
 
 class TestState:
+    @ranks(1, 2)
+    def test_another_process_goes_on_from_a_dump(self):
+        hvd.init()
+
+        def make(seed):
+            model = make_model(seed)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            compression = hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.1))
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, model.named_parameters(), compression=compression
+            )
+            sampler = hvd.ShardSampler(23, batch_size=2)
+            return TorchState(model, optimizer, sampler=sampler, epoch=seed)
+
+        state = make(0)
+        hvd.broadcast_parameters(state.model.state_dict(), 0)
+        step(state.model, state.optimizer)
+        batches = iter(state.sampler)
+        next(batches)
+        state.gather()
+        dump = pickle.dumps(state.dump())
+        other = make(1)
+        other.load(pickle.loads(dump))
+        assert other.epoch == 0
+        assert same(other.model.state_dict(), state.model.state_dict())
+        assert plain(other.optimizer.state_dict()) == plain(state.optimizer.state_dict())
+        assert [*other.sampler] == [*batches]
+        for parameter in other.model.parameters():
+            parameter.data.zero_()
+        other.restore()
+        assert same(other.model.state_dict(), state.model.state_dict())
+
     @ranks(1)
     @pytest.mark.parametrize("kind", list(OPTIMIZERS))
     @pytest.mark.parametrize("wrapped", [False, True])

@@ -39,16 +39,13 @@ def undisturbed(framework, compression, processes=1, steps=6):
     return {line.partition(": ")[2] for line in job.stdout.splitlines()}
 
 
+# All of them, on 1 to 8 processes: python -m tests.campaigns.virtual_ranks
 @slow
 @pytest.mark.parametrize(
     ("framework", "compression", "processes"),
     [
-        ("torch", "none", 2),
-        ("torch", "none", 8),
-        ("torch", "powersgd", 3),
-        ("torch", "topk", 4),
-        ("tensorflow", "none", 8),
-        ("tensorflow", "powersgd", 3),
+        ("torch", "topk", 3),
+        ("tensorflow", "powersgd", 2),
     ],
 )
 def test_weights_do_not_depend_on_the_number_of_processes(framework, compression, processes):
@@ -66,9 +63,7 @@ def at(rank, point="exchange", step=3):
     ("compression", "faults", "left"),
     [
         ("powersgd", [at(0, "meet"), at(1, "meet")], [2, 3]),
-        pytest.param("none", [at(0, "meet")], [1, 2, 3], marks=slow),
         pytest.param("topk", [at(2), at(1, "deliver", 5)], [0, 3], marks=slow),
-        pytest.param("powersgd", [at(2, "confirm"), at(3, "delivered", 4)], [0, 1], marks=slow),
         pytest.param("powersgd", [at(2), "kill:rank=3,point=recover"], [0, 1], marks=slow),
     ],
 )
@@ -135,7 +130,7 @@ SPARE = """
 import hashlib
 import torch
 import hvdlite.torch as hvd
-hvd.init(virtual_ranks=4)
+hvd.init(virtual_ranks=5)
 torch.manual_seed(hvd.rank())
 x = torch.randn(400, 3, generator=torch.Generator().manual_seed(5))
 model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
@@ -170,17 +165,23 @@ print(hvd.size(), hashlib.sha256(weights).hexdigest())
 
 def run_with_spare(*options, faults=()):
     job = hvdliterun(
-        *options, sys.executable, "-c", SPARE, env={"HVDLITE_REHEARSE": ";".join(faults)}
+        *(*options, sys.executable, "-c", SPARE),
+        env={"HVDLITE_REHEARSE": ";".join(faults)},
+        timeout=240,
     )
     assert job.returncode == 0, job.stderr
     return [line.split() for line in job.stdout.splitlines()]
 
 
 @slow
-def test_a_spare_does_not_change_the_weights():
+def test_a_death_does_not_change_the_weights_under_elastic_run():
     [[_, expected]] = run_with_spare("-np", 1)
-    found = run_with_spare("--elastic", "-np", 3, "--spares", 1, faults=[at(1, step=7)])
-    assert found == [["3", expected]] * 3
+    # So many that no process knows what the compression remembers of all virtual ranks.
+    found = run_with_spare("--elastic", "-np", 5, "--spares", 1, faults=[at(1, step=7)])
+    assert found == [["5", expected]] * 5
+    # In the last step of an epoch: when the function is called again, its loop has nothing left.
+    found = run_with_spare("--elastic", "-np", 2, faults=[at(1, step=16)])
+    assert found == [["1", expected]]
 
 
 OWN_LOOP = """

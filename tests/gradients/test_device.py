@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import runtime
+from hvdlite import rehearsal, runtime
 from hvdlite.collectives.allreduce import DeviceAllreduce
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import lane as lanes
@@ -130,6 +130,26 @@ def test_gradients_that_some_or_all_ranks_lack(connect):
                 check_reduction(found, [gradient(made, number, step, r) for r in have], Sum)
 
     on_all_ranks(train, connect(2).ranks)
+
+
+def test_a_planted_fault(connect):
+    """The ranks are threads here, so it comes to the one that is first."""
+
+    def train(rank):
+        made = exchange(rank)
+        for step in range(2):
+            mark_all(rank, made, step)
+            made.finish()
+            averages = [rank.memory.read(made.buckets.result_slot(n)) for n in range(12)]
+            bad = sum(int(np.isinf(average).sum()) for average in averages)
+            assert bad == (step == 0)
+
+    job = connect(2)
+    rehearsal.plant({rehearsal.VARIABLE: "corrupt:value=inf"}, 0)
+    try:
+        on_all_ranks(train, job.ranks)
+    finally:
+        rehearsal.plant({}, 0)
 
 
 def test_gradients_from_several_streams(connect):

@@ -17,6 +17,7 @@ from tests.keras.measures import (
     check_several_steps,
     close,
     exchanges,
+    not_finite,
     same_on_all_ranks,
 )
 
@@ -172,6 +173,31 @@ def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
         fit(model, twice, own(x), own(y), BATCH)
         assert same_on_all_ranks(model.get_weights())
         assert close(model.get_weights(), reference(kind(0.1), passes=2))
+
+
+def test_steps_that_are_not_finite_are_left_out_on_all_ranks():
+    scaling = partial(keras.mixed_precision.LossScaleOptimizer, dynamic=False, initial_scale=8.0)
+    rank, size = hvd.rank(), hvd.size()
+    x, y = data()
+    bad = y.copy()
+    bad[2 * BATCH * size + size - 1] = np.nan  # the last rank's, in the third step
+    keep = np.r_[: 2 * BATCH * size, 3 * BATCH * size : len(x)]
+    for kind in KINDS:
+        expected = make_model()
+        fit(expected, kind(0.1, momentum=0.9), x[keep], y[keep], BATCH * size)
+        for wrap, eager in [
+            (lambda made: made, False),
+            (lambda made: made, True),
+            (scaling, False),
+        ]:
+            with not_finite("skip") as told:
+                model = make_model()
+                optimizer = wrap(hvd.DistributedOptimizer(kind(0.1, momentum=0.9)))
+                fit(model, optimizer, own(x), own(bad), BATCH, run_eagerly=eager)
+                assert same_on_all_ranks(model.get_weights())
+            assert int(optimizer.iterations) == STEPS - 1
+            assert close(model.get_weights(), expected.get_weights())
+            assert len(told) == (rank == 0)
 
 
 def test_what_was_trained_before_and_what_is_saved():

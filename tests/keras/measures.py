@@ -1,10 +1,12 @@
 """Helpers that count exchanges and compare ranks."""
 
 import contextlib
+import logging
 
 import numpy as np
 import pytest
 
+import hvdlite
 from hvdlite import collectives, runtime
 
 
@@ -26,6 +28,25 @@ def exchanges():
         yield count
     finally:
         lane.submit, lane.run = submit, run
+
+
+@contextlib.contextmanager
+def not_finite(reaction):
+    """Start a world with a value of HVDLITE_NOT_FINITE; return a list of the steps left out."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("hvdlite").addHandler(handler)
+    hvdlite.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HVDLITE_NOT_FINITE", reaction)
+        try:
+            hvdlite.init()
+            yield told
+        finally:
+            hvdlite.shutdown()
+            logging.getLogger("hvdlite").removeHandler(handler)
+    told[:] = [text for text in told if text.startswith("this step is left out on all ranks")]
 
 
 def flat(weights):

@@ -12,8 +12,25 @@ import pytest
 import hvdlite.keras as hvd
 from hvdlite import status
 from hvdlite.compression import ErrorFeedback
-from tests.keras.measures import check_replicas, close, exchanges, flat, same_on_all_ranks
-from tests.keras.models import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
+from tests.keras.measures import (
+    check_replicas,
+    close,
+    exchanges,
+    flat,
+    not_finite,
+    same_on_all_ranks,
+)
+from tests.keras.models import (
+    BATCH,
+    STEPS,
+    TORCH,
+    check_fit,
+    data,
+    fit,
+    make_model,
+    own,
+    reference,
+)
 
 
 def test_fit_exchanges_in_every_step():
@@ -145,6 +162,34 @@ def test_steps_that_overflow_on_one_rank_are_skipped_on_all():
         assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == STEPS - 1
         assert same_on_all_ranks([v.numpy() for v in optimizer.variables])
         assert close(model.get_weights(), skipping.get_weights())
+
+
+def test_steps_that_are_not_finite_are_left_out_on_all_ranks():
+    def plain(passes=None):
+        return keras.optimizers.AdamW(
+            0.05, weight_decay=0.1, use_ema=True, gradient_accumulation_steps=passes
+        )
+
+    rank, size = hvd.rank(), hvd.size()
+    x, y = data()
+    bad = y.copy()
+    bad[2 * BATCH * size + size - 1] = np.nan  # the last rank's, in the third step
+    for passes in (None, 2):
+        left_out = slice(2, 2 + (passes or 1))
+        keep = np.delete(np.arange(len(x)).reshape(STEPS, -1), left_out, axis=0).ravel()
+        expected = make_model()
+        fit(expected, plain(passes), x[keep], y[keep], BATCH * size)
+        for eager in [True] if TORCH else [False, True]:
+            with not_finite("skip") as told:
+                model, optimizer = make_model(), hvd.DistributedOptimizer(plain(passes))
+                model.compile(optimizer, loss="mse", run_eagerly=eager, jit_compile=False)
+                model.fit(own(x), own(bad), batch_size=BATCH, shuffle=False, verbose=0)
+                assert same_on_all_ranks([v.numpy() for v in optimizer.variables])
+            assert close(model.get_weights(), expected.get_weights())
+            steps = STEPS // (passes or 1) - 1
+            assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == steps
+            assert len(told) == (rank == 0)
+            assert all(f"second/bias' on rank {size - 1} (1 of 1 elements" in t for t in told), told
 
 
 def test_mixed_precision_of_a_model():

@@ -20,7 +20,9 @@ from hvdlite.launch.server import serving
 
 def run(script, server, quiet_end=signal.SIGTERM):
     """Return the exit code and the text about the job's end."""
-    return job.run([sys.executable, "-u", "-c", script], dict(os.environ), server, quiet_end)
+    end = job.run([sys.executable, "-u", "-c", script], dict(os.environ), server, quiet_end)
+    assert not end.state
+    return end[:2]
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def test_the_first_report_wins_even_if_it_is_read_after_the_end(server, report):
 def test_mpirun_is_ended_quietly_when_a_rank_asks_for_it(server, report):
     report(1, 3, end=True)
     started = time.monotonic()
-    assert run("import time; time.sleep(60)", server).code == 3
+    assert run("import time; time.sleep(60)", server)[0] == 3
     assert time.monotonic() - started < 3
 
 
@@ -71,7 +73,7 @@ def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monke
     report(1, 3)
     ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     started = time.monotonic()
-    assert run(ignore, server, quiet_end=None).code == 3
+    assert run(ignore, server, quiet_end=None)[0] == 3
     assert 0.4 <= time.monotonic() - started < 3
 
 

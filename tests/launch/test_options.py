@@ -36,6 +36,7 @@ VARIABLES = {
     "--cycle-time-ms": {"HVDLITE_CYCLE_TIME": "2.5"},
     "--cache-capacity": {"HVDLITE_CACHE_CAPACITY": "9"},
     "--elastic-timeout": {"HVDLITE_ELASTIC_TIMEOUT": "7"},
+    "--reset-limit": {"HVDLITE_ELASTIC_RESET_LIMIT": "3"},
     "--timeline-mark-cycles": {"HVDLITE_TIMELINE_MARK_CYCLES": "1"},
     "--no-timeline-mark-cycles": {"HVDLITE_TIMELINE_MARK_CYCLES": "0"},
     "--stall-check": {"HVDLITE_STALL_CHECK_DISABLE": "0"},
@@ -50,6 +51,8 @@ ELSEWHERE = """
 -np --num-proc --start-timeout --output-filename --verbose --config-file -p --ssh-port -i
 --ssh-identity-file --timeline-filename --mpi-args=--x --tcp --binding-args=--y -prefix-timestamp
 --prefix-output-with-timestamp -H --hosts -hostfile --hostfile -cb --check-build
+--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --host-discovery-script
+--blacklist-cooldown-range
 """
 
 

@@ -1,17 +1,20 @@
-"""SIGUSR2 has hvdliterun say what each rank does."""
+"""SIGUSR2 has hvdliterun say what each rank does; SIGQUIT ends the job after that."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.harness import mpirun
-from tests.launch.launcher import running
+from tests.launch.launcher import hvdliterun, running, survivors
 
 SCRIPT = """
 import ctypes, time
@@ -75,6 +78,57 @@ def test_all_ranks_are_asked_and_go_on(script):
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(15) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param("to the launcher", marks=pytest.mark.slow), "at a terminal"]
+)
+def test_the_job_ends_after_the_report(script, how):
+    controller, terminal = os.openpty()
+    stdin = terminal if how == "at a terminal" else subprocess.DEVNULL
+    with running("-np", "4", sys.executable, script, stdin=stdin) as process:
+        for _ in range(5):
+            assert process.stdout.readline() == "here\n"
+        started = time.monotonic()
+        if how == "at a terminal":
+            os.killpg(process.pid, signal.SIGQUIT)
+            ranks = _ranks_of(process.pid)
+        else:
+            ranks = _ranks_of(process.pid)
+            process.send_signal(signal.SIGQUIT)
+        assert process.wait(20) == 128 + signal.SIGQUIT
+        assert time.monotonic() - started < 15
+        text = process.stderr.read()
+        assert "missing on rank 1\nrank 1: no operation of hvdlite\n" in text
+        assert f'"{script}", line 9 in forward' in text
+        assert survivors(ranks) == []
+    os.close(controller)
+    os.close(terminal)
+
+
+def test_a_stall_that_ends_the_job_is_explained(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    variables = {"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1"}
+    done = hvdliterun("-np", 2, sys.executable, script, env=variables, timeout=60)
+    assert done.returncode == 1
+    told = r"^hvdliterun: rank 0: \d s in 'accuracy', missing on rank 1\n"
+    assert re.search(told, done.stderr, re.M)
+    assert done.stderr.count(f'"{script}", line 9 in forward') == 1
+    assert re.search(r"waited \d s for rank 1 in 'accuracy'", done.stderr)
+
+
+def _ranks_of(launcher):
+    """Return the processes below the launcher."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            found.append((int(folder.name), parent))
+    below = {launcher}
+    for _ in found:
+        below |= {pid for pid, parent in found if parent in below}
+    return sorted(below - {launcher})
 
 
 def test_before_the_ranks_have_begun():

@@ -183,10 +183,9 @@ class TestPosition:
                 break
         state, again = batches.state_dict(), self.batches()
         again.load_state_dict(state)
-        if stop < len(whole[1]):
-            again.set_epoch(1)  # as loops do that set every epoch
-            assert len(again) == len(whole[1]) - stop
-            assert [batch.tolist() for batch in again] == whole[1][stop:]
+        again.set_epoch(1)  # as loops do that set every epoch
+        assert len(again) == len(whole[1]) - stop
+        assert [batch.tolist() for batch in again] == whole[1][stop:]
         assert len(again) == len(whole[2])
         assert [batch.tolist() for batch in again] == whole[2]
         assert [batch.tolist() for batch in again.epoch(1)] == whole[1]
@@ -199,9 +198,45 @@ class TestPosition:
             assert state["done"] == sum(map(len, whole[:taken]))
             batches = self.batches()
             batches.load_state_dict(state)
-            assert next(iter(batches)).tolist() == whole[taken]
+            iterator = iter(batches)
+            assert next(iterator).tolist() == whole[taken]
+        state = batches.state_dict()
+        assert (state["epoch"], state["done"]) == (0, 20)  # a loop may be at its last batch
+        assert list(iterator) == []
         state = batches.state_dict()
         assert (state["epoch"], state["done"]) == (1, 0)
+        batches = self.batches()
+        batches.load_state_dict(state)
+        assert [batch.tolist() for batch in batches] == [
+            batch.tolist() for batch in self.batches().epoch(1)
+        ]
+
+    @pytest.mark.parametrize("sets_epoch", [False, True])
+    @pytest.mark.parametrize("is_after_loop", [False, True])
+    def test_a_script_that_starts_again_trains_on_each_sample_once(self, sets_epoch, is_after_loop):
+        """Stop after each number of batches, in the loop or after it, and start again."""
+
+        def train(batches, epoch, stop):
+            while epoch < 3:
+                if sets_epoch:
+                    batches.set_epoch(epoch)
+                for batch in batches:
+                    seen.extend(batch.tolist())
+                    if not is_after_loop and len(seen) >= stop:
+                        return batches.state_dict(), epoch
+                epoch += 1
+                if is_after_loop and len(seen) >= stop:
+                    return batches.state_dict(), epoch
+            return None
+
+        for stop in range(1, 61):
+            seen = []
+            state, epoch = train(self.batches(), 0, stop)
+            again = self.batches()
+            again.load_state_dict(state)
+            assert train(again, epoch, 1000) is None
+            assert len(seen) == 60
+            assert [sorted(seen[n : n + 20]) for n in (0, 20, 40)] == [[*range(20)]] * 3
 
     def test_steps_behind_what_was_prefetched(self):
         batches, sizes = self.batches(), [3, 3, 3, 3, 3, 3, 2]
@@ -215,7 +250,7 @@ class TestPosition:
                 for step in range(1, prefetched + 1):
                     state = batches.state_dict(step)
                     done = sum(sizes[:step])
-                    assert (state["epoch"], state["done"]) == divmod(20 * epoch + done, 20)
+                    assert (state["epoch"], state["done"]) == (epoch, done)
 
     def test_steps_that_an_iteration_does_not_have_are_refused(self):
         batches = self.batches()

@@ -191,14 +191,15 @@ def test_the_same_ranks_go_on_as_if_they_had_not_stopped():
             np.testing.assert_array_equal(again.indices(1)[0], whole[-1])
 
 
-def test_the_end_of_an_epoch_is_the_start_of_the_next():
-    sharding = Sharding(10, 3, 0, 1)
-    state = sharding.position(4, sharding.steps)
-    assert (state["epoch"], state["done"]) == (5, 0)
-    within = sharding.at(sharding.position(4, 2))
-    state = within.position(4, within.steps)
-    assert (state["epoch"], state["done"]) == (5, 0)
-    assert sharding.at(state) == sharding
+def test_nothing_is_left_after_the_last_step():
+    for size in (1, 3):
+        sharding = Sharding(10, 3, 0, size)
+        state = sharding.position(4, sharding.steps)
+        assert (state["epoch"], state["done"]) == (4, 10)
+        rest = sharding.at(state)
+        assert (rest.steps, rest.indices(4), rest.weights) == (0, [], ())
+        within = sharding.at(sharding.position(4, 1))
+        assert within.position(4, within.steps) == state
 
 
 @pytest.mark.parametrize(

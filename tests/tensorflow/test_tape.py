@@ -9,6 +9,8 @@ import keras
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
+from hvdlite import rehearsal
+from hvdlite.errors import NotFiniteError
 from tests.tensorflow.modes import close, each_mode, equal, in_mode
 
 SAMPLES = 24  # divisible by 1, 2, 3 and 4 ranks
@@ -608,3 +610,38 @@ def test_rank_outside_the_process_set_keeps_its_gradients(mode):
             assert equal(in_mode(mode, gradient)(), [1.0 + hvd.rank()])
     finally:
         hvd.remove_process_set(last)
+
+
+@ranks(2)
+@each_mode
+@pytest.mark.parametrize("elements", [4, 2**19])  # from 1 MiB on without a copy of a part
+def test_averages_that_are_not_finite_are_an_error_that_can_be_caught(mode, elements):
+    """A tape cannot leave out the optimizer's step."""
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HVDLITE_NOT_FINITE", "skip")
+        hvd.init()
+    culprit = hvd.size() - 1
+    variables = [
+        tf.Variable(tf.ones(size), name=name) for size, name in ((elements, "w"), (2, "b"))
+    ]
+
+    def train():
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = sum(tf.reduce_sum(variable) for variable in variables)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(gradient)
+
+    step = in_mode(mode, train)
+    try:
+        step()
+        faults = f"corrupt:rank={culprit},name=w,value=inf"
+        rehearsal.plant({rehearsal.VARIABLE: faults}, hvd.rank())
+        with pytest.raises(NotFiniteError, match=rf"'w' on rank {culprit} \(1 of .*\[0\]: inf"):
+            step()
+        step()
+        for variable in variables:
+            assert equal(variable, np.full(variable.shape, -1))
+    finally:
+        rehearsal.plant({}, hvd.rank())
+        hvd.shutdown()

@@ -21,11 +21,14 @@ ALL = ranks(1, 3)
 
 
 @contextlib.contextmanager
-def virtual(size=SIZE):
+def virtual(size=SIZE, **environment):
     """Start hvdlite with virtual ranks, and end it."""
     hvd.shutdown()
     try:
-        hvd.init(virtual_ranks=size)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            hvd.init(virtual_ranks=size)
         yield
     finally:
         hvd.shutdown()
@@ -158,3 +161,26 @@ def apply_to(optimizer, model, x):
 def apply_to_all(optimizer, model):
     for x in hvdlite.shard(data(), batch_size=4):
         apply_to(optimizer, model, x)
+
+
+@ALL
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_that_is_not_finite_is_left_out(compiled):
+    with virtual(HVDLITE_NOT_FINITE="skip"):
+        model = make_model()
+        optimizer = wrap()
+
+        def step(x):
+            optimizer.apply(gradients_of(model, x), model.trainable_variables)
+
+        run = tf.function(step, reduce_retracing=True) if compiled else step
+        before, stepped = model.get_weights(), []
+        for x in hvdlite.shard(data(2 * 4 * SIZE), batch_size=4):
+            part = (virtual_ranks.step(), hvd.virtual_rank())
+            run(tf.constant(x * np.float32(np.nan if part == (0, 3) else 1)))
+            stepped += [virtual_ranks.step()] * optimizer.stepped
+            if virtual_ranks.step() == 1 and part[0] == 0:
+                np.testing.assert_array_equal(model.get_weights()[0], before[0])
+        assert stepped == [2]
+        assert int(optimizer.iterations) == 1
+        assert np.isfinite(model.get_weights()[0]).all()

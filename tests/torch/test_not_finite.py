@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite import rehearsal
 from hvdlite.errors import NotFiniteError
 
 ALL = ranks(1, 2, 3, 4)
@@ -125,6 +126,27 @@ def test_by_default_they_are_passed_on():
     model, optimizer = make()
     step(model, optimizer, float("nan") if hvd.rank() == 0 else None)
     assert np.isnan(weights(model)).any()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("width", [2, 1000])  # from 1 MiB on without a copy of a part
+@not_finite("pass")
+def test_a_planted_gradient_reaches_all_ranks(width):
+    layer = torch.nn.Linear(width, width, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    inner = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=layer.named_parameters())
+    try:
+        for number in range(3):
+            if number == 1:
+                rehearsal.plant({rehearsal.VARIABLE: "corrupt:rank=1,value=inf"}, hvd.rank())
+            optimizer.zero_grad()
+            layer(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+            bad = (~torch.isfinite(layer.weight)).nonzero().tolist()
+            assert bad == ([] if number == 0 else [[0, 0]])
+    finally:
+        rehearsal.plant({}, hvd.rank())
 
 
 @ranks(2, 3)

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from hvdlite import virtual_ranks
+from hvdlite import rehearsal, virtual_ranks
 from tests.harness import ranks
 
 pytest.importorskip("torch")
@@ -431,6 +431,21 @@ def test_gradients_that_are_not_finite(reaction):
         assert digest(torch.nn.ParameterList(model.parameters())) == before
         if reaction == "skip":
             assert virtual_ranks.step() == 2
+
+
+@ranks(2)
+def test_a_planted_gradient():
+    with virtual(HVDLITE_NOT_FINITE="raise"):
+        model = make_model()
+        optimizer = wrap(model)
+        rehearsal.plant({rehearsal.VARIABLE: "corrupt:rank=1,name=4.weight"}, hvd.rank())
+        try:
+            with pytest.raises(
+                NotFiniteError, match=r"'4.weight' on rank \d \(1 of .*\[0, 0\]: nan"
+            ):
+                train(model, optimizer)
+        finally:
+            rehearsal.plant({}, hvd.rank())
 
 
 @ALL

@@ -401,7 +401,7 @@ class SharedMemoryTransport(Transport):
 
     @property
     def communicators(self) -> list[Any]:
-        """Those over the nodes."""
+        """Return those over the nodes."""
         return [] if self._cross is None else self._cross.communicators
 
     def close(self) -> None:

@@ -1,0 +1,173 @@
+"""This rank's connection to hvdliterun, through which a job goes on with another number of ranks.
+
+hvdliterun knows when hosts come or go, and tells the ranks. They stop at their next commit, where
+rank 0 hands over the state; hvdliterun starts the job again with as many ranks as there are slots
+for, and `hvdlite.elastic.run` takes the state from it (`hvdlite.launch.discovery`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdlite import collectives, runtime, world
+from hvdlite.errors import HorovodInternalError
+from hvdlite.launch import protocol
+from hvdlite.launch.protocol import Channel
+from hvdlite.launch.rank import rank_here
+
+if TYPE_CHECKING:
+    from hvdlite.elastic.state import State
+
+_SECONDS_TO_ANSWER = 300.0
+
+
+class Launcher:
+    """The connection to hvdliterun.
+
+    Args:
+        channel: As `protocol.connect` returns it.
+
+    Attributes:
+        wants_stop: Whether this rank has been told to stop at its next commit.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.wants_stop = False
+        self._channel = channel
+        self._answers: queue.SimpleQueue[Sequence[bytearray] | OSError] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="hvdlite resizing", daemon=True).start()
+        host = os.uname().nodename
+        names = dict.fromkeys([os.environ.get("PMIX_HOSTNAME") or host, host])
+        channel.send(protocol.WATCH, *(name.encode() for name in names))
+
+    def fetch(self) -> Any:
+        """Return the state that the previous run has handed over; None: there is none.
+
+        Raises:
+            HorovodInternalError: The connection has failed.
+        """
+        found = self._ask(protocol.FETCH)
+        return pickle.loads(found) if found else None
+
+    def keep(self, state: Any) -> None:
+        """Hand over the state for the next run.
+
+        Raises:
+            HorovodInternalError: The connection has failed, or the state cannot be pickled.
+        """
+        try:
+            pickled = pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:  # Whatever the objects in it do when they are pickled.
+            raise HorovodInternalError(
+                f"rank {world.rank()}: the state cannot be pickled, which it has to be where hosts "
+                f"come and go ({type(error).__name__}: {error}); take out what cannot travel"
+            ) from error
+        self._ask(protocol.KEEP, pickled)
+
+    def close(self) -> None:
+        """Hear of no more changes."""
+        self._channel.close()
+
+    def _ask(self, kind: bytes, *parts: bytes) -> bytes:
+        try:
+            self._channel.send(kind, *parts)
+            answer = self._answers.get(timeout=_SECONDS_TO_ANSWER)
+            if isinstance(answer, OSError):
+                raise answer
+        except (OSError, queue.Empty) as error:
+            raise HorovodInternalError(
+                f"rank {world.rank()}: the connection to hvdliterun has failed ({error!r}), which "
+                "keeps the state while the number of ranks changes; see what ended it"
+            ) from error
+        return b"".join(answer)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, parts = self._channel.receive()
+            except OSError as error:
+                self._answers.put(error)
+                return
+            if kind == protocol.STOP:
+                self.wants_stop = True
+            else:
+                self._answers.put(parts)
+
+
+_launcher: Launcher | None = None
+_ended = False
+
+
+def connect() -> Launcher | None:
+    """Return the connection to hvdliterun; None: the number of ranks does not change.
+
+    Raises:
+        OSError: It cannot be reached.
+    """
+    global _launcher
+    address = os.environ.get(protocol.ADDRESS)
+    if address and _launcher is None and not _ended:
+        _launcher = Launcher(protocol.connect(address, rank_here(), os.environ))
+    return _launcher
+
+
+def disconnect() -> None:
+    """Keep the number of ranks from now on.
+
+    A script that starts again would repeat the training that has come to its end here.
+    """
+    global _launcher, _ended
+    _ended = True
+    if _launcher is not None:
+        _launcher.close()
+        _launcher = None
+
+
+def wants_stop() -> bool:
+    """Return whether hvdliterun wants another number of ranks."""
+    return _launcher is not None and _launcher.wants_stop
+
+
+def resume(state: State) -> int | None:
+    """Go on from the state of the previous run, if there is one; collective.
+
+    Returns:
+        The number of resets so far; None: this is the first run.
+
+    Raises:
+        HorovodInternalError: The state cannot be had, or does not fit.
+    """
+    launcher = connect()
+    if launcher is None:
+        return None
+    found = launcher.fetch() if world.rank() == 0 else None
+    found = collectives.broadcast_object(found, 0, "elastic.state")
+    if found is None:
+        return None
+    resets, dump = found
+    state.load(dump)
+    return int(resets)
+
+
+def hand_over(state: State, resets: int) -> None:
+    """Hand the state to hvdliterun, for a job with another number of ranks; collective.
+
+    Raises:
+        HorovodInternalError: It cannot be handed over.
+    """
+    launcher = connect()
+    assert launcher is not None
+    state.gather()
+    recovery = runtime.engine().recovery
+    while True:
+        before = recovery and recovery.epoch
+        if world.rank() == 0:
+            launcher.keep((resets, state.dump()))
+        collectives.barrier(name="elastic.resize")
+        if before == (recovery and recovery.epoch):  # else the rank that did it may have died
+            return

@@ -1,0 +1,288 @@
+"""The hosts that an elastic job may use, as they come and go, and its number of ranks.
+
+A job that is to change its size stops at a commit of ``hvd.elastic.run``: rank 0 hands its state to
+the launcher, all ranks end, and mpirun starts the job again on the hosts that there are by then.
+New processes cannot join a job that runs: the daemon of Open MPI 5.0.11 (PRRTE 3) on a host that
+``MPI_Comm_spawn`` adds ends with a segmentation fault, and takes the job with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from hvdlite.errors import StartError
+from hvdlite.launch.hosts import Host, host_key, parse_host
+from hvdlite.launch.server import Server
+
+_PERIOD = 1.0  # Horovod's
+_SECONDS_TO_ANSWER = 60.0
+_TICK = 0.1
+
+
+class Blacklist:
+    """The hosts on which a process has failed, and which get no more processes for a while.
+
+    Args:
+        cooldown: Seconds after the first failure, which double with each further one, and the most
+            that they grow to; None: forever.
+        clock: The time in seconds.
+    """
+
+    def __init__(
+        self,
+        cooldown: tuple[float, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cooldown = cooldown
+        self._clock = clock
+        self._failures: Counter[str] = Counter()
+        self._until: dict[str, float] = {}
+
+    def add(self, key: str) -> None:
+        """Add a host after a failure there."""
+        least, most = self._cooldown or (float("inf"), float("inf"))
+        seconds = min(least * 2.0 ** self._failures[key], most)
+        self._failures[key] += 1
+        self._until[key] = self._clock() + seconds
+
+    def __contains__(self, key: str) -> bool:
+        return self._clock() < self._until.get(key, 0.0)
+
+
+class Discovery:
+    """Calls a script again and again for the hosts that there are; without one, they are fixed.
+
+    Args:
+        hosts: The fixed hosts.
+        script: A shell command that prints a host in each line, as ``name:slots`` or ``name``.
+        slots: Slots of a host that is printed without them.
+        say: Prints a line for the user.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host] = (),
+        script: str = "",
+        slots: int = 1,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        self.hosts = list(hosts)
+        self._script = script
+        self._slots = slots
+        self._say = say
+        self._failure = ""
+        self._ended = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep `hosts` up to date in a thread.
+
+        Raises:
+            StartError: The script fails the first time.
+        """
+        if not self._script:
+            yield
+            return
+        self._ask()
+        if self._failure:
+            raise StartError(self._failure)
+        thread = threading.Thread(target=self._repeat, name="hvdlite discovery", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            if self._process is not None:
+                _kill(self._process)
+            thread.join()
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(_PERIOD):
+            before = self._failure
+            self._ask()
+            if self._failure and self._failure != before and not self._ended.is_set():
+                self._say(f"{self._failure}; the job keeps the hosts that it has")
+
+    def _ask(self) -> None:
+        """Run the script, and note its hosts, or why there are none."""
+        what = f"--host-discovery-script {self._script}"
+        self._process = subprocess.Popen(
+            self._script,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            out, err = self._process.communicate(timeout=_SECONDS_TO_ANSWER)
+        except subprocess.TimeoutExpired:
+            _kill(self._process)
+            self._process.communicate()
+            self._failure = f"{what}: no answer within {_SECONDS_TO_ANSWER:.0f} s"
+            return
+        if self._process.returncode:
+            last = (err.strip().splitlines() or ["no message"])[-1]
+            self._failure = f"{what}: exit code {self._process.returncode} ({last})"
+            return
+        lines = [line.strip() for line in out.splitlines() if line.strip()]
+        found = [parse_host(line, self._slots) for line in lines]
+        if None in found:
+            bad = lines[found.index(None)]
+            self._failure = f"{what}: printed {bad!r}, expected 'host:slots' or 'host'"
+            return
+        self._failure = ""
+        self.hosts = [host for host in found if host is not None]
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class Plan(NamedTuple):
+    """The size of a run of the job.
+
+    Attributes:
+        hosts: Where it runs.
+        ranks: The number of ranks, without spares.
+    """
+
+    hosts: list[Host]
+    ranks: int
+
+
+class Sizes:
+    """Decides how many ranks a job has, and when it stops to have another number.
+
+    Args:
+        discovery: Knows the hosts.
+        blacklist: Of hosts on which processes have failed.
+        least: The job waits for more hosts when it has fewer ranks.
+        most: The most ranks that it may have.
+        spares: Slots that it needs beside those of the ranks.
+        seconds: The longest wait for hosts.
+
+    Attributes:
+        discovery: As given.
+        most: As given.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        blacklist: Blacklist,
+        least: int,
+        most: int,
+        spares: int = 0,
+        seconds: float = 600.0,
+    ) -> None:
+        self.discovery = discovery
+        self._blacklist = blacklist
+        self._least = least
+        self.most = most
+        self._spares = spares
+        self._seconds = seconds
+        self._order: list[str] = []
+        # The number of ranks on each host, when it was last looked at.
+        self._running: Counter[str] = Counter()
+
+    def wait(self, most: int, check: Callable[[], object] = lambda: None) -> Plan:
+        """Return the next run's size as soon as there are slots for the least number of ranks.
+
+        Args:
+            most: The most ranks that this run may have.
+            check: Called again and again; what it raises ends the wait.
+
+        Raises:
+            StartError: There are not enough slots in time.
+        """
+        deadline = time.monotonic() + self._seconds
+        while True:
+            hosts = self._usable()
+            slots = sum(host.slots for host in hosts)
+            if slots >= self._least + self._spares:
+                self._running.clear()
+                self._order = [host_key(host.name) for host in hosts]
+                return Plan(hosts, min(most, slots - self._spares))
+            if time.monotonic() > deadline:
+                listed = ",".join(f"{host.name}:{host.slots}" for host in hosts) or "no host"
+                raise StartError(
+                    f"found {slots} of {self._least + self._spares} slots ({listed}) within "
+                    f"{self._seconds:.0f} s (--elastic-timeout); a host on which a process has "
+                    "failed gets no more of them (--blacklist-cooldown-range)"
+                )
+            check()
+            time.sleep(_TICK)
+
+    def follow(self, server: Server, ranks: int) -> Callable[[], None]:
+        """Return a function that has a run of the job stop when its size is to change.
+
+        Args:
+            server: Of the run.
+            ranks: Their number at its start.
+        """
+        told, due, next_look = 0, False, 0.0
+
+        def look() -> None:
+            nonlocal told, due, next_look
+            for death in server.deaths[told:]:
+                told += 1
+                for name in server.places.get(death.rank, ()):
+                    self._blacklist.add(host_key(name))
+            if due or server.left or time.monotonic() < next_look:
+                return
+            next_look = time.monotonic() + _TICK
+            dead = {death.rank for death in server.deaths}
+            if {*range(ranks)} - dead - set(server.places):
+                return  # Some have not begun yet.
+            living = [names for rank, names in server.places.items() if rank not in dead]
+            if self._is_other_size(living):
+                due = True
+                server.ask_to_stop()
+
+        return look
+
+    def _is_other_size(self, living: Sequence[Sequence[str]]) -> bool:
+        """Return whether the hosts have slots for more ranks than live, or not for these.
+
+        Args:
+            living: The names of each rank's host.
+        """
+        known = {host_key(host.name) for host in self.discovery.hosts}
+        self._running.clear()
+        for names in living:
+            keys = [host_key(name) for name in names]
+            self._running[next((key for key in keys if key in known), keys[0])] += 1
+        slots = {host_key(host.name): host.slots for host in self._usable()}
+        if any(count > slots.get(key, 0) for key, count in self._running.items()):
+            return True
+        wanted = min(self.most, sum(slots.values()) - self._spares)
+        return len(living) < self._least or wanted > len(living)
+
+    def _usable(self) -> list[Host]:
+        """Return the hosts with the slots that the job may use, known ones first.
+
+        A host on which a process has failed has slots for the ranks that run there.
+        """
+        found: dict[str, Host] = {}
+        for name, slots in self.discovery.hosts:
+            key = host_key(name)
+            before = found[key].slots if key in found else 0
+            found[key] = Host(name, before + slots)
+        for key in [key for key in found if key in self._blacklist]:
+            found[key] = Host(found[key].name, min(self._running[key], found[key].slots))
+        found = {key: host for key, host in found.items() if host.slots}
+        first = [key for key in self._order if key in found]
+        return [found[key] for key in [*first, *(key for key in found if key not in first)]]

@@ -1,0 +1,361 @@
+"""hvdliterun with hosts that come and go: how many ranks a job has, and what it goes on with."""
+
+import functools
+import json
+import re
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from hvdlite.errors import StartError
+from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
+from hvdlite.launch.hosts import Host, host_key
+from tests.harness.hosts import network_hosts, why_unavailable
+from tests.launch import launcher
+
+hvdliterun = functools.partial(launcher.hvdliterun, timeout=120)
+
+# At each commit, rank 0 writes the hosts that there are from then on.
+NUMPY = """
+import json, os, sys, time
+import hvdlite as hvd
+hosts = sys.argv[1]
+changes = json.loads(sys.argv[2])
+resets = int(sys.argv[3])
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 2000 and state.after < 8:  # steps after the last reset
+        state.after += len(state.resets) == resets
+        state.sums = [*state.sums, int(hvd.allreduce(1.0, op=hvd.Sum, name="one"))]
+        state.step += 1
+        change = changes.pop(str(state.step), None)
+        if change == "die":
+            changes.clear()
+            hvd.rank() or os.kill(os.getpid(), 9)
+        elif change and hvd.rank() == 0:
+            open(hosts, "w").write(change)
+        time.sleep(0.02)
+        if state.step % 4 == 0:
+            state.commit()
+    return "done"
+
+state = hvd.elastic.ObjectState(step=0, after=0, sums=[], resets=[])
+state.register_reset_callbacks([lambda: state.resets.append(hvd.size())])
+result = train(state)
+print(json.dumps([hvd.rank(), state.sums, state.resets, result]))
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """A file with the hosts that there are, and the options for it."""
+    file = tmp_path / "hosts"
+    file.write_text("localhost:2\n")
+    return file
+
+
+def run(hosts, changes, *options, code=NUMPY, resets=2, returncode=0, command=hvdliterun):
+    """Run a job whose hosts change; return what its ranks have printed, and its standard error."""
+    job = command(*options, sys.executable, "-c", code, hosts, json.dumps(changes), resets)
+    assert job.returncode == returncode, job.stderr
+    return sorted(json.loads(line) for line in job.stdout.splitlines()), job.stderr
+
+
+def discovered(hosts, *options):
+    return ("--host-discovery-script", f"cat {hosts}", *options)
+
+
+def lengths(values):
+    """Return the values that follow each other, and how often each does."""
+    found = []
+    for value in values:
+        if not found or found[-1][0] != value:
+            found.append([value, 0])
+        found[-1][1] += 1
+    return found
+
+
+def test_ranks_come_and_go_with_the_hosts(hosts):
+    options = discovered(hosts, "-np", 2, "--min-np", 1, "--max-np", 3)
+    found, stderr = run(hosts, {"4": "localhost:4", "150": "localhost:1"}, *options)
+    ((rank, sums, resets, result),) = found  # one rank is left
+    assert (rank, resets, result) == (0, [3, 1], "done")
+    ranks, steps = zip(*lengths(sums), strict=True)
+    assert ranks == (2, 3, 1)
+    assert [number % 4 for number in steps] == [0, 0, 0]  # it stops at commits
+    assert steps[2] == 8
+    lines = [f"{ranks} on localhost:{slots}" for ranks, slots in (("3 ranks", 4), ("1 rank", 1))]
+    start = "hvdliterun: the hosts have changed; the job goes on with "
+    assert stderr.splitlines() == [start + line for line in lines]
+
+
+@pytest.mark.slow
+def test_another_rank_takes_the_place_of_one_that_has_died(hosts):
+    fixed = "-np", 3, "-H", "localhost:3", "--min-np", 1
+    found, stderr = run(hosts, {"6": "die"}, *fixed, "--blacklist-cooldown-range", 1, 4)
+    assert [each[0] for each in found] == [0, 1, 2]
+    ranks, steps = zip(*lengths(found[0][1]), strict=True)
+    assert (ranks, steps[0], steps[2]) == ((3, 2, 3), 6, 8)
+    assert "the other 2 go on in the same step" in stderr
+    # Without that option the host gets no more ranks.
+    found, _ = run(hosts, {"6": "die"}, *fixed, resets=1)
+    assert [each[1] for each in found] == [[3] * 6 + [2] * 10] * 2
+
+
+@pytest.mark.slow
+def test_too_few_ranks_wait_for_hosts(hosts):
+    options = discovered(hosts, "-np", 2, "--min-np", 2, "--elastic-timeout", 3)
+    found, stderr = run(hosts, {"6": "die"}, *options, returncode=2)
+    assert found == []
+    assert "found 1 of 2 slots (localhost:1) within 3 s (--elastic-timeout)" in stderr
+
+
+def test_there_may_be_a_limit_to_the_resets(hosts):
+    options = discovered(hosts, "-np", 2, "--max-np", 3, "--reset-limit", 1)
+    found, stderr = run(hosts, {"4": "localhost:3", "150": "localhost:2"}, *options, returncode=1)
+    assert found == []
+    assert "have formed their world anew 1 times, as often as HVDLITE_ELASTIC_RESET_L" in stderr
+
+
+TORCH = """
+import hashlib, json, sys
+import torch
+import hvdlite.torch as hvd
+hosts, changes = sys.argv[1], json.loads(sys.argv[2])
+hvd.init(virtual_ranks=4)
+torch.manual_seed(1)
+x = torch.randn(400, 3, generator=torch.Generator().manual_seed(5))
+model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9),
+    named_parameters=model.named_parameters(),
+    compression=hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.3)),
+)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.8)
+hvd.seed(3)
+sampler = hvd.ShardSampler(x, batch_size=5)
+loader = torch.utils.data.DataLoader(x, batch_sampler=sampler)
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, scheduler=scheduler, epoch=0,
+                               sizes=[])
+
+@hvd.elastic.run
+def train(state):
+    while state.epoch < 4:
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            if optimizer.stepped:
+                scheduler.step()
+                state.sizes.append(hvd.size())
+                if change := changes.pop(str(len(state.sizes)), None):
+                    open(hosts, "w").write(change)
+                    __import__("time").sleep(3.0)
+            state.commit()
+        state.epoch += 1
+        state.commit()
+
+train(state)
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print(json.dumps([hvd.size(), hashlib.sha256(weights).hexdigest(), state.sizes]))
+"""
+
+
+@pytest.mark.slow
+def test_weights_do_not_depend_on_the_hosts(hosts):
+    # Virtual ranks, so every sample, random number and residual counts, to the last bit.
+    ((_, expected, sizes),), _ = run(hosts, {}, "-np", 1, code=TORCH)
+    assert sizes == [1] * 80
+    changes = {"12": "localhost:3", "40": "localhost:2"}
+    options = discovered(hosts, "-np", 1, "--max-np", 4)
+    hosts.write_text("localhost:1\n")
+    found, _ = run(hosts, changes, *options, code=TORCH)
+    assert [each[:2] for each in found] == [[2, expected]] * 2
+    assert [ranks for ranks, _ in lengths(found[0][2])] == [1, 3, 2]
+    assert len(found[0][2]) == 80
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+def test_other_hosts(hosts):
+    def command(*arguments):
+        words = launcher.command(*arguments)
+        return network.run(words, launcher.environment({}), timeout=90)
+
+    hosts.write_text("host0:1\n")
+    options = discovered(hosts, "-np", 1, "--max-np", 4)
+    changes = {"4": "host0:1\nhost1:2\n", "150": "host1:2"}
+    with network_hosts(2) as network:
+        found, stderr = run(hosts, changes, *options, command=command)
+    assert [each[0] for each in found] == [0, 1]
+    assert [ranks for ranks, _ in lengths(found[0][1])] == [1, 3, 2]
+    assert "with 3 ranks on host0:1,host1:2" in stderr
+    assert "with 2 ranks on host1:2" in stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-np", 2], "-np is missing: give the number of processes"),
+        (["-np", 4, "--max-np", 2], "--min-np 4 -np 4 --max-np 2: found them out of order"),
+        (["-np", 1, "--min-np", 2], "--min-np 2 -np 1 --max-np 2: found them out of order"),
+        (
+            ["-np", 1, "--host-discovery-script", "echo a", "-H", "a:1"],
+            "-H and --hostfile are not allowed with --host-discovery-script: give one of them",
+        ),
+        (
+            ["-np", 1, "--max-np", 2, "--blacklist-cooldown-range", 5, 3],
+            "--blacklist-cooldown-range 5 3: expected MIN <= MAX",
+        ),
+        (
+            ["-np", 1, "--host-discovery-script", "echo no >&2; exit 3"],
+            "--host-discovery-script echo no >&2; exit 3: exit code 3 (no)",
+        ),
+        (
+            ["-np", 1, "--host-discovery-script", "echo a b"],
+            "--host-discovery-script echo a b: printed 'a b', expected 'host:slots' or 'host'",
+        ),
+    ],
+)
+def test_mistakes(options, said, capsys):
+    from hvdlite.launch import cli
+
+    assert cli.main([*map(str, options), "true"]) == 2
+    assert capsys.readouterr().err.startswith(f"hvdliterun: {said}")
+
+
+def test_a_script_is_asked_again_and_again(tmp_path):
+    file, said = tmp_path / "hosts", []
+    file.write_text("a:3\n\n b \n")
+    discovery = Discovery(script=f"cat {file}", slots=2, say=said.append)
+    with discovery.running():
+        assert discovery.hosts == [Host("a", 3), Host("b", 2)]
+        file.unlink()
+        _wait_until(lambda: said)
+        assert re.fullmatch(
+            r"--host-discovery-script cat .*: exit code 1 \(cat: .*: No such file or directory\); "
+            r"the job keeps the hosts that it has",
+            said[0],
+        )
+        assert discovery.hosts == [Host("a", 3), Host("b", 2)]
+        file.write_text("c:1\n")
+        _wait_until(lambda: discovery.hosts == [Host("c", 1)])
+    assert len(said) == 1
+
+
+def test_a_script_that_hangs_ends_with_the_job(tmp_path):
+    file = tmp_path / "asked"
+    script = f"test -e {file} && exec sleep 60; touch {file}; echo a"
+    began = time.monotonic()
+    with (discovery := Discovery(script=script)).running():
+        process = discovery._process
+        _wait_until(lambda: discovery._process is not process)
+    assert time.monotonic() - began < 30
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_cooldown_doubles_with_each_failure():
+    now = 0.0
+    blacklist = Blacklist((2.0, 7.0), clock=lambda: now)
+    for seconds in (2.0, 4.0, 7.0, 7.0):
+        assert "a" not in blacklist
+        blacklist.add("a")
+        now += seconds - 0.1
+        assert "a" in blacklist
+        now += 0.2
+    forever = Blacklist(clock=lambda: now)
+    forever.add("a")
+    now = 1e9
+    assert "a" in forever
+    assert "b" not in forever
+
+
+def _server(**places):
+    """Return the part of a server that `Sizes` needs, with ranks on hosts."""
+    ranks = enumerate(name for name, count in places.items() for _ in range(count))
+    server = SimpleNamespace(
+        places={rank: [f"{name}.cluster", name] for rank, name in ranks}, deaths=[], left=set()
+    )
+    server.asked = 0
+
+    def ask_to_stop():
+        server.asked += 1
+
+    server.ask_to_stop = ask_to_stop
+    return server
+
+
+@pytest.mark.parametrize(
+    ("running", "now", "stops"),
+    [
+        ({"a": 2}, "a:2", False),
+        ({"a": 2}, "a:3", True),  # grows
+        ({"a": 2}, "a:2 b:1", True),
+        ({"a": 4}, "a:4 b:4", False),  # has the most ranks
+        ({"a": 2, "b": 2}, "a:2", True),  # a host has gone
+        ({"a": 2, "b": 2}, "a:2 b:1 c:4", True),
+        ({"a": 3}, "b:4", True),
+    ],
+)
+def test_when_a_job_stops(running, now, stops, monkeypatch):
+    monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
+    parsed = [Host(name, int(slots)) for name, slots in (each.split(":") for each in now.split())]
+    sizes = Sizes(Discovery(parsed), Blacklist(), least=1, most=4)
+    server = _server(**running)
+    look = sizes.follow(server, sum(running.values()))
+    look()
+    look()
+    assert server.asked == int(stops)
+
+
+def test_a_job_does_not_stop_before_all_ranks_have_begun_nor_at_its_end(monkeypatch):
+    monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
+    sizes = Sizes(Discovery([Host("a", 4)]), Blacklist(), least=1, most=4)
+    server = _server(a=2)
+    sizes.follow(server, 3)()
+    assert not server.asked
+    server.left = {1}
+    sizes.follow(server, 2)()
+    assert not server.asked
+    server.left = set()
+    sizes.follow(server, 2)()
+    assert server.asked == 1
+
+
+def test_ranks_stay_on_a_host_on_which_one_has_died(monkeypatch):
+    monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
+    discovery = Discovery([Host("a", 3)])
+    sizes = Sizes(discovery, Blacklist(), least=1, most=6, seconds=0.0)
+    server = _server(a=3)
+    server.deaths = [SimpleNamespace(rank=1)]
+    look = sizes.follow(server, 3)
+    look()
+    assert not server.asked
+    discovery.hosts = [Host("a", 3), Host("b", 1)]
+    look()
+    assert server.asked == 1
+    assert sizes.wait(6) == Plan([Host("a", 2), Host("b", 1)], 3)
+    with pytest.raises(StartError, match=r"found 1 of 2 slots \(b:1\) within 0 s"):
+        Sizes(Discovery([Host("b", 1)]), Blacklist(), least=2, most=6, seconds=0.0).wait(6)
+
+
+def test_slots_are_left_for_spares():
+    sizes = Sizes(Discovery([Host("a", 4)]), Blacklist(), least=1, most=6, spares=1)
+    assert sizes.wait(6) == Plan([Host("a", 4)], 3)
+    assert sizes.wait(2) == Plan([Host("a", 4)], 2)
+
+
+def test_names_of_a_host():
+    assert host_key("localhost") == host_key("127.0.0.1") == "localhost"
+    assert host_key("Node1.cluster") == host_key("node1") == "node1"
+    assert host_key("10.0.0.1") == "10.0.0.1"
