@@ -34,7 +34,7 @@ def temporary(parent: str, others: str) -> Iterator[str]:
 
     Args:
         parent: where to make it, after a `sweep`.
-        others: another folder to sweep when this process has been killed.
+        others: another folder to sweep at the end, or when this process has been killed.
 
     Raises:
         OSError: it cannot be made.
@@ -57,6 +57,9 @@ def temporary(parent: str, others: str) -> Iterator[str]:
         yield path
     finally:
         remove(path)
+        sweep(others)  # of processes that were killed
+        with contextlib.suppress(OSError):  # a forked child of this process may hold it, too
+            fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
         if guard is not None and not os.path.exists(path):
             guard.wait()

@@ -29,8 +29,7 @@ _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _OTHERS = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCONT, signal.SIGCHLD}
-_OTHERS.add(signal.SIGIO)
-_WATCHED = _ENDING | _OTHERS
+_WATCHED = _ENDING | _OTHERS | {signal.SIGIO}
 
 # The first signals of Open MPI's process manager when it ends a job, also for MPI_Abort.
 _FIRST_SIGNS = _ENDING | {signal.SIGCONT}

@@ -302,7 +302,6 @@ def serving(names: Sequence[str] = (), task: Sequence[Part] = ()) -> Iterator[Se
             yield server
         finally:
             server.close()
-    folders.sweep(SHARED)  # of ranks here whose process has been killed together with the rank
 
 
 def _start(target: Callable[..., None], *args: object) -> threading.Thread:

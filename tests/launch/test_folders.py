@@ -106,3 +106,17 @@ def test_a_folder_swept_before_it_was_locked_is_made_again(tmp_path, monkeypatch
     path, held = folders.make(str(tmp_path))
     assert [entry.name for entry in tmp_path.iterdir()] == [Path(path).name]
     os.close(held)
+
+
+def test_the_end_does_not_wait_for_forked_children(tmp_path):
+    child = 0
+    try:
+        with folders.temporary(str(tmp_path), str(tmp_path)):
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
