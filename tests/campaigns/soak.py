@@ -45,6 +45,7 @@ _SECONDS_TO_GO = 10.0
 _EXACT = ("descriptors", "threads", "segments", "mounted")
 # KiB that a process may grow with each recovery or reset once it is warm, and beside that.
 _GROWTH, _SLACK = 100.0, 3000.0
+_STEPS_TO_SETTLE = 16  # three commits
 _WARM = 2  # changes of the ranks that a process has been through
 _WATCHED = ("/dev/shm/", "/tmp/", "/run/", "/var/tmp/")
 
@@ -56,11 +57,14 @@ class Plan(NamedTuple):
         seconds: How long it trains.
         pause: The least and the most seconds between two faults.
         deaths: How many at most.
+        settles: Whether the ranks have formed their world anew before the next fault. A death
+            meanwhile may end the job, see the elastic guide.
     """
 
     seconds: float
     pause: tuple[float, float] = (1.0, 8.0)
     deaths: int = SPARES
+    settles: bool = False
 
 
 @dataclass
@@ -290,6 +294,8 @@ def survive(job: Job, chance: random.Random, plan: Plan) -> None:
                 stopped.remove((due, process))
                 job.signal(process, signal.SIGCONT)
         is_due = now >= following or (again is not None and now >= again)
+        if plan.settles and job.step < fault_at + _STEPS_TO_SETTLE:
+            is_due = False
         if now > began + plan.seconds and not stopped:
             if job.step > fault_at + 20:  # the last spares have come in
                 (job.reports / "stop").touch()
@@ -318,7 +324,7 @@ def survive(job: Job, chance: random.Random, plan: Plan) -> None:
             job.note(f"kill {process.number}")
             job.signal(process, signal.SIGKILL)
             deaths += 1
-            if chance.random() < 0.25:
+            if chance.random() < 0.25 and not plan.settles:
                 again = now + chance.uniform(0.0, 0.3)
         elif kind == "spare" and waiting and deaths < plan.deaths:
             process = chance.choice(waiting)

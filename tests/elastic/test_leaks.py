@@ -74,7 +74,7 @@ def test_resets_do_not_grow_the_processes(resets, elastic, variables):
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"HVDLITE_SHARED_MEMORY": "0"}])
 def test_a_short_soak(variables):
-    plan = soak.Plan(seconds=25.0, pause=(0.5, 2.5))
+    plan = soak.Plan(seconds=25.0, pause=(0.5, 2.5), settles=True)
     assert soak.run("well", random.Random(1), plan, variables)
 
 
