@@ -125,6 +125,8 @@ class Discovery:
             errors="replace",
             start_new_session=True,
         )
+        if self._ended.is_set():  # `running` may have looked for a process before this one began
+            _kill(self._process)
         try:
             out, err = self._process.communicate(timeout=_SECONDS_TO_ANSWER)
         except subprocess.TimeoutExpired:
