@@ -23,8 +23,9 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 import hvdlite
-from hvdlite import timeline
+from hvdlite import status, timeline
 from hvdlite.errors import HorovodInternalError, LauncherError, RankGoneError
+from hvdlite.launch.rank import rank_here
 
 # Seconds in which ranks that fail together print their errors, before one of them ends the job.
 _OTHERS = 0.5
@@ -49,7 +50,10 @@ class JobRank(NamedTuple):
 
     def __str__(self) -> str:
         what = "leaves" if self.is_elastic else "ends"
-        return f"rank {self.rank} of {self.size} {what} the job"
+        # Its number for hvdliterun, which ranks do not keep when others have died.
+        first = rank_here()
+        start = f" (rank {first} at the start)" if first != self.rank else ""
+        return f"rank {self.rank} of {self.size}{start} {what} the job"
 
 
 _installed = False
@@ -82,6 +86,7 @@ def install(find_job_rank: Callable[[], JobRank | None]) -> None:
         if job_rank is None:
             previous(kind, error, trace)
             return
+        job_rank = _ended_by(error, job_rank)
         # A hook that was installed later has called this one, and may have replaced standard error
         # by a buffer of its own: let it finish.
         outermost = sys.excepthook is hook
@@ -102,11 +107,26 @@ def _job_rank() -> JobRank | None:
     return _find_job_rank() if _find_job_rank else None
 
 
+def _ended_by(error: BaseException, job_rank: JobRank) -> JobRank:
+    """Return the rank, whose end is that of its job if the error is about communication."""
+    if isinstance(error, HorovodInternalError):
+        # Those that are left cannot go on either, or have come to their end before.
+        status.note_start(False)
+        return job_rank._replace(is_elastic=False)
+    return job_rank
+
+
+def _is_about_others(error: BaseException) -> bool:
+    """Return whether an error is about another rank, or all ranks raise it."""
+    return all(isinstance(one, HorovodInternalError) for one in chain(error))
+
+
 def _end_after_other_hooks() -> None:
     """End the job if a hook that was installed later has handled the exception."""
     error, job_rank = getattr(sys, "last_value", None), _job_rank()
     if job_rank is None or not isinstance(error, BaseException) or not _has_ended_program():
         return
+    job_rank = _ended_by(error, job_rank)
     try:
         if error is not _reported:
             _write(_line(job_rank, error))
@@ -129,11 +149,9 @@ def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], obje
         print_it: prints the traceback with the hook that the user had installed before.
     """
     text = "".join(traceback.format_exception(error))
-    errors = list(chain(error))
-    if all(isinstance(one, HorovodInternalError) for one in errors):
-        # It is about another rank, or all ranks have raised it. The claim of a rank that is gone,
-        # which may have printed why, is gone with it.
-        is_about_end = any(isinstance(one, RankGoneError) for one in errors)
+    if _is_about_others(error):
+        # The claim of a rank that is gone, which may have printed why, is gone with it.
+        is_about_end = any(isinstance(one, RankGoneError) for one in chain(error))
         first = _claim(job_rank.job, _CONSEQUENCE) and not is_about_end
     else:
         _claim(job_rank.job, _CONSEQUENCE)

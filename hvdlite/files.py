@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import re
 import secrets
@@ -72,14 +73,50 @@ def _keep_generation(path: Path) -> None:
     if not path.exists():
         return
     previous = previous_generations(path)
-    if previous and previous[0].samefile(path):
+    if previous and _is_same(previous[0], path):
         return  # a writer was killed before it replaced the file
-    number = _generation_number(previous[0]) + 1 if previous else 1
-    generation = path.with_name(f"{path.name}.generation-{number}")
+    newest = _generation_number(previous[0]) if previous else 0
+    for number in itertools.count(newest + 1):
+        generation = path.with_name(f"{path.name}.generation-{number}")
+        try:
+            _link(path, generation)
+        except FileExistsError:  # another writer has taken the number
+            if _is_same(generation, path):
+                return
+        else:
+            return
+
+
+def _is_same(generation: Path, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # another writer may remove it
+        return generation.samefile(path)
+    return False
+
+
+def _link(path: Path, name: Path) -> None:
+    """Give a file a second name, or a copy where the file system has no hard links.
+
+    Raises:
+        FileExistsError: The name is taken.
+    """
     try:
-        os.link(path, generation)
-    except OSError:  # some file systems have no hard links
-        shutil.copyfile(path, generation)
+        os.link(path, name)
+    except FileExistsError:
+        raise
+    except OSError:
+        name.touch(exist_ok=False)
+        copy, temporary = _open_temporary(path)
+        try:
+            with copy, open(path, "rb") as file:
+                shutil.copyfileobj(file, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+                os.replace(temporary, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                name.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager

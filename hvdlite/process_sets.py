@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite import world
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.operation import Barrier, Gather, Signature
-from hvdlite.recovery import Recovery, revoked_on_failure
+from hvdlite.interrupts import deferred, leave
+from hvdlite.recovery import Recovery
 from hvdlite.status import Pending
 from hvdlite.world import World
 
@@ -76,9 +77,9 @@ class ProcessSet:
         if self._comm is not None:
             group = self._comm.Get_group()
             positions = range(group.size)
-            ranks = sorted(group.Translate_ranks(list(positions), whole.comm.group))
+            ranks = sorted(group.Translate_ranks(list(positions), whole.group))
         ranks = ranks or []
-        size = whole.comm.size
+        size = len(whole.ranks)  # its communicator may have been replaced
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
             raise ValueError(
                 f"a process set must name each of its ranks once, out of 0 to {size - 1}; "
@@ -173,60 +174,51 @@ class ProcessSets:
                 f"rank {world.rank()}: there is no process set with the id {process_set_id}"
             ) from None
 
-    def add(self, process_set: ProcessSet) -> None:
-        """Do `hvdlite.add_process_set`."""
-        ranks = process_set.resolve(self._whole)
+    def add(self, process_set: ProcessSet, of: World | None = None) -> None:
+        """Do `hvdlite.add_process_set`.
+
+        Args:
+            process_set: The process set.
+            of: The world that its ranks are numbered in, of which some may have died since; None:
+                the current one.
+        """
+        before = of or self._whole
+        ranks = process_set.resolve(before)
         if process_set.process_set_id is not None:
             raise ValueError(f"{process_set!r} is registered already")
         for other in self._sets.values():
-            if other.ranks == ranks:
+            if other.ranks == self._whole.renumbered(ranks, before):
                 raise ValueError(f"{other!r} has the same ranks; use that one")
-        number = 0
-        is_made = False
-        while not is_made:
-            before = self._whole
-            self._agree("add_process_set", ranks)
-            ranks = self._whole.renumbered(ranks, before)  # if a rank has died meanwhile
-            before = self._whole
-            if not number:  # all ranks agree
-                number, self._next = self._next, self._next + 1
-            engine = self._make_engine(number, ranks)
-            is_made = self._is_made(engine, ranks) and self._whole is before
-            ranks = self._whole.renumbered(ranks, before)
-            if engine is not None and not is_made:
-                engine.abandon()
+        self._agree("add_process_set", ("the ranks of the process set", ranks))
+        whole = self._whole
+        ranks = whole.renumbered(ranks, before)  # if a rank has died meanwhile
+        number, self._next = self._next, self._next + 1
+
+        def make(part: World) -> Engine:
+            suffix = f" of process set {number}"
+            return Engine(self._mpi, part, self._global.settings, suffix, self._recovery)
+
+        def enter(ranks: list[int], engine: Engine | None) -> None:
+            self._enter(process_set, number, ranks, engine)
+
+        if self._recovery is not None and not self._is_on_device():
+            try:
+                self._recovery.form_part(f"process set {number}", ranks, whole, make, enter)
+            finally:
+                if deferred:
+                    leave()
+            return
+        engine = make(whole.subset(ranks)) if whole.comm.rank in ranks else None
         if engine is not None and self._recovery is not None:
             self._recovery.add(engine)
-        self._enter(process_set, number, ranks, engine)
+        enter(ranks, engine)
 
-    def _make_engine(self, number: int, ranks: Sequence[int]) -> Engine | None:
-        """Make the engine of a process set; return None if this rank is not in it, or one died."""
-        suffix = f" of process set {number}"
-        if self._recovery is None:
-            if self._whole.comm.rank not in ranks:
-                return None
-            return Engine(self._mpi, self._whole.subset(ranks), self._global.settings, suffix)
-        made = [self._whole.comm]
-        try:
-            with revoked_on_failure(made):
-                part = self._whole.part(self._mpi, ranks, made)
-                if part is None:
-                    return None
-                return Engine(self._mpi, part, self._global.settings, suffix, self._recovery)
-        except Exception as error:
-            if not self._recovery.is_about_death(error):
-                raise
-            return None
-
-    def _is_made(self, engine: Engine | None, ranks: Sequence[int]) -> bool:
-        """Return whether all members have an engine, where ranks may have died; collective."""
-        if self._recovery is None:
-            return True
-        is_made = engine is not None or self._whole.comm.rank not in ranks
+    def _is_on_device(self) -> bool:
+        """Return whether arrays on a GPU keep any rank from going on if one dies; collective."""
+        is_here = any(lane.is_on_device for each in self._engines.values() for lane in each.lanes)
         name = self._global.unnamed("add_process_set")
-        signature = Signature((("the operation", "end of add_process_set"),))
-        done = Gather(name, signature, b"1" if is_made else b"0")
-        return b"0" not in self._global.named.run(done)
+        signature = Signature((("the operation", "add_process_set, on a device or not"),))
+        return b"1" in self._global.named.run(Gather(name, signature, b"1" if is_here else b"0"))
 
     def remove(self, process_set: ProcessSet) -> bool:
         """Do `hvdlite.remove_process_set`."""
@@ -238,13 +230,14 @@ class ProcessSets:
         number = process_set.process_set_id
         if not number or self._sets.get(number) is not process_set:
             return False
-        self._agree("remove_process_set", process_set.ranks)
+        self._agree("remove_process_set", ("the id of the process set", number))
         engine = self._engines.get(number)
         if engine is not None:
-            if engine.close():
-                engine.world.free()
-            if self._recovery is not None:
+            is_closed = engine.close()
+            if self._recovery is not None:  # before its communicators are free
                 self._recovery.remove(engine)
+            if is_closed:
+                engine.world.free()
         self._leave(number)
         return True
 
@@ -289,10 +282,9 @@ class ProcessSets:
             self._leave(number)
         return closed
 
-    def _agree(self, what: str, ranks: Iterable[int] | None) -> None:
+    def _agree(self, what: str, entry: tuple[str, Any]) -> None:
         name = self._global.unnamed(what)
-        entries = [("what it is called for", what), ("the ranks of the process set", ranks)]
-        self._global.named.run(Barrier(name, entries))
+        self._global.named.run(Barrier(name, [("what it is called for", what), entry]))
 
     def _enter(
         self, process_set: ProcessSet, number: int, ranks: list[int], engine: Engine | None

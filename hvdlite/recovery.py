@@ -10,6 +10,9 @@ before any of them delivers it (`Rounds`). If any rank has passed that barrier, 
 outcome, and those that do not know it yet deliver it; otherwise the operation is repeated, unless
 all of them have it anyway.
 
+A process set is added in the same way, to a world of the same ranks: whoever dies meanwhile, all
+others get it, or none, and then all of them once more.
+
 It takes an MPI with user-level failure mitigation (ULFM), such as Open MPI 5 under
 ``mpirun --with-ft ulfm``: see W. Bland et al., "Post-failure recovery of MPI communication
 capability", IJHPCA 27(3), 2013.
@@ -18,11 +21,12 @@ capability", IJHPCA 27(3), 2013.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hvdlite import membership, rehearsal
@@ -30,6 +34,8 @@ from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.lane import Lane, LaneState
 from hvdlite.errors import HorovodInternalError, RankGoneError
+from hvdlite.forming import Forming
+from hvdlite.interrupts import run_overdue, uninterrupted
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport, connect
 from hvdlite.transport.mpi import forget_ended
@@ -37,8 +43,10 @@ from hvdlite.world import World
 
 _log = logging.getLogger("hvdlite")
 
+# What the ranks tell each other before a recovery: that they have come, that they have seen all
+# others come, and that they have given up before that.
+_COME, _READY, _GAVE_UP = range(3)
 _FIRST_PAUSE, _MAX_PAUSE = 0.2e-3, 5e-3
-_FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 # MPI knows of a death after 3 to 40 ms.
 _NEWS_SECONDS = 1.0
 # How often a thread that waits for another one's recovery checks whether it has ended.
@@ -54,13 +62,11 @@ class Recovery:
         settings: Settings read at ``init()``.
         enter: Called with the new world of all ranks and the new number of each rank that lives, by
             its old one, before any operation goes on.
+        places: For each rank its number at the start of the job, for messages.
 
     Attributes:
         epoch: The number of recoveries so far.
-        starts: For each rank its number at the start.
-
-    Raises:
-        HorovodInternalError: The MPI cannot go on without a rank.
+        starts: For each rank its number when the world was formed.
     """
 
     def __init__(
@@ -69,27 +75,31 @@ class Recovery:
         whole: World,
         settings: Settings,
         enter: Callable[[World, Mapping[int, int]], object],
+        places: Sequence[int],
     ) -> None:
         self._mpi = MPI
         self._world = whole
         self._settings = settings
         self._enter = enter
         self.starts = list(range(whole.comm.size))
+        self._first_size = whole.comm.size
+        self._places = list(places)
         self._engines: list[Engine] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._under_way = False
         self.epoch = 0
         self._failure: HorovodInternalError | None = None
-        if not _goes_on(MPI, whole.comm):
-            raise HorovodInternalError(
-                f"rank {whole.comm.rank}: HVDLITE_ELASTIC is 1, and this MPI ends when a rank "
-                "dies; start the job by `hvdliterun --elastic` with Open MPI 5, or unset "
-                "HVDLITE_ELASTIC"
-            )
-        self._messages = whole.comm.Dup()
+        self._adding = threading.Lock()
+        self._wanted: _Part | None = None
+        self._messages = whole.create(whole.comm.Dup)
         # Communicators of the last world, which no operation uses any more.
         self._old: list[Any] = []
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Return whether any rank has died since the world was formed."""
+        return bool(len(self.starts) < self._first_size)
 
     def add(self, engine: Engine) -> None:
         """Serve an engine, too; that of all ranks comes first."""
@@ -122,6 +132,10 @@ class Recovery:
             time.sleep(_MAX_PAUSE)
         return is_known
 
+    @property
+    def _reason(self) -> str:
+        return "a rank has died" if self._is_death_known() else "a process set is to be added"
+
     def _is_death_known(self) -> bool:
         comm = self._world.comm
         return bool(comm.Is_revoked()) or comm.Get_failed().size > 0
@@ -135,13 +149,48 @@ class Recovery:
         if self._under_way:
             raise RankGoneError("a rank has died")
 
-    def recover(self, error: Exception, epoch: int) -> None:
-        """Go on without the ranks that have died; called by the thread that runs a lane's rounds.
-
-        All lanes may call it, of which one does the work.
+    @uninterrupted
+    def form_part(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        of: World,
+        make: Callable[[World], Engine],
+        enter: Callable[[list[int], Engine | None], object],
+    ) -> None:
+        """Form the world of a process set; all ranks call it, members or not, with the same set.
 
         Args:
-            error: What the lane has noticed.
+            name: The set's, unique among those of this world.
+            ranks: Its ranks.
+            of: The world that they are numbered in.
+            make: Makes the set's engine in its world.
+            enter: Called with the ranks, as rank 0 means them, numbered anew if one has died, and
+                with the engine; None on a rank that is left out.
+
+        Raises:
+            HorovodInternalError: As `recover`.
+        """
+        with self._adding:
+            with membership.lock:
+                part = self._wanted = _Part(name, self._world.renumbered(ranks, of), make, enter)
+            try:
+                while True:
+                    epoch = self.epoch
+                    if self._wanted is not part:
+                        return
+                    self.recover(None, epoch)
+            finally:
+                with membership.lock:
+                    self._wanted = None
+
+    def recover(self, error: Exception | None, epoch: int) -> None:
+        """Form the world of the ranks that live; called by a thread that runs a lane's rounds.
+
+        All lanes may call it, of which one does the work, and `form_part` does.
+
+        Args:
+            error: What the lane has noticed; None: a process set is to be added.
             epoch: The number of recoveries when its round began; if there has been another one
                 since, that was for this error.
 
@@ -170,56 +219,110 @@ class Recovery:
         if self._failure is not None:
             raise self._failure
 
-    def _form_world(self, lanes: Sequence[Lane], error: Exception) -> None:
+    def _form_world(self, lanes: Sequence[Lane], error: Exception | None) -> None:
         began = time.monotonic()
         engines = list(self._engines)
-        states = {lane.name: lane.halt() for lane in lanes}
         comm = self._world.comm
-        self._ask(comm.Revoke)  # ends the calls of ranks that make a process set
-        self._wait_for_others(began)
+        if error is not None:
+            self._revoke(lanes)
+        states = {lane.name: lane.halt() for lane in lanes}
+        self._wait_for_others(lanes, began)
+        self._revoke(lanes)  # so that what is still going on ends, and can be freed
         if rehearsal.reach is not None:
             rehearsal.reach("recover")
         with membership.lock:
             failed: list[Any] = []
+            attempt = None
             while True:
-                comm = comm.Shrink()
+                living = comm.Shrink()
+                if attempt is not None and living.size == comm.size:
+                    raise HorovodInternalError(
+                        f"rank {comm.rank}: the ranks cannot communicate anew "
+                        f"({attempt.failure}); start the job again (hvdliterun --restarts), and "
+                        "load the last checkpoint"
+                    ) from attempt.failure
+                comm = living
                 attempt = _Attempt(self._mpi, comm, self._world, self._settings)
-                attempt.run(engines, states)
-                if all_agree(self._mpi, comm, attempt.failure is None):
+                attempt.run(engines, states, self._wanted)
+                if attempt.failure is None:
                     break
-                failed += attempt.communicators
-            self._check(attempt.states)
+                failed += attempt.made
+            try:
+                self._check(attempt)
+            except HorovodInternalError:
+                attempt.abandon()
+                raise
             self._tell(attempt, time.monotonic() - began, error)
             old = [self._messages, *failed]
             for engine in engines:
-                old += [engine.world.cross, engine.world.node, engine.world.comm]
+                if engine.named.name in attempt.worlds:  # else who removes the set frees them
+                    old += [engine.world.cross, engine.world.node, engine.world.comm]
                 old += [comm for lane in engine.lanes for comm in lane.communicators]
             self._take_over(attempt, engines)
+            if attempt.part is not None:
+                self._add_part(attempt)
             self._retire(old)
 
-    def _wait_for_others(self, began: float) -> None:
-        """Wait, without using a core, until the other ranks have noticed it, too."""
-        comm, tag = self._messages, self.epoch
-        waiting = [rank for rank in range(comm.size) if rank != comm.rank]
-        sent = [self._ask(comm.isend, None, rank, tag) for rank in waiting]
+    def _revoke(self, lanes: Sequence[Lane]) -> None:
+        """End the calls of the other ranks, whose errors then tell them that a rank has died."""
+        self._ask(self._world.comm.Revoke)
+        for lane in lanes:
+            lane.revoke()
+
+    def _wait_for_others(self, lanes: Sequence[Lane], began: float) -> None:
+        """Wait, without using a core, until the other ranks have come as far.
+
+        They come by themselves, to add a process set, or because they have noticed a death. Who
+        gives up says so, and then all do: once a rank has seen all others come, it gives up only
+        if another one has before. What follows the second wait has no bound in MPI.
+        """
+        try:
+            self._exchange(_COME, lanes, began)
+        except BaseException:
+            self._send(_GAVE_UP)
+            raise
+        self._exchange(_READY, lanes, began)
+
+    def _send(self, message: int) -> list[Any]:
+        comm, tag = self._messages, 3 * self.epoch + message
+        return [self._ask(comm.isend, None, rank, tag) for rank in self._others]
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._messages.size) if rank != self._messages.rank]
+
+    def _exchange(self, message: int, lanes: Sequence[Lane], began: float) -> None:
+        """Tell the other ranks something, and wait until each has told it, too, or has died."""
+        rank, waiting, sent = self._messages.rank, self._others, self._send(message)
         pause, reported = _FIRST_PAUSE, self._settings.stall_check_time_seconds
+        is_revoked = False
         while True:
-            waiting = [rank for rank in waiting if not self._has_come(rank, tag)]
+            waiting = [other for other in waiting if self._has_told(other, message) is False]
             if not waiting:
                 break
+            if gone := [other for other in self._others if self._has_told(other, _GAVE_UP)]:
+                raise RankGoneError(
+                    f"rank {rank}: {self._reason}, and {ranks_text(gone)} gave up waiting for "
+                    "others"
+                )
+            if message == _COME:
+                run_overdue()
+            if self._is_death_known() and not is_revoked:
+                is_revoked = True
+                self._revoke(lanes)
             waited = time.monotonic() - began
             limit = self._settings.stall_shutdown_time_seconds
-            if limit and waited > limit:
+            if message == _COME and limit and waited > limit:
                 raise RankGoneError(
-                    f"rank {comm.rank}: a rank has died, and {ranks_text(waiting)} did not come "
-                    f"within {limit:.0f} s (HVDLITE_STALL_SHUTDOWN_TIME_SECONDS) to go on without "
-                    "it"
+                    f"rank {rank}: {self._reason}, and {ranks_text(waiting)} did not come "
+                    f"within {limit:.0f} s (HVDLITE_STALL_SHUTDOWN_TIME_SECONDS) for it"
                 )
             if waited > reported and not self._settings.stall_check_disable:
                 reported += self._settings.stall_check_time_seconds
                 _log.warning(
-                    "rank %d: a rank has died; waited %.0f s for %s to go on without it",
-                    comm.rank,
+                    "rank %d: %s; waited %.0f s for %s",
+                    rank,
+                    self._reason,
                     waited,
                     ranks_text(waiting),
                 )
@@ -227,12 +330,13 @@ class Recovery:
             pause = min(2 * pause, _MAX_PAUSE)
         del sent
 
-    def _has_come(self, rank: int, tag: int) -> bool:
-        """Return whether a rank has come as far as this one, or has died."""
-        found = self._ask(self._messages.iprobe, rank, tag)
+    def _has_told(self, rank: int, message: int) -> bool | None:
+        """Return whether a rank has told something; None if it has died."""
+        tag = 3 * self.epoch + message
+        found: bool | None = self._ask(self._messages.iprobe, rank, tag)
         if found:
             self._ask(self._messages.recv, None, rank, tag)
-        return found is not False
+        return found
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return what an MPI call returns; None if the other rank has died."""
@@ -241,33 +345,51 @@ class Recovery:
         except self._mpi.Exception:
             return None
 
-    def _check(self, states: Sequence[Mapping[str, LaneState]]) -> None:
+    def _check(self, attempt: _Attempt) -> None:
         """Require that all ranks can go on.
 
         Raises:
-            RankGoneError: A rank cannot.
+            HorovodInternalError: A rank cannot, for a failure there.
+            RankGoneError: The same, where a rank has died.
         """
-        broken = [
-            rank for rank, lanes in enumerate(states) if any(s.broken for s in lanes.values())
-        ]
-        if broken:
-            raise RankGoneError(
-                f"rank {self._world.comm.rank}: a rank has died, and the job cannot go on without "
-                f"it: on {ranks_text(broken)} of those that are left, communication has failed "
-                "before, or arrays lie on a GPU; start it again (hvdliterun --restarts), and load "
-                "the last checkpoint"
-            )
+        failures: dict[str, list[int]] = {}
+        for rank, lanes in enumerate(attempt.states):
+            for failure in {state.failure for state in lanes.values() if state.failure}:
+                failures.setdefault(failure, []).append(rank)
+        if not failures:
+            return
+        found = "; ".join(f"on {ranks_text(ranks)}: {why}" for why, ranks in failures.items())
+        if attempt.world.comm.size == self._world.comm.size:
+            raise HorovodInternalError(f"communication has failed {found}")
+        raise RankGoneError(
+            f"rank {self._world.comm.rank}: a rank has died, and the job cannot go on without it: "
+            f"{found} (of those that are left); start it again (hvdliterun --restarts), and load "
+            "the last checkpoint"
+        )
+
+    def _add_part(self, attempt: _Attempt) -> None:
+        part, engine = attempt.part, attempt.part_engine
+        assert part is not None
+        if engine is not None:
+            self.add(engine)
+        part.enter(attempt.part_ranks, engine)
+        self._wanted = None
 
     def _take_over(self, attempt: _Attempt, engines: Sequence[Engine]) -> None:
+        has_lost = attempt.world.comm.size < self._world.comm.size
         self._world, self._messages = attempt.world, attempt.messages
         self._enter(attempt.world, attempt.new_ranks)
-        membership.renumber(attempt.positions, attempt.world.comm.rank, attempt.world.comm.size)
+        if has_lost:
+            comm = attempt.world.comm
+            membership.renumber(attempt.positions, comm.rank, comm.size)
+        if self._wanted is not None and attempt.part is None:
+            self._wanted.ranks = attempt.renumbered(self._wanted.ranks)
         for engine in engines:
-            engine.world = attempt.worlds[engine.named.name]
+            engine.world = attempt.worlds.get(engine.named.name, engine.world)
             for lane in engine.lanes:
                 states = [lanes[lane.name] for lanes in attempt.states if lane.name in lanes]
                 deliver = is_delivered(attempt.own[lane.name], states)
-                lane.replace(attempt.transports[lane.name], deliver, attempt.new_ranks)
+                lane.replace(attempt.transports.get(lane.name), deliver, attempt.new_ranks)
 
     def _retire(self, old: Sequence[Any]) -> None:
         """Free the communicators that were given in the last call, and note others for the next.
@@ -284,12 +406,13 @@ class Recovery:
             with suppress(self._mpi.Exception):
                 comm.Free()
 
-    def _tell(self, attempt: _Attempt, seconds: float, error: Exception) -> None:
-        """Log what has happened, with the numbers that the ranks had at the start."""
-        starts, left = self.starts, len(attempt.new_ranks)
-        dead = [start for rank, start in enumerate(starts) if rank not in attempt.new_ranks]
-        self.starts = [starts[rank] for rank in attempt.new_ranks]
-        if attempt.world.comm.rank != 0:
+    def _tell(self, attempt: _Attempt, seconds: float, error: Exception | None) -> None:
+        """Log what has happened, with the numbers that the ranks had at the start of the job."""
+        left = len(attempt.new_ranks)
+        dead = [place for rank, place in enumerate(self._places) if rank not in attempt.new_ranks]
+        self.starts = [self.starts[rank] for rank in attempt.new_ranks]
+        self._places = [self._places[rank] for rank in attempt.new_ranks]
+        if attempt.world.comm.rank != 0 or not dead:
             return
         _log.warning(
             "%s died; %s in the same step, after %.3f s",
@@ -298,6 +421,16 @@ class Recovery:
             seconds,
         )
         _log.info("noticed by: %s", error)
+
+
+@dataclass
+class _Part:
+    """A process set that is to be added; see `Recovery.form_part`."""
+
+    name: str
+    ranks: list[int]
+    make: Callable[[World], Engine]
+    enter: Callable[[list[int], Engine | None], object]
 
 
 class _Attempt:
@@ -318,8 +451,11 @@ class _Attempt:
         world: The new world of all ranks.
         messages: For the messages of the next recovery.
         worlds: The new world of each engine, by the name of its lane for named operations.
-        made: The communicators of these worlds.
+        made: The communicators that have been made.
         transports: By the lane's name; None: the lane has been closed.
+        part: The process set that has been added; None: not all ranks want one.
+        part_ranks: Its ranks.
+        part_engine: Its engine; None: this rank is left out.
     """
 
     world: World
@@ -330,7 +466,7 @@ class _Attempt:
         self._comm = comm
         self._before = before
         self._settings = settings
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.states: list[Mapping[str, LaneState]] = []
         self.own: Mapping[str, LaneState] = {}
         self.positions: list[Mapping[Any, Any]] = []
@@ -338,43 +474,92 @@ class _Attempt:
         self.worlds: dict[str, World] = {}
         self.made = [comm]
         self.transports: dict[str, Transport | None] = {}
+        self.part: _Part | None = None
+        self.part_ranks: list[int] = []
+        self.part_engine: Engine | None = None
 
-    @property
-    def communicators(self) -> list[Any]:
-        """Return those that have been made."""
-        transports = [each for each in self.transports.values() if each is not None]
-        inner = [comm for transport in transports for comm in transport.communicators]
-        messages = [self.messages] if hasattr(self, "messages") else []
-        return [*inner, *messages, *reversed(self.made)]
-
-    def run(self, engines: Sequence[Engine], states: Mapping[str, LaneState]) -> None:
+    def run(
+        self, engines: Sequence[Engine], states: Mapping[str, LaneState], wanted: _Part | None
+    ) -> None:
         """Make the worlds and the transports; collective, and on failure another attempt follows.
 
         Args:
             engines: Of this rank, that of all ranks first.
             states: Of this rank's lanes, by their names.
+            wanted: The process set that this rank wants.
         """
-        made = self.made
-        try:
-            with revoked_on_failure(made):
-                told = self._comm.allgather(
-                    (self._before.comm.rank, states, membership.positions())
-                )
-                self.states, self.own = [theirs for _, theirs, _ in told], states
-                self.positions = [theirs for _, _, theirs in told]
-                self.new_ranks = {old: new for new, (old, _, _) in enumerate(told)}
-                local_size = self._settings.force_local_size
-                self.world = World.split(self._mpi, self._comm, local_size, made)
-                self.messages = self._comm.Dup()
-                for engine in engines:
-                    self._replace(engine, engine is engines[0], made)
-        except (self._mpi.Exception, HorovodInternalError, OSError) as error:
-            self.failure = error
+        parts = {engine.named.name: engine.world.ranks for engine in engines[1:]}
+        with Forming(self._mpi, self._comm, self.made) as forming:
+            here = wanted and (wanted.name, wanted.ranks)
+            told = self._comm.allgather(
+                (self._before.comm.rank, states, membership.positions(), parts, here)
+            )
+            self.states, self.own = [theirs for _, theirs, *_ in told], states
+            self.positions = [theirs for _, _, theirs, *_ in told]
+            self.new_ranks = {old: new for new, (old, *_) in enumerate(told)}
+            local_size = self._settings.force_local_size
+            self.world = World.split(self._mpi, self._comm, local_size, forming.create)
+            self.messages = forming.create(self._comm.Dup)
+            self._replace(engines[0], self.world)
+            by_name = {engine.named.name: engine for engine in engines[1:]}
+            for each, ranks in self._kept([theirs for *_, theirs, _ in told]):
+                engine = by_name.get(each)
+                self._form_part(self.renumbered(ranks), forming, partial(self._replace, engine))
+            if wanted is not None and all(there for *_, there in told):
+                if any(there[0] != wanted.name for *_, there in told):
+                    raise HorovodInternalError(
+                        "the ranks add different process sets; add them in the same order on all "
+                        "ranks, and from one thread"
+                    )
+                self.part = wanted
+                # As rank 0 means them: those who asked after a death meant other ranks by them.
+                *_, (_, ranks) = told[0]
+                self.part_ranks = self.renumbered(ranks)
+                self._form_part(self.part_ranks, forming, self._make_part)
+        self.failure = forming.failure
+        if self.failure is not None:
+            self.abandon()
 
-    def _replace(self, engine: Engine, whole: bool, made: list[Any]) -> None:
-        """Make an engine's world and the transports of its lanes."""
-        ranks = sorted(self.new_ranks[old] for old in engine.world.ranks if old in self.new_ranks)
-        world = self.world if whole else self.world.subset(ranks, made)
+    def abandon(self) -> None:
+        """End what has been made of the process set; its communicators remain."""
+        if self.part_engine is not None:
+            self.part_engine.abandon()
+
+    def _kept(self, everywhere: Sequence[Mapping[str, Sequence[int]]]) -> Iterator[Any]:
+        """Yield the process sets that none of their ranks has removed, and their ranks before."""
+        for name, ranks in sorted({k: v for each in everywhere for k, v in each.items()}.items()):
+            if all(name in everywhere[rank] for rank in self.renumbered(ranks)):
+                yield name, ranks
+
+    def renumbered(self, ranks: Iterable[int]) -> list[int]:
+        """Return the new numbers of those of the ranks that live."""
+        return sorted(self.new_ranks[old] for old in ranks if old in self.new_ranks)
+
+    def _form_part(
+        self, ranks: Sequence[int], forming: Forming, use: Callable[[World], object]
+    ) -> None:
+        """Make the world of a process set, and use it on its ranks.
+
+        Args:
+            ranks: Its ranks.
+            forming: The forming in which all ranks take part.
+            use: Makes the transports.
+        """
+        comm = self.world.split_off(self._mpi, ranks, forming.create)
+        if comm is None:
+            return
+        with Forming(self._mpi, comm, self.made) as inner:
+            use(self.world.around(comm, ranks, inner.create))
+        if inner.failure is not None:
+            raise inner.failure
+
+    def _make_part(self, world: World) -> None:
+        assert self.part is not None
+        self.part_engine = self.part.make(world)
+
+    def _replace(self, engine: Engine | None, world: World) -> None:
+        """Make the transports of an engine's lanes."""
+        assert engine is not None  # of a set that this rank is in, and has not removed
         self.worlds[engine.named.name] = world
         for lane in engine.lanes:
             closed = any(lanes[lane.name].closed for lanes in self.states if lane.name in lanes)
@@ -382,41 +567,6 @@ class _Attempt:
             self.transports[lane.name] = (
                 None if closed else connect(self._mpi, world, shared_memory, lane.transport)
             )
-
-
-def all_agree(MPI: Any, comm: Any, here: bool) -> bool:  # noqa: N803
-    """Return whether all ranks say yes, the same on all of them, and no other rank has died.
-
-    Args:
-        MPI: The module ``mpi4py.MPI``.
-        comm: Over the ranks; if this one says no, calls of the others on it end.
-        here: What this rank says.
-    """
-    if not here:
-        with suppress(MPI.Exception):
-            comm.Revoke()
-    try:
-        return bool(comm.Agree(int(here)))
-    except MPI.Exception:  # on all ranks
-        return False
-
-
-@contextmanager
-def revoked_on_failure(comms: Sequence[Any]) -> Iterator[None]:
-    """Have the other ranks' calls on communicators fail, too, if this rank's do.
-
-    Otherwise a rank could wait for this one, which has seen the death of a third and gone on.
-
-    Args:
-        comms: The communicators; more may be added in the meantime.
-    """
-    try:
-        yield
-    except BaseException:
-        for comm in comms:
-            with suppress(Exception):
-                comm.Revoke()
-        raise
 
 
 def is_delivered(own: LaneState, states: Sequence[LaneState]) -> bool:
@@ -430,15 +580,3 @@ def is_delivered(own: LaneState, states: Sequence[LaneState]) -> bool:
     newest = max(state.confirmed for state in states)
     # A rank that has confirmed one more: so all have that outcome. Or all have it, and know it now.
     return own.confirmed < newest or all(state.in_doubt for state in states)
-
-
-def _goes_on(MPI: Any, comm: Any) -> bool:  # noqa: N803
-    """Return whether MPI is ready to go on when a rank has died."""
-    if "Open MPI" in MPI.Get_library_version():
-        # What `mpirun --with-ft ulfm` sets. Without it the functions exist, and wait forever.
-        return os.environ.get(_FAULT_TOLERANCE, "0") not in ("0", "false", "no")
-    try:
-        comm.Get_failed()
-    except (MPI.Exception, NotImplementedError):
-        return False
-    return True

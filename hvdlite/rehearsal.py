@@ -28,12 +28,15 @@ point           the rank is about to
 ``deliver``     deliver an outcome, which all have confirmed
 ``delivered``   go on with it
 ``recover``     form the world of the ranks that are left
+``form``        form the world anew, at a commit of `hvdlite.elastic.run`
 ``checkpoint``  replace the previous checkpoint by one that is complete
 ``time``        do whatever it does ``after`` seconds from the end of ``init()``
 ==============  ===================================================================
 
 Outcomes are confirmed, and worlds formed anew, only in jobs that go on without a rank
 (``hvdliterun --elastic``).
+
+A fault that has not come when its rank ends is told on standard error: nothing has been rehearsed.
 
 ``corrupt`` has two points. At ``exchange``, the first entry of one of this rank's gradients of the
 step is ``value`` (default nan) when the gradient leaves; ``name`` selects a parameter's gradient,
@@ -43,6 +46,7 @@ written is flipped. The rank prints a line that says so.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -53,7 +57,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import IO, Any, Protocol
 
 from hvdlite import status
@@ -68,6 +72,7 @@ POINTS = (
     "deliver",
     "delivered",
     "recover",
+    "form",
     "checkpoint",
     "time",
 )
@@ -89,6 +94,9 @@ class Contributing(Protocol):
         """Set the first entry of a contribution."""
 
 
+# The faults of this rank that have not come.
+_left: list[Fault] = []
+
 #: Called with an operation that this rank is about to submit; None: none is to be corrupted here.
 corrupt: Callable[[Contributing], object] | None = None
 
@@ -107,6 +115,7 @@ class Fault:
         after: For the point "time", the seconds from the end of ``init()``.
         value: What a corrupt entry is set to.
         name: Of the parameter or array that is corrupted; empty: the first gradient that leaves.
+        text: What describes it in HVDLITE_REHEARSE.
     """
 
     action: str
@@ -118,6 +127,7 @@ class Fault:
     after: float = 0.0
     value: float = math.nan
     name: str = ""
+    text: str = field(default="", compare=False)
 
     @property
     def corrupts_exchange(self) -> bool:
@@ -125,13 +135,23 @@ class Fault:
         return self.action == "corrupt" and self.point == "exchange"
 
 
-def parse(text: str) -> list[Fault]:
+def parse(text: str, ranks: int | None = None) -> list[Fault]:
     """Return the faults that a value of HVDLITE_REHEARSE describes.
 
+    Args:
+        text: The value.
+        ranks: The number of ranks; None: it does not matter here.
+
     Raises:
-        SettingsError: It cannot be read.
+        SettingsError: It cannot be read, or names a rank that does not exist.
     """
-    return [_parse_one(each.strip()) for each in text.split(";") if each.strip()]
+    faults = [_parse_one(each.strip()) for each in text.split(";") if each.strip()]
+    for fault in faults:
+        if ranks is not None and fault.rank >= ranks:
+            raise SettingsError(
+                f"{VARIABLE}: found {fault.text!r}, expected a rank from 0 to {ranks - 1}"
+            )
+    return faults
 
 
 def _parse_one(text: str) -> Fault:
@@ -144,14 +164,14 @@ def _parse_one(text: str) -> Fault:
     }
     options: dict[str, Any] = {}
     try:
-        options = {name.strip(): kinds[name.strip()](text) for name, text in values.items()}
-        fault = Fault(action.strip(), **options)
+        options = {name.strip(): kinds[name.strip()](value) for name, value in values.items()}
+        fault = Fault(action.strip(), **options, text=text)
     except (KeyError, ValueError):
         fault = Fault("")
     is_known = fault.action in _ACTIONS and fault.point in POINTS
     numbers = fault.rank, fault.step, fault.count - 1, fault.seconds, fault.after
     if not is_known or min(numbers) < 0:
-        names = ", ".join(each.name for each in fields(Fault)[1:])
+        names = ", ".join(each.name for each in fields(Fault)[1:-1])
         raise SettingsError(
             f"{VARIABLE}: found {text!r}, expected for example kill:rank=1,step=7,point=exchange "
             f"(actions: {', '.join(_ACTIONS)}; then {names}; points: {', '.join(POINTS)})"
@@ -169,46 +189,60 @@ def _parse_one(text: str) -> Fault:
     return fault
 
 
-def plant(environment: Mapping[str, str], rank: int) -> None:
+def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
     """Plant the faults of this rank, as the environment says; none where the job starts again.
 
+    Args:
+        environment: With HVDLITE_REHEARSE.
+        rank: This rank's number at the start.
+        ranks: The number of ranks at the start, and of spares.
+
     Raises:
-        SettingsError: It cannot be read.
+        SettingsError: It cannot be read, or names a rank that does not exist.
     """
-    global reach, corrupt
+    global reach, corrupt, _left
     is_first = environment.get("HVDLITE_RESTART", "0") == "0"
-    planned = parse(environment.get(VARIABLE, ""))
-    faults = [fault for fault in planned if fault.rank == rank and is_first]
+    planned = parse(environment.get(VARIABLE, ""), ranks) if is_first else []
+    faults = [fault for fault in planned if fault.rank == rank]
     corrupting = [fault for fault in faults if fault.corrupts_exchange]
     others = [fault for fault in faults if not fault.corrupts_exchange]
-    reach = _Planted(others) if others else None
-    corrupt = _Corruption(corrupting) if corrupting else None
+    reach = _Planted() if others else None
+    corrupt = _Corruption() if corrupting else None
+    atexit.unregister(_tell_what_is_left)
+    if faults:
+        atexit.register(_tell_what_is_left)
+    _left = faults
     for fault in others:
         if fault.point == "time":
-            timer = threading.Timer(fault.after, _ACTIONS[fault.action], [fault, None])
+            timer = threading.Timer(fault.after, _happen, [fault])
             timer.daemon = True
             timer.start()
 
 
+def _happen(fault: Fault, path: Any = None) -> None:
+    _left.remove(fault)
+    _ACTIONS[fault.action](fault, path)
+
+
+def _tell_what_is_left() -> None:
+    for fault in _left:
+        _tell(fault, f"has ended, after {status.steps()} steps, before {fault.text!r}")
+
+
 class _Planted:
-    """The faults that are still to come.
+    """The way to this rank's faults that come where it gets to."""
 
-    Args:
-        faults: Those of this rank.
-    """
-
-    def __init__(self, faults: list[Fault]) -> None:
-        self._faults = faults
+    def __init__(self) -> None:
         self._counts: Counter[tuple[int, str]] = Counter()
 
     def __call__(self, point: str, path: Any = None) -> None:
         step = status.steps() + 1
         self._counts[step, point] += 1
-        for fault in self._faults:
+        for fault in _left:
             is_here = fault.point == point and fault.step in (0, step)
+            is_here = is_here and not fault.corrupts_exchange
             if is_here and self._counts[step, point] == fault.count:
-                self._faults.remove(fault)
-                _ACTIONS[fault.action](fault, path)
+                _happen(fault, path)
                 return
 
 
@@ -216,24 +250,22 @@ class _Corruption:
     """The contributions that are still to be corrupted.
 
     They are when their operation is submitted: small ones leave before the ranks have agreed.
-
-    Args:
-        faults: Those of this rank.
     """
 
-    def __init__(self, faults: list[Fault]) -> None:
-        self._faults = faults
+    def __init__(self) -> None:
         self._counts: Counter[tuple[Fault, int]] = Counter()
 
     def __call__(self, operation: Contributing) -> None:
         step = status.steps() + 1
-        for fault in [fault for fault in self._faults if fault.step in (0, step)]:
+        for fault in [each for each in _left if each.corrupts_exchange]:
+            if fault.step not in (0, step):
+                continue
             name = operation.contribution(fault.name)
             if not name:
                 continue
             self._counts[fault, step] += 1
             if self._counts[fault, step] == fault.count:
-                self._faults.remove(fault)
+                _left.remove(fault)
                 operation.corrupt(name, fault.value)
                 _tell(fault, f"set the first entry of {name!r} to {fault.value:g} in step {step}")
 
@@ -253,7 +285,7 @@ def _delay(fault: Fault, path: Any) -> None:
 
 
 def _raise(fault: Fault, path: Any) -> None:
-    raise RuntimeError(f"planted by {VARIABLE}: {fault}")
+    raise RuntimeError(f"planted by {VARIABLE}: {fault.text}")
 
 
 def _flip_bit(fault: Fault, path: Any) -> None:

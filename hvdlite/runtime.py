@@ -5,23 +5,22 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import itertools
 import logging
 import multiprocessing.process
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdlite import (
+    bootstrap,
     failures,
     interrupts,
     launchers,
     mpi,
     rehearsal,
     settings,
-    spares,
     status,
     timeline,
     world,
@@ -31,8 +30,6 @@ from hvdlite.arguments import check_count
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.process_sets import ProcessSet, ProcessSets, global_process_set
-from hvdlite.recovery import Recovery
-from hvdlite.spares import Pool
 from hvdlite.trace_file import Run
 
 _log = logging.getLogger("hvdlite")
@@ -41,8 +38,6 @@ _engine: Engine | None = None
 _sets: ProcessSets | None = None
 _ending: tuple[ProcessSets, int, float] | None = None  # a shutdown that has not come to its end
 _hooked = False
-_pool: Pool | None = None
-_joined = False  # whether this process has come in as a spare
 _run = Run("", 0)
 # Rank and size in a world that failed and has no successor.
 _lost: tuple[int, int] | None = None
@@ -132,7 +127,6 @@ def init(
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
     """
-    global _engine, _hooked, _run, _sets, _lost
     if _engine is not None:
         return
     if _ending is not None:
@@ -142,7 +136,35 @@ def init(
             f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
         )
     given = () if isinstance(process_sets, str) else process_sets or ()
-    wanted = [_as_process_set(each) for each in given]
+    _start(comm, [_as_process_set(each) for each in given], virtual_ranks)
+
+
+def init_anew(
+    process_sets: Sequence[ProcessSet], virtual_ranks: int | None, rank: int, report: Any
+) -> list[Any]:
+    """Start hvdlite again, with the ranks of the pool that live, and with spares; collective.
+
+    Args:
+        process_sets: Those that were registered.
+        virtual_ranks: As for `init`.
+        rank: This rank's number before, which the process sets name.
+        report: For the other ranks; None: this rank has been a spare, and has no state yet.
+
+    Returns:
+        The reports of all ranks, by rank; None for those that were spares.
+    """
+    sets = [each.ranks for each in process_sets]
+    brought = None if report is None else bootstrap.Brought(report, rank, sets)
+    return _start(bootstrap.form_anew(brought), process_sets, virtual_ranks, brought)
+
+
+def _start(
+    comm: Any | Sequence[int] | None,
+    wanted: Sequence[ProcessSet],
+    virtual_ranks: int | None,
+    brought: bootstrap.Brought | None = None,
+) -> list[Any]:
+    global _engine, _hooked, _run, _sets, _lost
     values = settings.read()
     if virtual_ranks is not None:
         check_count("virtual_ranks", virtual_ranks, 0)
@@ -154,88 +176,41 @@ def init(
     level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(values.log_level, values.log_level.upper())
     _log.setLevel(level)
     is_first = not _hooked
-    sets_ranks: list[list[int]] = []
     if values.elastic or values.spares:
-        comm, sets_ranks = _enter_pool(MPI, comm, values)
-    chosen = world.choose(MPI, comm)
-    settings.compare(values, chosen)
-    parts.check(values.virtual_ranks, chosen.size)
-    split = world.World.split(MPI, chosen, values.force_local_size)
-    steps = split.comm.allgather(parts.take_kept())
-    _run = Run(split.comm.bcast(os.urandom(8).hex()), 0)
+        status.install(_pending)
+        comm = entered = bootstrap.enter_pool(MPI, comm, values)
+        brought = brought or bootstrap.first_message(entered.rank, [each.ranks for each in wanted])
+    whole, recovery, _engine, _run, step = bootstrap.form(MPI, comm, values, brought, _enter)
     interrupts.install()
     status.install(_pending)
-    recovery = None
-    if values.elastic and split.comm.size > 1:
-        recovery = Recovery(MPI, split, values, _enter)
-    _engine = Engine(MPI, split, values, recovery=recovery)
     _lost = None
     _note_leaving(False)
     _keep_files_together()
-    world.enter(split)
-    parts.configure(values.virtual_ranks, max(steps))
-    if recovery is not None:
-        mpi.leave_unfinalized()
-        status.note_start()
-    _sets = ProcessSets(MPI, split, _engine, recovery)
+    world.enter(whole)
+    parts.configure(values.virtual_ranks, step)
+    _sets = ProcessSets(MPI, whole, _engine, recovery)
     if not _hooked:
         _hooked = True
-        atexit.register(shutdown)
-        for line in settings.ignored() if split.comm.rank == 0 else ():
+        atexit.register(leave_world)  # at the end of a program that has done what it should
+        for line in settings.ignored() if whole.comm.rank == 0 else ():
             _log.warning("%s", line)
+    told = bootstrap.take_messages()
     try:
-        for each in _with_ranks(wanted, sets_ranks):
-            _sets.add(each)
+        for each in bootstrap.with_ranks(wanted, told):
+            _sets.add(each, of=whole)
         if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
         if is_first:
-            rehearsal.plant(os.environ, split.comm.rank if _pool is None else _pool.number)
+            pool = bootstrap.pool()
+            place = pool.place if pool else (whole.comm.rank, whole.comm.size)
+            rehearsal.plant(os.environ, *place)
         if rehearsal.reach is not None:
             rehearsal.reach("start")
     except (ValueError, OSError, HorovodInternalError):
         shutdown()
         raise
-
-
-def _enter_pool(
-    MPI: Any,  # noqa: N803
-    comm: Any | Sequence[int] | None,
-    values: settings.Settings,
-) -> tuple[Any, list[list[int]]]:
-    """Return the communicator of the ranks, and the ranks of the process sets that they have.
-
-    A spare waits here.
-    """
-    global _pool, _joined
-    if _pool is None:
-        processes = world.choose(MPI, comm)
-        spares.check(values, processes.size)
-        _pool = Pool(MPI, processes, values.spares)
-        if values.spares:
-            atexit.register(_pool.end)
-        if not _pool.is_member:
-            mpi.leave_unfinalized()
-            status.install(_pending)
-            status.note_start()
-            messages = _pool.wait()
-            _joined = True
-            return _pool.world, next(sets for _, sets in filter(None, messages))
-    elif comm is not None and comm != _pool.world:
-        _pool = None  # the script has others in mind
-        return _enter_pool(MPI, comm, values)
-    return _pool.world, []
-
-
-def pool() -> Pool | None:
-    """Return the pool of this job's ranks and spares; None: without HVDLITE_ELASTIC."""
-    return _pool
-
-
-def take_joined() -> bool:
-    """Return whether this process has come in as a spare, if it has not been asked yet."""
-    global _joined
-    joined, _joined = _joined, False
-    return joined
+    bootstrap.refuse_early(_engine)
+    return [message and message.report for message in told]
 
 
 def _enter(whole: world.World, new_ranks: Mapping[int, int]) -> None:
@@ -244,17 +219,6 @@ def _enter(whole: world.World, new_ranks: Mapping[int, int]) -> None:
         world.enter(whole)
     if _sets is not None:
         _sets.renumber(whole, new_ranks)
-
-
-def _with_ranks(
-    process_sets: Sequence[ProcessSet], ranks: Sequence[list[int]]
-) -> Iterator[ProcessSet]:
-    """Yield the process sets of a spare's script with the ranks that they have by now."""
-    for given, now in itertools.zip_longest(process_sets, ranks):
-        process_set = given or ProcessSet(now)
-        if now is not None:
-            process_set.ranks = now
-        yield process_set
 
 
 def _as_process_set(given: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -268,17 +232,24 @@ def shutdown() -> None:
     afterwards. It does nothing before ``init()``. If an exception from a signal handler ends
     it, another call (at the latest that at exit) continues it.
     """
+    if leave_world():
+        # A failure from now on ends the job: the others may have come to their end, too.
+        status.note_start(False)
+
+
+def leave_world() -> bool:
+    """Do what `shutdown` does, before another world is formed; return whether all ranks have."""
     global _engine, _sets, _ending
     # A forked child (a data loader's worker) has no lanes and must not end its parent's.
     if world.forked:
-        return
+        return False
     if _engine is not None and _sets is not None:
         _note_leaving(True)
         _ending = _sets, world.rank(), _engine.settings.shutdown_timeout_seconds
         _engine = _sets = None
         world.enter(None)
     if _ending is None:
-        return
+        return False
     ending, rank, limit = _ending
     start = time.monotonic()
     ended = ending.close()
@@ -293,6 +264,7 @@ def shutdown() -> None:
         )
     # Otherwise communication failed earlier, and its waiters have got the error.
     timeline.stop()
+    return ended
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hvdlite.errors import SettingsError
-from hvdlite.recovery import all_agree
+from hvdlite.errors import HorovodInternalError, SettingsError
+from hvdlite.forming import Forming
 from hvdlite.settings import Settings
 
 _log = logging.getLogger("hvdlite")
@@ -27,6 +27,7 @@ _log = logging.getLogger("hvdlite")
 _COME, _END = 1, 2
 # How often a spare looks for a message. Each look takes some microseconds for each rank.
 _PAUSE = 0.05
+_ALL_DIED = "hvdlite: all ranks have died, so this spare ends"
 _SECONDS_TO_END = 5.0
 
 
@@ -63,7 +64,8 @@ class Pool:
     Without a spare, it forms worlds without the ranks that have died.
 
     Attributes:
-        number: This process's number at the start, that of a rank or higher.
+        place: This process's number at the start, and how many there were, spares included.
+        places: The numbers of the ranks at the start.
         is_member: Whether this process is a rank.
         world: The communicator of the ranks; None on a spare.
     """
@@ -76,8 +78,10 @@ class Pool:
         self._sent: list[Any] = []
         # Communicators before the last `form`, which nobody uses any more.
         self._old: list[Any] = []
-        self.number = int(comm.rank)
-        self.is_member = self.number < self._size
+        self._messages: list[Any] = []
+        self.place = int(comm.rank), int(comm.size)
+        self.places = list(self._members)
+        self.is_member = comm.rank < self._size
         world = comm.Split(0 if self.is_member else MPI.UNDEFINED, key=comm.rank)
         self.world: Any = world if self.is_member else None
         self._tags = 0
@@ -91,11 +95,8 @@ class Pool:
         self._tags = first + count
         return first
 
-    def wait(self) -> list[Any]:
+    def wait(self) -> None:
         """Wait, without using a core, until the ranks bring this spare in.
-
-        Returns:
-            What the ranks of the new world have passed to `form`, by rank.
 
         Raises:
             SystemExit: The job has ended.
@@ -112,48 +113,64 @@ class Pool:
                 if tag == _END:
                     ended.add(rank)
             if called:
-                messages = self.form(None)
+                self.form(None)
                 if self.is_member:
-                    return messages
+                    return
                 waiting = set(self._members)
             time.sleep(_PAUSE)
         if ended:
             raise SystemExit(0)
-        raise SystemExit("hvdlite: all ranks have died, so this spare ends")
+        raise SystemExit(_ALL_DIED)
 
-    def form(self, message: Any) -> list[Any]:
+    def form(self, message: Any, old: Sequence[Any] = (), grow: bool = True) -> bool:
         """Form the world of the ranks that live and of spares in the places of the others.
 
         All ranks that live call it, and the spares with them. Ranks keep their order, and the new
-        ones follow.
+        ones follow. `take_messages` returns what they have told each other.
 
         Args:
-            message: For the other ranks.
+            message: For the other ranks; None from those that were spares.
+            old: Communicators that nobody uses any more, to be freed in time.
+            grow: Whether spares may come in; all ranks have to say so.
 
         Returns:
-            The messages of all ranks, by rank in the new world; None from those that were spares.
+            Whether any process of the pool has died since the last call.
+
+        Raises:
+            SystemExit: All ranks that were no spares have died, so nobody has the state.
+            HorovodInternalError: They cannot communicate.
         """
         if self.is_member:
             self._call_spares()
-        old = [self._comm, *([self.world] if self.world is not None else [])]
+        old = [*old, self._comm, *([self.world] if self.world is not None else [])]
+        size = self._comm.size
+        tried, failure = 0, None
         while True:
             pool = self._comm.Shrink()
-            world, messages, is_made = None, [], False
-            try:
-                told = pool.allgather((self.is_member, message))
-                living = [rank for rank, (is_member, _) in enumerate(told) if is_member]
+            if pool.size == tried:
+                raise HorovodInternalError(
+                    f"rank {pool.rank}: the ranks cannot communicate, although none has died since "
+                    f"they tried before ({failure}); start the job again"
+                ) from failure
+            with Forming(self._mpi, pool, old) as forming:
+                told = pool.allgather((self.is_member, message, grow, self.place[0]))
+                living = [rank for rank, (is_member, *_) in enumerate(told) if is_member]
                 spares = [rank for rank in range(pool.size) if rank not in living]
-                members = living + spares[: max(self._size - len(living), 0)]
+                missing = self._size - len(living) if all(grow for _, _, grow, _ in told) else 0
+                members = living + spares[: max(missing, 0)]
                 is_in = pool.rank in members
                 key = members.index(pool.rank) if is_in else 0
-                world = pool.Split(0 if is_in else self._mpi.UNDEFINED, key=key)
+                color = 0 if is_in else self._mpi.UNDEFINED
+                world = forming.create(pool.Split, color, key)
                 messages = [told[rank][1] for rank in members]
-                is_made = True
-            except self._mpi.Exception:  # another one has died
-                pass
-            if all_agree(self._mpi, pool, is_made):
+                places = [told[rank][3] for rank in members]
+            if forming.failure is None:
+                old.remove(world)
                 break
-            old += [pool] if world is None else [world, pool]
+            old.append(pool)
+            tried, failure = pool.size, forming.failure
+        if all(message is None for message in messages):
+            raise SystemExit(_ALL_DIED)
         if pool.rank == living[0] and len(members) > len(living):
             new = len(members) - len(living)
             _log.warning(
@@ -163,7 +180,21 @@ class Pool:
             )
         self._comm, self._members = pool, members
         self.is_member, self.world, self._tags = is_in, world if is_in else None, 0
+        self._messages, self.places = messages, places
         self._retire(old)
+        return bool(pool.size < size)
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether ranks are missing for which there are spares."""
+        return bool(len(self._members) < min(self._size, self._comm.size))
+
+    def take_messages(self) -> list[Any]:
+        """Return what the ranks have passed to `form`, by rank in the new world.
+
+        None: from those that were spares. Empty: `form` has not been called since the last time.
+        """
+        messages, self._messages = self._messages, []
         return messages
 
     def end(self) -> None:

@@ -108,10 +108,14 @@ def steps() -> int:
     return max(_counts.values(), default=0)
 
 
-def note_start() -> None:
-    """Note that all ranks have met: from now on some can go on without the others."""
+def note_start(has_started: bool = True) -> None:
+    """Note that all ranks have met: from now on some can go on without the others.
+
+    Args:
+        has_started: False: or that they cannot any more.
+    """
     if _steps is not None:
-        _steps[1] = 1
+        _steps[1] = has_started
 
 
 def ask_launcher() -> None:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.errors import HorovodInternalError, NotInitializedError
+
+#: Makes a communicator by a call of what it is given; see `hvdlite.forming.Forming.create`.
+Create = Callable[..., Any]
+
+
+def create_at_once(make: Callable[..., Any], *args: Any) -> Any:
+    """Make a communicator, in a job that ends when a rank dies."""
+    return make(*args)
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,7 @@ class World:
         cross: the communicator of the ranks, one from each node, with this local rank.
         nodes: for each rank the index of its node.
         ranks: global ranks; in a process set they differ from 0, 1, ...
+        create: makes further communicators of these ranks.
     """
 
     comm: Any
@@ -28,6 +37,7 @@ class World:
     cross: Any
     nodes: tuple[int, ...]
     ranks: tuple[int, ...]
+    create: Create = create_at_once
 
     @classmethod
     def split(
@@ -35,7 +45,7 @@ class World:
         MPI: Any,  # noqa: N803
         comm: Any,
         local_size: int = 0,
-        made: list[Any] | None = None,
+        create: Create = create_at_once,
     ) -> World:
         """Create the world of a communicator's ranks; collective.
 
@@ -43,53 +53,60 @@ class World:
             MPI: the module ``mpi4py.MPI``.
             comm: the communicator, which the world takes over.
             local_size: consecutive ranks that count as one node; 0: as MPI says.
-            made: gets each communicator as soon as it exists, to be revoked if a rank dies.
+            create: makes the others.
         """
-        made = [] if made is None else made
-        made.append(comm)
+        rank = comm.rank
         if local_size:
-            node = comm.Split(color=comm.rank // local_size, key=comm.rank)
+            node = create(comm.Split, rank // local_size, rank)
         else:
-            node = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-        return cls._of(comm, node, range(comm.size), made)
+            node = create(comm.Split_type, MPI.COMM_TYPE_SHARED, rank)
+        return cls._of(comm, node, range(comm.size), create)
 
-    def subset(self, ranks: Sequence[int], made: list[Any] | None = None) -> World:
+    def subset(self, ranks: Sequence[int]) -> World:
         """Create the world of some of the ranks; collective among these.
 
         Args:
             ranks: ascending; this one is among them.
-            made: as for `split`.
         """
-        made = [] if made is None else made
-        return self._around(self.comm.Create_group(self.comm.group.Incl(ranks)), ranks, made)
+        comm = self.comm.Create_group(self.comm.group.Incl(ranks))
+        return self.around(comm, ranks, create_at_once)
 
-    def part(self, MPI: Any, ranks: Sequence[int], made: list[Any]) -> World | None:  # noqa: N803
-        """Do what `subset` does, collectively among all ranks; return None if this one is left out.
+    def split_off(self, MPI: Any, ranks: Sequence[int], create: Create) -> Any:  # noqa: N803
+        """Create the communicator of some of the ranks; collective among all of them.
 
-        Unlike `subset`, it ends in an error when a rank dies and the communicator is revoked.
+        Unlike ``MPI_Comm_create_group``, it ends in an error when a rank dies.
 
         Args:
             MPI: the module ``mpi4py.MPI``.
             ranks: ascending.
-            made: as for `split`.
+            create: makes the communicator.
+
+        Returns:
+            None if this rank is left out.
         """
         is_member = self.comm.rank in ranks
-        comm = self.comm.Split(color=0 if is_member else MPI.UNDEFINED, key=self.comm.rank)
-        return self._around(comm, ranks, made) if is_member else None
+        color = 0 if is_member else MPI.UNDEFINED
+        comm = create(self.comm.Split, color, self.comm.rank)
+        return comm if is_member else None
 
-    def _around(self, comm: Any, ranks: Sequence[int], made: list[Any]) -> World:
-        made.append(comm)
-        node = comm.Split(color=self.node_index, key=comm.rank)
-        return World._of(comm, node, ranks, made)
+    def around(self, comm: Any, ranks: Sequence[int], create: Create) -> World:
+        """Create the world of a communicator of some of the ranks; collective among these.
+
+        Args:
+            comm: the communicator, which the world takes over.
+            ranks: its ranks in this world, ascending.
+            create: makes the others.
+        """
+        node = create(comm.Split, self.node_index, comm.rank)
+        return World._of(comm, node, ranks, create)
 
     @classmethod
-    def _of(cls, comm: Any, node: Any, ranks: Sequence[int], made: list[Any]) -> World:
-        made.append(node)
-        cross = comm.Split(color=node.rank, key=comm.rank)
-        made.append(cross)
+    def _of(cls, comm: Any, node: Any, ranks: Sequence[int], create: Create) -> World:
+        cross = create(comm.Split, node.rank, comm.rank)
         leaders = comm.allgather(node.bcast(comm.rank, root=0))
         index = {leader: position for position, leader in enumerate(sorted(set(leaders)))}
-        return cls(comm, node, cross, tuple(index[leader] for leader in leaders), tuple(ranks))
+        nodes = tuple(index[leader] for leader in leaders)
+        return cls(comm, node, cross, nodes, tuple(ranks), create)
 
     @functools.cached_property
     def group(self) -> Any:

@@ -23,6 +23,7 @@ import numpy as np
 
 #: Wall time in which a rank has to get to its next call.
 _SECONDS = 5.0
+_ENDING_SECONDS = 1.0
 #: More turns than any run takes that ends.
 _MAX_TURNS = 2_000
 _PENDING = object()
@@ -128,6 +129,7 @@ class Job:
             self.processes.append(Process(number, threading.Condition(self._lock)))
         self._next: Process | None = self.processes[0]
         self._records: list[_Record] = []
+        self._threads: set[threading.Thread] = set()
         self._failure: HangError | None = None
         self._has_entered = False
 
@@ -156,6 +158,9 @@ class Job:
             self._ended.wait_for(
                 lambda: self._failure or all(each.is_gone for each in self.processes)
             )
+        # A thread that ends later would tell of its SystemExit in another test.
+        for thread in list(self._threads):
+            thread.join(_ENDING_SECONDS)
         if self._failure is not None:
             raise self._failure
         return {rank: result for rank, result in results.items() if not self._is_dead(rank)}
@@ -180,6 +185,7 @@ class Job:
         """
         while True:
             with self._lock:
+                self._threads.add(threading.current_thread())
                 self._await_turn(process, doing)
                 try:
                     result = self._attempt(process, attempt)

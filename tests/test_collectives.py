@@ -289,12 +289,12 @@ class TestAllgather:
         hvd.init()
         array = np.arange(2 * hvd.rank() + 1)
         assert hvd.synchronize(hvd.allgather_async(array)).tolist() == [0, 0, 1, 2]
-        whole, rows = runtime.engine().run(
+        whole, rows, own = runtime.engine().run(
             "allgather",
             None,
             lambda name: collectives.describe_allgather(array, name, with_rows=True),
         )
-        assert rows == [1, 3]
+        assert (rows, own) == ([1, 3], hvd.rank())
         assert whole.tolist() == [0, 0, 1, 2]
 
     @TWO

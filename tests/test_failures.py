@@ -130,8 +130,10 @@ def test_no_rank_loses_an_error_of_its_own():
     assert count(lines, "KeyError: 'zero'") == 1
     assert count(lines, "TypeError: the same") == 2
     assert count(lines, "ends the job: TypeError: the same (") == 1
-    # One for rank 1 only if it failed before the job ended.
-    assert count(lines, "Traceback") == 2 + 2 * count(lines, "ValueError: one")
+    # Of rank 1, if it failed before the job ended: both errors, and the cause of the last one if
+    # the exchange was under way.
+    of_rank_1 = count(lines, "Traceback") - 2
+    assert of_rank_1 in ((2, 3) if count(lines, "ValueError: one") else (0,))
 
 
 @pytest.mark.slow

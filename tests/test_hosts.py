@@ -27,7 +27,7 @@ def job(network, counts, check, *arguments, settings=None, python=sys.executable
     ranks = python, "-m", "tests.host_checks", check, *arguments
     hosts = network.slots(*counts)
     return network.run(
-        command("-np", sum(counts), "-H", hosts, *ranks), environment(settings), timeout=28
+        command("-np", sum(counts), "-H", hosts, *ranks), environment(settings), timeout=90
     )
 
 

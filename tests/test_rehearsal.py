@@ -15,11 +15,11 @@ from tests.harness import ranks
 
 @contextmanager
 def planted(faults):
-    rehearsal.plant({rehearsal.VARIABLE: faults}, hvd.rank())
+    rehearsal.plant({rehearsal.VARIABLE: faults}, hvd.rank(), hvd.size())
     try:
         yield
     finally:
-        rehearsal.plant({}, hvd.rank())
+        rehearsal.plant({}, hvd.rank(), hvd.size())
 
 
 @ranks(1, 2, 3)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import collectives, reduction
-from hvdlite.collectives import describe_allgather
+from hvdlite import collectives, reduction, world
+from hvdlite.collectives import Route, describe_allgather, run_alltoall
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.tensorflow.graphs import for_session
-from hvdlite.tensorflow.rank_ops import rank_op, set_size
+from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.tensors import (
     CONVERSION,
     engine,
@@ -180,12 +180,13 @@ def _allreduce_slices(
             f"tf.IndexedSlices are reduced by Sum or Average, not {op.name.capitalize()}; "
             "convert them with tf.convert_to_tensor for other reductions"
         )
-    values = allgather(slices.values, name and f"{name}.values", process_set=process_set)
-    indices = allgather(slices.indices, name and f"{name}.indices", process_set=process_set)
+    # As one unit: should a rank die, both are from the same ranks.
+    parts = slices.values, slices.indices
+    (values, indices), size = _allgather(parts, True, name, process_set)
     if op is ReduceOp.AVERAGE and values.dtype.is_integer:
-        values, indices = _integer_mean(values, indices, set_size(process_set))
+        values, indices = _integer_mean(values, indices, size)
     elif op is ReduceOp.AVERAGE:
-        values = tf.cast(values / tf.cast(set_size(process_set), values.dtype), values.dtype)
+        values = tf.cast(values / tf.cast(size, values.dtype), values.dtype)
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
@@ -227,7 +228,8 @@ def allgather(
         MismatchError: The ranks disagree.
         HorovodInternalError: Communication failed.
     """
-    return _allgather([tensor], False, name, process_set)[0]
+    (whole,), _ = _allgather([tensor], False, name, process_set)
+    return whole
 
 
 def grouped_allgather(
@@ -237,13 +239,16 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
-    return _allgather(_checked(tensors), True, name, process_set)
+    wholes, _ = _allgather(_checked(tensors), True, name, process_set)
+    return wholes
 
 
 @unconverted
 def _allgather(
     tensors: Sequence[Any], grouped: bool, name: str | None, process_set: ProcessSet
-) -> list[tf.Tensor]:
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Return what has been gathered, and the number of ranks that it is from."""
+
     def gather(*arrays: Any) -> list[Any]:
         if grouped:
             found = collectives.grouped_allgather_async(
@@ -257,28 +262,27 @@ def _allgather(
                     lambda name: describe_allgather(arrays[0], name, with_rows=True),
                 )
             ]
-        rank = engine(process_set).rank
-        bounds = [
-            np.array([sum(rows[:rank]), sum(rows[: rank + 1])], np.int64) for _, rows in found
-        ]
-        return [*(whole for whole, _ in found), *bounds]
+        spans = [np.array(each.span, np.int64) for each in found]
+        return [*(each.whole for each in found), *spans, np.int32(len(found[0].rows))]
 
     @tf.custom_gradient
     def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
-        specs = [*map(rows_like, tensors), *[tf.TensorSpec((2,), tf.int64)] * len(tensors)]
-        found = run(gather, tensors, specs, process_set)
-        wholes, bounds = found[: len(tensors)], found[len(tensors) :]
+        spans = [tf.TensorSpec((2,), tf.int64)] * len(tensors)
+        specs = [*map(rows_like, tensors), *spans, tf.TensorSpec((), tf.int32)]
+        *found, size = run(gather, tensors, specs, process_set)
+        wholes, spans = found[: len(tensors)], found[len(tensors) :]
 
         def gradient(*upstream: Any) -> list[tf.Tensor]:
-            reduced = _averaged(upstream, grouped, _backward_name(name), process_set)
+            reduced = _averaged(upstream[:-1], grouped, _backward_name(name), process_set)
             return [
-                tf.reshape(whole[bound[0] : bound[1]], tf.shape(tensor))
-                for whole, bound, tensor in zip(reduced, bounds, tensors, strict=True)
+                tf.reshape(whole[span[0] : span[0] + span[1]], tf.shape(tensor))
+                for whole, span, tensor in zip(reduced, spans, tensors, strict=True)
             ]
 
-        return wholes, gradient
+        return [*wholes, size], gradient
 
-    return list(differentiable(*map(to_tensor, tensors)))
+    *wholes, size = differentiable(*map(to_tensor, tensors))
+    return wholes, size
 
 
 @unconverted
@@ -308,15 +312,18 @@ def broadcast(
     """
 
     def spread(array: Any) -> list[Any]:
-        return [collectives.broadcast(array, root_rank, name, process_set=process_set)]
+        # Asked now: a rank may have another number in the backward pass.
+        is_root = np.bool_(world.rank() == root_rank)
+        return [collectives.broadcast(array, root_rank, name, process_set=process_set), is_root]
 
     @tf.custom_gradient
     def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
             (reduced,) = _averaged([upstream], False, _backward_name(name), process_set)
-            return tf.where(tf.equal(rank_op(), root_rank), reduced, tf.zeros_like(reduced))
+            return tf.where(is_root, reduced, tf.zeros_like(reduced))
 
-        (result,) = run(spread, [tensor], [like(tensor)], process_set)
+        specs = [like(tensor), tf.TensorSpec((), tf.bool)]
+        result, is_root = run(spread, [tensor], specs, process_set)
         return result, gradient
 
     return differentiable(to_tensor(tensor))
@@ -350,32 +357,40 @@ def alltoall(
         MismatchError: The ranks disagree.
         HorovodInternalError: Communication failed.
     """
-    rows, received = _alltoall(tensor, splits, name, process_set)
+    counts = [] if splits is None else [tf.convert_to_tensor(splits)]
+    rows, received = _alltoall(tensor, counts, False, name, process_set)
     return rows if splits is None else (rows, received)
 
 
 @unconverted
 def _alltoall(
-    tensor: Any, splits: Any, name: str | None, process_set: ProcessSet
+    tensor: Any, how: Sequence[tf.Tensor], is_back: bool, name: str | None, process_set: ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    def exchange(array: Any, *counts: Any) -> list[Any]:
-        given = np.asarray(counts[0]) if counts else None
-        return list(collectives.alltoall(array, given, name, process_set=process_set))
+    """Exchange rows.
 
-    counts = [] if splits is None else [tf.convert_to_tensor(splits)]
+    Args:
+        how: The splits, if there are any; or a `collectives.Route` to send them back.
+    """
+
+    def exchange(array: Any, *numbers: Any) -> list[Any]:
+        given = [np.asarray(each) for each in numbers]
+        splits = None if is_back or not given else given[0]
+        back = Route(*(each.tolist() for each in given)) if is_back else None
+        rows, route = run_alltoall(array, splits, name, process_set, back)
+        return [rows, *(np.array(each, np.int32) for each in route)]
 
     @tf.custom_gradient
     def differentiable(
         tensor: tf.Tensor,
     ) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
-        specs = [rows_like(tensor), tf.TensorSpec((None,), tf.int32)]
-        rows, received = run(exchange, [tensor, *counts], specs, process_set)
+        specs = [rows_like(tensor), *[tf.TensorSpec((None,), tf.int32)] * len(Route._fields)]
+        rows, *route = run(exchange, [tensor, *how], specs, process_set)
 
         def gradient(upstream: Any, _: Any = None) -> tf.Tensor:
-            back, _ = _alltoall(upstream, received, _backward_name(name), process_set)
+            back, _ = _alltoall(upstream, route, True, _backward_name(name), process_set)
             return tf.reshape(back, tf.shape(tensor))
 
-        return (rows, received), gradient
+        return (rows, route[-1]), gradient
 
     rows, received = differentiable(to_tensor(tensor))
     return rows, received
@@ -468,7 +483,7 @@ def _reducescatter(
             if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
                 raise _no_gradient("reducescatter", op)
             own = list(map(scaled, upstream))
-            wholes = _allgather(own, grouped, _backward_name(name), process_set)
+            wholes, _ = _allgather(own, grouped, _backward_name(name), process_set)
             return [
                 tf.reshape(whole, tf.shape(tensor))
                 for whole, tensor in zip(wholes, tensors, strict=True)

@@ -477,12 +477,12 @@ def _gather(spec: ExchangeSpec, position: int, gradient: tf.IndexedSlices) -> tf
     process_set, reduction = spec.process_set, spec.reduction
 
     def gather(values: Any, indices: Any) -> list[Any]:
-        handles = [
-            collectives.allgather_async(values, f"{name} values", process_set=process_set),
-            collectives.allgather_async(indices, f"{name} indices", process_set=process_set),
-        ]
-        all_values, all_indices = [handle.wait() for handle in handles]
-        return [reduction.combined(engine(process_set).size).apply(all_values), all_indices]
+        # As one unit: should a rank die, both are from the same ranks.
+        both = collectives.grouped_allgather_async(
+            [values, indices], name, with_rows=True, process_set=process_set
+        )
+        (all_values, rows, _), (all_indices, *_) = both.wait()
+        return [reduction.combined(len(rows)).apply(all_values), all_indices]
 
     specs = [
         tf.TensorSpec((None, *parameter.shape[1:]), gradient.values.dtype),

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from hvdlite import collectives, runtime
-from hvdlite.collectives import describe_allgather, describe_alltoall, describe_group
+from hvdlite import collectives, runtime, world
+from hvdlite.collectives import Route, describe_allgather, describe_group, run_alltoall
 from hvdlite.compression import Compression, Strategy
 from hvdlite.engine import Operation
 from hvdlite.process_sets import ProcessSet
@@ -84,10 +84,10 @@ class Allgather(torch.autograd.Function):
         results = [on_current_stream(result) for result in results]
         ctx.arguments = grouped, name, process_set
         ctx.shapes = [tensor.shape for tensor in tensors]
-        ctx.spans = [(sum(rows[: engine.rank]), rows[engine.rank]) for _, rows in results]
+        ctx.spans = [result.span for result in results]
         return tuple(
-            to_tensor_like(whole, tensor)
-            for (whole, _), tensor in zip(results, tensors, strict=True)
+            to_tensor_like(result.whole, tensor)
+            for result, tensor in zip(results, tensors, strict=True)
         )
 
     @staticmethod
@@ -108,7 +108,9 @@ class Broadcast(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str, process_set: ProcessSet
     ) -> torch.Tensor:
-        ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
+        # Asked now: a rank may have another number in the backward pass.
+        ctx.is_root = world.rank() == root_rank
+        ctx.name, ctx.process_set = name, process_set
         array = to_array(tensor, device_array)
         result = collectives.broadcast(array, root_rank, name, process_set=process_set)
         return to_tensor_like(result, tensor)
@@ -116,9 +118,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (reduced,) = _averaged(False, ctx.name, ctx.process_set, gradients[0])
-        world = runtime.engine(ctx.process_set).world
-        is_root = world.ranks[world.comm.rank] == ctx.root_rank
-        return reduced if is_root else torch.zeros_like(reduced), None, None, None
+        return reduced if ctx.is_root else torch.zeros_like(reduced), None, None, None
 
 
 @untraced_methods("forward", "backward")
@@ -127,29 +127,25 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, splits: Any, name: str, process_set: ProcessSet
+        ctx: Any,
+        tensor: torch.Tensor,
+        splits: Any,
+        name: str,
+        process_set: ProcessSet,
+        back: Route | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.name, ctx.process_set = name, process_set
-        engine = runtime.engine(process_set)
-        result, received = on_current_stream(
-            engine.run(
-                "alltoall",
-                name,
-                lambda name: describe_alltoall(
-                    to_array(tensor, device_array), splits, name, engine.size
-                ),
-            )
-        )
-        ctx.received = received
-        counts = torch.tensor(received, dtype=torch.int32, device="cpu")
+        array = to_array(tensor, device_array)
+        result, ctx.route = run_alltoall(array, splits, name, process_set, back)
+        counts = torch.tensor(ctx.route.received, dtype=torch.int32, device="cpu")
         ctx.mark_non_differentiable(counts)
         return to_tensor_like(result, tensor), counts
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        arguments = ctx.received, _gradient_name(ctx.name), ctx.process_set
+        arguments = None, _gradient_name(ctx.name), ctx.process_set, ctx.route
         returned, _ = Alltoall.apply(gradients[0], *arguments)
-        return returned, None, None, None
+        return returned, None, None, None, None
 
 
 @untraced_methods("forward", "backward")

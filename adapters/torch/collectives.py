@@ -243,9 +243,7 @@ def alltoall_async(
     engine = runtime.engine(process_set)
 
     def describe(name: str) -> Operation:
-        return describe_alltoall(
-            to_array(tensor, device_array), host_splits(splits), name, engine.size
-        )
+        return describe_alltoall(to_array(tensor, device_array), host_splits(splits), name, engine)
 
     convert = _rows if splits is None else _rows_and_splits
     return submit("alltoall", name, describe, convert, tensor, process_set)

@@ -138,6 +138,12 @@ class OptimizerStateHandler(StatefulHandler):
 class PositionHandler(StatefulHandler):
     """Handles positions in data that all ranks share: `ShardSampler` and ``hvd.shard``."""
 
+    def sync(self) -> None:
+        sharding = self.value.sharding
+        # Of a spare, too, the global batches are those of the start.
+        here = {**self.value.state_dict(), "shares": sharding.shares or sharding.size}
+        self.value.load_state_dict(collectives.broadcast_object(here, 0, "elastic.position"))
+
     def merge(self) -> None:
         # The function is called again, and its loop goes on where the last commit was.
         self.restore()

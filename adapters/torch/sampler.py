@@ -157,14 +157,16 @@ class ElasticSampler(Sampler[int]):
     """A sampler that distributes the unprocessed samples of an epoch over the ranks.
 
     Every sample comes once per epoch over all ranks, also if the number of ranks changes within
-    the epoch: samples that a rank has recorded as processed do not come again. The samples of a
-    step are the next ``batch_size * size`` of the epoch's order, which depends on
+    the epoch: samples that a rank has recorded as processed do not come again. Those that a rank
+    which died has recorded since the last reset do, as in Horovod, since no other rank knows them.
+    The samples of a step are the next ``batch_size * size`` of the epoch's order, which depends on
     ``(seed, epoch)`` alone.
 
     A DataLoader assembles its batches itself, so every rank must get the same number of samples
     to make the same number of steps. If they do not divide evenly, the first ones are repeated
     on at most ``size - 1`` ranks, as in Horovod. `ShardSampler`, which makes the batches itself,
-    repeats none; its `state_dict` is a position between two steps that all ranks have made.
+    repeats none in either case; its `state_dict` is a position between two steps that all ranks
+    have made.
 
     Give it to `TorchState` as one of the keywords, and record each batch::
 
@@ -186,6 +188,10 @@ class ElasticSampler(Sampler[int]):
         epoch: the current one.
         processed_indices: the processed samples of this epoch, as far as this rank knows.
         indices: this rank's share of the others, in order.
+        rank: this process's at the last `reset`.
+        num_replicas: the number of ranks then.
+        num_samples: each rank's share.
+        total_size: the shares of all ranks, with the samples that are repeated.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -236,16 +242,23 @@ class ElasticSampler(Sampler[int]):
 
         All ranks must have the same processed samples: `TorchState` merges their records.
         """
-        rank, size = world.rank(), world.size()
+        rank, size = self.rank, self.num_replicas = world.rank(), world.size()
         order = self._order()
         if self.processed_indices:
             done = np.fromiter(self.processed_indices, np.int64)
             order = order[~np.isin(order, done)]
-        share = -(-len(order) // size)
+        self._remaining = order
+        self.num_samples = -(-len(order) // size)
+        self.total_size = self.num_samples * size
         self.indices = order[rank::size].tolist()
-        if len(self.indices) < share:
+        if len(self.indices) < self.num_samples:
             missed = rank - len(order) % size  # index among the ranks that repeat a sample
             self.indices += islice(cycle(order.tolist()), missed, missed + 1)
+
+    @property
+    def remaining_indices(self) -> list[int]:
+        """The samples that were not processed at the last `reset`, in the data set's order."""
+        return np.sort(self._remaining).tolist()
 
     def _order(self) -> Any:
         samples = len(self.dataset)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hvdlite import reduction, runtime
-from hvdlite.collectives import describe_allgather
+from hvdlite.collectives import describe_allgather, describe_group
+from hvdlite.engine import Operation
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.errors import MismatchError
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.collectives import allreduce_async
@@ -50,31 +51,21 @@ def sparse_allreduce_async(
     chosen = reduction.choose(None, op)
     _check(tensor, chosen)
     own = _coalesced(tensor.detach())
-    handles = [
-        engine.submit(
-            "allgather",
-            f"{name}.{part}",
-            functools.partial(describe_allgather, array, with_rows=True),
-        )
-        for part, array in (
-            ("indices", to_array(_described(own, chosen))),
-            ("values", to_array(own.values().reshape(-1), device_array)),
-        )
-    ]
+    parts = [to_array(part, device_array) for part in (_described(own, chosen), _flat_values(own))]
+
+    def describe(name: str) -> Operation:
+        gather = functools.partial(describe_allgather, with_rows=True)
+        return describe_group("sparse allreduce", name, parts, gather)
+
+    # As one unit: should a rank die, both parts are from the same ranks.
+    handle = engine.submit("sparse_allreduce", name, describe)
 
     def wait() -> torch.Tensor:
-        results, errors = [], []
-        for handle in handles:  # wait for both, even if the first has failed
-            try:
-                results.append(on_current_stream(handle.wait()))
-            except HorovodInternalError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        (described, rows), (values, _) = results
-        indices = _indices(name, to_tensor(described).split(rows), own, chosen)
+        (described, rows, _), (values, *_) = on_current_stream(handle.wait())
+        described, values = to_tensor(described), to_tensor_like(values, own.values())
+        indices = _indices(name, described.split(rows), own, chosen)
         size = len(rows) if chosen is ReduceOp.AVERAGE else 1
-        return _sum(indices.to(own.device), to_tensor_like(values, own.values()), own, size)
+        return _sum(indices, values, own, size)
 
     return wait
 
@@ -111,8 +102,12 @@ def _coalesced(tensor: torch.Tensor) -> torch.Tensor:
 
 def _described(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """Return a header that ranks compare, then the indices, (entries, sparse axes), flat."""
-    head = torch.tensor(_head(tensor, op), dtype=torch.int64, device="cpu")
-    return torch.cat([head, tensor.indices().cpu().t().reshape(-1)])
+    head = torch.tensor(_head(tensor, op), dtype=torch.int64, device=tensor.device)
+    return torch.cat([head, tensor.indices().t().reshape(-1)])
+
+
+def _flat_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.values().reshape(-1)
 
 
 def _head(tensor: torch.Tensor, op: ReduceOp) -> list[int]:

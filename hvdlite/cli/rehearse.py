@@ -102,6 +102,11 @@ def main(options: argparse.Namespace) -> int:
     is_python = options.script.endswith(".py")
     command = [*([sys.executable] if is_python else []), options.script, *options.args]
     check(command, os.environ)
+    try:
+        for fault in options.fault or ():
+            rehearsal.parse(fault, options.np)
+    except SettingsError as error:
+        raise StartError(str(error)) from None
     outcomes = []
     for fault in options.fault or default_faults(options.np, options.step):
         outcomes.append(_run(fault, command, options))

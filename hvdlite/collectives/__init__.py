@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from hvdlite.collectives.allgather import allgather, allgather_async, describe_allgather
 from hvdlite.collectives.allreduce import allreduce, allreduce_async, describe_allreduce
-from hvdlite.collectives.alltoall import alltoall, alltoall_async, describe_alltoall
+from hvdlite.collectives.alltoall import (
+    Route,
+    alltoall,
+    alltoall_async,
+    describe_alltoall,
+    run_alltoall,
+)
 from hvdlite.collectives.barrier import agree_on, barrier
 from hvdlite.collectives.broadcast import (
     broadcast,
@@ -37,6 +43,7 @@ from hvdlite.collectives.reducescatter import (
 from hvdlite.engine import poll, synchronize
 
 __all__ = [
+    "Route",
     "agree_on",
     "allgather",
     "allgather_async",
@@ -66,5 +73,6 @@ __all__ = [
     "poll",
     "reducescatter",
     "reducescatter_async",
+    "run_alltoall",
     "synchronize",
 ]

@@ -6,7 +6,7 @@ import itertools
 import struct
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,11 +59,30 @@ def describe_allgather(array: Any, name: str, with_rows: bool = False) -> Operat
     Args:
         array: As in `allgather`.
         name: Name of the operation.
-        with_rows: Whether the result is a pair of the whole and each rank's number of rows.
+        with_rows: Whether the result is `Gathered`.
     """
     if isinstance(array, DeviceArray):
         return DeviceAllgather(name, array, with_rows)
     return Allgather(name, np.atleast_1d(as_array(array)), with_rows=with_rows)
+
+
+class Gathered(NamedTuple):
+    """The result of an allgather, with what it is made of.
+
+    Attributes:
+        whole: The rows of all ranks.
+        rows: The number of rows of each.
+        own: The place of this rank among them. It may have another number by now.
+    """
+
+    whole: Any
+    rows: list[int]
+    own: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Where this rank's rows begin, and their number."""
+        return sum(self.rows[: self.own]), self.rows[self.own]
 
 
 def _signature(
@@ -86,7 +105,7 @@ class Allgather(Operation):
         name: Name of the operation.
         array: Array of at least one axis; all but the first are the same on all ranks.
         label: Kind of the operation, in messages.
-        with_rows: Whether the result is a pair of the whole and each rank's number of rows.
+        with_rows: Whether the result is `Gathered`.
         failure: Why this rank has no array.
     """
 
@@ -104,13 +123,13 @@ class Allgather(Operation):
         self._with_rows = with_rows
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return the whole, or the whole and each rank's number of rows."""
+        """Return the whole, alone or as `Gathered`."""
         rows = [struct.unpack("<q", payload)[0] for payload in payloads]
         shape = self._array.shape[1:]
         whole = np.empty((sum(rows), *shape), self._array.dtype)
         pieces = [as_bytes(flat(part)) for part in np.split(whole, np.cumsum(rows)[:-1])]
         transport.allgather(as_bytes(flat(self._array)), pieces)
-        return (whole, rows) if self._with_rows else whole
+        return Gathered(whole, rows, transport.rank) if self._with_rows else whole
 
     def extents(self) -> Sequence[Extent]:
         """Return the memory of the array."""
@@ -138,7 +157,8 @@ class DeviceAllgather(DeviceOperation):
         row = prod(self._row) * self._array.dtype.itemsize
         self._bounds = list(itertools.accumulate((row * count for count in rows), initial=0))
         self.tensors = (self._array.tensor, self._whole.tensor)
-        self.value = (self._whole.tensor, rows) if self._with_rows else self._whole.tensor
+        whole = self._whole.tensor
+        self.value = Gathered(whole, rows, rank) if self._with_rows else whole
 
     def exchange(self, transport: DeviceTransport) -> None:
         """Receive every rank's rows in their place."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite import runtime, timeline
 from hvdlite.arrays import as_array, as_bytes, cut, flat
-from hvdlite.engine import Handle, Operation, Signature
-from hvdlite.engine.device import DeviceArray, DeviceOperation
+from hvdlite.engine import Engine, Handle, Operation, Signature
+from hvdlite.engine.device import DeviceArray, DeviceOperation, DeviceResult
 from hvdlite.engine.memory import Extent, extents_of
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
@@ -38,7 +38,7 @@ def alltoall(
 
     Returns:
         The received rows, in the order of the ranks they came from, and an int32 array of how
-        many came from each.
+        many came from each rank that there was at the call; none from one that has died.
 
     Raises:
         ValueError: The splits do not fit, an alltoall of this name is still in flight, or this
@@ -47,7 +47,7 @@ def alltoall(
     """
     engine = runtime.engine(process_set)
     rows, received = engine.run(
-        "alltoall", name, lambda name: describe_alltoall(array, splits, name, engine.size)
+        "alltoall", name, lambda name: describe_alltoall(array, splits, name, engine)
     )
     return rows, np.array(received, np.int32)
 
@@ -62,12 +62,54 @@ def alltoall_async(
     """Start `alltoall` and return a handle, whose result is the rows and a list of numbers."""
     engine = runtime.engine(process_set)
     return engine.submit(
-        "alltoall", name, lambda name: describe_alltoall(array, splits, name, engine.size)
+        "alltoall", name, lambda name: describe_alltoall(array, splits, name, engine)
     )
 
 
-def describe_alltoall(array: Any, splits: Any, name: str, size: int) -> Operation:
-    """Make the operation that `alltoall` submits on ``size`` ranks; arguments and errors as there.
+class Route(NamedTuple):
+    """The way that the rows of an alltoall have taken, to send others back, as gradients do.
+
+    Attributes:
+        ranks: The ranks that there were at the call, by their numbers at the start of the job.
+        sent: The number of rows for each.
+        received: The number of rows from each.
+    """
+
+    ranks: Sequence[int]
+    sent: Sequence[int]
+    received: Sequence[int]
+
+
+def run_alltoall(
+    array: Any, splits: Any, name: str | None, process_set: ProcessSet, back: Route | None = None
+) -> tuple[Any, Route]:
+    """Do `alltoall`, and tell the route.
+
+    Args:
+        array, splits, name, process_set: As in `alltoall`.
+        back: Send the rows back where those of this route came from, without ``splits``. The
+            result has a row for each that was sent, of zeros if its receiver has died.
+    """
+    engine = runtime.engine(process_set)
+    ranks: Sequence[int] = ()
+    sent: Sequence[int] = ()
+
+    def describe(name: str) -> Operation:
+        nonlocal ranks, sent
+        ranks = engine.starts if back is None else back.ranks
+        operation = describe_alltoall(array, splits, name, engine, back)
+        sent = operation.splits
+        return operation
+
+    result = engine.run("alltoall", name, describe)
+    rows, received = result.take() if isinstance(result, DeviceResult) else result
+    return rows, Route(ranks, sent, received)
+
+
+def describe_alltoall(
+    array: Any, splits: Any, name: str, engine: Engine, back: Route | None = None
+) -> Alltoall | DeviceAlltoall:
+    """Make the operation that `alltoall` submits; arguments and errors as in `run_alltoall`.
 
     Its result is the received rows and a list of how many came from each rank.
     """
@@ -76,8 +118,12 @@ def describe_alltoall(array: Any, splits: Any, name: str, size: int) -> Operatio
         array = as_array(array)
     if not array.shape:
         raise ValueError("alltoall needs an array of rows, found a scalar")
-    counts = _checked_splits(splits, array.shape[0], size)
-    return DeviceAlltoall(name, array, counts) if on_device else Alltoall(name, array, counts)
+    counts = _checked_splits(splits, array.shape[0], engine.size) if back is None else back.received
+    if on_device:
+        return DeviceAlltoall(name, array, counts)
+    if back is None:
+        return Alltoall(name, array, counts, range(engine.size))
+    return Alltoall(name, array, counts, list(map(back.ranks.index, engine.starts)), back.sent)
 
 
 def _checked_splits(splits: Any, rows: int, size: int) -> list[int]:
@@ -135,25 +181,52 @@ class Alltoall(Operation):
     Args:
         name: Name of the operation.
         array: Array of at least one axis; all but the first are the same on all ranks.
-        splits: Number of rows for each rank, in their order.
+        splits: Number of rows for each rank.
+        places: The places of the ranks in ``splits``; those in other places have died.
+        expected: For each place the number of rows in the result; None: as many as come.
     """
 
-    def __init__(self, name: str, array: Any, splits: Sequence[int]) -> None:
-        super().__init__(name, _signature(array.dtype, array.shape), _packed(splits))
+    def __init__(
+        self,
+        name: str,
+        array: Any,
+        splits: Sequence[int],
+        places: Sequence[int],
+        expected: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(name, _signature(array.dtype, array.shape))
         self._array = array
-        self._splits = splits
+        self.splits = splits
+        self._expected = expected
+        self._take_places(places)
         self.nbytes = array.nbytes
 
+    def _take_places(self, places: Sequence[int]) -> None:
+        self._places = places
+        self.payload = _packed([self.splits[place] for place in places])
+
+    def renumber(self, new_ranks: Mapping[int, int], members: Sequence[int]) -> None:
+        """Send nothing to ranks that have died, and expect nothing of them."""
+        both = zip(members, self._places, strict=True)
+        self._take_places([place for member, place in both if member in new_ranks])
+
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> tuple[Any, list[int]]:
-        """Return the received rows, in the order of the ranks, and how many came from each."""
-        received = _received_rows(payloads, transport.rank)
+        """Return the received rows, in the order of the places, and how many came from each."""
+        received = [0] * len(self.splits)
+        for place, count in zip(
+            self._places, _received_rows(payloads, transport.rank), strict=True
+        ):
+            received[place] = count
+        expected = received if self._expected is None else self._expected
         shape = self._array.shape[1:]
-        result = np.empty((sum(received), *shape), self._array.dtype)
+        result = np.zeros((sum(expected), *shape), self._array.dtype)
         row = prod(shape) * self._array.itemsize
+        outgoing = cut(as_bytes(flat(self._array)), _bounds(self.splits, row))
+        incoming = cut(as_bytes(flat(result)), _bounds(expected, row))
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.alltoall(
-                cut(as_bytes(flat(self._array)), _bounds(self._splits, row)),
-                cut(as_bytes(flat(result)), _bounds(received, row)),
+                [outgoing[place] for place in self._places],
+                [incoming[place][: received[place] * row] for place in self._places],
             )
         return result, received
 
@@ -163,13 +236,13 @@ class Alltoall(Operation):
 
 
 class DeviceAlltoall(DeviceOperation):
-    """An alltoall of device arrays; arguments as in `Alltoall`."""
+    """An alltoall of device arrays; arguments as in `Alltoall`. No rank dies: the job would end."""
 
     def __init__(self, name: str, array: DeviceArray, splits: Sequence[int]) -> None:
         signature = _signature(array.dtype, array.shape, "cuda")
         super().__init__(name, signature, array.memory, _packed(splits))
         self._array = array
-        self._splits = splits
+        self.splits = splits
         self._stream = array.memory.stream()
         self.nbytes = array.nbytes
         self.follow(self._stream)
@@ -188,6 +261,6 @@ class DeviceAlltoall(DeviceOperation):
         row = prod(self._array.shape[1:]) * self._array.dtype.itemsize
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.alltoall(
-                cut(as_bytes(self._array.flat), _bounds(self._splits, row)),
+                cut(as_bytes(self._array.flat), _bounds(self.splits, row)),
                 cut(as_bytes(self._result.flat), _bounds(self._received, row)),
             )

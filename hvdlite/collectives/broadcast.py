@@ -98,16 +98,9 @@ def checked_root(engine: Engine, root_rank: int) -> int:
     return root
 
 
-def lost_root(title: str, root: int, new_ranks: Mapping[int, int]) -> str | None:
-    """Return why a pending broadcast cannot take place after the death of a rank, if it cannot."""
-    if root not in new_ranks:
-        return f"{title} was lost: rank {root}, which was to send it, has died"
-    if new_ranks[root] != root:
-        return (
-            f"{title} was lost: a rank has died, and rank {root}, which was to send it, is rank "
-            f"{new_ranks[root]} now"
-        )
-    return None
+def lost_root(title: str, root: int) -> str:
+    """Return why a pending broadcast cannot take place: its root has died."""
+    return f"{title} was lost: rank {root}, which was to send it, has died"
 
 
 def _signature(
@@ -139,13 +132,19 @@ class Broadcast(Operation):
         super().__init__(name, _signature(array.dtype, array.shape, root))
         self._array = array
         self._root = root
+        # Broadcasts from one root may write to the same memory: a model has tied weights twice.
+        self._writer = "broadcast", root
         self._given = out
         # Allocated before the ranks meet: a failure then concerns this rank alone.
         self._out = np.empty(array.shape, array.dtype) if out is None else out
 
-    def renumber(self, new_ranks: Mapping[int, int]) -> None:
-        """Fail if the root is not the rank any more that it was when this rank submitted it."""
-        self.failure = self.failure or lost_root(self.title, self._root, new_ranks)
+    def renumber(self, new_ranks: Mapping[int, int], members: Sequence[int]) -> None:
+        """Follow the root to its new number, or fail if it has died."""
+        if self._root in new_ranks:
+            self._root = new_ranks[self._root]
+            self.sign(_signature(self._array.dtype, self._array.shape, self._root))
+        else:
+            self.failure = lost_root(self.title, self._root)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the root's array."""
@@ -157,8 +156,7 @@ class Broadcast(Operation):
 
     def extents(self) -> Sequence[Extent]:
         """Return the memory of the array, and of the result where the caller has given it."""
-        # Broadcasts from one root may write to the same memory: a model has tied weights twice.
-        return extents_of(("broadcast", self._root), self._array, self._given)
+        return extents_of(self._writer, self._array, self._given)
 
 
 class DeviceBroadcast(DeviceOperation):

@@ -104,7 +104,7 @@ def grouped_allgather_async(
     """Start `grouped_allgather` and return one handle, whose result is a list.
 
     Args:
-        with_rows: Whether each result is a pair of the whole and each rank's number of rows.
+        with_rows: Whether each result is `hvdlite.collectives.allgather.Gathered`.
     """
     return _submit("allgather", name, process_set, True, arrays, describe_allgather, with_rows)
 

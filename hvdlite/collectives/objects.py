@@ -37,16 +37,19 @@ def broadcast_object(
             disagree, or communication failed.
     """
     engine = runtime.engine(process_set)
+    is_root = False
 
     def describe(name: str) -> Operation:
+        nonlocal is_root  # whose number may be another one when the object has arrived
         root = checked_root(engine, root_rank)
-        content, failure = _pickled(obj) if world.rank() == root else (b"", None)
-        if world.rank() == root and obj is None:
+        is_root = world.rank() == root
+        content, failure = _pickled(obj) if is_root else (b"", None)
+        if is_root and obj is None:
             failure = _nothing_inherited(engine, name, root)
         return BroadcastBytes(name, content, root, failure)
 
     received = engine.run("broadcast_object", name, describe)
-    return obj if world.rank() == root_rank else pickle.loads(received)
+    return obj if is_root else pickle.loads(received)
 
 
 def allgather_object(
@@ -69,7 +72,7 @@ def allgather_object(
         array = np.frombuffer(content, np.uint8)
         return Allgather(name, array, "allgather of objects", with_rows=True, failure=failure)
 
-    whole, lengths = runtime.engine(process_set).run("allgather_object", name, describe)
+    whole, lengths, _ = runtime.engine(process_set).run("allgather_object", name, describe)
     ends = np.cumsum(lengths)
     return [
         pickle.loads(whole[end - length : end].tobytes())
@@ -96,6 +99,10 @@ def _pickled(obj: Any) -> tuple[bytes, str | None]:
         return b"", f"the {type(obj).__name__} cannot be pickled: {error}"
 
 
+def _signature(root: int) -> Signature:
+    return Signature((("the operation", "broadcast of an object"), ("root_rank", root)))
+
+
 class BroadcastBytes(Operation):
     """A broadcast of bytes, whose number only the root knows.
 
@@ -115,16 +122,20 @@ class BroadcastBytes(Operation):
     ) -> None:
         super().__init__(
             name,
-            Signature((("the operation", "broadcast of an object"), ("root_rank", root))),
+            _signature(root),
             payload=struct.pack("<q", len(content)),
             failure=failure,
         )
         self._content = content
         self._root = root
 
-    def renumber(self, new_ranks: Mapping[int, int]) -> None:
-        """Fail if the root is not the rank any more that it was when this rank submitted it."""
-        self.failure = self.failure or lost_root(self.title, self._root, new_ranks)
+    def renumber(self, new_ranks: Mapping[int, int], members: Sequence[int]) -> None:
+        """Follow the root to its new number, or fail if it has died."""
+        if self._root in new_ranks:
+            self._root = new_ranks[self._root]
+            self.sign(_signature(self._root))
+        else:
+            self.failure = lost_root(self.title, self._root)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> bytes:
         """Return the root's bytes."""

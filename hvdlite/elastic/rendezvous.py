@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from hvdlite import runtime, virtual_ranks, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import RankGoneError
+from hvdlite.process_sets import ProcessSet
 from hvdlite.spares import Pool
 
 _MEET, _LEFT = 1, 2
@@ -30,7 +31,7 @@ class Rendezvous:
         first_tag: the first of the messages' tags; 0 on a communicator that `pool` has just formed.
 
     Attributes:
-        comm: as given; after `meet`, of the ranks that are left, and of spares that have come in.
+        comm: as given; after `follow`, of the ranks that are left, and of spares that have come in.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Rendezvous:
     def meet(self, message: Any) -> list[Any]:
         """Exchange messages with all ranks; return all messages by rank when all ranks have come.
 
-        Ranks that were spares bring None.
+        Where a pool forms worlds, ranks that have died bring None.
 
         Raises:
             RankGoneError: a rank has left or has not come in time, or has died, unless the others
@@ -61,13 +62,20 @@ class Rendezvous:
         """
         deadline = time.monotonic() + self._timeout
         messages = self._exchange(message, deadline)
-        if self._pool is not None:
-            messages = self._pool.form(message)
-            self.comm, self._meet_tag, self._left_tag = self._pool.world, _MEET, _LEFT
-            return messages
-        # Else one whose time is up just now would leave others in a collective without it.
-        self._exchange(None, deadline + self._timeout)
+        if not self.has_pool:
+            # Else one whose time is up just now would leave others in a collective without it.
+            self._exchange(None, deadline + self._timeout)
         return messages
+
+    @property
+    def has_pool(self) -> bool:
+        """Return whether a pool forms worlds."""
+        return self._pool is not None
+
+    def follow(self) -> None:
+        """Go on with the world that the pool has formed."""
+        assert self._pool is not None
+        self.comm, self._meet_tag, self._left_tag = self._pool.world, _MEET, _LEFT
 
     def leave(self, reason: str) -> None:
         """Tell all ranks that this one will not come any more, and why.
@@ -97,12 +105,16 @@ class Rendezvous:
         while missing := [rank for rank in self._others() if rank not in received]:
             for rank in missing:
                 if self._try(rank, self.comm.iprobe, rank, self._left_tag):
-                    self._raise_gone(self.comm.recv(None, rank, self._left_tag))
+                    reason = self._try(rank, self.comm.recv, None, rank, self._left_tag)
+                    if reason is not None:
+                        self._raise_gone(reason)
+                if rank not in self._dead and self._try(
+                    rank, self.comm.iprobe, rank, self._meet_tag
+                ):
+                    received[rank] = self._try(rank, self.comm.recv, None, rank, self._meet_tag)
+                    pause = _FIRST_PAUSE
                 if rank in self._dead:
                     received[rank] = None
-                elif self._try(rank, self.comm.iprobe, rank, self._meet_tag):
-                    received[rank] = self.comm.recv(None, rank, self._meet_tag)
-                    pause = _FIRST_PAUSE
             if time.monotonic() > deadline:
                 self._raise_gone(
                     f"{ranks_text(missing)} did not come within {self._timeout:.0f} s "
@@ -147,10 +159,18 @@ def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
     Raises:
         RankGoneError: a rank has died, has left, or does not come.
     """
-    added = runtime.process_sets().added if world.is_initialized() else []
+    rank, added = 0, list[ProcessSet]()
+    if world.is_initialized():
+        rank, added = world.rank(), runtime.process_sets().added
     process_sets = [each for each in added if each.ranks]  # not those whose ranks have all died
     virtual_size = virtual_ranks.keep()
-    runtime.shutdown()
-    messages = rendezvous.meet((report, [each.ranks for each in process_sets]))
-    runtime.init(rendezvous.comm, process_sets, virtual_size)
-    return [message and message[0] for message in messages]
+    runtime.leave_world()
+    reports = rendezvous.meet(report)
+    if rendezvous.has_pool:
+        try:
+            reports = runtime.init_anew(process_sets, virtual_size, rank, report)
+        finally:  # the communicator before may have been freed
+            rendezvous.follow()
+    else:
+        runtime.init(rendezvous.comm, process_sets, virtual_size)
+    return reports

@@ -41,9 +41,7 @@ class Launcher:
         self._channel = channel
         self._answers: queue.SimpleQueue[Sequence[bytearray] | OSError] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="hvdlite resizing", daemon=True).start()
-        host = os.uname().nodename
-        names = dict.fromkeys([os.environ.get("PMIX_HOSTNAME") or host, host])
-        channel.send(protocol.WATCH, *(name.encode() for name in names))
+        channel.send(protocol.WATCH)
 
     def fetch(self) -> Any:
         """Return the state that the previous run has handed over; None: there is none.
@@ -68,6 +66,14 @@ class Launcher:
                 f"come and go ({type(error).__name__}: {error}); take out what cannot travel"
             ) from error
         self._ask(protocol.KEEP, pickled)
+
+    def forget(self) -> None:
+        """Tell hvdliterun that all ranks have the state of the previous run.
+
+        Raises:
+            HorovodInternalError: The connection has failed.
+        """
+        self._ask(protocol.KEEP)
 
     def close(self) -> None:
         """Hear of no more changes."""
@@ -149,6 +155,9 @@ def resume(state: State) -> int | None:
     found = collectives.broadcast_object(found, 0, "elastic.state")
     if found is None:
         return None
+    # If this run fails before, the next one gets that state. All say so, in case that one dies.
+    collectives.barrier(name="elastic.resumed")
+    launcher.forget()
     resets, dump = found
     state.load(dump)
     return int(resets)

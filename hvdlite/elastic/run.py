@@ -7,15 +7,15 @@ import gc
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from hvdlite import collectives, mpi, runtime, world
+from hvdlite import bootstrap, collectives, mpi, runtime, world
 from hvdlite.elastic import resizing
 from hvdlite.elastic.rendezvous import Rendezvous, reset
 from hvdlite.elastic.state import State, StopInterrupt
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, RankGoneError
 from hvdlite.settings import Settings
 
 _log = logging.getLogger("hvdlite")
@@ -63,20 +63,26 @@ def run(
 
     @functools.wraps(func)
     def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
-        settings = runtime.engine().settings
-        pool, first_tag = runtime.pool(), 0
-        is_spare = runtime.take_joined()
-        if not is_spare:  # then the others have begun already
+        engine = runtime.engine()
+        settings = engine.settings
+        pool, first_tag = bootstrap.pool(), 0
+        holders = bootstrap.take_holders()
+        if holders is not None:  # this is a spare, and the others have begun already
+            for lane in engine.lanes:
+                lane.accept()
+        else:
             # It names missing ranks, unlike the steps below.
             collectives.barrier(name="elastic.start")
             # Messages of an earlier run may still lie on the pool's communicator.
             first_tag = 0 if pool is None else pool.reserve_tags(2)
         comm = world.current().comm.Dup() if pool is None else pool.world
         rendezvous = Rendezvous(mpi.load(), comm, settings.elastic_timeout, pool, first_tag)
-        attempts = _Attempts(state, rendezvous, settings)
+        attempts = _Attempts(state, rendezvous, settings, holders or ())
         try:
-            if not is_spare:
+            if holders is None:
                 attempts.resume()
+            else:
+                resizing.connect()
             result = attempts.until_done(lambda: func(state, *args, **kwargs))
             resizing.disconnect()
             return result
@@ -105,9 +111,13 @@ class _Stopped(BaseException):
 class _Attempts:
     """The calls of a training function, and the recovery between them."""
 
-    def __init__(self, state: State, rendezvous: Rendezvous, settings: Settings) -> None:
+    def __init__(
+        self, state: State, rendezvous: Rendezvous, settings: Settings, holders: Sequence[int]
+    ) -> None:
         self._state = state
         self._rendezvous = rendezvous
+        # On a spare, until it has the state: the ranks that have it.
+        self._holders = holders
         self._retries = settings.elastic_retries
         self._reset_limit = settings.elastic_reset_limit
         self._resets = 0
@@ -134,6 +144,7 @@ class _Attempts:
                     self._state.merge()
                 else:
                     self._state.sync()
+                self._check_holders()
                 result = train()
                 self._end_together()
                 return result
@@ -148,10 +159,24 @@ class _Attempts:
                 failure = None
                 report = _Report("", 0, update.skip_sync)
             self._count_reset()
-            reports = reset(self._rendezvous, report)
+            is_spare = bool(self._holders)
+            reports = reset(self._rendezvous, None if is_spare else report)
+            if is_spare:
+                self._holders = [rank for rank, each in enumerate(reports) if each is not None]
             self._learn(reports, failure)
             failure = None  # its traceback holds the old world
             self._is_new = True
+
+    def _check_holders(self) -> None:
+        """Require, on a spare, that a rank that has the state still lives.
+
+        Raises:
+            RankGoneError: Otherwise what this one has may be anything.
+        """
+        recovery = runtime.engine().recovery
+        if self._holders and (recovery is None or not {*recovery.starts} & {*self._holders}):
+            raise RankGoneError(f"rank {world.rank()}: all ranks that had the state have died")
+        self._holders = ()
 
     def _count_reset(self) -> None:
         """Count a new world.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, runtime, virtual_ranks
+from hvdlite import bootstrap, collectives, runtime, virtual_ranks
 from hvdlite.arrays import describe
 from hvdlite.elastic import resizing
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -152,8 +152,9 @@ class State(abc.ABC):
             timestamp, told = self._host_messages.get()
             if timestamp > self._last_update:
                 newest, update = max(newest, timestamp), update | HostUpdate(told)
-        recovery = runtime.engine().recovery
-        died = recovery is not None and recovery.epoch > 0  # since the world was formed
+        recovery, pool = runtime.engine().recovery, bootstrap.pool()
+        died = recovery is not None and recovery.has_lost_ranks  # since the world was formed
+        died = died or (pool is not None and pool.is_short)  # while it was formed
         removed, added = died or HostUpdate.REMOVED in update, HostUpdate.ADDED in update
         mine = np.array([newest, removed, added, resizing.wants_stop()], np.float64)
         newest, *found = collectives.allreduce(mine, name="elastic.host_updates", op=Max).tolist()

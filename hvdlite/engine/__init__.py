@@ -13,10 +13,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
+from hvdlite import membership
 from hvdlite.engine.handle import Handle, poll, synchronize
 from hvdlite.engine.lane import Lane, Recovery
 from hvdlite.engine.operation import Operation, Signature
@@ -86,6 +87,8 @@ class Engine:
         self.joins: list[Handle] = []
         self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._counting = threading.Lock()
+        # An operation is described and submitted between two recoveries, by the same numbers.
+        self._numbers = nullcontext() if recovery is None else membership.lock
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
@@ -101,6 +104,12 @@ class Engine:
     def size(self) -> int:
         """The number of ranks."""
         return int(self.world.comm.size)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The numbers of the ranks at the start, which they keep when others have died."""
+        ranks = self.world.ranks
+        return ranks if self.recovery is None else tuple(self.recovery.starts[r] for r in ranks)
 
     def run(self, kind: str, name: str | None, describe: Callable[[str], Operation]) -> Any:
         """Name an operation, describe it, submit it and wait for its result.
@@ -143,7 +152,8 @@ class Engine:
     def _enqueue(
         self, kind: str, name: str | None, describe: Callable[[str], Operation], begin: bool
     ) -> Handle:
-        return self.named.enqueue(describe(name or self.unnamed(kind)), begin)
+        with self._numbers:
+            return self.named.enqueue(describe(name or self.unnamed(kind)), begin)
 
     @uninterrupted  # until the submission that follows
     def unnamed(self, kind: str) -> str:

@@ -49,13 +49,13 @@ class LaneState(NamedTuple):
         confirmed: The number of outcomes that all ranks have.
         in_doubt: Whether this rank has the next one and does not know whether the others have it.
         closed: Whether the lane is closed.
-        broken: Whether communication has failed here for another reason.
+        failure: Why this rank cannot go on in it; None: it can.
     """
 
     confirmed: int
     in_doubt: bool
     closed: bool
-    broken: bool
+    failure: str | None = None
 
 
 class Recovery(Protocol):
@@ -63,6 +63,10 @@ class Recovery(Protocol):
 
     epoch: int
     starts: list[int]
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Return whether any rank has died since the world was formed."""
 
     def is_about_death(self, error: Exception) -> bool:
         """Return whether an error says that a rank has died."""
@@ -120,6 +124,7 @@ class Lane:
         self._driver: int | None = None  # the thread that runs rounds
         self._sleeping = False
         self._broken = False
+        self._failure: str | None = None  # why rounds cannot go on
         self._halted = False
         self._released = False
         self._thread = threading.Thread(target=self._serve, name=f"hvdlite-{name}", daemon=True)
@@ -255,13 +260,22 @@ class Lane:
         assert self._recovery is not None
         epoch = self._recovery.epoch
         try:
+            self._recovery.check()  # also where no round waits long enough to do so
             self._rounds.run()
         except Exception as error:
-            if not self._is_recoverable(error):
-                raise
+            is_recoverable = self._is_recoverable(error)
+            if not is_recoverable:
+                self._failure = _describe_error(error)
+                with contextlib.suppress(Exception):
+                    self._transport.leave()
+            self.revoke()  # others may be in this round, and wait for this rank
             self._halted = True
-            try:
+            try:  # if it is not, recovery fails, on all ranks: they learn of it so
                 self._recovery.recover(error, epoch)
+            except HorovodInternalError:
+                if is_recoverable:
+                    raise
+                raise error from None
             finally:
                 self._halted = False
 
@@ -281,16 +295,19 @@ class Lane:
         A thread that runs rounds notices that a rank has died, or is told by `Recovery.check`, and
         waits then.
         """
-        if not self._released:
-            self._transport.revoke()
         with self._changed:
             while self._driver is not None and not self._halted and not self._broken:
                 self._changed.wait(_HALT_SECONDS)
             if self._driver is None:
                 self._driver = _NOBODY
-            broken = self._broken or self._devices.is_connected
+            failure = "arrays lie on a GPU" if self.is_on_device else self._failure
         rounds = self._rounds
-        return LaneState(rounds.confirmed, rounds.in_doubt is not None, rounds.closed, broken)
+        return LaneState(rounds.confirmed, rounds.in_doubt is not None, rounds.closed, failure)
+
+    def revoke(self) -> None:
+        """End the other ranks' calls, too."""
+        if not self._released:
+            self._transport.revoke()
 
     def replace(
         self, transport: Transport | None, deliver: bool, new_ranks: Mapping[int, int]
@@ -312,6 +329,16 @@ class Lane:
         self.members, self.carrier = transport.members, transport.title
         self._rounds.replace(transport, deliver, new_ranks)
 
+    def refuse(self, reason: str) -> None:
+        """Refuse operations until `accept`, if they are not refused yet."""
+        with self._lock:
+            self._queue.refuse(reason)
+
+    def accept(self) -> None:
+        """Accept operations again after `refuse`."""
+        with self._lock:
+            self._queue.accept()
+
     def abandon(self) -> None:
         """End the lane's thread; nothing has been submitted, and nothing will be."""
         with self._changed:
@@ -321,9 +348,15 @@ class Lane:
     def resume(self) -> None:
         """Let rounds run again after `halt`."""
         with self._changed:
+            self._halted = False  # else a further `halt` might not wait for the thread
             if self._driver == _NOBODY:
                 self._driver = None
             self._changed.notify_all()
+
+    @property
+    def is_on_device(self) -> bool:
+        """Return whether arrays in device memory have been exchanged."""
+        return self._devices.is_connected
 
     @property
     def transport(self) -> Transport:
@@ -446,7 +479,7 @@ class Lane:
         reason = _describe_error(error)
         self._devices.abort(reason)
         with self._changed:
-            self._broken = True
+            self._broken, self._failure = True, reason
             self._queue.refuse(
                 f"an earlier failure ended communication: {reason}; end the job, or call "
                 "hvd.shutdown() and hvd.init() on all ranks"

@@ -87,10 +87,14 @@ class Operation(ABC):
         failure: str | None = None,
     ) -> None:
         self.name = name
-        self.signature = signature
         self.payload = payload
         self.failure = failure
-        self.key, self._digest = signature.known.get(name) or self._remember()
+        self.sign(signature)
+
+    def sign(self, signature: Signature) -> None:
+        """Take on a signature, which begins with the same kind as the one before."""
+        self.signature = signature
+        self.key, self._digest = signature.known.get(self.name) or self._remember()
 
     def extents(self) -> Sequence[Extent]:
         """Return the caller's memory that it uses; no other operation may write to it."""
@@ -157,11 +161,14 @@ class Operation(ABC):
     def restore(self) -> None:  # noqa: B027
         """Restore what `protect` has kept: a rank has died, and the operation is to be repeated."""
 
-    def renumber(self, new_ranks: Mapping[int, int]) -> None:  # noqa: B027 - most know no ranks
+    def renumber(  # noqa: B027 - most know no ranks
+        self, new_ranks: Mapping[int, int], members: Sequence[int]
+    ) -> None:
         """Adapt to new numbers of the ranks, while the operation is pending.
 
         Args:
             new_ranks: the new number of each rank that lives, by its old one.
+            members: the ranks that have taken part, by their old numbers.
         """
 
     def contribution(self, name: str) -> str:

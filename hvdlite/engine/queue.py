@@ -21,8 +21,8 @@ class Queue:
         rank: This rank's number in messages.
 
     Attributes:
-        lock: Lock for any change here. `add`, `close` and `refuse` are called with it held;
-            the other methods take it themselves.
+        lock: Lock for any change here. `add`, `close`, `refuse` and `accept` are called with it
+            held; the other methods take it themselves.
         changed: Condition of the same lock, to wait for a change.
         operations: The operations by key; read only.
         closing: Whether this rank submits no more.
@@ -98,6 +98,10 @@ class Queue:
         """Refuse operations from now on; the first reason counts."""
         self._refusal = self._refusal or reason
 
+    def accept(self) -> None:
+        """Accept operations again after `refuse`."""
+        self._refusal = None
+
     def oldest(self, count: int) -> list[Operation]:
         """Return the first operations, ``count`` at most."""
         with self.lock:
@@ -122,19 +126,19 @@ class Queue:
             self._alone = None
         return taken
 
-    def restart(self, rank: int, new_ranks: Mapping[int, int]) -> None:
+    def restart(self, rank: int, new_ranks: Mapping[int, int], members: Sequence[int]) -> None:
         """Prepare the operations to run, perhaps again, without ranks that have died.
 
         Args:
             rank: This rank's number in messages.
-            new_ranks: As in `Operation.renumber`.
+            new_ranks, members: As in `Operation.renumber`.
         """
         with self.lock:
             self._rank = rank
             for operation in self.operations.values():
                 if operation.is_protected:
                     operation.restore()
-                operation.renumber(new_ranks)
+                operation.renumber(new_ranks, members)
 
     def report(self) -> Pending:
         """Return what the other ranks need to know for a decision."""

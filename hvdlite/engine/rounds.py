@@ -132,13 +132,13 @@ class Rounds:
             deliver: Whether an outcome in doubt counts; otherwise its operations run again.
             new_ranks: As in `Operation.renumber`.
         """
-        self._transport = transport
+        members, self._transport = self._transport.members, transport
         outcome, self.in_doubt = self.in_doubt, None
         if deliver and outcome is not None:
             self.confirmed += 1
             outcome()
         self.waiting, self._operations = False, []
-        self._queue.restart(transport.members[transport.rank], new_ranks)
+        self._queue.restart(transport.members[transport.rank], new_ranks, members)
 
     def _close(self) -> None:
         self.closed = True

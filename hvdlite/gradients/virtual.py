@@ -66,6 +66,20 @@ class Outcome(NamedTuple):
     buffers: Sequence[Any] = ()
 
 
+class Holdings(NamedTuple):
+    """A process's message to the others about what strategies remember.
+
+    Attributes:
+        exchanges: that it has taken part in.
+        states: the virtual ranks of which it has what strategies remember.
+        loaded: whether that was loaded from a checkpoint after its last exchange.
+    """
+
+    exchanges: int
+    states: frozenset[int]
+    loaded: bool
+
+
 class Part:
     """One virtual rank's gradients and buffers, in buckets.
 
@@ -106,6 +120,7 @@ class VirtualExchange:
         states: what strategies remember, by virtual rank.
         played: the virtual ranks whose parts this process had in the last exchange.
         copies: as ``states``, of others: as they were after the last exchange.
+        loaded: whether they were loaded from a checkpoint since.
 
     Raises:
         ValueError: the strategy does not compute the reduction, or it is Adasum.
@@ -134,6 +149,7 @@ class VirtualExchange:
         self.states: dict[int, StrategyState] = {}
         self.copies: States = {}
         self.exchanges = 0
+        self.loaded = False
         self._label = label
         self.check = check
         self.played: frozenset[int] = frozenset()
@@ -293,16 +309,68 @@ class VirtualExchange:
             self.states = {rank: self.states[rank] for rank in self.played}
             self._known = {rank: self._known[rank] for rank in self.played}
             self.copies = operation.copies
+            self.loaded = False
+            self.restart()
+            if operation.refusal is not None:
+                raise operation.refusal
             status.count_step((self._label, hash(self.parameters)))
             if self.check is not None:
                 self.check.end()
-            self.restart()
         return outcome
 
-    def load(self, exchanges: int, states: States) -> None:
-        """Set what strategies remember, after that many exchanges, of some or all virtual ranks."""
+    @property
+    def holdings(self) -> Holdings:
+        """Return what this process tells the others of its states."""
+        return Holdings(self.exchanges, self.played.union(self.copies), self.loaded)
+
+    def find_holders(self, told: Sequence[Holdings]) -> dict[int, list[int]]:
+        """Return for each virtual rank the processes that have its state after the last exchange.
+
+        Args:
+            told: by all processes.
+
+        Raises:
+            GradientError: nobody has that of a virtual rank; on all processes.
+        """
+        last = max(each.exchanges for each in told)
+        holders = {
+            rank: [
+                process
+                for process, each in enumerate(told)
+                if each.exchanges == last and rank in each.states
+            ]
+            for rank in range(self.size)
+        }
+        lost = [rank for rank, processes in holders.items() if not processes]
+        if not (last and lost and self.strategy.stateful):
+            return holders
+        whose = f"what {self.strategy!r} has kept of virtual {ranks_text(lost)}"
+        if any(each.loaded for each in told if each.exchanges == last):
+            raise GradientError(
+                f"the state that was loaded lacks {whose}: it was saved on one rank, and "
+                "optimizer.consolidate_exchange_state() had not brought it there; load a "
+                "checkpoint before which all ranks have called that"
+            )
+        raise GradientError(
+            f"{whose} is lost with the ranks that died, which were all that had it; start the job "
+            "again from the last checkpoint (hvdliterun --restarts)"
+        )
+
+    def state_of(self, rank: int) -> dict[str, dict[str, Any]]:
+        """Return what strategies remember of a virtual rank that is among the `holdings`."""
+        return self.states[rank].state_dict() if rank in self.played else self.copies[rank]
+
+    def load(self, exchanges: int, states: States, is_own: bool) -> None:
+        """Set what strategies remember of some or all virtual ranks.
+
+        Args:
+            exchanges: the number of exchanges before.
+            states: by virtual rank.
+            is_own: whether this process has kept them, not a checkpoint.
+        """
         self.restart()
         self.exchanges = exchanges
+        self.loaded = not is_own
         self.states, self.played, self.copies = {}, frozenset(), {}
         self._known.clear()
         if exchanges:
@@ -330,15 +398,13 @@ class _Told(NamedTuple):
     """A process's message to the others before an exchange.
 
     Attributes:
-        exchanges: that it has taken part in.
         parts: of each virtual rank that it has computed: `Part.present`, ``changed``, ``samples``.
-        states: the virtual ranks of which it has what strategies remember.
+        holdings: its states.
         replica: the digest of its replica, or b"".
     """
 
-    exchanges: int
     parts: Mapping[int, tuple[frozenset[int], frozenset[int], int | None]]
-    states: frozenset[int]
+    holdings: Holdings
     replica: bytes
 
 
@@ -353,6 +419,8 @@ class _Exchange(Operation):
     Attributes:
         exchanges: completed ones, after this one.
         copies: as in `VirtualExchange`, after this exchange.
+        refusal: why the averages are refused; None: they are not. Strategies have remembered what
+            they sent all the same, so the exchange is complete.
     """
 
     def __init__(
@@ -365,6 +433,7 @@ class _Exchange(Operation):
         self._before: States = {}
         self.exchanges = owner.exchanges
         self.copies: States = {}
+        self.refusal: GradientError | None = None
 
     def contribution(self, name: str) -> str:
         """Return the name of the first gradient, or of that of the name, of the first part here."""
@@ -401,7 +470,7 @@ class _Exchange(Operation):
         """Exchange all parts, if no one is missing.
 
         Raises:
-            GradientError: on all processes; see `VirtualExchange.finish`.
+            GradientError: on all processes; nothing has been exchanged.
             MismatchError: on all processes; their replicas differ.
         """
         owner = self._owner
@@ -413,9 +482,9 @@ class _Exchange(Operation):
         digests = [each.replica for each in told]
         if any(digests):
             replicas.compare(digests, self._snapshot, transport)
-        before = max(each.exchanges for each in told)
+        before = max(each.holdings.exchanges for each in told)
         if owner.strategy.stateful and before:
-            self._move_states(transport, told, before)
+            self._move_states(transport, told)
         weights = _weights(told, owner.size)
         parts = [part for each in told for part in each.parts.values()]
         present = frozenset(itertools.chain(*(part[0] for part in parts)))
@@ -440,7 +509,11 @@ class _Exchange(Operation):
                 if not changed.isdisjoint(members):
                     DENSE.exchange(bucket, virtual)
 
-        ranks.run(exchange)
+        try:
+            self.refusal = None
+            ranks.run(exchange)
+        except GradientError as error:  # the same on all processes
+            self.refusal = error
         self.exchanges = before + 1
         if owner.strategy.stateful and self._keeps_copies and transport.size > 1:
             self.copies = self._copy_states(transport, ranks)
@@ -454,28 +527,16 @@ class _Exchange(Operation):
     def _tell(self, transport: Transport) -> list[_Told]:
         owner = self._owner
         own = _Told(
-            owner.exchanges,
             {r: (part.present, part.changed, part.samples) for r, part in owner.parts.items()},
-            owner.played.union(owner.copies),
+            owner.holdings,
             b"" if self._snapshot is None else self._snapshot.digest,
         )
         return [_Told(*pickle.loads(each)) for each in transport.gather(pickle.dumps(tuple(own)))]
 
-    def _move_states(self, transport: Transport, told: Sequence[_Told], current: int) -> None:
+    def _move_states(self, transport: Transport, told: Sequence[_Told]) -> None:
         """Get what strategies remember of virtual ranks that others have played before."""
         owner = self._owner
-        holders: dict[int, list[int]] = {rank: [] for rank in range(owner.size)}
-        for process, each in enumerate(told):
-            if each.exchanges == current:
-                for rank in each.states:
-                    holders[rank].append(process)
-        lost = [rank for rank, processes in holders.items() if not processes]
-        if lost:
-            raise GradientError(
-                f"what {owner.strategy!r} has kept of virtual {ranks_text(lost)} is lost with the "
-                f"ranks that died, more than {COPIES} at once; start the job again from the last "
-                "checkpoint (hvdliterun --restarts)"
-            )
+        holders = owner.find_holders([each.holdings for each in told])
         wanted: list[dict[int, Any]] = [{} for _ in told]
         moves = False
         for process, each in enumerate(told):
@@ -483,17 +544,13 @@ class _Exchange(Operation):
                 if process not in holders[rank]:
                     moves = True
                     if holders[rank][0] == transport.rank:
-                        wanted[process][rank] = self._state(rank)
+                        wanted[process][rank] = owner.state_of(rank)
                 elif process == transport.rank and rank not in owner.played:
                     owner.states[rank].load_state_dict(owner.copies[rank])
         if moves:
             for received in _exchange_objects(transport, wanted):
                 for rank, state in received.items():
                     owner.states[rank].load_state_dict(state)
-
-    def _state(self, rank: int) -> dict[str, dict[str, Any]]:
-        owner = self._owner
-        return owner.states[rank].state_dict() if rank in owner.played else owner.copies[rank]
 
     def _copy_states(self, transport: Transport, ranks: VirtualRanks) -> States:
         """Send what strategies remember to the next processes; return what others have sent."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdlite import collectives, runtime
-from hvdlite.gradients.virtual import VirtualExchange
+import numpy as np
+
+from hvdlite import runtime
+from hvdlite.engine import Operation, Signature
+from hvdlite.gradients.virtual import Holdings, States, VirtualExchange
 from hvdlite.process_sets import ProcessSet
 from hvdlite.reduction import ReduceOp
+from hvdlite.transport import Transport
 from hvdlite.virtual_ranks import turns_of
 
 
@@ -28,14 +33,13 @@ class VirtualState:
     def state_dict(self, process_set: ProcessSet) -> dict[str, Any]:
         """Return the step, and what the compression remembers of the virtual ranks played here."""
         exchange = self._exchange
-        states: dict[int, Any] = dict(exchange.copies)
-        states.update((rank, exchange.states[rank].state_dict()) for rank in exchange.played)
+        states = {rank: exchange.state_of(rank) for rank in sorted(exchange.holdings.states)}
         return {
             "virtual": {
                 "size": exchange.size,
                 "step": turns_of(exchange.size).step,
                 "exchanges": exchange.exchanges,
-                "compression": dict(sorted(states.items())),
+                "compression": states,
             }
         }
 
@@ -62,10 +66,14 @@ class VirtualState:
         turns_of(exchange.size).begin_step(int(given["step"]))
         if given["compression"] is None:
             if exchange.exchanges != int(given["exchanges"]):
-                exchange.load(int(given["exchanges"]), {})
+                exchange.load(int(given["exchanges"]), {}, is_own=True)
             return
         size = int(given["size"])
-        if size != exchange.size and any(given["compression"].values()):
+        states = {int(rank): state for rank, state in given["compression"].items()}
+        if states and not is_own and not any(states.values()):
+            # A compression that kept nothing has left out nothing either.
+            states = {rank: {} for rank in range(size)}
+        if size != exchange.size and any(states.values()):
             warnings.warn(
                 f"what the compression has left to send was saved for {size} virtual ranks, and is "
                 f"lost for {exchange.size}",
@@ -73,15 +81,55 @@ class VirtualState:
             )
         exchange.load(
             int(given["exchanges"]) if size == exchange.size else 0,
-            {int(rank): state for rank, state in given["compression"].items()},
+            states,
+            is_own,
         )
 
     def consolidate(self, process_set: ProcessSet) -> None:
-        """Give every process what the compression remembers of all virtual ranks; collective."""
+        """Give every process what the compression remembers of all virtual ranks; collective.
+
+        Raises:
+            HorovodInternalError: it is lost with ranks that died, the state that was loaded lacks
+                it, or communication failed.
+        """
         exchange = self._exchange
-        own = {rank: exchange.states[rank].state_dict() for rank in exchange.played}
-        name = runtime.engine().unnamed("consolidate_exchange_state")
-        for received in collectives.allgather_object(own, name):
-            for rank, state in received.items():
-                if rank not in exchange.played:
-                    exchange.copies[rank] = state
+        states: States = runtime.engine().run(
+            "consolidate_exchange_state", None, lambda name: _Consolidation(name, exchange)
+        )
+        exchange.copies = {r: state for r, state in states.items() if r not in exchange.played}
+
+
+class _Consolidation(Operation):
+    """The exchange of what strategies remember of all virtual ranks.
+
+    A process that has died cannot send it, but another that has a copy can.
+
+    Args:
+        name: the same on all processes.
+        owner: whose states are sent.
+    """
+
+    def __init__(self, name: str, owner: VirtualExchange) -> None:
+        entries = ("the operation", "consolidation of virtual ranks"), ("their number", owner.size)
+        super().__init__(name, Signature(entries))
+        self._owner = owner
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> States:
+        """Return the states of all virtual ranks that any process has.
+
+        Raises:
+            GradientError: as `VirtualExchange.find_holders`.
+        """
+        owner = self._owner
+        messages = transport.gather(pickle.dumps(tuple(owner.holdings)))
+        holders = owner.find_holders([Holdings(*pickle.loads(each)) for each in messages])
+        sent = {
+            rank: owner.state_of(rank)
+            for rank, processes in holders.items()
+            if processes[:1] == [transport.rank]
+        }
+        content = np.frombuffer(pickle.dumps(sent), np.uint8)
+        sizes = transport.gather(pickle.dumps(content.size))
+        received = [np.empty(pickle.loads(size), np.uint8) for size in sizes]
+        transport.allgather(content, received)
+        return {r: state for many in received for r, state in pickle.loads(many.tobytes()).items()}

@@ -42,7 +42,11 @@ MODULES: dict[str, Module] = {
     "horovod.common": Module(""),
     "horovod.common.basics": Module("hvdlite", _BASICS),
     "horovod.common.elastic": Module("hvdlite.elastic"),
-    "horovod.common.exceptions": Module("hvdlite", "HorovodInternalError HostsUpdatedInterrupt"),
+    "horovod.common.exceptions": Module(
+        "hvdlite",
+        "HorovodInternalError HostsUpdatedInterrupt",
+        util="HorovodVersionMismatchError get_version_mismatch_message",
+    ),
     "horovod.common.process_sets": Module("hvdlite", _PROCESS_SETS),
     "horovod.common.util": Module("hvdlite.horovod.util"),
     "horovod.data": Module("hvdlite.horovod.data"),

@@ -26,6 +26,7 @@ from hvdlite.transport.gpu import cuda
 
 __all__ = [
     "EXTENSIONS",
+    "HorovodVersionMismatchError",
     "ccl_built",
     "check_extension",
     "check_installed_version",
@@ -36,6 +37,7 @@ __all__ = [
     "get_average_backwards_compatibility_fun",
     "get_ext_suffix",
     "get_extension_full_path",
+    "get_version_mismatch_message",
     "gloo_built",
     "gloo_enabled",
     "gpu_available",
@@ -176,6 +178,21 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 def split_list(l: Sequence[_Item], n: int) -> list[Sequence[_Item]]:  # noqa: E741 - Horovod's name
     """Split a list into n parts in order; the first ones are longer by one where n is uneven."""
     return [l[begin:end] for begin, end in itertools.pairwise(slice_bounds(len(l), n))]
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """Return the message of a `HorovodVersionMismatchError`."""
+    return f"{name} is of version {version}, but Horovod was installed for {installed_version}"
+
+
+class HorovodVersionMismatchError(ImportError):
+    """A framework of another version than Horovod was installed for; hvdlite never raises it."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        message = get_version_mismatch_message(name, version, installed_version)
+        super().__init__(message, name=name)
+        self.version = version
+        self.installed_version = installed_version
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:

@@ -7,7 +7,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 
 from hvdlite.errors import StartError
 from hvdlite.horovod.finder import with_bootstrap
@@ -25,6 +26,9 @@ from hvdlite.launch.options import (
 from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import serving
 from hvdlite.settings import Settings
+
+# Seconds before ranks that could not take the state of the run before are started once more.
+_PAUSE = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,23 +55,18 @@ def _launch(options: argparse.Namespace) -> int:
         job.say(line)
     sizes = _sizes(options)
     if sizes is None:
-        fixed = Plan(_hosts(options), options.num_proc)
-        return _launch_on(options, fixed, lambda: fixed, None)
+        return _launch_on(options, Plan(_hosts(options), options.num_proc), None)
     with sizes.discovery.running():
-        first = sizes.wait(options.num_proc)
-        return _launch_on(options, first, lambda: sizes.wait(sizes.most), sizes)
+        return _launch_on(options, sizes.wait(options.num_proc), sizes)
 
 
-def _launch_on(
-    options: argparse.Namespace, plan: Plan, choose: Callable[[], Plan], sizes: Sizes | None
-) -> int:
+def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> int:
     """Prepare the job, run it as often as it takes, and return its exit code.
 
     Args:
         options: Of the command line.
         plan: The size of the first run.
-        choose: Returns that of the next one.
-        sizes: Has a run stop to have another size; None: it is fixed.
+        sizes: Decides that of the next ones; None: it is the same.
     """
     hosts = plan.hosts
     asked = variables(options)
@@ -96,19 +95,34 @@ def _launch_on(
     restarts = options.restarts or 0
     runs = failures = 0
     state: Sequence[Part] = ()
+    deadline: float | None = None  # for ranks that have the state
     while True:
         settings["HVDLITE_RESTART"] = str(runs)
         end = _run(options, program, plan, [output, *command], settings, asked, sizes, state)
-        runs, state = runs + 1, end.state
-        if state:
-            plan = choose()
+        runs += 1
+        has_stopped, state = bool(end.state) and end.state is not state, end.state
+        if sizes is not None and (has_stopped or (state and end.code)):
+            deadline = None if has_stopped else deadline
+            why = "the hosts have changed"
+            if end.code:
+                deadline = deadline or time.monotonic() + sizes.seconds
+                if time.monotonic() > deadline:
+                    job.say(
+                        f"no run has taken the ranks' state within {sizes.seconds:.0f} s "
+                        "(--elastic-timeout), so it is lost"
+                    )
+                    break
+                job.say(f"{end.text}; the ranks' state is kept, and the job starts once more")
+                why = "one more start"
+                time.sleep(_PAUSE)
+            plan = sizes.wait(sizes.most)
             places = ",".join(f"{host.name}:{host.slots}" for host in plan.hosts)
             ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
-            job.say(f"the hosts have changed; the job goes on with {ranks} on {places}")
+            job.say(f"{why}; the job goes on with {ranks} on {places}")
         elif end.may_succeed_again and failures < restarts:
             failures += 1
             job.say(f"{end.text}; restart {failures} of {restarts}")
-            plan = choose()
+            plan = sizes.wait(sizes.most) if sizes is not None else plan
         else:
             break
     if end.text:
@@ -136,13 +150,13 @@ def _run(
         settings: the ranks' environment.
         asked: the part of it that the command line demands.
         sizes: has the run stop to have another size; None: it is fixed.
-        state: what it goes on with, from the run before.
+        state: what it goes on with, from the run before; empty: it begins.
     """
     here = on_this_host(plan.hosts, settings)
     # Other hosts need not reach this one, except to tell of changes.
     names = [] if here or sizes is None else own_names(plan.hosts)
-    with serving(names) as server:
-        server.state = list(state)
+    with serving(names, ranks=plan.ranks, spares=options.spares or 0) as server:
+        server.state = state
         added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         environment = {**added, **settings}
         if sizes is not None:
@@ -150,7 +164,7 @@ def _run(
         if server.key:
             environment[protocol.KEY] = server.key.hex()
         launch = mpirun.Launch(
-            num_proc=plan.ranks + (options.spares or 0),
+            num_proc=server.ranks + server.spares,
             hosts=plan.hosts,
             exported=[] if here else exported(environment),
             extra=_extra(options, program),
@@ -164,8 +178,16 @@ def _run(
                     [*(f"{n}={value}" for n, value in {**news, **asked}.items()), *arguments]
                 )
             )
-        check = (lambda: None) if sizes is None else sizes.follow(server, plan.ranks)
-        return job.run(arguments, environment, server, program.quiet_end, check)
+        if sizes is None:
+            return job.run(arguments, environment, server, program.quiet_end)
+        check = sizes.follow(server)
+        end = job.run(arguments, environment, server, program.quiet_end, check)
+        if bad := sizes.note_end(plan, server, bool(end.text)):
+            job.say(
+                f"no process has started on {', '.join(bad)}; such a host gets no more of them "
+                "(--blacklist-cooldown-range)"
+            )
+        return end
 
 
 def _sizes(options: argparse.Namespace) -> Sizes | None:

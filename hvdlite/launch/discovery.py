@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from hvdlite.errors import StartError
@@ -177,8 +178,7 @@ class Sizes:
         seconds: The longest wait for hosts.
 
     Attributes:
-        discovery: As given.
-        most: As given.
+        discovery, most, seconds: As given.
     """
 
     def __init__(
@@ -195,9 +195,11 @@ class Sizes:
         self._least = least
         self.most = most
         self._spares = spares
-        self._seconds = seconds
+        self.seconds = seconds
         self._order: list[str] = []
-        # The number of ranks on each host, when it was last looked at.
+        # The hosts on which a process has ever started.
+        self._proven: set[str] = set()
+        # The number of ranks on each host, when it was last looked at, or slots of the last plan.
         self._running: Counter[str] = Counter()
 
     def wait(self, most: int, check: Callable[[], object] = lambda: None) -> Plan:
@@ -210,57 +212,80 @@ class Sizes:
         Raises:
             StartError: There are not enough slots in time.
         """
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self.seconds
         while True:
             hosts = self._usable()
             slots = sum(host.slots for host in hosts)
             if slots >= self._least + self._spares:
-                self._running.clear()
+                ranks = min(most, slots - self._spares)
+                # Without hosts that get no process: mpirun fails if it cannot reach one of them.
+                before = accumulate((host.slots for host in hosts), initial=0)
+                hosts = [h for h, b in zip(hosts, before, strict=False) if b < ranks + self._spares]
                 self._order = [host_key(host.name) for host in hosts]
-                return Plan(hosts, min(most, slots - self._spares))
+                self._running = Counter({host_key(host.name): host.slots for host in hosts})
+                return Plan(hosts, ranks)
             if time.monotonic() > deadline:
                 listed = ",".join(f"{host.name}:{host.slots}" for host in hosts) or "no host"
                 raise StartError(
                     f"found {slots} of {self._least + self._spares} slots ({listed}) within "
-                    f"{self._seconds:.0f} s (--elastic-timeout); a host on which a process has "
+                    f"{self.seconds:.0f} s (--elastic-timeout); a host on which a process has "
                     "failed gets no more of them (--blacklist-cooldown-range)"
                 )
             check()
             time.sleep(_TICK)
 
-    def follow(self, server: Server, ranks: int) -> Callable[[], None]:
-        """Return a function that has a run of the job stop when its size is to change.
-
-        Args:
-            server: Of the run.
-            ranks: Their number at its start.
-        """
+    def follow(self, server: Server) -> Callable[[], None]:
+        """Return a function that has a run of the job stop when its size is to change."""
         told, due, next_look = 0, False, 0.0
 
         def look() -> None:
             nonlocal told, due, next_look
             for death in server.deaths[told:]:
                 told += 1
-                for name in server.places.get(death.rank, ()):
+                for name in server.hosts.get(death.rank, ()):
                     self._blacklist.add(host_key(name))
             if due or server.left or time.monotonic() < next_look:
                 return
             next_look = time.monotonic() + _TICK
             dead = {death.rank for death in server.deaths}
-            if {*range(ranks)} - dead - set(server.places):
+            living = set(server.watching) - dead
+            waiting = {*range(server.ranks + server.spares)} - dead - living
+            if waiting & {*range(server.ranks)}:
                 return  # Some have not begun yet.
-            living = [names for rank, names in server.places.items() if rank not in dead]
-            if self._is_other_size(living):
+            # Spares come in at the next commit.
+            size = min(len(living) + len(waiting), server.ranks)
+            if self._is_other_size([server.hosts[rank] for rank in living], size):
                 due = True
                 server.ask_to_stop()
 
         return look
 
-    def _is_other_size(self, living: Sequence[Sequence[str]]) -> bool:
-        """Return whether the hosts have slots for more ranks than live, or not for these.
+    def note_end(self, plan: Plan, server: Server, failed: bool) -> list[str]:
+        """Note which hosts a run has started on; return those that get no processes for a while.
+
+        These are, after a failure of mpirun itself, the hosts on which no process of any run has
+        started: one that cannot be reached keeps mpirun from starting any process.
+
+        Args:
+            plan: Of the run.
+            server: Of the run.
+            failed: Whether it has ended with an error.
+        """
+        self._proven |= {host_key(name) for names in server.hosts.values() for name in names}
+        if not failed or server.exited or not self._proven:
+            return []
+        bad = [host.name for host in plan.hosts if host_key(host.name) not in self._proven]
+        for name in bad:
+            self._blacklist.add(host_key(name))
+            del self._running[host_key(name)]
+        return bad
+
+    def _is_other_size(self, living: Sequence[Sequence[str]], size: int) -> bool:
+        """Return whether the hosts have slots for more ranks than there are, or not for these.
 
         Args:
             living: The names of each rank's host.
+            size: The number of ranks, with the spares that come in.
         """
         known = {host_key(host.name) for host in self.discovery.hosts}
         self._running.clear()
@@ -271,7 +296,7 @@ class Sizes:
         if any(count > slots.get(key, 0) for key, count in self._running.items()):
             return True
         wanted = min(self.most, sum(slots.values()) - self._spares)
-        return len(living) < self._least or wanted > len(living)
+        return size < self._least or wanted > size
 
     def _usable(self) -> list[Host]:
         """Return the hosts with the slots that the job may use, known ones first.

@@ -215,7 +215,7 @@ def _call(
     settings = {**kept, **added}
     here = on_this_host(hosts, settings)
     program = mpirun.detect(mpirun.find(settings))
-    with serving([] if here else own_names(hosts), [task, *packed]) as server:
+    with serving([] if here else own_names(hosts), [task, *packed], num_proc) as server:
         needed = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         settings = {**needed, **settings}
         if server.key:
@@ -231,7 +231,7 @@ def _call(
         deadline = time.monotonic() + seconds
 
         def check_start() -> None:
-            if time.monotonic() > deadline and len(server.connected) < num_proc:
+            if time.monotonic() > deadline and len(server.hosts) < num_proc:
                 _raise_not_started(server, num_proc, f"did not start in {seconds:g} s")
 
         code, received = job.follow(
@@ -257,7 +257,7 @@ def _check_end(server: Server, num_proc: int, code: int) -> None:
         raise _first_error(list(server.failures.values()))
     missing = sorted(set(range(num_proc)) - set(server.results))
     how = rank.describe("mpirun", code)
-    if len(server.connected) < num_proc:
+    if len(server.hosts) < num_proc:
         _raise_not_started(server, num_proc, f"did not start; {how}")
     if missing:
         raise HorovodInternalError(f"ranks {missing} brought no result; {how}{_printed(server)}")
@@ -279,7 +279,7 @@ def _first_error(failures: Sequence[Failure]) -> BaseException:
 
 
 def _raise_not_started(server: Server, num_proc: int, how: str) -> NoReturn:
-    missing = sorted(set(range(num_proc)) - server.connected)
+    missing = sorted(set(range(num_proc)) - set(server.hosts))
     raise HorovodInternalError(
         f"ranks {missing} of {num_proc} {how}; check the hosts and their slots, or raise "
         f"start_timeout{_printed(server)}"

@@ -46,8 +46,8 @@ class End(NamedTuple):
         code: its exit code.
         text: which rank failed first, and how; empty: none did, or a signal to this process ended
             the job.
-        state: the parts of the state from which the job goes on with another number of ranks;
-            empty: it has ended.
+        state: the parts of the state that only this process has, and that another run goes on
+            with: of ranks that have stopped, or the one given where not all ranks have had it.
     """
 
     code: int
@@ -74,11 +74,12 @@ def run(
     if received:
         return End(128 + received, "")
     if server.exited:
-        return End(server.exited.code, server.exited.text)
-    if server.deaths and not server.left:
-        return End(server.deaths[0].code, "no rank is left")
-    state = () if code else server.kept
-    return End(shell_code(code), describe("mpirun", code) if code else "", state)
+        return End(server.exited.code, server.exited.text, server.state)
+    # Without those of spares, which end when they find no rank that has the state.
+    codes = [death.code for death in server.deaths if death.rank < server.ranks]
+    if codes and not server.left:
+        return End(codes[-1], "no rank is left", server.state)
+    return End(shell_code(code), describe("mpirun", code) if code else "", server.state)
 
 
 def follow(
@@ -135,8 +136,9 @@ def follow(
                     failed = True
                     steps = _from_now(_FAILED)
                 for death in server.deaths[told:]:
-                    say(f"{death.text}; the other ranks go on")
                     told += 1
+                    others = server.ranks + server.spares - told - len(server.left)
+                    say(f"{death.text}; the other ranks go on" if others else death.text)
                 if server.wants_end and quiet_end and not ending:
                     process.send_signal(quiet_end)
                     quiet_end = None

@@ -35,12 +35,12 @@ OUT, ERR, REPORT, END_JOB, LEFT, DEATH = b"o", b"e", b"p", b"j", b"l", b"d"
 ASK, RESULT, ERROR = b"a", b"r", b"x"
 # To a rank:
 TASK, SEEN = b"t", b"s"
-# From a rank of a job whose size may change: where it runs, the state that the next run begins
-# with, and a request for that of the previous one.
+# From a rank of a job whose size may change: it stops when it is asked to; the state that the next
+# run begins with, or nothing when all ranks have that of the previous one; a request for that.
 WATCH, KEEP, FETCH = b"w", b"k", b"f"
 # To such a rank: it is to stop at the next commit; the state.
 STOP, STATE = b"z", b"y"
-# The beginning of each connection, from both ends:
+# The beginning of each connection, from both ends; a rank's has its number and its host's names:
 HELLO = b"h"
 # All parts of a message but the last:
 _PART = b"+"
@@ -202,7 +202,7 @@ def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
     Args:
         address: the launcher's: the path of a socket, or from `tcp_address`.
         rank: of this process.
-        environment: where the job's key is.
+        environment: where the job's key is, and what the process manager calls this host.
 
     Raises:
         OSError: the launcher cannot be reached, or either end does not know the key.
@@ -211,7 +211,9 @@ def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
     try:
         connected.settimeout(_SECONDS_TO_ANSWER)
         channel = Channel(connected, bytes.fromhex(environment.get(KEY, "")), False)
-        channel.send(HELLO, str(rank).encode())
+        host = os.uname().nodename
+        names = dict.fromkeys([environment.get("PMIX_HOSTNAME") or host, host])
+        channel.send(HELLO, " ".join([str(rank), *names]).encode())
         channel.receive(_SECONDS_TO_ANSWER)
         connected.settimeout(None)
     except ForgedError:

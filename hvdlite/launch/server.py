@@ -64,9 +64,12 @@ class Server:
         names: names or addresses of this host that ranks on other hosts can connect to; empty: only
             processes of this host connect.
         task: what a rank of `hvdlite.run` gets when it asks.
+        ranks: their number at the start.
+        spares: that of the processes that wait beside them.
 
     Attributes:
         folder: the folder given.
+        ranks, spares: as given.
         address: where the ranks connect to.
         key: what they must know; empty where only this user can connect.
         results: the parts of the results, by rank.
@@ -75,26 +78,32 @@ class Server:
         deaths: the ranks without which the others go on, in the order of their deaths.
         left: the ranks whose process ended well.
         wants_end: whether a rank has asked for the end of the job.
-        connected: the ranks that have connected so far.
-        places: the names of the hosts of the ranks whose number may change.
-        state: the parts of the state that such ranks go on with; empty: they begin.
-        kept: the parts of that for the next run; empty: there is none.
+        hosts: the names of the host of each rank that has connected so far.
+        watching: the connections of the ranks that stop when they are asked to.
+        state: the parts of the state that only the launcher has: from the run before until all
+            ranks have it, and for the next run as soon as rank 0 has handed it over.
         printed: the last lines that mpirun itself has printed.
         stdout, stderr: file descriptors for mpirun's output.
     """
 
-    def __init__(self, folder: str, names: Sequence[str] = (), task: Sequence[Part] = ()) -> None:
+    def __init__(
+        self,
+        folder: str,
+        names: Sequence[str] = (),
+        task: Sequence[Part] = (),
+        ranks: int = 1,
+        spares: int = 0,
+    ) -> None:
+        self.ranks, self.spares = ranks, spares
         self.results: dict[int, list[bytearray]] = {}
         self.failures: dict[int, Failure] = {}
         self.exited: Failure | None = None
         self.deaths: list[Failure] = []
         self.left: set[int] = set()
         self.wants_end = False
-        self.connected: set[int] = set()
-        self.places: dict[int, list[str]] = {}
-        self.state: list[Part] = []
-        self.kept: list[Part] = []
-        self._watching: dict[int, Channel] = {}
+        self.hosts: dict[int, list[str]] = {}
+        self.watching: dict[int, Channel] = {}
+        self.state: Sequence[Part] = ()
         self.printed: list[str] = []
         self.folder = folder
         self._task = task
@@ -128,7 +137,7 @@ class Server:
 
     def ask_to_stop(self) -> None:
         """Have all ranks stop at their next commit, so that another number of them can go on."""
-        for channel in list(self._watching.values()):
+        for channel in list(self.watching.values()):
             with contextlib.suppress(OSError):  # that rank has ended
                 channel.send(protocol.STOP)
 
@@ -167,10 +176,8 @@ class Server:
         elif kind == protocol.DEATH:
             code, text = (part.decode() for part in parts)
             self.deaths.append(Failure(rank, int(code), text))
-        elif kind == protocol.WATCH:
-            self.places[rank] = [name.decode() for name in parts]
         elif kind == protocol.KEEP:
-            self.kept = list(parts)
+            self.state = [part for part in parts if part]
         elif kind == protocol.END_JOB:
             self.wants_end = True
         elif kind == protocol.LEFT:
@@ -264,9 +271,10 @@ class Server:
         channel: Channel | None = None
         try:
             channel = Channel(connection, self.key, is_launchers=True)
-            rank = channel.rank = int(channel.receive()[1][0])
+            number, *names = channel.receive()[1][0].decode().split()
+            rank = channel.rank = int(number)
+            self.hosts[rank] = names
             self._connections[connection] = None
-            self.connected.add(rank)
             channel.send(protocol.HELLO)
             while True:
                 kind, parts = channel.receive()
@@ -277,7 +285,8 @@ class Server:
                     channel.send(protocol.STATE, *self.state)
                     continue
                 if kind == protocol.WATCH:
-                    self._watching[rank] = channel
+                    self.watching[rank] = channel
+                    continue
                 self._put((rank, kind, parts))
                 if kind in (protocol.RESULT, protocol.ERROR, protocol.KEEP):
                     channel.send(protocol.SEEN)
@@ -294,10 +303,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(names: Sequence[str] = (), task: Sequence[Part] = ()) -> Iterator[Server]:
-    """Provide the server of one job, in a folder of its own."""
+def serving(
+    names: Sequence[str] = (), task: Sequence[Part] = (), ranks: int = 1, spares: int = 0
+) -> Iterator[Server]:
+    """Provide the server of one job, in a folder of its own; see `Server`."""
     with folders.temporary(tempfile.gettempdir(), SHARED) as folder:
-        server = Server(folder, names, task)
+        server = Server(folder, names, task, ranks, spares)
         try:
             yield server
         finally:

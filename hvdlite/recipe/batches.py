@@ -59,6 +59,7 @@ class Batches(Member):
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
         self._turns = virtual_ranks.current if follows else None
         self._yielded = self._before = 0  # batches, and parts that had ended before the first
+        self._follows = follows
         if follows:
             fields = sharding.samples, sharding.batch_size, sharding.shuffle, sharding.seed
             membership.join(self, fields)
@@ -136,6 +137,11 @@ class Batches(Member):
         """Return the epoch and its step that this rank has taken last."""
         return self._next_epoch, self._taken
 
+    def begin(self, rank: int, size: int) -> None:
+        """Take the rank and the number of ranks to begin with."""
+        if self._turns is None:
+            self.sharding = dataclasses.replace(self.sharding, rank=rank, size=size)
+
     def renumber(self, after: tuple[int, int], rank: int, size: int) -> None:
         """Take on a new rank and a new number of ranks after an epoch's step."""
         if self._turns is not None:
@@ -159,10 +165,7 @@ class Batches(Member):
         """Return the sharding with the rank and the number of ranks of an epoch's step."""
         for after, rank, size in reversed(self._changes):
             if at > after:
-                if (rank, size) == (sharding.rank, sharding.size):
-                    return sharding
-                shares = sharding.shares or sharding.size
-                return dataclasses.replace(sharding, rank=rank, size=size, shares=shares)
+                return sharding.taken_over(rank, size)
         return sharding
 
     def epoch(self, epoch: int) -> Iterator[Any]:
@@ -213,12 +216,18 @@ class Batches(Member):
         """Go on at a position that `state_dict` has returned, on any number of ranks.
 
         The next iteration is the rest of that epoch: every sample that no rank had taken, once.
-        The batch size may differ, too.
+        The batch size may differ, too. After a death, the ranks that are left share it from its
+        first step on.
 
         Raises:
             ValueError: As `Sharding.at`.
         """
-        self._begin(state["epoch"], self.sharding.at(state))
+        with membership.lock:
+            sharding = self.sharding
+            if self._follows and self._turns is None:
+                sharding = sharding.taken_over(world.rank(), world.size())
+                self._changes.clear()
+            self._begin(state["epoch"], sharding.at(state))
 
     @property
     def upcoming(self) -> Sharding:

@@ -19,8 +19,8 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import collectives, files, world
-from hvdlite.errors import CheckpointError
+from hvdlite import collectives, files, runtime, world
+from hvdlite.errors import CheckpointError, HorovodInternalError
 from hvdlite.recipe import _npz, _safetensors
 from hvdlite.recipe._tree import flatten, unflatten
 
@@ -38,7 +38,8 @@ TORCH_SUFFIXES = (".pt", ".pth")
 class Checkpoint:
     """One checkpoint file, read and written by rank 0 alone; made by `checkpoint`.
 
-    Every method is collective: all ranks call it, and an error on rank 0 is raised on all.
+    Every method is collective: all ranks call it, and an error on rank 0 is raised on all. If rank
+    0 dies meanwhile, and the others go on without it, the new rank 0 does its work again.
     A subclass that takes further types converts them to these in `_encode`, and back in
     `_decode`.
 
@@ -74,20 +75,22 @@ class Checkpoint:
         Args:
             state: A tree of dicts (keys: str, int, float, bool, None), lists, tuples, None,
                 bool, int, float, str, bytes, numpy scalars and numpy arrays of any dtype but
-                object. Only rank 0's counts; the others may pass None. ``.safetensors`` holds
-                fewer dtypes.
+                object. Only rank 0's counts; the others may pass None, but not under
+                ``hvdliterun --elastic``, where one of them may take its place. ``.safetensors``
+                holds fewer dtypes.
             blocking: If False, return when rank 0 has copied the state, which takes as much host
                 memory as the file; a thread writes the copy. Later changes of the state do not
                 count. The next call of a method of this object, and the end of the process, wait
-                for the thread.
+                for the thread. If rank 0 dies before the thread has ended, the previous file stays.
 
         Raises:
             TypeError: The tree holds another type; the message says where.
-            CheckpointError: The file cannot be written. With ``blocking=False`` the next call
-                raises this, and a failure that no call has raised is logged at exit.
+            CheckpointError: The file cannot be written, or a rank that has taken the place of a
+                dead rank 0 passes None. With ``blocking=False`` the next call raises what the
+                thread could not do, and a failure that no call has raised is logged at exit.
         """
         write = self._write if blocking else self._write_in_thread
-        _on_rank_zero(lambda: write(state), "checkpoint.save")
+        _on_rank_zero(lambda: write(self._checked(state)), "checkpoint.save")
 
     def load(self, default: Any = _REQUIRED) -> Any:
         """Read the file on rank 0 and return an equal tree on every rank.
@@ -102,16 +105,38 @@ class Checkpoint:
             CheckpointError: The file does not exist and there is no default, or it is damaged,
                 cut off, of an unknown format, or of another version, as are all generations
                 before it.
+            HorovodInternalError: Rank 0 has died after it has read the file, and before all others
+                had the arrays; on all ranks.
         """
         if default is not _REQUIRED and not self.exists():
             return default
-        arrays: _Arrays = []
-        structure, layouts = _on_rank_zero(lambda: self._read_into(arrays), "checkpoint.load")
-        if world.rank() != 0:
-            arrays = [np.empty(shape, dtype) for dtype, shape in layouts]
+        read: _Arrays = []  # stays empty on the other ranks
+        structure, layouts = _on_rank_zero(lambda: self._read_into(read), "checkpoint.load")
+        arrays = read or [np.empty(shape, dtype) for dtype, shape in layouts]
         for number, array in enumerate(arrays):
             _fill(array, f"checkpoint.load.{number}")
+
+        def check() -> None:
+            if arrays is not read:
+                raise HorovodInternalError(
+                    f"{self.path}: the rank that has read it died before it had sent all of it; "
+                    "load it again"
+                )
+
+        if arrays:
+            _on_rank_zero(check, "checkpoint.load.end")
         return self._decode(unflatten(structure, arrays))
+
+    def _checked(self, state: Any) -> Any:
+        """Return the state, which a rank that has taken the place of rank 0 must have, too."""
+        recovery = runtime.engine().recovery
+        if state is None and recovery is not None and recovery.starts[0] != 0:
+            raise CheckpointError(
+                f"{self.path} cannot be written: rank 0, which had the state, has died, and rank "
+                f"{recovery.starts[0]} of the start, which has taken its place, passed None; with "
+                "--elastic, pass the state on all ranks"
+            )
+        return state
 
     def _encode(self, state: Any) -> Any:
         """Return the tree to write; called on rank 0, where it may raise."""
@@ -278,17 +303,29 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> Checkpoint:
 
 
 def _on_rank_zero(action: Callable[[], _Result], name: str) -> _Result:
-    """Run the action on rank 0; on every rank, return its result or raise its error."""
-    result, failure = None, None
-    if world.rank() == 0:
-        try:
-            result = action()
-        except Exception as error:  # the other ranks wait for the outcome
-            failure = error
-    received, remote_failure = collectives.broadcast_object((result, failure), name=name)
-    if failure or remote_failure:
-        raise failure or remote_failure
-    return received  # type: ignore[no-any-return]
+    """Run the action on rank 0; on every rank, return its result or raise its error.
+
+    If rank 0 dies before the others have the outcome, the new rank 0 runs the action again.
+    """
+    outcome = None
+    while outcome is None:
+        own = _outcome(action) if world.rank() == 0 else None
+        # Not a broadcast, which is lost with its root. A rank that comes after the death may have
+        # run the action already, as the new rank 0; else no rank has, and all of them see that.
+        told = collectives.allgather_object(own, name=name)
+        outcome = own or next((each for each in told if each is not None), None)
+    result, failure = outcome
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[return-value]
+
+
+def _outcome(action: Callable[[], _Result]) -> tuple[_Result | None, Exception | None]:
+    """Return the result of an action or its error, for which the other ranks wait."""
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
 
 
 @contextmanager

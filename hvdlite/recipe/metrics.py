@@ -135,10 +135,7 @@ def gather(values: Any, indices: Any = None) -> Any:
     _, layout = next(iter(known.values()), (0, own))
     if not own.samples:
         arrays = [np.empty((0, *shape), dtype) for dtype, shape in layout.rows]
-    gathered = [
-        collectives.allgather(array, name=f"gather: {number}")
-        for number, array in enumerate(arrays)
-    ]
+    gathered = collectives.grouped_allgather(arrays, name="gather")  # those of the same ranks
     if layout.has_places:
         _, order = np.unique(gathered.pop(), return_index=True)
         gathered = [array[order] for array in gathered]

@@ -177,7 +177,8 @@ class Sharding:
         """Return the sharding of the rest of an epoch; its number is ``state["epoch"]``.
 
         Args:
-            state: A position; the batch size and the number of ranks may have been others.
+            state: A position; the batch size and the number of ranks may have been others. If it
+                has ``shares``, too, they are those of the result.
 
         Raises:
             ValueError: The position belongs to another number of samples, another seed or another
@@ -190,7 +191,13 @@ class Sharding:
                     f"{name}={state[name]!r}: go on with the same data and the same seed, or begin "
                     "an epoch without the state"
                 )
-        return replace(self, done=state["done"])
+        return replace(self, done=state["done"], shares=state.get("shares", self.shares))
+
+    def taken_over(self, rank: int, size: int) -> Sharding:
+        """Return the sharding in which other ranks share the same global batches."""
+        if (rank, size) == (self.rank, self.size):
+            return self
+        return replace(self, rank=rank, size=size, shares=self.shares or self.size)
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         check_count("epoch", epoch, 0)

@@ -35,7 +35,7 @@ class HierarchicalTransport(MPITransport):
     title = "shared memory within nodes, MPI between them"
 
     def __init__(self, MPI: Any, world: World, node: SharedMemoryTransport, nodes: int) -> None:  # noqa: N803
-        super().__init__(MPI, world.comm, world.ranks)
+        super().__init__(MPI, world.comm, world.ranks, world.create)
         self._node = node
         self._nodes = nodes
 
@@ -54,7 +54,7 @@ class HierarchicalTransport(MPITransport):
         barrier = join(world, getattr(before, "arena", None))
         if barrier is None:
             return None
-        cross = MPITransport(MPI, world.cross)
+        cross = MPITransport(MPI, world.cross, None, world.create)
         node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
         return cls(MPI, world, node, len(ranks))
 

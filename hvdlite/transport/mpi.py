@@ -14,7 +14,7 @@ from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import DIGEST_SIZE, LARGEST_FUSED, NoRoomError, OnWait, Transport
 from hvdlite.transport.liveness import Liveness
 from hvdlite.transport.reduce import is_integer_mean
-from hvdlite.world import World
+from hvdlite.world import Create, World, create_at_once
 
 # Counts have 32 bits in MPI 3: larger arrays are sent in pieces of at most this many bytes.
 _MAX_BYTES = 2**30
@@ -61,12 +61,18 @@ class MPITransport(Transport):
     title = "MPI"
     max_digests = 32
 
-    def __init__(self, MPI: Any, comm: Any, members: Sequence[int] | None = None) -> None:  # noqa: N803
-        self._comm = comm.Dup()
+    def __init__(
+        self,
+        MPI: Any,  # noqa: N803
+        comm: Any,
+        members: Sequence[int] | None = None,
+        create: Create = create_at_once,
+    ) -> None:
+        self._comm = create(comm.Dup)
         self.rank = int(comm.rank)
         self.size = int(comm.size)
         self.members = range(self.size) if members is None else members
-        self._liveness = Liveness(MPI, comm.Dup(), self.members)
+        self._liveness = Liveness(MPI, create(comm.Dup), self.members)
         self._comparison: tuple[Any, Any, Any] | None = None  # in progress: request and buffers
         self._on_wait: OnWait | None = None
         self._reserved: list[Any] = []  # byte arrays for the collectives after `meet`
@@ -87,7 +93,7 @@ class MPITransport(Transport):
         before: Transport | None = None,
     ) -> MPITransport | None:
         """Serve any world."""
-        return cls(MPI, world.comm, world.ranks)
+        return cls(MPI, world.comm, world.ranks, world.create)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare the smallest digests with the largest, found as the smallest complements.

@@ -109,7 +109,9 @@ class VirtualRanks:
             The results, in the order of ``own``.
 
         Raises:
-            BaseException: what the function raises for the first virtual rank for which it does.
+            BaseException: what the function raises first; for other virtual ranks it may raise
+                something else, because the first one comes to no more collectives.
+            RuntimeError: a thread cannot be started.
         """
         transports = [VirtualTransport(self, position) for position in range(len(self.own))]
         if len(transports) == 1:
@@ -117,31 +119,34 @@ class VirtualRanks:
         self._running, self._left = 0, list(range(len(self.own)))
         self._calls, self._failure = [], None
         results: list[Any] = [None] * len(transports)
-        errors: dict[int, BaseException] = {}
+        errors: list[BaseException] = []
 
         def play(position: int) -> None:
             try:
-                with self._turn:
-                    self._wait_for_turn(position)
+                self._wait_for_turn(position)
                 # numpy's error handling is that of a thread.
                 with np.errstate(all="ignore"):
                     results[position] = work(transports[position])
             except BaseException as error:
-                errors[position] = error
+                errors.append(error)
             finally:
                 self._hand_over(position, None)
 
-        threads = [
-            threading.Thread(target=play, args=(position,), name=f"hvdlite-virtual-{rank}")
-            for position, rank in enumerate(self.own[1:], start=1)
-        ]
-        for thread in threads:
-            thread.start()
+        threads: list[threading.Thread] = []
+        try:
+            for position, rank in enumerate(self.own[1:], start=1):
+                name = f"hvdlite-virtual-{rank}"
+                thread = threading.Thread(target=play, args=(position,), name=name, daemon=True)
+                thread.start()
+                threads.append(thread)
+        except BaseException as error:
+            # The others wait for their turns, in which they raise it.
+            self._failure, self._left = error, list(range(len(threads) + 1))
         play(0)
         for thread in threads:
             thread.join()
         if errors:
-            raise errors[min(errors)]
+            raise errors[0]
         return results
 
     def call(self, position: int, method: str, *arguments: Any) -> Any:
@@ -150,15 +155,15 @@ class VirtualRanks:
         if len(self.own) == 1:
             return self._perform([call])[0]
         self._hand_over(position, call)
-        with self._turn:
-            self._wait_for_turn(position)
-            if self._failure is not None:
-                raise self._failure
-            return self._answers[position]
+        self._wait_for_turn(position)
+        return self._answers[position]
 
     def _wait_for_turn(self, position: int) -> None:
-        while self._running != position:
-            self._turn.wait()
+        with self._turn:
+            while self._running != position:
+                self._turn.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def _hand_over(self, position: int, call: _Call | None) -> None:
         """Let the next virtual rank run; once all have come to a collective, run that first."""

@@ -1,26 +1,34 @@
 """Measure what ``hvdliterun --elastic`` adds to a training step in which no rank dies.
 
-``python -m tests.benchmarks.elastic [--np N] [--turns N]`` starts jobs with and without it in
-turns. Each trains the models of ``hvdlite bench training`` and prints the median time of its steps.
+``python -m tests.benchmarks.elastic [--np N] [--jobs N] [--turns N]`` starts a job with it and one
+without, which take turns of a few steps, so that both meet the same load of the machine. Then it
+does so again with new jobs: where processes lie in memory makes a difference, too. The models are
+those of ``hvdlite bench training``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 from hvdlite.bench.workloads import WORKLOADS
 from tests.harness import mpirun
 
-_MODELS = {"resnet": 40, "layers": 200, "mlp": 12}  # and the number of steps
+_MODELS = {"resnet": 6, "layers": 60, "mlp": 6}  # and the number of steps in a turn
+_WARM_UP = 3
 
 
-def _train() -> None:
-    """Print the median seconds of a step of each model, from rank 0."""
+def _serve(models: list[str]) -> None:
+    """Train the model that each line on standard input names, for one turn; print the median step.
+
+    Only rank 0 has these lines.
+    """
     import torch
 
     import hvdlite.torch as hvd
@@ -28,52 +36,93 @@ def _train() -> None:
 
     hvd.init()
     torch.set_num_threads(1)
-    found = {}
-    for name, steps in _MODELS.items():
+    replicas = {}
+    for name in models:
         batch = WORKLOADS[name].batch
-        replica = benchmark.Replica(name, name, batch, hvd.rank(), benchmark.hvdlite)
-        replica.broadcast()
+        replicas[name] = benchmark.Replica(name, name, batch, hvd.rank(), benchmark.hvdlite)
+        replicas[name].broadcast()
+    while True:
+        name = hvd.broadcast_object(sys.stdin.readline().strip() if hvd.rank() == 0 else None)
+        if not name:
+            return
         times = []
-        for step in range(steps + 5):
+        for _ in range(_MODELS[name]):
             hvd.barrier()
             start = time.perf_counter()
-            replica.step()
-            if step >= 5:
-                times.append(time.perf_counter() - start)
-        found[name] = statistics.median(times)
-    if hvd.rank() == 0:
-        print(json.dumps(found))
+            replicas[name].step()
+            times.append(time.perf_counter() - start)
+        if hvd.rank() == 0:
+            print(json.dumps(statistics.median(times)), flush=True)
+
+
+@contextlib.contextmanager
+def _job(ranks: int, models: list[str], *flags: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), *flags]
+    with subprocess.Popen(
+        [*command, sys.executable, "-m", "tests.benchmarks.elastic", "--ranks", *models],
+        env=mpirun.environment(),
+        cwd=mpirun.ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdin is not None
+        try:
+            yield job
+        finally:
+            job.stdin.write("\n")  # Open MPI's mpirun does not pass on that its input has ended
+            job.stdin.close()
+    assert job.returncode == 0, job.returncode
+
+
+def _take_turn(job: subprocess.Popen[str], model: str) -> float:
+    assert job.stdin is not None
+    assert job.stdout is not None
+    job.stdin.write(model + "\n")
+    job.stdin.flush()
+    return float(json.loads(job.stdout.readline()))
+
+
+def _measure(ranks: int, models: list[str], turns: int) -> dict[str, tuple[float, float]]:
+    """Return the median seconds of a step, without and with ``--elastic``, for each model."""
+    found = {}
+    with _job(ranks, models) as plain, _job(ranks, models, "--elastic") as elastic:
+        for model in models:
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            for turn in range(turns + _WARM_UP):
+                order = (plain, elastic) if turn % 2 else (elastic, plain)
+                for job in order:
+                    taken = _take_turn(job, model)
+                    if turn >= _WARM_UP:
+                        seconds[job is elastic].append(taken)
+            found[model] = (statistics.median(seconds[False]), statistics.median(seconds[True]))
+    return found
 
 
 def main() -> None:
-    """Print a line for each model."""
+    """Print a line for each model and pair of jobs, and one for each model."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--np", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=5, help="pairs of jobs, one after the other")
+    parser.add_argument("--turns", type=int, default=10, help="of each job with each model")
+    parser.add_argument("--models", default=",".join(_MODELS))
     options = parser.parse_args()
-    seconds: dict[tuple[str, bool], list[float]] = {}
-    for _ in range(options.turns):
-        for is_elastic in (False, True):
-            extra = ["--elastic"] if is_elastic else []
-            command = [sys.executable, "-m", "hvdlite.launch", "-np", str(options.np), *extra]
-            job = subprocess.run(
-                [*command, sys.executable, "-m", "tests.benchmarks.elastic", "--ranks"],
-                env=mpirun.environment(),
-                cwd=mpirun.ROOT,
-                capture_output=True,
-                text=True,
-                check=True,
+    models = options.models.split(",")
+    ratios: dict[str, list[float]] = {model: [] for model in models}
+    for _ in range(options.jobs):
+        for model, (plain, elastic) in _measure(options.np, models, options.turns).items():
+            ratios[model].append(elastic / plain)
+            print(
+                f"{model}: {plain * 1e3:.1f} ms a step, with --elastic {elastic * 1e3:.1f} ms; "
+                f"ratio {elastic / plain:.3f}",
+                flush=True,
             )
-            for model, found in json.loads(job.stdout).items():
-                seconds.setdefault((model, is_elastic), []).append(found)
-    for model in _MODELS:
-        plain, elastic = (statistics.median(seconds[model, each]) for each in (False, True))
-        ratios = [b / a for a, b in zip(seconds[model, False], seconds[model, True], strict=True)]
+    for model, found in ratios.items():
         print(
-            f"{model}: {plain * 1e3:.1f} ms a step, with --elastic {elastic * 1e3:.1f} ms; ratio "
-            f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            f"{model}: median ratio {statistics.median(found):.3f} "
+            f"({min(found):.3f} to {max(found):.3f})"
         )
 
 
 if __name__ == "__main__":
-    _train() if sys.argv[1:] == ["--ranks"] else main()
+    _serve(sys.argv[2:]) if sys.argv[1:2] == ["--ranks"] else main()

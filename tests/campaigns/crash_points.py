@@ -3,6 +3,7 @@
 python -m tests.campaigns.crash_points                     # ranks in turn
 python -m tests.campaigns.crash_points --orders 4          # and in other orders of turns
 python -m tests.campaigns.crash_points --pairs 1000        # instead, two deaths, at random
+python -m tests.campaigns.crash_points --sets              # instead, while a process set is added
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def plans(options: argparse.Namespace) -> Iterator[tuple[Sequence[Crash], int | 
     """Yield the deaths of each run and the seed of its order of turns."""
     orders = [] if options.pairs else [None, *range(1, options.orders + 1)]
     for seed in orders:
-        for crash in crash_points.crashes(seed):
+        for crash in crash_points.crashes(seed, options.sets):
             yield [crash], seed
     chance = random.Random(options.seed)
     first = crash_points.crashes()
@@ -38,13 +39,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--orders", type=int, default=0, help="how many other orders of turns")
     parser.add_argument("--pairs", type=int, default=0, help="instead, runs with two deaths")
+    parser.add_argument("--sets", action="store_true", help="instead, add a process set")
     parser.add_argument("--seed", type=int, default=0, help="of the pairs")
     options = parser.parse_args()
     logging.getLogger("hvdlite").setLevel(logging.CRITICAL)
+    check = crash_points.check_adding if options.sets else crash_points.check
     left: Counter[int] = Counter()
     for planned, seed in plans(options):
         try:
-            left[crash_points.check(planned, seed)] += 1
+            left[check(planned, seed)] += 1
         except AssertionError as error:
             print(f"{planned}, order {seed}: {error!r} from {error.__cause__!r}")
             raise SystemExit(1) from None

@@ -2,6 +2,7 @@
 
 python -m tests.campaigns.kill --runs 100
 python -m tests.campaigns.kill --runs 100 --framework arrays --set HVDLITE_SHARED_MEMORY=0
+python -m tests.campaigns.kill --runs 100 --framework sets
 python -m tests.campaigns.kill --runs 100 --framework spares
 python -m tests.campaigns.kill --runs 100 --framework virtual
 """
@@ -20,6 +21,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tests.harness import mpirun
+from tests.launch import launcher
 
 RANKS = 4
 _SECONDS = 120
@@ -48,6 +50,7 @@ class Script(NamedTuple):
 SCRIPTS = {
     "steps": Script("tests/elastic/three_steps.py", 3, 0.1, has_steps=False),
     "arrays": Script("tests/elastic/recovering.py", 12, 0.3, has_steps=False),
+    "sets": Script("tests/elastic/adding_sets.py", 60, 0.4, has_steps=False),
     "torch": Script("tests/elastic/training_torch.py", 30, 0.6),
     "tensorflow": Script("tests/elastic/training_tensorflow.py", 30, 2.0),
     "virtual": Script("tests/elastic/virtual_torch.py", 30, 1.0),
@@ -94,18 +97,10 @@ def run(
         AssertionError: it failed.
     """
     script = SCRIPTS[framework]
-    command = [
-        *(sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--elastic"),
-        *("--spares", str(script.spares)),
-        *(sys.executable, script.path, str(script.steps), *script.arguments),
-    ]
-    job = subprocess.run(
-        command,
+    job = launcher.hvdliterun(
+        *("-np", ranks, "--elastic", "--spares", script.spares),
+        *(sys.executable, script.path, script.steps, *script.arguments),
         env=mpirun.environment({"HVDLITE_REHEARSE": ";".join(faults), **extra}),
-        cwd=mpirun.ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=_SECONDS,
     )
     assert job.returncode == 0, f"exit code {job.returncode}\n{job.stdout}{job.stderr}"

@@ -10,7 +10,6 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import mpirun
+from tests.launch import launcher
 
 _SCRIPTS = {"torch": "pytorch_mnist.py", "tensorflow": "tensorflow_mnist.py"}
 EPOCHS = 4
@@ -38,18 +38,11 @@ def train(framework: str, *victim: int) -> tuple[dict[str, Any], str, float]:
     example = mpirun.ROOT / "examples" / _SCRIPTS[framework]
     program = [Path(__file__).with_name("victim.py"), *victim, example] if victim else [example]
     with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
-        command = [
-            *(sys.executable, "-m", "hvdlite.launch", "-np", "2", "--restarts", "1"),
-            *(sys.executable, *map(str, program)),
-            *("--epochs", str(EPOCHS), "--checkpoint-dir", folder, "--json"),
-        ]
         began = time.perf_counter()
-        job = subprocess.run(
-            command,
+        job = launcher.hvdliterun(
+            *("-np", 2, "--restarts", 1, sys.executable, *program),
+            *("--epochs", EPOCHS, "--checkpoint-dir", folder, "--json"),
             env=mpirun.environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
             timeout=_SECONDS,
         )
         seconds = time.perf_counter() - began

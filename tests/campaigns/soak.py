@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.harness import mpirun
+from tests.launch import launcher
 
 RANKS, SPARES = 3, 6
 MARK = "HVDLITE_SOAK"
@@ -45,7 +46,6 @@ _SECONDS_TO_GO = 10.0
 _EXACT = ("descriptors", "threads", "segments", "mounted")
 # KiB that a process may grow with each recovery or reset once it is warm, and beside that.
 _GROWTH, _SLACK = 100.0, 3000.0
-_STEPS_TO_SETTLE = 16  # three commits
 _WARM = 2  # changes of the ranks that a process has been through
 _WATCHED = ("/dev/shm/", "/tmp/", "/run/", "/var/tmp/")
 
@@ -57,14 +57,11 @@ class Plan(NamedTuple):
         seconds: How long it trains.
         pause: The least and the most seconds between two faults.
         deaths: How many at most.
-        settles: Whether the ranks have formed their world anew before the next fault. A death
-            meanwhile may end the job, see the elastic guide.
     """
 
     seconds: float
     pause: tuple[float, float] = (1.0, 8.0)
     deaths: int = SPARES
-    settles: bool = False
 
 
 @dataclass
@@ -143,9 +140,9 @@ class Job:
         self.output = self.folder / "output"
         with self.output.open("w") as output:
             self.launcher = subprocess.Popen(
-                self._command(
-                    *("-np", str(RANKS), "--elastic", "--spares", str(spares)),
-                    *(sys.executable, _SCRIPT, str(self.reports)),
+                launcher.command(
+                    *("-np", RANKS, "--elastic", "--spares", spares),
+                    *(sys.executable, _SCRIPT, self.reports),
                 ),
                 env=self._environment(),
                 cwd=mpirun.ROOT,
@@ -155,12 +152,11 @@ class Job:
                 start_new_session=True,
             )
 
-    def _command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "hvdlite.launch", *arguments]
-
     def _environment(self) -> dict[str, str]:
         own = {MARK: self.mark, "TMPDIR": str(self.temporary), "SOAK_PACE": str(_PACE)}
         own["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")  # made by PyTorch's import
+        # Exceptions come at random, perhaps several between two commits.
+        own["HVDLITE_ELASTIC_RETRIES"] = "0"
         return mpirun.environment({**own, **self.extra})
 
     @property
@@ -256,7 +252,7 @@ class Job:
 
     def next_start(self) -> None:
         """Start another job in the same place."""
-        command = self._command("-np", "1", sys.executable, "-c", "")
+        command = launcher.command("-np", 1, sys.executable, "-c", "")
         env = {**self._environment(), MARK: "the next job"}
         subprocess.run(command, env=env, cwd=mpirun.ROOT, check=True, stdin=subprocess.DEVNULL)
 
@@ -294,8 +290,6 @@ def survive(job: Job, chance: random.Random, plan: Plan) -> None:
                 stopped.remove((due, process))
                 job.signal(process, signal.SIGCONT)
         is_due = now >= following or (again is not None and now >= again)
-        if plan.settles and job.step < fault_at + _STEPS_TO_SETTLE:
-            is_due = False
         if now > began + plan.seconds and not stopped:
             if job.step > fault_at + 20:  # the last spares have come in
                 (job.reports / "stop").touch()
@@ -324,7 +318,7 @@ def survive(job: Job, chance: random.Random, plan: Plan) -> None:
             job.note(f"kill {process.number}")
             job.signal(process, signal.SIGKILL)
             deaths += 1
-            if chance.random() < 0.25 and not plan.settles:
+            if chance.random() < 0.25:
                 again = now + chance.uniform(0.0, 0.3)
         elif kind == "spare" and waiting and deaths < plan.deaths:
             process = chance.choice(waiting)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 
 from tests.harness import mpirun
+from tests.launch import launcher
 
 _SCRIPTS = {
     "torch": "tests/elastic/virtual_torch.py",
@@ -28,16 +28,9 @@ def train(framework: str, compression: str, processes: int, steps: int) -> str:
     Raises:
         AssertionError: The job failed, or its ranks differ.
     """
-    job = subprocess.run(
-        [
-            *(sys.executable, "-m", "hvdlite.launch", "-np", str(processes)),
-            *(sys.executable, _SCRIPTS[framework], str(steps), compression),
-        ],
-        env=mpirun.environment({}),
-        cwd=mpirun.ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
+    job = launcher.hvdliterun(
+        *("-np", processes, sys.executable, _SCRIPTS[framework], steps, compression),
+        env=mpirun.environment(),
         timeout=_SECONDS,
     )
     assert job.returncode == 0, f"exit code {job.returncode}\n{job.stdout}{job.stderr}"

@@ -1,8 +1,8 @@
-"""A small job over a simulated MPI, in which a rank dies at each point that it gets to.
+"""Small jobs over a simulated MPI, in which a rank dies at each point that it gets to.
 
 Each of the three ranks r brings 2^r, so an average tells which ranks are in it. Three steps: an
 exchange of gradients, one with compression and error feedback, and the average of a loss; then
-all close their lanes.
+all close their lanes. In the other job the ranks add a process set, and exchange in it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests import simulated_mpi
 from tests.simulated_mpi import Clock, Comm, Crash, Job, Process
 
 RANKS, STEPS = 3, 3
+_MEMBERS = (0, 2)
 _SETTINGS = Settings(shared_memory=False, overlap="0", cycle_time=0.0)
 _CLOSING_SECONDS = 5.0
 
@@ -35,15 +36,16 @@ _CLOSING_SECONDS = 5.0
 Seen = list[tuple[str, list[float]]]
 
 
-def crashes(seed: int | None = None) -> list[Crash]:
+def crashes(seed: int | None = None, adds: bool = False) -> list[Crash]:
     """Return all ways in which a rank of the job can die.
 
     Args:
         seed: Of the order of turns.
+        adds: Whether the job is that which adds a process set.
     """
     job = Job(RANKS, seed=seed)
-    seen = run(job)
-    assert len({repr(each) for each in seen.values()}) == 1, seen
+    seen = run(job, adds)
+    assert adds or len({repr(each) for each in seen.values()}) == 1, seen
     return [crash for process in job.processes for crash in process.crashes]
 
 
@@ -73,11 +75,36 @@ def check(planned: Sequence[Crash], seed: int | None = None) -> int:
     return len(left)
 
 
-def run(job: Job) -> dict[int, Seen]:
-    """Run the job; return what each rank has got, those that have died included."""
+def check_adding(planned: Sequence[Crash], seed: int | None = None) -> int:
+    """Run the job that adds a process set, with deaths; require that all others have it.
+
+    Returns:
+        The number of ranks that are left.
+
+    Raises:
+        AssertionError: They have not, or hang.
+    """
+    job = Job(RANKS, planned, seed)
+    seen = run(job, adds=True)
+    left = [each.number for each in job.processes if not each.is_dead]
+    # By their new numbers, a member that has died not among them, unless it did afterwards.
+    members = [left.index(rank) for rank in _MEMBERS if rank in left]
+    for rank in left:
+        ((_, ranks), (_, values)) = seen[rank]
+        assert ranks in (members, list(_MEMBERS)), (rank, seen, left)
+        assert ranks == seen[left[0]][0][1], (seen, left)
+        found = _ranks_in(values[0]) if values else set()
+        living = set(_MEMBERS) & set(left)
+        assert living <= found <= set(_MEMBERS) if rank in _MEMBERS else not found, (seen, left)
+    return len(left)
+
+
+def run(job: Job, adds: bool = False) -> dict[int, Seen]:
+    """Run a job; return what each rank has got, those that have died included."""
     seen: dict[int, Seen] = {}
+    do = _add_set if adds else _train
     with _simulated(job):
-        job.run(lambda process, comm: _train(job, process, comm, seen))
+        job.run(lambda process, comm: do(job, process, comm, seen))
     return seen
 
 
@@ -96,7 +123,9 @@ def _simulated(job: Job) -> Iterator[None]:
 
 def _train(job: Job, process: Process, comm: Comm, seen: dict[int, Seen]) -> None:
     world = World.split(simulated_mpi, comm)
-    recovering = recovery.Recovery(simulated_mpi, world, _SETTINGS, lambda *_: None)
+    recovering = recovery.Recovery(
+        simulated_mpi, world, _SETTINGS, lambda *_: None, range(comm.size)
+    )
     engine = Engine(simulated_mpi, world, _SETTINGS, recovery=recovering)
     recovering.add(engine)
     dense = _exchange(engine, "dense", 3, Compression.none)
@@ -130,6 +159,39 @@ def _train_steps(
         mine.append((f"loss, step {step}", engine.run("allreduce", "loss", describe).tolist()))
     for lane in engine.lanes:  # one after the other, so that the order of calls is always the same
         assert lane.close(_CLOSING_SECONDS), lane.name
+
+
+def _add_set(job: Job, process: Process, comm: Comm, seen: dict[int, Seen]) -> None:
+    world = World.split(simulated_mpi, comm)
+    recovering = recovery.Recovery(
+        simulated_mpi, world, _SETTINGS, lambda *_: None, range(comm.size)
+    )
+    engines = [Engine(simulated_mpi, world, _SETTINGS, recovery=recovering)]
+    recovering.add(engines[0])
+    mine: Seen = []
+
+    def make(part: World) -> Engine:
+        return Engine(simulated_mpi, part, _SETTINGS, " of a process set", recovering)
+
+    def enter(ranks: list[int], engine: Engine | None) -> None:
+        mine.append(("ranks", [*map(float, ranks)]))
+        if engine is not None:
+            engines.append(engine)
+
+    job.count(process)
+    try:
+        recovering.form_part("a process set", _MEMBERS, world, make, enter)
+        loss = np.full(3, 2.0**process.number)
+        describe = lambda name: describe_allreduce(loss, name, None)  # noqa: E731
+        found = [each.run("allreduce", "loss", describe).tolist() for each in engines[1:]]
+        mine.append(("loss in the set", [value for each in found for value in each]))
+        seen[process.number] = mine
+        for engine in reversed(engines):
+            for lane in engine.lanes:
+                assert lane.close(_CLOSING_SECONDS), lane.name
+    finally:
+        for engine in engines:
+            engine.abandon()
 
 
 def _exchange(engine: Engine, name: str, size: int, strategy: Strategy) -> GradientExchange:

@@ -1,12 +1,14 @@
 """A job in which ranks die; what every rank has computed is checked against a closed form.
 
 Each step sums arrays of all sizes, in place and not, named and not, one by one and in a burst, and
-gathers and broadcasts. Rank r (its number at the start) brings 2^r, so each sum tells which ranks
-are in it. At the end the ranks that are left compare all that they have computed.
+gathers, broadcasts and sends rows to each. Rank r (its number at the start) brings 2^r, so each sum
+tells which ranks are in it. At the end the ranks that are left compare all that they have computed.
 """
 
 import hashlib
+import math
 import os
+import re
 import sys
 
 import numpy as np
@@ -50,6 +52,12 @@ for step in range(steps):
     check(rows[:, 0].sum(), f"{step} gather")
     mean = hvd.allreduce(np.ones(10))
     assert (mean == 1.0).all(), mean
+    ranks = hvd.runtime.engine().starts
+    mine = [(2.0**start, to) for to in ranks for _ in range(1 + to)]
+    found, received = hvd.alltoall(np.array(mine), [1 + to for to in ranks])
+    assert (found[:, 1] == start).all(), found
+    assert {*received.tolist()} <= {0, 1 + start}, received
+    check(found[:, 0].sum() / (1 + start), f"{step} alltoall")
     objects = hvd.allgather_object(start)
     assert objects == sorted(objects)
     check(sum(2**old for old in objects), f"{step} objects")
@@ -63,6 +71,18 @@ for step in range(steps):
         if "rank 0, which was to send it, has died" not in str(error):
             raise
         seen.update(b"lost")  # only the root had it
+    try:
+        sent = hvd.broadcast(np.full(100, 2.0**start), root_rank=hvd.size() - 1)
+        assert (sent == sent[0]).all()
+        assert math.log2(sent[0]) in alive
+        seen.update(sent)
+    except HorovodInternalError as error:
+        # The root has died, or ranks have come before and after a death, and mean different roots.
+        if not re.search(
+            "the ranks disagree .*: root_rank is|which was to send it, has died", str(error)
+        ):
+            raise
+        seen.update(b"lost")
 
 digests = hvd.allgather_object((start, seen.hexdigest(), pairs.included()))
 members = {digest for _, digest, is_member in digests if is_member}

@@ -103,6 +103,15 @@ class TestProgress:
         sampler.record_indices([2])
         assert state["processed_indices"] == set()
 
+    def test_the_attributes_of_horovods_sampler(self, deal):
+        done = {"epoch": 3, "processed_indices": {1, 4}}
+        for rank, sampler in enumerate(deal(9, 3, done, seed=1)):
+            assert (sampler.rank, sampler.num_replicas, sampler.epoch) == (rank, 3, 3)
+            assert (sampler.num_samples, sampler.total_size) == (3, 9)  # of 7 samples
+            sampler.record_indices([0])
+            assert sampler.remaining_indices == [0, 2, 3, 5, 6, 7, 8]
+            assert sampler.processed_indices == {0, 1, 4}
+
     def test_a_new_epoch_has_everything(self, deal):
         (sampler,) = deal(4, 1)
         sampler.record_batch(0, 3)

@@ -109,6 +109,61 @@ def test_who_is_left(faults, count, left):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victims", "count", "left"),
+    [
+        ({0: 1}, 0, [1, 2]),  # in the first init()
+        ({0: 1, 2: 1}, 1, [1, 3]),
+        ({0: 2}, 0, [2]),
+        ({2: 2}, 1, [0, 3]),  # the spare that has just come in goes on
+        ({2: 2}, 2, [0, 3, 4]),
+        ({3: 1}, 2, [0, 2, 4]),  # and here it is the one that dies
+        ({0: 2, 2: 2}, 1, []),  # nobody has the state
+        ({0: 2, 2: 3}, 2, []),
+    ],
+)
+def test_a_death_while_a_world_is_formed(victims, count, left):
+    planted = """
+from hvdlite import rehearsal
+formed = 0
+def reach(point, *args):
+    global formed
+    formed += point == "form"
+    point == "form" and VICTIMS.get(me) == formed and os.kill(os.getpid(), signal.SIGKILL)
+    plant and plant(point, *args)
+plant, rehearsal.reach = None, reach
+hvd.init(process_sets=sets)
+plant, rehearsal.reach = rehearsal.reach, reach
+""".replace("VICTIMS", repr(victims))
+    code = CODE.replace("hvd.init(process_sets=sets)\n", planted)
+    faults = [] if 1 in [victims.get(0)] else [at(1, 8)]
+    found, stderr = run(faults, count, 3, code, returncode=0 if left else 137)
+    assert [each[:3] for each in found] == [[n, i, len(left)] for i, n in enumerate(left)]
+    if not left:
+        assert "hvdlite: all ranks have died, so this spare ends" in stderr
+        return
+    assert len({json.dumps(each[3]) for each in found}) == 1
+    assert found[0][3][-1] == sum(2.0**process for process in left)
+
+
+def test_a_rank_that_cannot_communicate_ends_the_job_though_none_has_died():
+    planted = """
+from hvdlite import rehearsal
+hvd.init(process_sets=sets)
+planted = rehearsal.reach
+def reach(point, *args):
+    if point == "form" and me == 0:
+        raise OSError("no memory left")
+    planted and planted(point, *args)
+rehearsal.reach = reach
+"""
+    code = CODE.replace("hvd.init(process_sets=sets)\n", planted)
+    found, stderr = run([at(1, 8)], 0, 3, code, returncode=1)
+    assert found == []
+    assert "the ranks cannot communicate, although none has died (no memory left)" in stderr
+
+
+@pytest.mark.slow
 def test_a_spare_that_dies_is_missed_by_nobody(tmp_path):
     file = str(tmp_path / "spare")
     code = CODE.replace(
@@ -129,6 +184,8 @@ def test_process_sets_are_those_of_the_ranks():
     code = code.replace("state.sums, cpu", "[each.ranks for each in sets], state.sums[-1]")
     found, _ = run([at(1, 12)], code=code)
     assert [each[3:] for each in found] == [[[[0], [1]], 13.0]] * 3
+    found, _ = run([at(1, 12), "kill:rank=0,point=form"], code=code)
+    assert [each[3:] for each in found] == [[[[], [0]], 12.0]] * 2
 
 
 @pytest.mark.slow
@@ -174,3 +231,73 @@ def test_spares_need_a_job_that_goes_on():
         spares.check(Settings(spares=1), 3)
     with pytest.raises(SettingsError, match="found 3 for 3 processes"):
         spares.check(Settings(spares=3, elastic=True), 3)
+
+
+@pytest.mark.parametrize("np", [2, 3])
+def test_arguments_that_do_not_fit_are_told_as_without_elastic(np):
+    code = """
+import hvdlite as hvd
+try:
+    hvd.init(virtual_ranks=1)
+except ValueError as error:
+    print(str(error).partition(":")[0])
+"""
+    job = hvdliterun("--elastic", "-np", np, sys.executable, "-c", code)
+    told = f"virtual_ranks=1 is less than the number of processes, {np}\n"
+    assert (job.returncode, job.stdout) == (0, told * np), job.stderr
+
+
+def test_a_spare_that_communicates_before_the_function_is_told():
+    code = CODE.replace(
+        "\n@hvd.elastic.run", "\nhvd.allreduce(1.0, name='early')\n@hvd.elastic.run", 1
+    )
+    assert "early" in code
+    found, stderr = run([at(1, 8)], code=code, returncode=1)
+    assert found == []
+    assert "'early' cannot be submitted: this process has come in as a spare, and the" in stderr
+
+
+def test_init_takes_the_same_ranks_again():
+    code = """
+import json
+import hvdlite as hvd
+from mpi4py import MPI
+for comm in (MPI.COMM_WORLD, None, [0, 1]):
+    try:
+        hvd.init(comm=comm)
+        print(json.dumps([hvd.rank(), hvd.size(), float(hvd.allreduce(1.0, op=hvd.Sum))]))
+        hvd.shutdown()
+    except ValueError as error:
+        print(json.dumps(str(error)))
+"""
+    job = hvdliterun("--elastic", "-np", 2, "--spares", 1, sys.executable, "-c", code)
+    assert job.returncode == 0, job.stderr
+    found = [json.loads(line) for line in job.stdout.splitlines()]
+    assert sorted(each for each in found if isinstance(each, list)) == [
+        *[[0, 2, 2.0]] * 2,
+        *[[1, 2, 2.0]] * 2,
+    ]
+    told = "comm=[0, 1] is not what init() got first (None), and spares wait for those ranks"
+    assert [each for each in found if told in each] == [
+        each for each in found if isinstance(each, str)
+    ]
+    assert len(found) == 6
+
+
+def test_ranks_that_cannot_communicate_do_not_try_for_ever():
+    code = """
+import pickle
+import hvdlite as hvd
+from hvdlite import bootstrap
+class Bad:
+    def __reduce__(self):
+        raise pickle.PicklingError("not this one")
+hvd.init()
+try:
+    bootstrap.pool().form(Bad() if hvd.rank() == 1 else "fine")
+except hvd.HorovodInternalError as error:
+    print("none has died since" in str(error), "not this one" in str(error))
+"""
+    job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
+    assert job.returncode == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == ["True False", "True False", "True True"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import pickle
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hvdlite.torch as hvd
 from hvdlite.gradients.bucket import GradientBucket
+from hvdlite.recipe import Sharding
 from hvdlite.torch import elastic
 from hvdlite.torch.elastic import ElasticSampler, ObjectState, TorchState
 from tests.harness import ranks
@@ -84,6 +86,23 @@ class TestState:
             parameter.data.zero_()
         other.restore()
         assert same(other.model.state_dict(), state.model.state_dict())
+
+    @ranks(2, 3)
+    def test_a_spare_takes_on_the_global_batches_of_the_others(self, size):
+        """As if one rank more had started, and died at the end of the first step."""
+        hvd.init()
+        sampler = hvd.ShardSampler(30, batch_size=2, shuffle=False)
+        state = TorchState(sampler=sampler)
+        if hvd.rank() != size - 1:  # else it is the spare
+            before = Sharding(30, 2, hvd.rank(), size + 1, shuffle=False)
+            sampler._batches.sharding = before
+            next(iter(sampler))
+        state.sync()
+        together = 2 * (size + 1)
+        everywhere = hvd.allgather_object([*sampler])
+        steps = [[*itertools.chain(*parts)] for parts in zip(*everywhere, strict=True)]
+        samples = [*range(30)]
+        assert steps == [samples[at : at + together] for at in range(together, 30, together)]
 
     @ranks(1)
     @pytest.mark.parametrize("kind", list(OPTIMIZERS))

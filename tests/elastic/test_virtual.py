@@ -1,7 +1,7 @@
 """Virtual ranks: no number of processes, and no death, changes the weights."""
 
 import functools
-import subprocess
+import pickle
 import sys
 
 import pytest
@@ -24,16 +24,9 @@ slow = pytest.mark.slow
 @functools.cache
 def undisturbed(framework, compression, processes=1, steps=6):
     """Return what each process of an undisturbed job prints, without its number."""
-    job = subprocess.run(
-        [
-            *(sys.executable, "-m", "hvdlite.launch", "-np", str(processes)),
-            *(sys.executable, JOBS[framework], str(steps), compression),
-        ],
-        env=mpirun.environment({}),
-        cwd=mpirun.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=90,
+    job = hvdliterun(
+        *("-np", processes, sys.executable, JOBS[framework], steps, compression),
+        env=mpirun.environment(),
     )
     assert job.returncode == 0, job.stderr
     return {line.partition(": ")[2] for line in job.stdout.splitlines()}
@@ -63,8 +56,9 @@ def at(rank, point="exchange", step=3):
     ("compression", "faults", "left"),
     [
         ("powersgd", [at(0, "meet"), at(1, "meet")], [2, 3]),
-        pytest.param("topk", [at(2), at(1, "deliver", 5)], [0, 3], marks=slow),
-        pytest.param("powersgd", [at(2), "kill:rank=3,point=recover"], [0, 1], marks=slow),
+        pytest.param(
+            "topk", [at(2), "kill:rank=3,point=recover", at(1, "deliver", 5)], [0], marks=slow
+        ),
     ],
 )
 def test_a_death_does_not_change_the_weights(compression, faults, left, monkeypatch):
@@ -209,3 +203,33 @@ def test_a_loop_of_ones_own():
         env={"HVDLITE_REHEARSE": f"{at(1)};{at(2, step=4)}"},
     )
     assert (job.returncode, job.stdout) == (0, "weight -4444.0\n"), job.stderr
+
+
+def run_numpy(options, arguments, env=None):
+    script = "tests/elastic/virtual_numpy.py"
+    job = hvdliterun(*options, sys.executable, script, *arguments, env=env)
+    return job, dict(line.split() for line in job.stdout.splitlines())
+
+
+@slow
+@pytest.mark.parametrize("compression", ["topk", "powersgd"])
+def test_a_checkpoint_after_deaths_has_the_state_of_all_virtual_ranks(compression, tmp_path):
+    _, expected = run_numpy(["-np", 1], [compression, tmp_path / "undisturbed", 6])
+    file = tmp_path / "file"
+    # Rank 1 dies after a step that was refused, and rank 2 while the others tell what it had.
+    job, found = run_numpy(
+        ["--elastic", "-np", 4],
+        [compression, file, 6, 1],
+        {"HVDLITE_REHEARSE": "kill:rank=2,step=3,point=exchange,count=2"},
+    )
+    assert found == {"0": expected["0"], "3": expected["0"]}, job.stderr
+    for processes in (1, 3):
+        job, found = run_numpy(["-np", processes], [compression, file, 6])
+        assert found == {str(rank): expected["0"] for rank in range(processes)}, job.stderr
+    saved, weights = pickle.loads(file.read_bytes())
+    del saved["virtual"]["compression"][2]
+    file.write_bytes(pickle.dumps((saved, weights)))
+    job, _ = run_numpy(["-np", 1], [compression, file, 6])
+    assert job.returncode != 0
+    assert "the state that was loaded lacks what" in job.stderr
+    assert "has kept of virtual rank 2:" in job.stderr

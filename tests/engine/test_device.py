@@ -111,7 +111,7 @@ def test_allgather_of_uneven_rows(connect, size):
     def gather(rank):
         mine = rank.memory.lend(np.full((rank.rank, 2), rank.rank, np.int32))
         handle = rank.named.submit(DeviceAllgather("x", mine, with_rows=True))
-        whole, rows = handle.wait().take()
+        whole, rows, _ = handle.wait().take()
         assert rows == list(range(size))
         expected = [[r, r] for r in range(size) for _ in range(r)]
         assert rank.memory.read(whole).tolist() == expected

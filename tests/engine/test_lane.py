@@ -121,7 +121,7 @@ class TestOrder:
                 two[0].submit(total("a", 1)),
             ]
         for handle in (handles[0], handles[2]):
-            whole, rows = handle.wait()
+            whole, rows, _ = handle.wait()
             assert whole.tolist() == [[0.0] * 3] * 2
             assert rows == [2, 0]
         assert handles[1].wait().tolist() == [2.0] * 3

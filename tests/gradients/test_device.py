@@ -145,11 +145,11 @@ def test_a_planted_fault(connect):
             assert bad == (step == 0)
 
     job = connect(2)
-    rehearsal.plant({rehearsal.VARIABLE: "corrupt:value=inf"}, 0)
+    rehearsal.plant({rehearsal.VARIABLE: "corrupt:value=inf"}, 0, 1)
     try:
         on_all_ranks(train, job.ranks)
     finally:
-        rehearsal.plant({}, 0)
+        rehearsal.plant({}, 0, 1)
 
 
 def test_gradients_from_several_streams(connect):

@@ -66,6 +66,10 @@ def test_small_ones():
         assert choose(None, False) == Sum
     with pytest.raises(ValueError, match="give only op"):
         choose(Sum, True)
+    error = util.HorovodVersionMismatchError("torch", "2.1", "2.0")
+    assert isinstance(error, ImportError)
+    assert (error.name, error.version, error.installed_version) == ("torch", "2.1", "2.0")
+    assert str(error) == util.get_version_mismatch_message("torch", "2.1", "2.0")
 
 
 def test_extensions_are_frameworks(monkeypatch):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlite.errors import StartError
+from hvdlite.launch import cli, job, mpirun
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.hosts import Host, host_key
 from tests.harness.hosts import network_hosts, why_unavailable
@@ -107,6 +108,78 @@ def test_another_rank_takes_the_place_of_one_that_has_died(hosts):
 
 
 @pytest.mark.slow
+def test_a_spare_fills_the_gap_of_one_that_has_died(hosts):
+    # It takes longer than the host is on the blacklist.
+    code = NUMPY.replace("after < 8", "after < 100").replace('"done"', "bool(resizing._launcher)")
+    code = code.replace(
+        "import hvdlite as hvd", "import hvdlite as hvd\nfrom hvdlite.elastic import resizing"
+    )
+    options = "-np", 2, "--min-np", 2, "--spares", 1, "--blacklist-cooldown-range", 1, 4
+    found, stderr = run(hosts, {"6": "die"}, *options, code=code, resets=1)
+    assert [each[0] for each in found] == [0, 1]
+    assert lengths(found[0][1]) == [[2, 6], [1, 2], [2, 100]]
+    assert [each[2:] for each in found] == [[[2], True]] * 2  # the spare hears of changes, too
+    assert "the hosts have changed" not in stderr
+
+
+@pytest.mark.slow
+def test_the_state_survives_a_run_that_cannot_start(hosts, tmp_path, monkeypatch):
+    failing = tmp_path / "mpirun"
+    failing.write_text(
+        f'#!/bin/sh\ncase "$*" in *"--host localhost:3"*) test -e {tmp_path}/failed || '
+        f'{{ touch {tmp_path}/failed; exit 255; }};; esac\nexec {mpirun.find({})} "$@"\n'
+    )
+    failing.chmod(0o755)
+    monkeypatch.setitem(launcher.EXTRA, "HVDLITE_MPIRUN", str(failing))
+    options = discovered(hosts, "-np", 2, "--max-np", 3)
+    found, stderr = run(hosts, {"4": "localhost:3"}, *options, resets=1)
+    assert [each[0] for each in found] == [0, 1, 2]
+    (two, before), (three, after) = lengths(found[0][1])
+    assert (two, before % 4, three, after) == (2, 0, 3, 8)
+    assert stderr.splitlines() == [
+        "hvdliterun: the hosts have changed; the job goes on with 3 ranks on localhost:3",
+        "hvdliterun: mpirun exited with code 255; the ranks' state is kept, and the job starts "
+        "once more",
+        "hvdliterun: one more start; the job goes on with 3 ranks on localhost:3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ends", "states", "code", "said"),
+    [
+        # A run that has not taken the state is no restart; one that has is.
+        (["stop", 255, 255, "failed", 0], [0, 1, 1, 1, 0], 0, "failed; restart 1 of 1"),
+        (["stop", 255, "stop", 0], [0, 1, 1, 1], 0, "the job goes on with 2 ranks"),
+        (["stop", "wait", 255], [0, 1, 1], 255, "within 1 s (--elastic-timeout), so it is lost"),
+        (["stop", 130], [0, 1], 130, ""),
+    ],
+)
+def test_a_state_goes_to_the_first_run_that_takes_it(ends, states, code, said, monkeypatch, capsys):
+    had = []
+
+    def run(options, program, plan, command, settings, asked, sizes, state):
+        end = ends[len(had)]
+        had.append(len(state))
+        if end == "stop":
+            return job.End(0, "", [b"state"])
+        if end == "failed":
+            return job.End(1, "failed", [])
+        if end == 130:  # a signal
+            return job.End(130, "")
+        if end == "wait":
+            monkeypatch.setattr(cli, "_PAUSE", 1.1)
+            return job.End(255, "mpirun", state)
+        return job.End(end, "mpirun" if end else "", state)
+
+    monkeypatch.setattr(cli, "_run", run)
+    monkeypatch.setattr(cli, "_PAUSE", 0.0)
+    options = "-np 1 --max-np 2 --restarts 1 --elastic-timeout 1 true"
+    assert cli.main(options.split()) == code
+    assert had == states
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_too_few_ranks_wait_for_hosts(hosts):
     options = discovered(hosts, "-np", 2, "--min-np", 2, "--elastic-timeout", 3)
     found, stderr = run(hosts, {"6": "die"}, *options, returncode=2)
@@ -122,7 +195,7 @@ def test_there_may_be_a_limit_to_the_resets(hosts):
 
 
 TORCH = """
-import hashlib, json, sys
+import hashlib, json, os, sys, time
 import torch
 import hvdlite.torch as hvd
 hosts, changes = sys.argv[1], json.loads(sys.argv[2])
@@ -154,7 +227,9 @@ def train(state):
                 state.sizes.append(hvd.size())
                 if change := changes.pop(str(len(state.sizes)), None):
                     open(hosts, "w").write(change)
-                    __import__("time").sleep(3.0)
+                    time.sleep(3.0)
+                    if (hvd.rank(), hvd.size()) == (1, 4):
+                        os.kill(os.getpid(), 9)
             state.commit()
         state.epoch += 1
         state.commit()
@@ -170,12 +245,13 @@ def test_weights_do_not_depend_on_the_hosts(hosts):
     # Virtual ranks, so every sample, random number and residual counts, to the last bit.
     ((_, expected, sizes),), _ = run(hosts, {}, "-np", 1, code=TORCH)
     assert sizes == [1] * 80
-    changes = {"12": "localhost:3", "40": "localhost:2"}
+    # Rank 1 of 4 dies just before the state is handed over; rank 0 has no copy of its residuals.
+    changes = {"12": "localhost:4", "40": "localhost:2"}
     options = discovered(hosts, "-np", 1, "--max-np", 4)
     hosts.write_text("localhost:1\n")
     found, _ = run(hosts, changes, *options, code=TORCH)
     assert [each[:2] for each in found] == [[2, expected]] * 2
-    assert [ranks for ranks, _ in lengths(found[0][2])] == [1, 3, 2]
+    assert [ranks for ranks, _ in lengths(found[0][2])] == [1, 4, 2]
     assert len(found[0][2]) == 80
 
 
@@ -222,8 +298,6 @@ def test_other_hosts(hosts):
     ],
 )
 def test_mistakes(options, said, capsys):
-    from hvdlite.launch import cli
-
     assert cli.main([*map(str, options), "true"]) == 2
     assert capsys.readouterr().err.startswith(f"hvdliterun: {said}")
 
@@ -280,13 +354,19 @@ def test_a_cooldown_doubles_with_each_failure():
     assert "b" not in forever
 
 
-def _server(**places):
+def _server(spares=0, **places):
     """Return the part of a server that `Sizes` needs, with ranks on hosts."""
-    ranks = enumerate(name for name, count in places.items() for _ in range(count))
+    names = [name for name, count in places.items() for _ in range(count)]
     server = SimpleNamespace(
-        places={rank: [f"{name}.cluster", name] for rank, name in ranks}, deaths=[], left=set()
+        hosts={rank: [f"{name}.cluster", name] for rank, name in enumerate(names)},
+        watching=dict.fromkeys(range(len(names))),
+        ranks=len(names),
+        spares=spares,
+        deaths=[],
+        left=set(),
+        exited=None,
+        asked=0,
     )
-    server.asked = 0
 
     def ask_to_stop():
         server.asked += 1
@@ -312,7 +392,7 @@ def test_when_a_job_stops(running, now, stops, monkeypatch):
     parsed = [Host(name, int(slots)) for name, slots in (each.split(":") for each in now.split())]
     sizes = Sizes(Discovery(parsed), Blacklist(), least=1, most=4)
     server = _server(**running)
-    look = sizes.follow(server, sum(running.values()))
+    look = sizes.follow(server)
     look()
     look()
     assert server.asked == int(stops)
@@ -322,13 +402,14 @@ def test_a_job_does_not_stop_before_all_ranks_have_begun_nor_at_its_end(monkeypa
     monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
     sizes = Sizes(Discovery([Host("a", 4)]), Blacklist(), least=1, most=4)
     server = _server(a=2)
-    sizes.follow(server, 3)()
+    server.ranks = 3
+    sizes.follow(server)()
     assert not server.asked
-    server.left = {1}
-    sizes.follow(server, 2)()
+    server.ranks, server.left = 2, {1}
+    sizes.follow(server)()
     assert not server.asked
     server.left = set()
-    sizes.follow(server, 2)()
+    sizes.follow(server)()
     assert server.asked == 1
 
 
@@ -338,7 +419,7 @@ def test_ranks_stay_on_a_host_on_which_one_has_died(monkeypatch):
     sizes = Sizes(discovery, Blacklist(), least=1, most=6, seconds=0.0)
     server = _server(a=3)
     server.deaths = [SimpleNamespace(rank=1)]
-    look = sizes.follow(server, 3)
+    look = sizes.follow(server)
     look()
     assert not server.asked
     discovery.hosts = [Host("a", 3), Host("b", 1)]
@@ -347,6 +428,39 @@ def test_ranks_stay_on_a_host_on_which_one_has_died(monkeypatch):
     assert sizes.wait(6) == Plan([Host("a", 2), Host("b", 1)], 3)
     with pytest.raises(StartError, match=r"found 1 of 2 slots \(b:1\) within 0 s"):
         Sizes(Discovery([Host("b", 1)]), Blacklist(), least=2, most=6, seconds=0.0).wait(6)
+
+
+def test_spares_count_as_ranks_as_long_as_they_can_come_in(monkeypatch):
+    monkeypatch.setattr("hvdlite.launch.discovery._TICK", 0.0)
+    sizes = Sizes(Discovery([Host("a", 3)]), Blacklist((0.0, 0.0)), least=2, most=2, spares=1)
+    server = _server(spares=1, a=2)
+    look = sizes.follow(server)
+    look()
+    server.deaths = [SimpleNamespace(rank=1)]
+    look()
+    server.watching[2], server.hosts[2] = None, ["a"]  # it has come in
+    look()
+    assert not server.asked
+    server.deaths = [*server.deaths, SimpleNamespace(rank=2)]
+    look()
+    assert server.asked == 1
+
+
+def test_a_host_on_which_nothing_starts_gets_no_more_processes():
+    discovery = Discovery([Host("a", 2)])
+    sizes = Sizes(discovery, Blacklist(), least=1, most=4, seconds=0.0)
+    assert sizes.note_end(sizes.wait(4), _server(), True) == []  # perhaps it is mpirun's fault
+    assert sizes.note_end(sizes.wait(4), _server(a=2), False) == []
+    discovery.hosts = [Host("a", 2), Host("b", 1), Host("c", 1)]
+    plan = sizes.wait(4)
+    reported = _server()
+    reported.exited = "rank 0 failed"
+    assert sizes.note_end(plan, reported, True) == []  # perhaps before the others had started
+    assert sizes.note_end(plan, _server(), False) == []
+    assert sizes.note_end(plan, _server(a=2, b=1), True) == ["c"]
+    assert sizes.wait(4) == Plan([Host("a", 2), Host("b", 1)], 3)
+    # Hosts beyond those that are needed are not asked.
+    assert sizes.wait(2) == Plan([Host("a", 2)], 2)
 
 
 def test_slots_are_left_for_spares():

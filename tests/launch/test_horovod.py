@@ -54,6 +54,7 @@ def test_the_names_of_the_core():
     lines = under_horovod(
         "import hvdlite, horovod, horovod.common.util as util\n"
         "from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt\n"
+        "from horovod.common.exceptions import HorovodVersionMismatchError\n"
         "from horovod.common.basics import *\n"
         "print(horovod.__version__, horovod.run is horovod.runner.run is hvdlite.run)\n"
         "print(HorovodInternalError is hvdlite.HorovodInternalError, rank is hvdlite.rank)\n"

@@ -77,6 +77,42 @@ def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monke
     assert 0.4 <= time.monotonic() - started < 3
 
 
+def test_the_state_is_there_until_all_ranks_have_it_and_from_when_they_hand_it_over(server):
+    def end(code):
+        ended = job.run([sys.executable, "-c", f"raise SystemExit({code})"], {}, server, None)
+        assert ended.code == code
+        return ended.state
+
+    given = server.state = [b"state"]
+    with contextlib.closing(protocol.connect(server.address, 0, {})) as channel:
+        channel.send(protocol.FETCH)
+        assert channel.receive(10) == (protocol.STATE, given)
+        assert end(255) is given
+        channel.send(protocol.KEEP)
+        assert channel.receive(10)[0] == protocol.SEEN
+        assert not end(1)
+        channel.send(protocol.KEEP, b"another")
+        assert channel.receive(10)[0] == protocol.SEEN
+        assert [end(0), end(1)] == [[b"another"]] * 2
+
+
+def test_without_a_rank_that_is_left_the_last_death_counts(capsys):
+    with serving(ranks=2, spares=1) as server, contextlib.ExitStack() as stack:
+        for rank, code in ((1, 137), (0, 3), (2, 1)):  # the spare's is a consequence
+            channel = stack.enter_context(
+                contextlib.closing(protocol.connect(server.address, rank, {}))
+            )
+            channel.send(protocol.DEATH, f"{code}".encode(), f"rank {rank} died".encode())
+            while len(server.deaths) == 0 or server.deaths[-1].rank != rank:
+                server.serve(0.01)
+        channel.send(protocol.END_JOB)
+        assert run("import time; time.sleep(60)", server) == (3, "no rank is left")
+    told = ["rank 1 died; the other ranks go on", "rank 0 died; the other ranks go on"]
+    assert capsys.readouterr().err.splitlines() == [
+        *(f"hvdliterun: {line}" for line in [*told, "rank 2 died"])
+    ]
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )

@@ -76,7 +76,7 @@ def test_a_conversation(server, capsys):
     text = "rank 3 was killed after its function had returned; what it printed last may say why"
     assert server.exited == Failure(3, 137, text)
     assert server.failures == {3: server.exited}
-    assert server.connected == {3}
+    assert list(server.hosts) == [3]
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("[3] one\n[3] two\n", "[3] three\n")
 
@@ -99,7 +99,7 @@ def test_a_stranger_who_does_not_know_the_key_gets_nothing():
     with serving(["localhost"], TASK) as server:
         with pytest.raises(OSError, match="connection to the launcher has failed"):
             connect(server, 0, key=b"guessed")
-        assert server.connected == set()
+        assert server.hosts == {}
         assert_served(server)
 
 
@@ -113,7 +113,7 @@ def test_a_stranger_ends_and_blocks_nothing(server, sent):
                 while connection.recv(100):
                     pass  # until the server has closed it
         server.serve(0)
-        assert server.connected == {1}
+        assert list(server.hosts) == [1]
         assert server.failures == {}
 
 
@@ -152,7 +152,7 @@ def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
         stack.close()
         monkeypatch.setattr(server_module, "_MAX_STRANGERS", 64)
         thread.join(10)
-        assert server.connected == {1}
+        assert list(server.hosts) == [1]
 
 
 class Full:

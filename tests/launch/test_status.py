@@ -46,35 +46,48 @@ def script(tmp_path):
     return path
 
 
+_HEADER = re.compile(r"^ranks? (.*), most recent call first:\n", re.M)
+_WAITING = r"hvdliterun: ranks 0, 3: \d+ s in 'accuracy', missing on rank 1"
+_NO_ANSWER = r"rank 2 \(process \d+\): no answer from Python within 2 s: in compiled .*"
+
+
 def ask(process):
-    """Ask what the ranks do; return what is known of operations, and the stacks by their ranks."""
+    """Ask what the four ranks do; return what is known of operations, and the stacks by rank."""
     process.send_signal(signal.SIGUSR2)
     text = ""
-    while text.count(" in <module>\n") < 3:
+    while len(re.findall(r"\d+", " ".join(_HEADER.findall(text)))) < 4 or not text.endswith(
+        " in <module>\n"
+    ):
         line = process.stderr.readline()
         assert line, text
+        assert "(no stack)" not in line, text + line
         text += line
-    stacks = re.findall(r"^(ranks? .*), most recent call first:\n((?:  .*\n)+)", text, re.M)
-    return text.partition(", most recent")[0].splitlines()[:-1], dict(stacks)
+    known, *parts = _HEADER.split(text)
+    return known.splitlines(), dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def ask_until_they_wait(process):
+    """Ask again until ranks 0 and 3 wait for rank 1, and rank 2 holds the interpreter."""
+    for _ in range(5):
+        assert process.stdout.readline() == "here\n"
+    while True:
+        lines, stacks = ask(process)
+        # They get there some time after their lines, on a busy machine more.
+        if re.fullmatch(_WAITING, lines[0]) and re.fullmatch(_NO_ANSWER, lines[-1]):
+            return lines, stacks
 
 
 def test_all_ranks_are_asked_and_go_on(script):
     with running("-np", "4", sys.executable, script) as process:
-        for _ in range(5):
-            assert process.stdout.readline() == "here\n"
-        time.sleep(0.5)  # until ranks 0 and 3 wait
-        for _ in range(2):
-            lines, stacks = ask(process)
-            assert re.fullmatch(
-                r"hvdliterun: ranks 0, 3: \d+ s in 'accuracy', missing on rank 1", lines[0]
-            )
+        for how in ask_until_they_wait, ask:
+            lines, stacks = how(process)
+            assert re.fullmatch(_WAITING, lines[0])
             assert lines[1] == "rank 1: no operation of hvdlite"
-            no_answer = r"rank 2 \(process \d+\): no answer from Python within 2 s: in compiled .*"
-            assert re.fullmatch(no_answer, lines[2])
-            assert list(stacks) == ["ranks 0, 3", "rank 1", "rank 2"]
-            assert f'"{script}", line 9 in forward' in stacks["rank 1"].splitlines()[0]
-            assert f'"{script}", line 14 in forward' in stacks["rank 2"].splitlines()[0]
-            assert f'"{script}", line 20 in <module>' in stacks["ranks 0, 3"].splitlines()[-1]
+            assert re.fullmatch(_NO_ANSWER, lines[2])
+            assert list(stacks) == ["0, 3", "1", "2"]
+            assert f'"{script}", line 9 in forward' in stacks["1"].splitlines()[0]
+            assert f'"{script}", line 14 in forward' in stacks["2"].splitlines()[0]
+            assert f'"{script}", line 20 in <module>' in stacks["0, 3"].splitlines()[-1]
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(15) == 128 + signal.SIGTERM
@@ -87,8 +100,7 @@ def test_the_job_ends_after_the_report(script, how):
     controller, terminal = os.openpty()
     stdin = terminal if how == "at a terminal" else subprocess.DEVNULL
     with running("-np", "4", sys.executable, script, stdin=stdin) as process:
-        for _ in range(5):
-            assert process.stdout.readline() == "here\n"
+        ask_until_they_wait(process)
         started = time.monotonic()
         if how == "at a terminal":
             os.killpg(process.pid, signal.SIGQUIT)

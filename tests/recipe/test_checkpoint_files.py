@@ -519,6 +519,30 @@ def test_generations_without_hard_links(path, monkeypatch):
     assert [read(entry) for entry in (path, *files.previous_generations(path))] == [2, 1]
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_second_writer_takes_no_generation_of_the_first(path, monkeypatch, has_links):
+    """The first one replaces the file after the second one has looked for generations."""
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    Checkpoint(path, keep=3)._write(1)
+    look = files.previous_generations
+
+    def look_too_early(path):
+        monkeypatch.setattr(files, "previous_generations", look)
+        found = look(path)
+        Checkpoint(path, keep=3)._write(2)
+        return found
+
+    monkeypatch.setattr(files, "previous_generations", look_too_early)
+    Checkpoint(path, keep=3)._write(3)
+    assert [read(entry) for entry in (path, *look(path))] == [3, 2, 1]
+    assert len(os.listdir(path.parent)) == 3
+
+
 def test_keep_is_at_least_1(path):
     with pytest.raises(ValueError, match=r"state\.npz: keep is 0, expected at least 1"):
         Checkpoint(path, keep=0)

@@ -636,12 +636,12 @@ def test_averages_that_are_not_finite_are_an_error_that_can_be_caught(mode, elem
     try:
         step()
         faults = f"corrupt:rank={culprit},name=w,value=inf"
-        rehearsal.plant({rehearsal.VARIABLE: faults}, hvd.rank())
+        rehearsal.plant({rehearsal.VARIABLE: faults}, hvd.rank(), hvd.size())
         with pytest.raises(NotFiniteError, match=rf"'w' on rank {culprit} \(1 of .*\[0\]: inf"):
             step()
         step()
         for variable in variables:
             assert equal(variable, np.full(variable.shape, -1))
     finally:
-        rehearsal.plant({}, hvd.rank())
+        rehearsal.plant({}, hvd.rank(), hvd.size())
         hvd.shutdown()

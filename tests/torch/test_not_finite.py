@@ -139,14 +139,16 @@ def test_a_planted_gradient_reaches_all_ranks(width):
     try:
         for number in range(3):
             if number == 1:
-                rehearsal.plant({rehearsal.VARIABLE: "corrupt:rank=1,value=inf"}, hvd.rank())
+                rehearsal.plant(
+                    {rehearsal.VARIABLE: "corrupt:rank=1,value=inf"}, hvd.rank(), hvd.size()
+                )
             optimizer.zero_grad()
             layer(torch.ones(1, width)).sum().backward()
             optimizer.step()
             bad = (~torch.isfinite(layer.weight)).nonzero().tolist()
             assert bad == ([] if number == 0 else [[0, 0]])
     finally:
-        rehearsal.plant({}, hvd.rank())
+        rehearsal.plant({}, hvd.rank(), hvd.size())
 
 
 @ranks(2, 3)

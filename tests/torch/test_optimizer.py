@@ -536,7 +536,7 @@ def test_sparse_gradients_as_dense_ones():
 @ranks(2)
 def test_works_again_after_shutdown_and_init(monkeypatch):
     hvd.init()
-    counted = memoryview(bytearray(8)).cast("q")
+    counted = memoryview(bytearray(16)).cast("q")
     monkeypatch.setattr(status, "_steps", counted)
     model = make_model()
     optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())

@@ -438,14 +438,16 @@ def test_a_planted_gradient():
     with virtual(HVDLITE_NOT_FINITE="raise"):
         model = make_model()
         optimizer = wrap(model)
-        rehearsal.plant({rehearsal.VARIABLE: "corrupt:rank=1,name=4.weight"}, hvd.rank())
+        rehearsal.plant(
+            {rehearsal.VARIABLE: "corrupt:rank=1,name=4.weight"}, hvd.rank(), hvd.size()
+        )
         try:
             with pytest.raises(
                 NotFiniteError, match=r"'4.weight' on rank \d \(1 of .*\[0, 0\]: nan"
             ):
                 train(model, optimizer)
         finally:
-            rehearsal.plant({}, hvd.rank())
+            rehearsal.plant({}, hvd.rank(), hvd.size())
 
 
 @ALL

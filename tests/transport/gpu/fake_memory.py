@@ -120,6 +120,7 @@ class DeviceRanks:
         engine.memory = make_memory(FakeCuda(self.node, str(rank)))
         engine._counters = defaultdict(itertools.count)
         engine._counting = threading.Lock()
+        engine.recovery, engine._numbers = None, contextlib.nullcontext()
         return engine
 
     def block(self, rank):

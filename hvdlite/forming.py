@@ -1,0 +1,122 @@
+"""The forming of communicators in a job in which ranks may die meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from hvdlite.errors import HorovodInternalError, RankGoneError
+
+_FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
+
+
+class Forming:
+    """The forming of communicators, and what is done with them, by all ranks or none.
+
+    All ranks enter it as a context, and leave it together. An exception on one ends it on all of
+    them; `failure` tells of it.
+
+    Open MPI 5.0.11 crashes when a communicator is revoked that another rank is still making. So the
+    ranks agree on each before they use it.
+
+    Args:
+        MPI: The module ``mpi4py.MPI``.
+        comm: Over the ranks.
+        made: Gets the communicators that `create` makes.
+
+    Attributes:
+        failure: Why it has failed; None: it has not.
+    """
+
+    def __init__(self, MPI: Any, comm: Any, made: list[Any]) -> None:  # noqa: N803
+        self.failure: BaseException | None = None
+        self._mpi = MPI
+        self._comm = comm
+        self._made = made
+        self._common: list[Any] = []
+        self._has_ended = False
+
+    def create(self, make: Callable[..., Any], *args: Any) -> Any:
+        """Make a communicator; all ranks call it alike.
+
+        Args:
+            make: Makes and returns it.
+            *args: Its arguments.
+
+        Raises:
+            RankGoneError: A rank could not make it, or has died.
+        """
+        failure, comm = None, None
+        try:
+            comm = make(*args)
+            self._made.append(comm)
+        except self._mpi.Exception as error:
+            failure = error
+        if not self._agree(failure is None):
+            raise self._gone() from failure
+        self._common.append(comm)
+        return comm
+
+    def __enter__(self) -> Forming:
+        with suppress(self._mpi.Exception):
+            self._comm.Agree(1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> bool:
+        if error is not None:
+            for comm in (*self._common, self._comm):  # others may wait for this rank in them
+                with suppress(Exception):
+                    comm.Revoke()
+            # Open MPI 5.0.11 may end a collective without an error when a rank dies, and what has
+            # arrived then cannot be unpickled, which raises anything.
+            if not isinstance(error, Exception):
+                return False
+        is_formed = not self._has_ended and self._agree(error is None)
+        self.failure = None if is_formed else error or self._gone()
+        return True
+
+    def _agree(self, here: bool) -> bool:
+        """Return whether all ranks say yes, the same on all of them, and no other rank has died."""
+        if not here:  # ends the calls of the others on it
+            with suppress(self._mpi.Exception):
+                self._comm.Revoke()
+        try:
+            agreed = bool(self._comm.Agree(int(here)))
+        except self._mpi.Exception:  # on all ranks
+            agreed = False
+        self._has_ended = not agreed
+        return agreed
+
+    def _gone(self) -> RankGoneError:
+        return RankGoneError(
+            f"rank {self._comm.rank}: another rank has died, or could not communicate"
+        )
+
+
+def require_survival(MPI: Any, comm: Any) -> None:  # noqa: N803
+    """Require that MPI is ready to go on when a rank has died.
+
+    Raises:
+        HorovodInternalError: It is not.
+    """
+    if not _goes_on(MPI, comm):
+        raise HorovodInternalError(
+            f"rank {comm.rank}: HVDLITE_ELASTIC is 1, and this MPI ends when a rank dies; start "
+            "the job by `hvdliterun --elastic` with Open MPI 5, or unset HVDLITE_ELASTIC"
+        )
+
+
+def _goes_on(MPI: Any, comm: Any) -> bool:  # noqa: N803
+    """Return whether MPI is ready to go on when a rank has died."""
+    if "Open MPI" in MPI.Get_library_version():
+        # What `mpirun --with-ft ulfm` sets. Without it the functions exist, and wait forever.
+        return os.environ.get(_FAULT_TOLERANCE, "0") not in ("0", "false", "no")
+    try:
+        comm.Get_failed()
+    except (MPI.Exception, NotImplementedError):
+        return False
+    return True
