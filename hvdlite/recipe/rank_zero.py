@@ -75,23 +75,32 @@ def first(per_node: bool = False) -> Iterator[None]:
     Args:
         per_node: Let one rank of each node go first, for files that nodes do not share.
 
+    If the rank that goes first dies under ``hvdliterun --elastic``, the next one of those that are
+    left runs the block before the others.
+
     Raises:
         Exception: The block has failed on a rank that goes first: its exception, on every rank. One
             that cannot be pickled is a RuntimeError on the other ranks. They do not run the block.
         HorovodInternalError: A rank has ended.
     """
-    goes_first = (world.local_rank() if per_node else world.rank()) == 0
-    failure = None
-    if goes_first:
-        try:
-            yield
-        except Exception as error:  # the other ranks wait for the outcome
-            failure = error
-    outcomes = collectives.allgather_object(_portable(failure), name="first")
-    found = failure or next((each for each in outcomes if each is not None), None)
-    if found is not None:
-        raise found
-    if not goes_first:
+    has_run = False
+    while True:
+        failure = None
+        if not has_run and (world.local_rank() if per_node else world.rank()) == 0:
+            has_run = True
+            try:
+                yield
+            except Exception as error:  # the other ranks wait for the outcome
+                failure = error
+        node = world.node_index() if per_node else 0
+        told = collectives.allgather_object((node, has_run, _portable(failure)), name="first")
+        found = failure or next((each for _, _, each in told if each is not None), None)
+        if found is not None:
+            raise found
+        if {node for node, _, _ in told} == {node for node, has_run, _ in told if has_run}:
+            break
+        # Whoever has run the block on a node has died, and all ranks see that: the next one does.
+    if not has_run:
         yield
 
 
