@@ -15,6 +15,7 @@ import contextlib
 import copy
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,8 +25,11 @@ import numpy as np
 #: Wall time in which a rank has to get to its next call.
 _SECONDS = 5.0
 _ENDING_SECONDS = 1.0
-#: More turns than any run takes that ends.
-_MAX_TURNS = 2_000
+#: More turns than a run takes that ends, unless a thread of a rank gets no processor, while another
+#: one polls: from these turns on, each takes a while.
+_MANY_TURNS = 2_000
+_MAX_TURNS = 7_000
+_LONG_TURN_SECONDS = 1e-3
 _PENDING = object()
 
 ANY_SOURCE = -1
@@ -213,6 +217,8 @@ class Job:
         if not is_mine:
             self._hang(f"no turn for rank {process.number} in {_SECONDS} s")
         self.turns += 1
+        if self.turns > _MANY_TURNS:
+            time.sleep(_LONG_TURN_SECONDS)
         if self.turns > _MAX_TURNS:
             self._hang(f"more than {_MAX_TURNS} turns")
 

@@ -45,21 +45,38 @@ def hvdliterun(
     timeout: float = TIMEOUT,
     **options: object,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the launcher to its end."""
-    done = subprocess.run(
+    """Run the launcher to its end.
+
+    Raises:
+        AssertionError: It takes longer; with what has been printed, and what the ranks wait for.
+    """
+    with subprocess.Popen(
         command(*arguments),
         cwd=ROOT,
         env=environment(env),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         text=True,
         errors="replace",
-        timeout=timeout,
-        stdin=subprocess.DEVNULL,
         **options,
-    )
-    if isinstance(done.stderr, str):
-        done.stderr = _OF_MPIRUN.sub("", done.stderr)
-    return done
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGQUIT)
+            try:
+                stdout, stderr = process.communicate(timeout=TIMEOUT)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                stdout, stderr = process.communicate()
+            text = f"{process.args} took more than {timeout:g} s; see below\n{stdout}{stderr}"
+            raise AssertionError(text) from None
+        except BaseException:
+            process.kill()
+            raise
+    stderr = _OF_MPIRUN.sub("", stderr)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
 @contextlib.contextmanager
