@@ -120,6 +120,7 @@ class Job:
         processes: The ranks.
         turn: Notified when it may go on.
         turns: How many turns there have been, of all ranks.
+        lock: Held in a turn.
     """
 
     def __init__(self, size: int, crashes: Sequence[Crash] = (), seed: int | None = None) -> None:
@@ -127,10 +128,10 @@ class Job:
         self.turns = 0
         self._crashes = list(crashes)
         self._chance = None if seed is None else random.Random(seed)
-        self._lock = threading.RLock()
-        self._ended = threading.Condition(self._lock)
+        self.lock = threading.RLock()
+        self._ended = threading.Condition(self.lock)
         for number in range(size):
-            self.processes.append(Process(number, threading.Condition(self._lock)))
+            self.processes.append(Process(number, threading.Condition(self.lock)))
         self._next: Process | None = self.processes[0]
         self._records: list[_Record] = []
         self._threads: set[threading.Thread] = set()
@@ -188,7 +189,7 @@ class Job:
             SystemExit: The rank has died. Threads end by it without a word.
         """
         while True:
-            with self._lock:
+            with self.lock:
                 self._threads.add(threading.current_thread())
                 self._await_turn(process, doing)
                 try:
@@ -228,7 +229,7 @@ class Job:
         raise SystemExit
 
     def _give_up(self, error: BaseException) -> None:
-        with self._lock:
+        with self.lock:
             failure = HangError(f"a rank raised {error!r}")
             failure.__cause__ = error
             self._fail(failure)
@@ -301,7 +302,7 @@ class Job:
             self._next.turn.notify_all()
 
     def _end(self, process: Process) -> None:
-        with self._lock:
+        with self.lock:
             process.has_ended = True
             if self._next is process:
                 self._pass_turn()
@@ -565,11 +566,12 @@ class Comm:
         number = self._entered
         told = self._all(kind, (color, key))
         record = self._shared.records[number]
-        if record.outcome is _PENDING:
-            record.outcome = {
-                each: _Shared(self._shared.job, self._with_color(told, each))
-                for each in {color for color, _ in told}
-            }
+        with self._shared.job.lock:  # other ranks may be here, and all have the same one
+            if record.outcome is _PENDING:
+                record.outcome = {
+                    each: _Shared(self._shared.job, self._with_color(told, each))
+                    for each in {color for color, _ in told}
+                }
         return Comm(record.outcome[color], self._process)
 
     def _with_color(self, told: Sequence[tuple[int, int]], color: int) -> list[Process]:
