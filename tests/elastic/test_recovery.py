@@ -61,6 +61,7 @@ def test_which_ranks_deliver_an_outcome_in_doubt(states, expected):
         ),
         ["kill:rank=0,point=exchange,count=30", "kill:rank=2,point=exchange,count=30"],
         ["kill:rank=1,point=exchange,count=30", "kill:rank=3,point=recover"],
+        ["kill:rank=0,point=start", "kill:rank=3,point=start"],
         [f"kill:rank={rank},point=meet,count={20 + 9 * rank}" for rank in (0, 1, 2)],
     ],
     ids=lambda faults: "+".join(faults),
