@@ -65,7 +65,8 @@ def first(per_node: bool = False) -> Iterator[None]:
     """Let rank 0 run a block before the other ranks, which then run it all at once.
 
     For what must happen once and what every rank then reads: a download, an unpacked archive, a
-    cache of prepared data. Collective: every rank enters the block.
+    cache of prepared data. Collective: every rank enters the block. If the rank that goes first
+    dies under ``hvdliterun --elastic``, the next one of those that are left does.
 
     Example::
 
@@ -74,9 +75,6 @@ def first(per_node: bool = False) -> Iterator[None]:
 
     Args:
         per_node: Let one rank of each node go first, for files that nodes do not share.
-
-    If the rank that goes first dies under ``hvdliterun --elastic``, the next one of those that are
-    left runs the block before the others.
 
     Raises:
         Exception: The block has failed on a rank that goes first: its exception, on every rank. One
@@ -97,7 +95,8 @@ def first(per_node: bool = False) -> Iterator[None]:
         found = failure or next((each for _, _, each in told if each is not None), None)
         if found is not None:
             raise found
-        if {node for node, _, _ in told} == {node for node, has_run, _ in told if has_run}:
+        done = {each for each, ran, _ in told if ran}
+        if all(each in done for each, _, _ in told):
             break
         # Whoever has run the block on a node has died, and all ranks see that: the next one does.
     if not has_run:
