@@ -50,6 +50,7 @@ from hvdlite.runtime import (
     stop_timeline,
 )
 from hvdlite.schedule import Schedule, singa
+from hvdlite.transport.counting import traffic
 from hvdlite.virtual_ranks import virtual_rank, virtual_size
 from hvdlite.world import (
     cross_rank,
@@ -123,6 +124,7 @@ __all__ = [
     # what happens when
     "start_timeline",
     "stop_timeline",
+    "traffic",
     # errors
     "HorovodInternalError",
     "GradientError",

@@ -116,7 +116,7 @@ SECTIONS: list[tuple[str, str, str]] = [
         nccl_built ddl_built ccl_built cuda_built rocm_built Average Sum Adasum Min Max Product
         ProcessSet ProcessSet.process_set_id ProcessSet.ranks ProcessSet.size ProcessSet.rank
         ProcessSet.included global_process_set add_process_set remove_process_set start_timeline
-        stop_timeline run spawn HorovodInternalError HostsUpdatedInterrupt
+        stop_timeline traffic run spawn HorovodInternalError HostsUpdatedInterrupt
         HostsUpdatedInterrupt.skip_sync shard Sharding Sharding.position Sharding.at lockstep
         scale_lr warmup checkpoint average_metrics sum_metrics gather first on_rank_zero seed
         progress allreduce allreduce_async grouped_allreduce grouped_allreduce_async

@@ -10,9 +10,9 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import engine
+from hvdlite.transport.counting import CountingTransport
 from tests.compression.strategies import ONE_OF_EACH
 from tests.harness import ranks
-from tests.transport.counting import CountingTransport
 
 pytest.importorskip("torch")
 pytest.importorskip("tensorflow")

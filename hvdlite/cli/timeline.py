@@ -25,6 +25,19 @@ examples:
 """
 
 
+_TENSOR_HEADS = (
+    "bucket or tensor",
+    "count",
+    "MB",
+    "sent MB",
+    "exchange",
+    "longest",
+    "share",
+    "late",
+    "last rank",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hvdlite timeline``."""
     parser.description = (
@@ -98,8 +111,7 @@ def describe(analysis: Analysis) -> str:
             f"slowest: rank {slowest.rank}, last at {slowest.last:.0%} of the operations",
             f"the others waited {waited} for it{each}",
         ]
-    heads = ("bucket or tensor", "count", "MB", "exchange", "longest", "share", "late", "last rank")
-    lines += ["", *_table([heads, *map(_tensor, analysis.tensors)])]
+    lines += ["", *_table([_TENSOR_HEADS, *map(_tensor, analysis.tensors)])]
     lines += ["", *(f"hint: {hint}" for hint in advise(analysis))]
     return "\n".join(lines)
 
@@ -116,6 +128,7 @@ def _tensor(tensor: Tensor) -> tuple[str, ...]:
         tensor.name,
         str(tensor.count),
         f"{tensor.nbytes / 1e6:.3f}" if tensor.nbytes else "-",
+        f"{tensor.sent / 1e6:.3f}" if tensor.sent else "-",
         time_text(tensor.exchange),
         time_text(tensor.exchange_max),
         f"{tensor.exchange_share:.1%}",

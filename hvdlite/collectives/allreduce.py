@@ -404,6 +404,7 @@ class CompressedAllreduce(Operation):
         signature = _signature(dtype, shape, reduction.op, prescale, postscale, strategy.name)
         super().__init__(name, signature)
         self._array = array
+        self.nbytes = array.nbytes
         parameter = Parameter(name, shape, dtype)
         self._strategy = strategy.choose(parameter)
         self._bucket = Bucket([parameter], reduction)
@@ -431,6 +432,7 @@ class CompressedAllreduce(Operation):
         bucket.send_slot(0)[...] = self._array
         bucket.send[...] = self._prescale.apply(bucket.send)
         exchange_bucket(self._strategy, bucket, transport)
+        self.sent = bucket.sent
         result = self._postscale.apply(bucket.result).reshape(self._array.shape)
         if self._out is None:
             return result

@@ -12,6 +12,7 @@ from hvdlite import float16
 from hvdlite.compression.bucket import Bucket, Parameter, Reduction
 from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
+from hvdlite.transport.counting import CountingTransport, allreduce_bytes, count_exchange
 from hvdlite.transport.gpu.base import DeviceTransport
 
 
@@ -188,7 +189,8 @@ def exchange_bucket(
 ) -> None:
     """Exchange a bucket of any dtype, with a weight for this rank's gradients.
 
-    Lossy strategies compute in float32 if gradients are 16-bit floats.
+    Lossy strategies compute in float32 if gradients are 16-bit floats. The bytes that are sent are
+    counted in ``bucket.sent``, and for `hvd.traffic`.
 
     Args:
         strategy: how the bucket travels.
@@ -199,7 +201,12 @@ def exchange_bucket(
     Raises:
         GradientError: as `Strategy.exchange`.
     """
-    if weight != 1.0 or not strategy.is_identity:
+    whole, send = bucket, bucket.send
+    uncompressed = allreduce_bytes(send.nbytes, send.itemsize, transport.rank, transport.size)
+    counting = None
+    if not strategy.is_identity:
+        transport = counting = CountingTransport(transport)
+    if weight != 1.0 or counting is not None:
         bucket.copy_zero_copy_parts()
     if weight != 1.0:
         # Zeros rather than 0 * gradients: the average of no samples is NaN.
@@ -214,3 +221,5 @@ def exchange_bucket(
         float16.narrow(bucket.result, narrow.result)
     else:
         strategy.exchange(bucket, transport)
+    whole.sent = uncompressed if counting is None else counting.sent
+    count_exchange(whole.sent, uncompressed)

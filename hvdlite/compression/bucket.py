@@ -112,6 +112,7 @@ class Bucket:
             them, by their offset there.
         unsent: None, or an array like ``send`` in which the exchange leaves the part of ``send``
             that is missing from the result.
+        sent: the bytes that the last exchange has sent to other ranks; see `CountingTransport`.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Bucket:
         self.absent: Collection[int] = ()
         self.zero_copy: dict[int, Any] = {}
         self.unsent: Any = None
+        self.sent = 0
         self.send: Any = empty(self.bounds[-1], parameters[0].dtype)
         self.allocate_result()
 

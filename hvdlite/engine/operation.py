@@ -57,6 +57,7 @@ class Operation(ABC):
         key: What the operation is called in its lane: ``allreduce.loss``. As in Horovod,
             operations of different kinds may be in flight under one name.
         nbytes: Number of bytes that it moves, as far as that is known.
+        sent: Number of bytes that its last execution has sent, as far as that is counted.
         lane: Name of the lane it was submitted to.
         submitted: Time of the submission, by ``time.monotonic``.
         memory: The device memory of its arrays; None: they are on the host.
@@ -71,6 +72,7 @@ class Operation(ABC):
     handle: Handle
     memory: Any = None
     nbytes = 0
+    sent = 0
     stands_in = False
     stall_exempt = False
     joins = False

@@ -226,6 +226,7 @@ class GradientBucket(Operation):
             arrays.allocate_result()
         with timeline.span(self.lane, timeline.EXCHANGE):
             exchange_bucket(strategy, arrays, transport, self.weight)
+        self.sent = arrays.sent
         if not self.keeps_result:
             transport.release(arrays.result)  # its owner's now
         if self.checks_finite:

@@ -11,6 +11,7 @@ from hvdlite.engine.operation import Signature
 from hvdlite.gradients.bucket import GradientBucket
 from hvdlite.reduction import Scaling
 from hvdlite.transport import Transport
+from hvdlite.transport.counting import allreduce_bytes, count_exchange
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Event
 
@@ -129,3 +130,9 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
                 transport.scale(send, result, Scaling(self.weight), dtype)
                 send = result
             self.strategy.exchange_on_device(send, result, dtype, arrays.reduction, transport)
+        sizes = dtype.itemsize, self.strategy.wire_dtype(dtype).itemsize
+        uncompressed, self.sent = (
+            allreduce_bytes(send.size * each, each, transport.rank, transport.size)
+            for each in sizes
+        )
+        count_exchange(self.sent, uncompressed)

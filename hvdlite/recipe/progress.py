@@ -14,6 +14,7 @@ from tqdm import tqdm
 from hvdlite import runtime, world
 from hvdlite.arguments import check_count, check_ratio
 from hvdlite.engine.handle import waits
+from hvdlite.transport.counting import traffic
 
 _Batch = TypeVar("_Batch")
 
@@ -36,9 +37,9 @@ def progress(
     """Show the progress of all ranks: one bar, drawn by rank 0 on standard error.
 
     It shows images per second of all ranks, the figures of `Progress.set_postfix`, the time left,
-    and the share of the time that rank 0 waits for exchanges. Where there is no terminal it writes
-    a line every ten seconds and one at the end; `hvdliterun` passes the width of its terminal on
-    (HVDLITE_TERMINAL_COLUMNS).
+    the share of the time that rank 0 waits for exchanges, and what it sends in a step (`traffic`).
+    Where there is no terminal it writes a line every ten seconds and one at the end; `hvdliterun`
+    passes the width of its terminal on (HVDLITE_TERMINAL_COLUMNS).
 
     Not collective, so it costs no exchange, and ranks may end at different steps: rank 0 counts its
     own samples. The first step, in which frameworks compile, does not count for the rates. Time
@@ -192,6 +193,7 @@ class Progress(Generic[_Batch]):
         self._samples = 0
         self._steps_before = self._steps
         self._waited_before = waits.seconds
+        self._sent_before = traffic().sent
 
     def _show(self, last: bool = False) -> None:
         if self._bar is None:
@@ -238,6 +240,9 @@ class Progress(Generic[_Batch]):
         if world.is_initialized() and world.size() > 1:
             share = (waits.seconds - self._waited_before) / seconds
             parts.append(f"exchange {min(share, 1.0):.0%}")
+            sent = traffic().sent - self._sent_before
+            if sent and steps:
+                parts.append(f"sent {tqdm.format_sizeof(sent / steps, 'B')}/step")
         return parts
 
 

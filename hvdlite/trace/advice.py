@@ -10,6 +10,7 @@ from hvdlite.trace.analysis import Analysis
 # Shares of the time, from 0 to 1, above which a loss is worth a hint.
 _WAITING = 0.05
 _EXCHANGE = 0.10
+_COMPRESSED = 0.9  # of the uncompressed bytes; less was compressed
 _MANY_SMALL = 20  # operations in a step
 
 
@@ -46,8 +47,7 @@ def advise(analysis: Analysis) -> list[str]:
         hints.append(
             (
                 exchange,
-                f"Exchange takes {exchange:.0%}: send fewer bytes (compression=; `hvdliterun "
-                "--check-compression` compares the strategies), or exchange less often (larger "
+                f"Exchange takes {exchange:.0%}: {_on_bytes(analysis)}exchange less often (larger "
                 "batches, backward_passes_per_step). With cores to spare, HVDLITE_OVERLAP=1 hides "
                 "it behind the backward pass.",
             )
@@ -72,6 +72,25 @@ def advise(analysis: Analysis) -> list[str]:
             )
         )
     return [text for _, text in sorted(hints, key=lambda hint: -hint[0])]
+
+
+def _on_bytes(analysis: Analysis) -> str:
+    """Return what to do about the bytes; empty: nothing."""
+    is_one_host = len({share.name.rpartition(" on ")[2] for share in analysis.shares}) == 1
+    ratio = 1.0 if analysis.sent_ratio is None else analysis.sent_ratio
+    if ratio < _COMPRESSED:
+        if not is_one_host:
+            return f"compression sends {ratio:.2g} of the bytes already; "
+        return (
+            f"compression sends {ratio:.2g} of the bytes, but within one host it takes longer than "
+            "it saves: leave it out, or "
+        )
+    if is_one_host:  # where nothing is sent, and every strategy takes longer than it saves
+        return ""
+    return (
+        "send fewer bytes (compression=; `hvdliterun --check-compression` compares the "
+        "strategies), or "
+    )
 
 
 def mean_share(analysis: Analysis, part: str) -> float:

@@ -103,7 +103,8 @@ class Tensor:
     Attributes:
         name: of the bucket or tensor; row: the lane it travels in.
         count: the number of operations.
-        nbytes: of one operation; 0: unknown.
+        nbytes: of one operation, before compression; 0: unknown.
+        sent: bytes that a rank sends in one operation, after compression; 0: unknown.
         exchange, exchange_max: seconds of an operation in the mean, and of the longest.
         exchange_share: of the time of all exchanges, from 0 to 1.
         late: seconds from the first rank's arrival to the last one's, in the mean.
@@ -115,6 +116,7 @@ class Tensor:
     row: str
     count: int
     nbytes: int
+    sent: int
     exchange: float
     exchange_max: float
     exchange_share: float
@@ -200,6 +202,8 @@ class Analysis:
         shares: by rank.
         slowest: None: one rank, or no rank waited.
         waited_for: seconds that each rank waited for each other rank: rows wait for columns.
+        sent_ratio: what ranks send of gradients, divided by what they would send uncompressed;
+            None: unknown.
         tensors: those with the longest exchanges and those with the latest ranks, longest first.
         detail: the arrays behind the figures.
     """
@@ -212,6 +216,7 @@ class Analysis:
     shares: Sequence[Share]
     slowest: Slowest | None
     waited_for: Sequence[Sequence[float]]
+    sent_ratio: float | None
     tensors: Sequence[Tensor]
     detail: Detail
 
@@ -267,6 +272,7 @@ def analyse(record: Record, reader: TraceReader) -> Analysis:
         ],
         slowest=waits.slowest(ranks, between),
         waited_for=(waits.matrix * _MICRO).tolist(),
+        sent_ratio=_sent_ratio(record, len(ranks)),
         tensors=_tensors(record, ranks, inside, waits),
         detail=Detail(record, operations, clocks, windows, ends),
     )
@@ -365,6 +371,14 @@ def _describe(
     )
 
 
+def _sent_ratio(record: Record, size: int) -> float | None:
+    known = [pair for pair in zip(record.sent, record.nbytes, strict=True) if all(pair)]
+    if size < 2 or not known:
+        return None
+    sent, nbytes = map(sum, zip(*known, strict=True))
+    return sent / (nbytes * 2 * (size - 1) / size)
+
+
 def _share(
     rank: int, record: RankRecord, clock: Clock, window: tuple[int, int], is_horovod: bool
 ) -> Share:
@@ -407,6 +421,7 @@ def _tensors(
             row=record.tensors[n][0],
             count=int(counts[n]),
             nbytes=record.nbytes[n],
+            sent=record.sent[n],
             exchange=float(total[n] / samples[n]),
             exchange_max=float(longest[n] * _MICRO),
             exchange_share=float(total[n] / total.sum()) if total.any() else 0.0,

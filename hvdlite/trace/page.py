@@ -113,6 +113,7 @@ def _tensor(tensor: Mapping[str, Any]) -> str:
     cells = {
         "count": tensor["count"],
         "bytes": f"{tensor['nbytes'] / 1e6:.3f}" if tensor["nbytes"] else "-",
+        "sent": f"{tensor['sent'] / 1e6:.3f}" if tensor["sent"] else "-",
         "exchange": time_text(tensor["exchange"]),
         "longest": time_text(tensor["exchange_max"]),
         "share": f"{tensor['exchange_share']:.1%}",

@@ -87,6 +87,7 @@ class Record:
         ranks: the record of each rank that has events.
         tensors: row and name of each tensor; the names of unnamed operations count as one.
         nbytes: the largest number of bytes of each tensor's operations; 0: unknown.
+        sent: the most that a rank has sent in one of each tensor's operations; 0: unknown.
         is_horovod: Horovod wrote the trace. Its coordinator alone does, and its processes are
             tensors: there are no waits of the training thread in it.
     """
@@ -95,6 +96,7 @@ class Record:
         self.ranks: dict[int, RankRecord] = defaultdict(RankRecord)
         self.tensors: list[tuple[str, str]] = []
         self.nbytes: list[int] = []
+        self.sent: list[int] = []
         self.is_horovod = False
         self._numbers: dict[tuple[str, str], int] = {}
         self._rows: dict[Any, str] = {}
@@ -118,7 +120,7 @@ class Record:
             except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
                 continue  # an event of another program
 
-    def tensor(self, row: str, name: str, nbytes: int = 0) -> int:
+    def tensor(self, row: str, name: str, nbytes: int = 0, sent: int = 0) -> int:
         """Return the number of a tensor; arguments as in ``tensors``."""
         key = row, _WITHOUT_NAME.sub(".noname.*", name)
         number = self._numbers.get(key)
@@ -126,7 +128,9 @@ class Record:
             number = self._numbers[key] = len(self.tensors)
             self.tensors.append(key)
             self.nbytes.append(0)
+            self.sent.append(0)
         self.nbytes[number] = max(self.nbytes[number], nbytes)
+        self.sent[number] = max(self.sent[number], sent)
         return number
 
     def _metadata(self, event: Event) -> None:
@@ -148,8 +152,8 @@ class Record:
         if name.startswith(timeline.NEGOTIATE):
             self._ready.setdefault(thread, start)
         elif "tensors" in args:  # an operation, and not a part of one
-            nbytes = _number(args["bytes"])
-            tensor = self.tensor(self._rows.get(thread, ""), args["tensor"], nbytes)
+            sizes = _number(args["bytes"]), _number(args.get("sent", 0))
+            tensor = self.tensor(self._rows.get(thread, ""), args["tensor"], *sizes)
             rank.add(tensor, self._ready.pop(thread, -1), start, end)
         elif name == timeline.SYNCHRONIZE:
             rank.synchronize.extend((start, end))

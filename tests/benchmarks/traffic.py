@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from hvdlite import engine
-from tests.transport.counting import CountingTransport
+from hvdlite.transport.counting import CountingTransport
 
 
 class Traffic:

@@ -35,8 +35,8 @@ class Trace:
     def __init__(self):
         self.events = []
 
-    def rank(self, rank):
-        name = {"name": f"rank {rank} on host", "job": "a job", "start": 1}
+    def rank(self, rank, host=""):
+        name = {"name": f"rank {rank} on host{host}", "job": "a job", "start": 1}
         self.events.append({"name": "process_name", "ph": "M", "pid": rank, "args": name})
         for row in ("step", "gradients", "named"):
             thread = {"pid": rank, "tid": f"{rank}.{row}", "args": {"name": row}}
@@ -47,10 +47,10 @@ class Trace:
         where = {"pid": rank, "tid": f"{rank}.{row}", "args": args}
         self.events.append({"name": name, "ph": "X", **where, **times})
 
-    def exchange(self, rank, ready, start, end, tensor="bucket 0", nbytes=1000):
+    def exchange(self, rank, ready, start, end, tensor="bucket 0", nbytes=1000, **sent):
         self.add(rank, "gradients", "NEGOTIATE_ALLREDUCE", ready, start, tensor=tensor)
         self.add(rank, "gradients", "EXCHANGE", start, end)
-        args = {"tensor": tensor, "tensors": 1, "bytes": nbytes}
+        args = {"tensor": tensor, "tensors": 1, "bytes": nbytes, **sent}
         self.add(rank, "gradients", "ALLREDUCE", start, end, **args)
 
     def block(self, rank, start, end):
@@ -308,7 +308,7 @@ def check_page(page, document):
             )
     _, *rows = tables["tensors"]
     for row, tensor in zip(rows, document["tensors"], strict=True):
-        name, count, _, exchange, _, _, late, last = row
+        name, count, _, _, exchange, _, _, late, last = row
         assert (name, count) == (tensor["name"], str(tensor["count"]))
         assert milliseconds(exchange) == pytest.approx(1e3 * tensor["exchange"], abs=0.0051)
         assert milliseconds(late) == pytest.approx(1e3 * tensor["late"], abs=0.0051)
@@ -337,6 +337,33 @@ class TestOutput:
         assert lines[1] == "time of a step: median 100.00 ms, mean 100.00 ms, longest 100.00 ms"
         assert "slowest: rank 1, last at 100% of the operations" in lines
         assert "the others waited 180.00 ms for it, 45.00 ms per step" in lines
+
+    @pytest.mark.parametrize(
+        ("sent", "hosts", "hint"),
+        [
+            (None, 1, "Exchange takes 67%: exchange less often"),
+            (1000, 1, "Exchange takes 67%: exchange less often"),
+            (1000, 2, "Exchange takes 67%: send fewer bytes (compression=; "),
+            (250, 2, "Exchange takes 67%: compression sends 0.25 of the bytes already; exchange"),
+            (250, 1, "compression sends 0.25 of the bytes, but within one host it takes longer"),
+        ],
+    )
+    def test_a_hint_knows_what_is_sent(self, tmp_path, capsys, sent, hosts, hint):
+        """Two ranks exchange 1,000 bytes by sending as many."""
+        trace = Trace()
+        for rank in range(2):
+            trace.rank(rank, host=rank % hosts)
+            for step in range(5):
+                begin = 30 * step
+                extra = {} if sent is None else {"sent": sent}
+                trace.exchange(rank, begin + 10, begin + 10, begin + 30, **extra)
+                trace.block(rank, begin + 10, begin + 30)
+                trace.end_step(rank, begin + 30)
+        assert run(trace.write(tmp_path)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert hint in lines[-1]
+        (row,) = (line.split() for line in lines if line.startswith("bucket 0"))
+        assert row[3:5] == ["0.001", "-" if sent is None else f"{sent / 1e6:.3f}"]
 
     def test_ranks_that_take_turns_are_not_blamed(self, tmp_path):
         trace = Trace()
@@ -418,7 +445,7 @@ def test_a_planted_straggler_is_named(planted):
     assert analysis.steps.count == 8
     compute = [share.compute / share.seconds for share in analysis.shares]
     assert compute[1] > 0.7 > 0.3 > max(compute[0], compute[2])
-    assert next(t for t in analysis.tensors if t.name == "gradient").last_rank == 1
+    assert next(t for t in analysis.tensors if t.name == "allreduce.gradient").last_rank == 1
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from hvdlite.compression import (
 )
 from hvdlite.compression.sparse import part_of
 from hvdlite.transport import Loopback
+from hvdlite.transport.counting import CountingTransport
 from tests.compression.ranks import Ranks, gradients_of
-from tests.transport.counting import CountingTransport
 
 
 @pytest.mark.parametrize(

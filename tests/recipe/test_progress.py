@@ -121,6 +121,17 @@ def test_share_of_exchange():
         assert int(re.search(r"exchange (\d+)%$", lines[-1])[1]) > 50
 
 
+@ranks(2)
+def test_bytes_of_a_step():
+    """Two ranks send half of 4 kB twice, as float16."""
+    hvd.init()
+    with written() as lines:
+        for _ in hvd.progress(6):
+            hvd.allreduce(np.zeros(1000, np.float32), compression=hvd.Compression.fp16)
+    if hvd.rank() == 0:
+        assert lines[-1].endswith(", sent 2.00kB/step")
+
+
 SCRIPT = """
 import time
 import numpy as np

@@ -9,11 +9,11 @@ from hvdlite.compression import DENSE, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.reduction import Max, Scaling, Sum
 from hvdlite.transport import Loopback, Transport
+from hvdlite.transport.counting import CountingTransport
 from tests.benchmarks import traffic
 from tests.harness import ranks
 from tests.simulation import Simulation, on_all_ranks
 from tests.transport import checks, worlds
-from tests.transport.counting import CountingTransport
 
 SIZES = [1, 2, 3, 4]
 
@@ -173,6 +173,36 @@ def test_one_rank_sends_nothing():
         check(transport)
     assert transport.by_collective
     assert transport.sent == 0
+
+
+@ranks(1, 2, 3)
+def test_what_a_process_has_sent(size):
+    """Gradients, and compressed arrays; beside what they would take uncompressed."""
+    hvd.init()
+    elements = 600  # equal slices
+    parameters = [Parameter("a", (elements,), np.dtype(np.float32))]
+    uncompressed = 2 * (size - 1) * 4 * elements // size
+    top = (size - 1) * 8 * 6  # the values and positions of six elements, to each other rank
+    for strategy, sent in (
+        (DENSE, uncompressed),
+        (hvd.Compression.fp16, uncompressed // 2),
+        (hvd.Compression.TopK(0.01), top),
+    ):
+        exchange = GradientExchange(
+            runtime.engine(), repr(strategy), parameters, strategy, Reduction()
+        )
+        before = hvd.traffic()
+        exchange.begin()
+        exchange.buckets.slot(0)[...] = np.arange(elements)
+        exchange.mark(0)
+        exchange.finish()
+        after = hvd.traffic()
+        assert after.uncompressed - before.uncompressed == uncompressed
+        # Sparse strategies also tell each other a few lengths.
+        assert sent <= after.sent - before.sent <= sent + 64 * (size - 1)
+    before = hvd.traffic()
+    hvd.allreduce(np.ones(elements, np.float32), compression=hvd.Compression.fp16)
+    assert hvd.traffic().sent - before.sent == uncompressed // 2
 
 
 @ranks(2, 3)

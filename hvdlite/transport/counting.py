@@ -1,16 +1,63 @@
-"""A transport that counts the bytes sent through another one."""
+"""The bytes that ranks send: a transport that counts those of another one, and their sum."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.arrays import slice_bounds
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport
+
+_total = [0, 0]
+_lock = threading.Lock()
+
+
+class Traffic(NamedTuple):
+    """The bytes that this process has sent since it began; see `traffic`.
+
+    Attributes:
+        sent: sent to other ranks, counted as `CountingTransport` does
+        uncompressed: what would have been sent without compression
+    """
+
+    sent: int
+    uncompressed: int
+
+
+def traffic() -> Traffic:
+    """Return how many bytes of gradients and of compressed arrays this process has sent.
+
+    Not collective. The difference between two calls is what was sent in between::
+
+        before = hvd.traffic()
+        train_epoch()
+        sent, uncompressed = (b - a for a, b in zip(before, hvd.traffic()))
+        print(f"{sent / 1e6:.0f} MB sent, {sent / uncompressed:.0%} of the uncompressed gradients")
+
+    An allreduce of n ranks counts as 2 (n - 1) / n of its array, which the best algorithms send,
+    also in shared memory, where nothing is sent. Other collectives do not count. With virtual
+    ranks, each virtual rank counts as a rank.
+    """
+    with _lock:
+        return Traffic(*_total)
+
+
+def count_exchange(sent: int, uncompressed: int) -> None:
+    """Add an exchange to what `traffic` returns."""
+    with _lock:
+        _total[0] += sent
+        _total[1] += uncompressed
+
+
+def allreduce_bytes(nbytes: int, itemsize: int, rank: int, size: int) -> int:
+    """Return the bytes that a rank of ``size`` sends in an allreduce of an array of ``nbytes``."""
+    length = nbytes // itemsize
+    own = length // size + (rank < length % size)  # the rank's slice
+    return ((length - own) + (size - 1) * own) * itemsize
 
 
 class CountingTransport(Transport):
@@ -162,8 +209,6 @@ class CountingTransport(Transport):
         self.count(collective, sum(others))
 
     def _count_allreduce(self, arrays: Sequence[Any]) -> None:
-        length = sum(array.size for array in arrays)
-        start, stop = slice_bounds(length, self.size)[self.rank : self.rank + 2]
-        own = stop - start
-        elements = (length - own) + (self.size - 1) * own
-        self.count("allreduce", elements * arrays[0].itemsize)
+        nbytes = sum(array.nbytes for array in arrays)
+        sent = allreduce_bytes(nbytes, arrays[0].itemsize, self.rank, self.size)
+        self.count("allreduce", sent)
