@@ -28,7 +28,7 @@ def scripts():
             yield pytest.param(name, code, words, id=f"{pages.name(page)}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "code", "words"), scripts())
+@pytest.mark.parametrize(("name", "code", "words"), [*scripts()])
 def test_it_runs_as_saved(name, code, words, tmp_path):
     if "import torch" in code:
         pytest.importorskip("torch")
