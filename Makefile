@@ -3,7 +3,9 @@
 # make test-all   lint, types, and all tests, on 1 to 4 ranks
 # make test-device-api   compiles the kernels for GPUs, and checks the calls of cupy; needs no GPU
 # make docs       the documentation, into build/docs; make docs-links follows its links to other sites
-# All install what they need into .venv first.
+# All install what they need into .venv first. On Linux x86-64, PyPI's torch is the build for CUDA: 0.5
+# GB and 2.2 GB of libraries. The build for CPUs, 0.2 GB, comes from PyTorch's own index:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
 PYTHON ?= python3
 VENV ?= .venv

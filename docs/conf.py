@@ -7,6 +7,11 @@ import re
 import sys
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # as Sphinx does
+
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
@@ -23,7 +28,7 @@ import from_code  # noqa: E402
 import hvdlite  # noqa: E402
 
 project = "hvdlite"
-author = "the hvdlite authors"
+author = "hvdlite contributors"
 release = version = hvdlite.__version__
 
 extensions = [
@@ -55,10 +60,19 @@ nitpick_ignore_regex = [
 
 html_theme = "furo"
 pygments_dark_style = "github-dark"
-html_title = "hvdlite"
+html_title = f"hvdlite {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_copyright = False
+# Below each page: the links of the project, once pyproject.toml has some ([project.urls]).
+html_theme_options = {
+    "footer_icons": [
+        {"name": name, "url": url, "html": name, "class": ""}
+        for name, url in tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
+        .get("urls", {})
+        .items()
+    ]
+}
 # Nobody copies the output of a command, or the prompt in front of it.
 copybutton_exclude = ".linenos, .gp, .go"
 
@@ -100,9 +114,21 @@ def _mark_figures(app: Sphinx, doctree: nodes.document) -> None:
             cell["classes"].append("figures")
 
 
+def _break_long_names(app: Sphinx, doctree: nodes.document) -> None:
+    """Let code in tables be broken behind its signs, so that narrow columns break no word."""
+    for cell in doctree.findall(nodes.entry):
+        for code in list(cell.findall(nodes.literal)):
+            first, *parts = re.split(r"(?<=[\w)][_./=,(-])(?=[A-Za-z])", code.astext())
+            code.clear()
+            code += nodes.Text(first)
+            for part in parts:
+                code += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above to Sphinx."""
     app.connect("doctree-read", _mark_figures)
+    app.connect("doctree-read", _break_long_names)
     app.connect("source-read", _link_to_pages)
     app.connect("source-read", from_code.expand)
     app.connect("missing-reference", _find_by_last_name)

@@ -1,4 +1,4 @@
-"""Blocks of pages that are made from the code: calls, command lines, examples, lists of pages."""
+"""Parts of pages that are made for the site: calls, command lines, examples, the list of pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -19,8 +18,11 @@ from hvdlite.launch import options
 from tests.api_table import ROOT, SECTIONS
 
 _BLOCK = re.compile(
-    r"^```\{(calls|options|examples|pages)\} ?([\w.]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"^```\{(calls|options|examples)\} ?([\w.]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
+# Directives that a reader of the repository would see as they stand are hidden from it.
+_HIDDEN = re.compile(r"^<!-- on the site\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
+_PAGE = re.compile(r"^- \[.+?\]\((\w+)\.md\)", re.MULTILINE)
 _REST = "..."
 
 
@@ -28,10 +30,9 @@ def expand(app: Sphinx, docname: str, source: list[str]) -> None:
     """Replace the blocks in a page.
 
     ``{calls} MODULE`` has names of the module; ``...`` stands for the public names that the
-    page has nowhere else. ``{options} PROGRAM`` and ``{examples}`` have no content. ``{pages}``
-    lists pages of the folder in the order in which a reader needs them, and then all others.
+    page has nowhere else. ``{options} PROGRAM`` and ``{examples}`` have no content. A comment
+    that begins with ``on the site`` is shown. The list of an index is its folder's navigation.
     """
-    folder = (Path(app.srcdir) / docname).parent
     named = {name for block in _BLOCK.finditer(source[0]) for name in block[3].split()}
 
     def replacement(block: re.Match[str]) -> str:
@@ -39,8 +40,6 @@ def expand(app: Sphinx, docname: str, source: list[str]) -> None:
             return "\n".join(_programs(block[2]))
         if block[1] == "examples":
             return "\n".join(_examples())
-        if block[1] == "pages":
-            return "\n".join(["```{toctree}", ":maxdepth: 1", "", *_pages(folder, block[3]), "```"])
         names = [
             name
             for word in block[3].split()
@@ -49,13 +48,10 @@ def expand(app: Sphinx, docname: str, source: list[str]) -> None:
         lines = [line for name in names for line in _directive(block[2], name)]
         return "\n".join(["```{eval-rst}", f".. py:currentmodule:: {block[2]}", *lines, "```"])
 
-    source[0] = _BLOCK.sub(replacement, source[0])
-
-
-def _pages(folder: Path, order: str) -> list[str]:
-    first = [name for name in order.split() if (folder / f"{name}.md").exists()]
-    names = {path.stem for path in folder.glob("*.md")} - {"index", *first}
-    return [*first, *sorted(names)]
+    if docname.endswith("/index"):
+        pages = _PAGE.findall(source[0])
+        source[0] += "\n".join(["", "```{toctree}", ":hidden:", "", *pages, "```", ""])
+    source[0] = _BLOCK.sub(replacement, _HIDDEN.sub(r"\1", source[0]))
 
 
 def _others(module: str, named: set[str]) -> list[str]:

@@ -1,12 +1,17 @@
-"""The layout: the adapters lie beside the core and are imported as parts of it."""
+"""The layout and the packages: the adapters lie beside the core and are imported as parts of it."""
 
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
 
+import hvdlite
 from hvdlite.horovod.names import VERSION
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +34,7 @@ def test_wheel_holds_the_adapters_inside_the_package(tmp_path):
     # A copy: setuptools leaves build folders beside the sources.
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "LICENSE"):
         (source / name).write_bytes((ROOT / name).read_bytes())
     for folder in ("hvdlite", "adapters"):
         (source / folder).symlink_to(ROOT / folder)
@@ -46,6 +51,54 @@ def test_wheel_holds_the_adapters_inside_the_package(tmp_path):
     assert f"hvdlite/horovod/bootstrap/horovod-{VERSION}.dist-info/METADATA" in names
     assert not any(name.startswith(("adapters", "tests", "examples")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def tracked_files():
+    """Return the paths of all files that git tracks."""
+    command = ["git", "-C", ROOT, "ls-files", "-z"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"not a repository: {done.stderr}")
+    return [name for name in done.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def test_sdist_holds_all_that_the_repository_has(tmp_path):
+    tracked = tracked_files()
+    for name in tracked:  # a copy: setuptools leaves a folder beside the sources
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name, follow_symlinks=False)
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path]
+    subprocess.run([*command, tmp_path / "source"], check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        text = archive.extractfile(f"hvdlite-{hvdlite.__version__}/PKG-INFO").read().decode()
+    assert [name for name in tracked if name not in names] == []
+    assert not any(name.endswith((".pyc", "__pycache__")) for name in names)
+
+    about = message_from_string(text)
+    assert about["Author"] == "hvdlite contributors"
+    # An index shows this text by itself: a relative link or picture leads nowhere there.
+    assert "pip install 'hvdlite[" in about.get_payload()
+    assert re.findall(r"\]\((?!https://|#)", about.get_payload()) == []
+
+
+def test_all_places_that_name_the_version_agree():
+    for name, pattern in (
+        ("pyproject.toml", 'version = "(.+)"'),
+        ("CITATION.cff", "version: (.+)"),
+    ):
+        found = re.search(f"^{pattern}$", (ROOT / name).read_text(), re.MULTILINE)
+        assert (name, found[1]) == (name, hvdlite.__version__)
+
+
+def test_the_readme_names_what_is_installed():
+    project = (ROOT / "pyproject.toml").read_text()
+    (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    names = re.findall(r'"([\w-]+)', block)
+    assert "numpy" in names
+    (line,) = re.findall(r"hvdlite needs (.*?)\.", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert [name for name in names if name not in line] == []
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from hvdlite.bench import report
 from hvdlite.errors import StartError
 
 SUFFIXES = (".png", ".pdf", ".svg")
+# One colour for each contender, in all figures.
 COLORS = {
     "hvdlite": "#d62728",
     "bucket": "#ff9896",
@@ -30,14 +31,14 @@ class Series(NamedTuple):
     Attributes:
         label: in the legend.
         values, low, high: for each number of ranks.
-        color: None: matplotlib's next one.
+        color: one of `COLORS`.
     """
 
     label: str
     values: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
-    color: str | None = None
+    color: str
 
 
 def check(path: str) -> None:
@@ -93,8 +94,8 @@ def speed_over_ranks(
     ideal = [number * single for number in ranks]
     axes.plot(ranks, ideal, ":", color="black", label="ideal: that many times one alone")
     for label, values, low, high, color in series:
-        (line,) = axes.plot(ranks, values, "-o", color=color, label=label, markersize=4)
-        axes.fill_between(ranks, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        axes.plot(ranks, values, "-o", color=color, label=label, markersize=4)
+        axes.fill_between(ranks, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_xticks(ranks, [str(number) for number in ranks])
     axes.set_xlabel("ranks")
     axes.set_ylabel(unit)

@@ -345,10 +345,12 @@ def plot(document: dict[str, Any], table: Sequence[Speed], path: Path) -> None:
     low = [value - by for value, by in zip(values, spread, strict=True)]
     high = [value + by for value, by in zip(values, spread, strict=True)]
     unit = "speed-up (by wall time)" if is_wall else document["metric"]
-    measured = plots.Series("measured (mean and standard deviation)", values, low, high)
+    color = plots.COLORS["hvdlite"]
+    measured = plots.Series("measured (mean and standard deviation)", values, low, high, color)
     plots.speed_over_ranks(left, ranks, values[0] / ranks[0], [measured], unit)
     right.axhline(100, linestyle=":", color="black")
-    right.plot(ranks, [100 * speed.efficiency for speed in table], "-o", markersize=4)
+    efficiency = [100 * speed.efficiency for speed in table]
+    right.plot(ranks, efficiency, "-o", color=color, markersize=4)
     for speed in table:
         right.annotate(
             f"{speed.efficiency:.0%}",

@@ -18,14 +18,14 @@ def overhead(document: Mapping[str, Any], path: Path) -> None:
     """Draw the percentage that the exchange adds to a step; legible on white and on black."""
     records = document["results"]
     figure, axes = plots.figure(5.4, 0.4 + 0.8 * len(records))
-    contenders = {"hvdlite": ("hvdlite", "#2f6f9f"), "ddp": ("DDP on gloo", "#8a8f98")}
+    contenders = {"hvdlite": "hvdlite", "ddp": "DDP on gloo"}
     for row, record in enumerate(records):
         alone = record["seconds"]["alone"]["median"]
         for offset, name in zip((-0.19, 0.19), contenders, strict=True):
-            label, color = contenders[name]
             percent = 100 * record["overhead_seconds"][name]["median"] / alone
-            bars = axes.barh(row + offset, percent, 0.34, color=color)
-            axes.bar_label(bars, [f"{label}  +{percent:.0f} %"], padding=4, color=_NEUTRAL)
+            bars = axes.barh(row + offset, percent, 0.34, color=plots.COLORS[name])
+            text = f"{contenders[name]}  +{percent:.0f} %"
+            axes.bar_label(bars, [text], padding=4, color=_NEUTRAL)
     axes.set_yticks(
         range(len(records)), [record["title"].replace(", ", "\n") for record in records]
     )

@@ -1,13 +1,28 @@
 """The documentation builds without a warning, and its reference has every public call."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+import hvdlite
 from hvdlite.cli import main
 from tests import api_table
 from tests.docs import pages
+
+INDEXES = [page for page in pages.PAGES if page.name == "index.md"]
+
+
+@pytest.mark.parametrize("page", INDEXES, ids=pages.name)
+def test_an_index_is_readable_in_the_repository(page):
+    text = re.sub(r"^<!-- on the site\n.*?^-->$", "", page.read_text(), flags=re.M | re.DOTALL)
+    assert not re.search(r"^(```|:::)\{", text, re.MULTILINE)
+    if page.parent.name != "docs":  # that one has the folders' indexes in its comment
+        linked = re.findall(r"^- \[.+?\]\((\w+)\.md\)", text, re.MULTILINE)
+        assert sorted(linked) == sorted(
+            {each.stem for each in page.parent.glob("*.md")} - {"index"}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +54,15 @@ def test_it_builds_and_describes_each_public_call(site):
                 ways = (f"{module}.{name}", f"hvdlite.errors.{name}", f"hvdlite.elastic.{name}")
                 assert described.intersection(ways), f"{module}.{name} is on no page"
     assert "hvdlite.gone" not in described
+
+
+@pytest.mark.slow
+def test_the_first_page_says_which_version_it_is_and_how_to_install_it(site):
+    text = (site / "index.html").read_text()
+    assert f"hvdlite {hvdlite.__version__}</" in text
+    assert "pip install" in text
+    assert "ShardSampler" in text  # of README.md
+    assert "on the site" not in text
 
 
 @pytest.mark.slow
