@@ -9,7 +9,7 @@
     │   └── GradientError          values that cannot be exchanged in the way asked for
     │       └── NotFiniteError     averages that are NaN or infinite, where they are refused
     ├── HostsUpdatedInterrupt      the set of hosts changed (elastic training)
-    └── LauncherError              MPI takes processes that were started together for separate jobs
+    └── LauncherError              a process that is not a rank of the job it should be in
     ValueError
     ├── NotInitializedError        a call before ``init()``
     ├── UnsupportedError           a request that a call does not support; a NotImplementedError
@@ -72,7 +72,11 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 
 
 class LauncherError(RuntimeError):
-    """Several processes were started together, and MPI takes each for a job of its own."""
+    """A process that would not be a rank of the job that its user expects.
+
+    Several processes were started together, and MPI takes each for a job of its own; or a rank has
+    started this process, which has no rank of its own.
+    """
 
 
 class NotInitializedError(ValueError):

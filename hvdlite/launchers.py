@@ -1,12 +1,21 @@
-"""Detection of launchers whose processes MPI does not connect: N jobs of one rank."""
+"""Which launcher has started this process, and whether it is a rank of its own.
+
+Two mistakes are detected: a launcher whose processes MPI does not connect (N jobs of one rank), and
+a process that a rank has started, which has inherited that rank's identity.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
 import os
+import re
 import shlex
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple
+import zlib
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 from hvdlite.errors import LauncherError
 
@@ -15,6 +24,17 @@ _OTHER_MPI = "with the mpirun that belongs to the library that mpi4py loads"
 _SLURM = (
     "with `srun --mpi=pmix` (`srun --mpi=list` shows what Slurm has; MPICH takes pmi2), or inside "
     "the allocation"
+)
+
+
+_PARENT = "HVDLITE_LAUNCHED_BY"
+# What process managers know a rank by. Hydra gives all its jobs the same names, and the connection
+# behind PMI_FD differs.
+_IDENTITY = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PALS_APID", "PALS_RANKID")
+# Variables of a rank of another job, or of an MPI that runs in this process: an mpirun that sees
+# them takes itself for a part of that job, and MPI takes the process for that rank.
+_OF_A_RANK = re.compile(
+    r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|PALS_|HVDLITE_LAUNCH)\w+"
 )
 
 
@@ -93,6 +113,80 @@ def check(size: int, environment: Mapping[str, str] = os.environ) -> None:
                 f"`{_command(count if exact else 0, environment)}`{otherwise} (or set {_SETTING}=0 "
                 "where this process is to train alone)"
             )
+
+
+class Parent(NamedTuple):
+    """The rank that has started this process.
+
+    Attributes:
+        pid: the rank's process.
+        rank: its number.
+        place: its place in the world, as given to `note_rank`.
+    """
+
+    pid: int
+    rank: int
+    place: Any
+
+
+def note_rank(rank: int, place: Any, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Tell the processes that this rank starts whose identity they inherit.
+
+    Args:
+        rank: this process's.
+        place: its place in the world, which JSON can carry.
+        environment: the variables of this process.
+    """
+    if identity := _identity(environment):
+        text = json.dumps([identity, os.getpid(), rank, place])
+        environment[_PARENT] = base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def find_parent(environment: Mapping[str, str] = os.environ) -> Parent | None:
+    """Return the rank whose identity this process has inherited; None: it has its own, or none.
+
+    A rank may start a launcher, whose processes have identities of their own.
+    """
+    if _PARENT not in environment:
+        return None
+    identity, *noted = json.loads(zlib.decompress(base64.b64decode(environment[_PARENT])))
+    parent, own = Parent(*noted), _identity(environment)
+    if not own.get("PMI_FD", "").startswith("socket:"):  # which is closed in most children
+        own["PMI_FD"] = identity.get("PMI_FD", "")
+    is_own = parent.pid == os.getpid() or any(own.get(name) != identity[name] for name in identity)
+    return None if is_own else parent
+
+
+def part_from(
+    parent: Parent, is_refused: bool, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Make this process a job of one rank, or refuse to.
+
+    Raises:
+        LauncherError: it is refused; the message says what to do.
+    """
+    if is_refused:
+        raise LauncherError(
+            f"rank {parent.rank} (process {parent.pid}) has started this process ({os.getpid()}), "
+            "which calls hvd.init() and would take that rank's place in the job; communicate in "
+            "the rank itself, start ranks of another job with hvdliterun or hvdlite.run, or set "
+            f"{_SETTING}=0 where this process is to be a job of one rank"
+        )
+    for name in [*environment]:
+        if _OF_A_RANK.fullmatch(name):
+            del environment[name]
+
+
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables by which this process is a rank of a job."""
+    return {name: text for name, text in environment.items() if not _OF_A_RANK.fullmatch(name)}
+
+
+def _identity(environment: Mapping[str, str]) -> dict[str, str]:
+    found = {name: environment[name] for name in _IDENTITY if name in environment}
+    with contextlib.suppress(KeyError, OSError):
+        found["PMI_FD"] = os.readlink(f"/proc/self/fd/{found['PMI_FD']}")
+    return found
 
 
 def _is_one(environment: Mapping[str, str]) -> bool:

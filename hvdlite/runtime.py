@@ -51,10 +51,10 @@ def engine(process_set: ProcessSet | None = None) -> Engine:
 
     Raises:
         NotInitializedError: before ``init()`` and after ``shutdown()``.
-        HorovodInternalError: this process was forked from one that is a rank.
+        HorovodInternalError: a rank has started this process.
         ValueError: the process set is not registered, or this rank is not in it.
     """
-    if _engine is None or world.forked:
+    if _engine is None or world.is_child:
         raise _unavailable()
     if process_set is None or process_set is global_process_set:
         return _engine
@@ -63,7 +63,7 @@ def engine(process_set: ProcessSet | None = None) -> Engine:
 
 def process_sets() -> ProcessSets:
     """Return the process sets of this process; raises as `engine`."""
-    if _sets is None or world.forked:
+    if _sets is None or world.is_child:
         raise _unavailable()
     return _sets
 
@@ -109,6 +109,9 @@ def init(
     After it, an exception that ends the program on one rank ends it on all, with the
     traceback and the rank on standard error.
 
+    In a worker that `multiprocessing` has started on a rank, by any method, `rank`, `size` and the
+    like return that rank's values, and calls that communicate raise an error.
+
     Args:
         comm: The ranks that take part: None (all), a list of ranks of ``COMM_WORLD``, or
             an mpi4py communicator, which is duplicated.
@@ -122,7 +125,8 @@ def init(
     Raises:
         ImportError: mpi4py or an MPI library is missing.
         LauncherError: A launcher other than MPI has started several processes; not where
-            ``comm`` is given, or HVDLITE_CHECK_LAUNCHER is 0.
+            ``comm`` is given. Or a rank has started this process, which is no worker of
+            `multiprocessing`. With HVDLITE_CHECK_LAUNCHER=0 it is a job of one rank instead.
         SettingsError: an environment variable cannot be read.
         OSError: the file that HVDLITE_TIMELINE names cannot be written.
         ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
@@ -169,7 +173,14 @@ def _start(
     if virtual_ranks is not None:
         check_count("virtual_ranks", virtual_ranks, 0)
         values = dataclasses.replace(values, virtual_ranks=int(virtual_ranks))
+    parent = launchers.find_parent()
+    if parent is not None and _is_worker():
+        world.enter_of_parent(parent.place)
+        parts.configure(values.virtual_ranks, 0)
+        return []
     failures.install(_job_rank)
+    if parent is not None:
+        launchers.part_from(parent, values.check_launcher)
     MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
     if comm is None and values.check_launcher:
         launchers.check(MPI.COMM_WORLD.size)
@@ -240,8 +251,8 @@ def shutdown() -> None:
 def leave_world() -> bool:
     """Do what `shutdown` does, before another world is formed; return whether all ranks have."""
     global _engine, _sets, _ending
-    # A forked child (a data loader's worker) has no lanes and must not end its parent's.
-    if world.forked:
+    # A child of a rank (a data loader's worker) has no lanes and must not end its parent's.
+    if world.is_child:
         return False
     if _engine is not None and _sets is not None:
         _note_leaving(True)
@@ -310,9 +321,9 @@ def note_lost_world(rank: int, size: int) -> None:
 
 
 def _unavailable() -> Exception:
-    if _engine is None:
+    if not world.is_initialized():
         return NotInitializedError()
-    return world.fork_error()
+    return world.child_error()
 
 
 def _note_leaving(leaving: bool) -> None:
@@ -347,9 +358,15 @@ def _pending() -> tuple[int, list[status.Pending]] | None:
     return None if _sets is None else (world.rank(), _sets.pending())
 
 
+def _is_worker() -> bool:
+    """Return whether `multiprocessing` has started this process, or is about to."""
+    is_loading = getattr(multiprocessing.process.current_process(), "_inheriting", False)
+    return is_loading or multiprocessing.process.parent_process() is not None
+
+
 def _job_rank() -> failures.JobRank | None:
-    """Return the rank whose exceptions end the job; None in a forked child, or on a rank alone."""
-    if world.forked:
+    """Return the rank whose exceptions end the job; None in a child of one, or on a rank alone."""
+    if world.is_child:
         return None
     rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
     is_elastic = _engine is not None and _engine.recovery is not None

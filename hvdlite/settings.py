@@ -147,7 +147,8 @@ class Settings:
     #: else through host memory; "host": through host memory.
     device_transport: str = field(default="auto", metadata=_one_of("auto", "host"))
     #: Refuse to start where a launcher such as torchrun has started several processes that MPI
-    #: takes for jobs of one rank each.
+    #: takes for jobs of one rank each, and in a program that a rank has started; 0: such a process
+    #: is a job of one rank.
     check_launcher: bool = field(default=True, metadata=_FLAG)
     #: Ranks that count as one node; 0: as the hardware says. For tests of several nodes.
     force_local_size: int = field(default=0, metadata=_count("a number of ranks, or 0"))

@@ -6,8 +6,9 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from hvdlite import launchers
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 
 #: Makes a communicator by a call of what it is given; see `hvdlite.forming.Forming.create`.
@@ -141,31 +142,57 @@ class World:
 
 _current: World | None = None
 
-#: Whether this process was forked from a rank, and has not entered a world since.
-forked = False
+#: Whether this process was started by a rank, and has not entered a world of its own since.
+is_child = False
 
 
 def _note_fork() -> None:
-    global forked
-    forked = True
+    global is_child
+    is_child = True
 
 
 os.register_at_fork(after_in_child=_note_fork)
 
 
-def fork_error() -> HorovodInternalError:
-    """Return the error for a forked child that tries to communicate."""
+def child_error() -> HorovodInternalError:
+    """Return the error for a child of a rank that tries to communicate."""
     return HorovodInternalError(
-        f"process {os.getpid()} was forked from rank {rank()} after init() and cannot "
+        f"process {os.getpid()} was started by rank {rank()} after init() and cannot "
         "communicate; do it in the rank itself"
     )
 
 
 def enter(world: World | None) -> None:
     """Make ``world`` the one that the functions of this module describe; None: there is none."""
-    global _current, forked
+    global _current, is_child
     _current = world
-    forked = False
+    is_child = False
+    if world is not None:
+        comms = (world.comm, world.node, world.cross)
+        place = [[(comm.rank, comm.size) for comm in comms], world.nodes]
+        launchers.note_rank(world.comm.rank, place)
+
+
+def enter_of_parent(place: Any) -> None:
+    """Make the world of the rank that has started this process the one to describe.
+
+    It is as in a forked child: calls that communicate raise an error.
+
+    Args:
+        place: the rank's, as `enter` has left it.
+    """
+    global _current, is_child
+    comms, nodes = place
+    comm, node, cross = (_Comm(*each) for each in comms)
+    _current = World(comm, node, cross, tuple(nodes), tuple(range(len(nodes))))
+    is_child = True
+
+
+class _Comm(NamedTuple):
+    """The part of a communicator that is left of it in another process."""
+
+    rank: int
+    size: int
 
 
 def current() -> World:

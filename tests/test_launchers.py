@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -100,3 +101,37 @@ def test_init_refuses_in_one_line_unless_told_otherwise():
             assert len(done.stderr.splitlines()) == 1
         else:
             assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+
+
+RANKS = {
+    "Open MPI": {"PMIX_NAMESPACE": "prterun-7@1", "PMIX_RANK": "1", "OMPI_MCA_btl": "self"},
+    "Hydra": {"PMI_RANK": "1", "PMI_FD": "0"},
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_child_of_a_rank_is_known(name, monkeypatch):
+    environment = {**RANKS[name]}
+    launchers.note_rank(1, "place", environment)
+    assert launchers.find_parent(environment) is None  # this process
+    own = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: own + 1)
+    assert launchers.find_parent(environment) == (own, 1, "place")
+    with pytest.raises(LauncherError, match=f"^rank 1 .process {own}. has started this process"):
+        launchers.part_from((parent := launchers.find_parent(environment)), True, environment)
+    launchers.part_from(parent, False, environment)
+    assert environment.keys() <= {"OMPI_MCA_btl"}
+
+
+def test_a_process_with_an_identity_of_its_own_is_no_child(monkeypatch):
+    first, second = socket.socketpair()
+    with first, second:
+        pmix, hydra = RANKS["Open MPI"], {"PMI_RANK": "1", "PMI_FD": str(first.fileno())}
+        others = [{**pmix, "PMIX_RANK": "0"}, {**hydra, "PMI_FD": str(second.fileno())}, {}]
+        for identity, other in zip((pmix, hydra, {}), others, strict=True):
+            environment = {**identity}
+            launchers.note_rank(1, "place", environment)
+            monkeypatch.setattr(os, "getpid", lambda: -1)
+            assert bool(launchers.find_parent(environment)) == bool(identity)
+            assert launchers.find_parent({**environment, **other}) is None
+            monkeypatch.undo()

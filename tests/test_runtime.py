@@ -15,7 +15,7 @@ import hvdlite as hvd
 from hvdlite import mpi, runtime, world
 from hvdlite.errors import RankGoneError
 from tests.harness import ranks, run_script
-from tests.harness.mpirun import ROOT
+from tests.harness.mpirun import ROOT, command
 
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 
@@ -273,7 +273,7 @@ class TestForks:
                         try:
                             hvd.allreduce(np.ones(2))
                         except hvd.HorovodInternalError as error:
-                            assert "was forked from rank" in str(error)
+                            assert "was started by rank" in str(error)
                             os._exit(7)
                         os._exit(8)
                     sys.exit(5)
@@ -308,6 +308,66 @@ class TestForks:
         """
         done = run_script(_source(script), np=2, timeout=40)
         assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
+
+
+class TestProcessesOfARank:
+    def test_workers_know_their_rank_and_other_programs_are_refused(self):
+        script = """
+            import multiprocessing, os, subprocess, sys
+            import numpy as np, hvdlite as hvd
+
+            hvd.init()  # again in each worker, which imports this file
+            place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_size()
+
+            def work(number):
+                hvd.init()
+                try:
+                    hvd.allreduce(np.ones(2))
+                except hvd.HorovodInternalError as error:
+                    assert f"was started by rank {hvd.rank()}" in str(error)
+                    return number, place, "mpi4py.MPI" in sys.modules
+
+            def program(**variables):
+                code = "import hvdlite as hvd; hvd.init(); print(hvd.size(), hvd.allreduce(1))"
+                return subprocess.run(
+                    [sys.executable, "-c", code], env={**os.environ, **variables},
+                    capture_output=True, text=True, timeout=30,
+                )
+
+            if __name__ == "__main__":
+                for method in ("spawn", "forkserver"):
+                    with multiprocessing.get_context(method).Pool(1) as pool:
+                        assert pool.map(work, [2, 3]) == [(2, place, False), (3, place, False)]
+                done = program()
+                assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done
+                assert done.stderr.startswith(f"hvdlite: rank {hvd.rank()} (process {os.getpid()})")
+                done = program(HVDLITE_CHECK_LAUNCHER="0")
+                assert (done.returncode, done.stdout, done.stderr) == (0, "1 1\\n", ""), done
+                assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [hvd.size()]
+                print("done", flush=True)
+        """
+        done = run_script(_source(script), np=2, timeout=60)
+        assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
+
+    @pytest.mark.slow
+    def test_a_launcher_that_a_rank_starts_makes_ranks_of_another_job(self):
+        script = """
+            import os, subprocess, sys
+            import numpy as np, hvdlite as hvd
+
+            hvd.init()
+            if "inner" in sys.argv:
+                print(hvd.allreduce(np.ones(1), op=hvd.Sum), flush=True)
+                sys.exit()
+            program = [sys.executable, __file__, "inner"]
+            for launcher in ([sys.executable, "-m", "hvdlite.launch"], [os.environ["MPIRUN"]]):
+                out = subprocess.check_output([*launcher, "-np", "2", *program], timeout=40)
+                assert out.count(b"[2.]") == 2, out
+            assert hvd.run(hvd.is_initialized, num_proc=2) == [False] * 2
+        """
+        mpirun = {"MPIRUN": command(2)[0]}
+        done = run_script(_source(script), np=1, env=mpirun, timeout=100)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 class TestImport:

@@ -180,8 +180,8 @@ class Lane:
     @uninterrupted
     def enqueue(self, operation: Operation, begin: bool = True) -> Handle:
         """Do what `submit` does, for callers that run deferred signal handlers themselves."""
-        if world.forked:
-            raise world.fork_error()
+        if world.is_child:
+            raise world.child_error()
         handle = Handle(operation.name)
         if rehearsal.corrupt is not None:
             rehearsal.corrupt(operation)
@@ -220,8 +220,8 @@ class Lane:
             HorovodInternalError: This process was forked from the rank that submitted it, or the
                 caller is called by an operation of the lane, which would have to end first.
         """
-        if world.forked:
-            raise world.fork_error()
+        if world.is_child:
+            raise world.child_error()
         thread = threading.get_ident()
         with self._lock:
             if self._broken or (handle is not None and handle.finished):

@@ -15,7 +15,7 @@ from hvdlite.horovod.finder import with_bootstrap
 from hvdlite.launch import check_build, job, mpirun, protocol, rank
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.environment import exported, on_this_host, with_own_package
-from hvdlite.launch.hosts import Host, all_local, choose_hosts, own_names
+from hvdlite.launch.hosts import Host, all_local, choose_hosts, own_addresses
 from hvdlite.launch.options import (
     mpirun_arguments,
     parse,
@@ -25,6 +25,7 @@ from hvdlite.launch.options import (
 )
 from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import serving
+from hvdlite.launchers import without_rank
 from hvdlite.settings import Settings
 
 # Seconds before ranks that could not take the state of the run before are started once more.
@@ -72,7 +73,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     asked = variables(options)
     if options.timeline_filename is not None:
         asked["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
-    settings = {**os.environ, **asked}
+    settings = {**without_rank(os.environ), **asked}
     own = [sys.executable, "-m", "hvdlite.advice"] if options.check_compression else None
     command, settings = resolve(own or _command(options), settings)
     here = on_this_host(hosts, settings)
@@ -154,8 +155,10 @@ def _run(
     """
     here = on_this_host(plan.hosts, settings)
     # Other hosts need not reach this one, except to tell of changes.
-    names = [] if here or sizes is None else own_names(plan.hosts)
-    with serving(names, ranks=plan.ranks, spares=options.spares or 0) as server:
+    addresses = None
+    if not here and sizes is not None:
+        addresses = own_addresses(plan.hosts, ",".join(options.network_interfaces or ()))
+    with serving(addresses, ranks=plan.ranks, spares=options.spares or 0) as server:
         server.state = state
         added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         environment = {**added, **settings}
@@ -178,10 +181,11 @@ def _run(
                     [*(f"{n}={value}" for n, value in {**news, **asked}.items()), *arguments]
                 )
             )
+        ports = program.close_ports if here else None
         if sizes is None:
-            return job.run(arguments, environment, server, program.quiet_end)
+            return job.run(arguments, environment, server, program.quiet_end, close_ports=ports)
         check = sizes.follow(server)
-        end = job.run(arguments, environment, server, program.quiet_end, check)
+        end = job.run(arguments, environment, server, program.quiet_end, check, ports)
         if bad := sizes.note_end(plan, server, bool(end.text)):
             job.say(
                 f"no process has started on {', '.join(bad)}; such a host gets no more of them "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import shlex
 import signal
 import subprocess
@@ -17,18 +16,14 @@ from typing import Any, NoReturn
 from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import job, mpirun, protocol, rank, worker
 from hvdlite.launch.environment import exported, on_this_host
-from hvdlite.launch.hosts import Host, choose_hosts, own_names
+from hvdlite.launch.hosts import Host, choose_hosts, own_addresses
 from hvdlite.launch.pickling import RemoteError, pack, unpack
 from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import Failure, Server, serving
+from hvdlite.launchers import without_rank
 
 _START_TIMEOUT = 120.0
 _ROOT = str(Path(__file__).resolve().parents[2])
-# Variables of a rank of another job, or of an MPI that runs in this process: an mpirun that sees
-# them takes itself for a part of that job.
-_OF_A_RANK = re.compile(
-    r"(?:OMPI_(?!MCA_|ALLOW_)|PRTE_(?!MCA_)|PMIX_(?!MCA_)|PMI_|HVDLITE_LAUNCH)\w+"
-)
 
 
 def run(
@@ -211,11 +206,11 @@ def _call(
     # The folder of the script is its first entry; an interactive session has an empty one.
     path = [os.path.abspath(entry) for entry in sys.path]
     task = pickle.dumps(tuple(worker.Task(path, list(sys.argv), numbered)))
-    kept = {name: value for name, value in os.environ.items() if not _OF_A_RANK.fullmatch(name)}
-    settings = {**kept, **added}
+    settings = {**without_rank(os.environ), **added}
     here = on_this_host(hosts, settings)
     program = mpirun.detect(mpirun.find(settings))
-    with serving([] if here else own_names(hosts), [task, *packed], num_proc) as server:
+    addresses = None if here else own_addresses(hosts)
+    with serving(addresses, [task, *packed], num_proc) as server:
         needed = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         settings = {**needed, **settings}
         if server.key:
@@ -242,6 +237,7 @@ def _call(
             at_terminal=False,
             streams=(subprocess.DEVNULL, server.stdout, server.stderr),
             check=check_start,
+            close_ports=program.close_ports if here else None,
         )
         if not received:
             _check_end(server, num_proc, code)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,14 +109,51 @@ def host_key(name: str) -> str:
     return name if _ADDRESS.fullmatch(name) else name.partition(".")[0].lower()
 
 
-def own_names(hosts: Sequence[Host]) -> list[str]:
-    """Return what other hosts may know this one by: its addresses on the way to them, its name."""
-    names = []
-    for host in hosts:
+def own_addresses(hosts: Sequence[Host], networks: str = "") -> list[str]:
+    """Return the addresses by which other hosts reach this one; empty: unknown.
+
+    Args:
+        hosts: the other hosts.
+        networks: names of interfaces or networks, with commas between, as eth0 or 10.0.0.0/16;
+            empty: those on the way to the hosts.
+
+    Raises:
+        StartError: this host has none of the networks.
+    """
+    found = []
+    if networks:
+        present = dict(_interfaces())
+        wanted = networks.split(",")
+        found = [
+            address
+            for name in wanted
+            for interface, address in present.items()
+            if name == interface or ("/" in name and _is_in(address, name))
+        ]
+        if not found:
+            listed = ", ".join(f"{name} ({address})" for name, address in present.items())
+            raise StartError(f"--network-interfaces {networks}: this host has {listed or 'none'}")
+    for host in () if networks else hosts:
         with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
             probe.connect((host.name, 9))  # Sends nothing, but chooses the way.
-            names.append(str(probe.getsockname()[0]))
-    return list(dict.fromkeys([*names, socket.getfqdn(), socket.gethostname()]))
+            found.append(str(probe.getsockname()[0]))
+    return list(dict.fromkeys(found))
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Yield the names and IPv4 addresses of this host's interfaces."""
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(type=socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asking, get_address, struct.pack("256s", name.encode()))
+                yield name, socket.inet_ntoa(answer[20:24])
+
+
+def _is_in(address: str, network: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+    return False
 
 
 def parse_host(text: str, slots: int = 1) -> Host | None:

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from hvdlite.errors import StartError
+from hvdlite.launch.mpirun import ONE_HOST
 from hvdlite.launch.protocol import Part
 from hvdlite.launch.rank import describe, die_with_parent, shell_code
 from hvdlite.launch.server import Server
@@ -22,6 +23,8 @@ from hvdlite.launch.status import Inquiry
 from hvdlite.status import ASKING, SIGNAL
 
 _TICK = 0.05
+
+ClosePorts = Callable[[int, bool, bool], None]
 
 # After how many seconds mpirun gets which signal, by what has happened. An mpirun that does
 # not end is killed, and the processes around the ranks follow it.
@@ -66,10 +69,17 @@ def run(
     server: Server,
     quiet_end: signal.Signals | None,
     check: Callable[[], object] = lambda: None,
+    close_ports: ClosePorts | None = None,
 ) -> End:
     """Do what `follow` does, and return how the job ended."""
     code, received = follow(
-        arguments, environment, server, quiet_end, at_terminal=os.isatty(0), check=check
+        arguments,
+        environment,
+        server,
+        quiet_end,
+        at_terminal=os.isatty(0),
+        check=check,
+        close_ports=close_ports,
     )
     if received:
         return End(128 + received, "")
@@ -90,6 +100,7 @@ def follow(
     at_terminal: bool,
     streams: Sequence[int | None] = (None, None, None),
     check: Callable[[], object] = lambda: None,
+    close_ports: ClosePorts | None = None,
 ) -> tuple[int, signal.Signals | None]:
     """Run mpirun to its end, and end it when a rank or a signal demands it.
 
@@ -101,6 +112,7 @@ def follow(
         at_terminal: whether it reads from a terminal, for which it must be in the launcher's group.
         streams: its standard input, output and error, as `subprocess.Popen` takes them.
         check: called again and again; what it raises ends the job.
+        close_ports: `hvdlite.launch.mpirun.Mpirun.close_ports`; None: the job needs them.
 
     Returns:
         mpirun's exit code, negative for a signal, and the signal that this process got meanwhile.
@@ -114,10 +126,17 @@ def follow(
         inquiry: Inquiry | None = None
         asking = os.path.join(server.folder, ASKING)
         try:
-            ending, failed, told, is_last = False, False, 0, False
+            ending, failed, told, is_last, begun = False, False, 0, False, False
+            spawns = environment.get(ONE_HOST[0], ONE_HOST[1]) != ONE_HOST[1]
             while process.poll() is None:
                 server.serve(_TICK)
                 check()
+                if close_ports is not None:
+                    has_ranks, are_connected = bool(server.hosts), server.are_connected()
+                    if are_connected or not begun:
+                        close_ports(process.pid, has_ranks, are_connected and not spawns)
+                        begun = has_ranks
+                    close_ports = None if are_connected else close_ports
                 if inquiry is None and (asked or os.path.exists(asking)):
                     is_last = signal.SIGQUIT in asked
                     asked.clear()

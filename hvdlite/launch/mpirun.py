@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hvdlite.errors import StartError
+from hvdlite.launch import ports
 from hvdlite.launch.hosts import Host
 
 _SECONDS_TO_ANSWER = 20
+
+ONE_HOST = "OMPI_MCA_btl", "self,sm"
+"""The variable by which Open MPI's ranks open no ports, and cannot call ``MPI_Comm_spawn``."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,17 @@ class Mpirun(ABC):
         """Return the variables that have it use these networks between hosts."""
         return dict.fromkeys(self.network_variables, ",".join(names))
 
+    def close_ports(self, pid: int, has_ranks: bool, are_connected: bool) -> None:
+        """Close the ports that mpirun does not need any more, in a job on one host.
+
+        Args:
+            pid: mpirun's process.
+            has_ranks: whether it has started one.
+            are_connected: whether all ranks have started MPI, and start no further processes by it.
+        """
+        if has_ranks:  # before, Hydra's proxy connects to one of them
+            ports.close(pid)
+
 
 class OpenMPI(Mpirun):
     """Open MPI 5 and later, whose process manager is PRRTE."""
@@ -115,8 +130,9 @@ class OpenMPI(Mpirun):
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         """Return the variables that it needs and that the user may override."""
         allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
-        # The search for a network takes a second, and one host needs none.
-        network = {"OMPI_MCA_btl": "^ofi"} if here else {}
+        # One host needs no network. The search for a fast one takes a second, and the part for TCP
+        # listens on all interfaces, whichever it is told to use.
+        network = dict([ONE_HOST]) if here else {}
         return {
             **dict.fromkeys(allowed, "1"),
             **network,
@@ -129,6 +145,10 @@ class OpenMPI(Mpirun):
             # Its UCX part complains on every rank that makes a window on a machine without UCX.
             "OMPI_MCA_osc_ucx_verbose": "-1",
         }
+
+    def close_ports(self, pid: int, has_ranks: bool, are_connected: bool) -> None:
+        """Close the ports that mpirun does not need any more, in a job on one host."""
+        ports.close(pid, to_this_host=are_connected)
 
 
 class OpenMPI4(OpenMPI):

@@ -50,6 +50,8 @@ HEADER = struct.Struct("!cQ")
 
 _SECONDS_TO_ANSWER = 30.0
 _MAX_READ = 1 << 20
+# Of the first message, from an end that may not be what it seems to be.
+_MAX_FIRST = 1 << 16
 _MAX_PATH = 107  # of a socket of this host; sockaddr_un has 108 bytes
 
 Part = bytes | bytearray | memoryview
@@ -112,6 +114,7 @@ class Channel:
         self._socket = connected
         self._is_launchers = is_launchers
         self._lock = threading.Lock()
+        self._is_first = True
         nonces = b""
         if key:
             # A message goes out in several pieces, which need not wait for each other.
@@ -165,8 +168,11 @@ class Channel:
         parts = []
         while True:
             kind, length = HEADER.unpack(self._read_sealed(HEADER.size))
+            if self._is_first and length > _MAX_FIRST:
+                raise ForgedError(f"found a first message of {length} bytes: it is somebody else's")
             parts.append(self._read_sealed(length))
             if kind != _PART:
+                self._is_first = False
                 return kind, parts
 
     def _send_frame(self, kind: bytes, body: Part) -> None:
@@ -210,7 +216,10 @@ def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
     connected = _dial(address)
     try:
         connected.settimeout(_SECONDS_TO_ANSWER)
-        channel = Channel(connected, bytes.fromhex(environment.get(KEY, "")), False)
+        key = bytes.fromhex(environment.get(KEY, ""))
+        if not key and os.sep not in address:
+            raise ConnectionError(f"{KEY} is not set here; have mpirun carry it to this host")
+        channel = Channel(connected, key, False)
         host = os.uname().nodename
         names = dict.fromkeys([environment.get("PMIX_HOSTNAME") or host, host])
         channel.send(HELLO, " ".join([str(rank), *names]).encode())

@@ -24,6 +24,7 @@ from typing import NamedTuple, TextIO
 from hvdlite.launch import folders, protocol
 from hvdlite.launch.protocol import Channel, ForgedError, Part
 from hvdlite.launch.rank import SHARED
+from hvdlite.status import FILE
 
 _TICK = 0.05
 # Messages that wait for the calling thread; the ranks wait when there are more.
@@ -61,8 +62,8 @@ class Server:
 
     Args:
         folder: one that only this user can open.
-        names: names or addresses of this host that ranks on other hosts can connect to; empty: only
-            processes of this host connect.
+        addresses: where this host listens for ranks on others; empty: on all of its interfaces;
+            None: only processes of this host connect.
         task: what a rank of `hvdlite.run` gets when it asks.
         ranks: their number at the start.
         spares: that of the processes that wait beside them.
@@ -89,7 +90,7 @@ class Server:
     def __init__(
         self,
         folder: str,
-        names: Sequence[str] = (),
+        addresses: Sequence[str] | None = None,
         task: Sequence[Part] = (),
         ranks: int = 1,
         spares: int = 0,
@@ -113,20 +114,23 @@ class Server:
         self._readers: list[threading.Thread] = []
         # With the time of each one's arrival where it has not proved that it knows the key.
         self._connections: dict[socket.socket, float | None] = {}
-        if names:
+        if addresses is not None:
             self.key = secrets.token_bytes(32)
-            self._listener = socket.create_server(("", 0))
-            self.address = protocol.tcp_address(list(names), self._listener.getsockname()[1])
+            self._listeners = _listen(addresses or [""])
+            names = [*addresses, socket.getfqdn(), socket.gethostname()]
+            port = self._listeners[0].getsockname()[1]
+            self.address = protocol.tcp_address(list(dict.fromkeys(names)), port)
         else:
             self.key = b""
             self.address = os.path.join(folder, "ranks")
-            self._listener = socket.socket(socket.AF_UNIX)
+            self._listeners = [socket.socket(socket.AF_UNIX)]
             with protocol.short(self.address) as name:
-                self._listener.bind(name)
-            self._listener.listen(128)
-        self._listener.settimeout(_TICK)
+                self._listeners[0].bind(name)
+            self._listeners[0].listen(128)
         self.stdout, self.stderr = self._pipe(protocol.OUT), self._pipe(protocol.ERR)
-        _start(self._accept)
+        for listener in self._listeners:
+            listener.settimeout(_TICK)
+            _start(self._accept, listener)
 
     def serve(self, seconds: float) -> None:
         """Take the messages that have come; wait for one at most so many seconds."""
@@ -134,6 +138,11 @@ class Server:
             self._take(self._messages.get(timeout=seconds))
             for _ in range(_MAX_WAITING):
                 self._take(self._messages.get_nowait())
+
+    def are_connected(self) -> bool:
+        """Return whether all ranks and spares have called ``hvd.init()``, all on this host."""
+        names = (f"rank.{rank}/{FILE}" for rank in range(self.ranks + self.spares))
+        return all(os.path.exists(os.path.join(self.folder, name)) for name in names)
 
     def ask_to_stop(self) -> None:
         """Have all ranks stop at their next commit, so that another number of them can go on."""
@@ -153,7 +162,7 @@ class Server:
         """Close all connections."""
         self._closed = True
         self._close_pipes()
-        for connection in [self._listener, *self._connections]:
+        for connection in [*self._listeners, *self._connections]:
             _shut_down(connection)
 
     def _take(self, message: _Message | OSError) -> None:
@@ -234,16 +243,16 @@ class Server:
         known = [since for since in list(self._connections.values()) if since is None]
         return bool(known) or any(reader.is_alive() for reader in self._readers)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         """Start a thread for each connection, unless too many have not proved anything yet."""
-        with self._listener:
+        with listener:
             while not self._closed:
                 strangers = self._drop_strangers()
                 if len(strangers) >= _MAX_STRANGERS:
                     time.sleep(_TICK)
                     continue
                 try:
-                    accepted, _ = self._listener.accept()
+                    accepted, _ = listener.accept()
                 except (TimeoutError, ConnectionError):
                     continue
                 except OSError as error:
@@ -304,15 +313,35 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    names: Sequence[str] = (), task: Sequence[Part] = (), ranks: int = 1, spares: int = 0
+    addresses: Sequence[str] | None = None,
+    task: Sequence[Part] = (),
+    ranks: int = 1,
+    spares: int = 0,
 ) -> Iterator[Server]:
     """Provide the server of one job, in a folder of its own; see `Server`."""
     with folders.temporary(tempfile.gettempdir(), SHARED) as folder:
-        server = Server(folder, names, task, ranks, spares)
+        server = Server(folder, addresses, task, ranks, spares)
         try:
             yield server
         finally:
             server.close()
+
+
+def _listen(addresses: Sequence[str]) -> list[socket.socket]:
+    """Return sockets that listen at one port of several addresses."""
+    while True:
+        listeners: list[socket.socket] = []
+        port = 0
+        try:
+            for address in addresses:
+                listeners.append(socket.create_server((address, port)))
+                port = listeners[0].getsockname()[1]
+            return listeners
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            if not listeners or error.errno != errno.EADDRINUSE:
+                raise
 
 
 def _start(target: Callable[..., None], *args: object) -> threading.Thread:

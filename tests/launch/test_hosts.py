@@ -5,7 +5,14 @@ import socket
 import pytest
 
 from hvdlite.errors import StartError
-from hvdlite.launch.hosts import Host, all_local, check_slots, parse_hostfile, parse_hosts
+from hvdlite.launch.hosts import (
+    Host,
+    all_local,
+    check_slots,
+    own_addresses,
+    parse_hostfile,
+    parse_hosts,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +81,14 @@ def test_local():
     assert all_local([])
     assert all_local([Host("localhost", 2), Host("127.0.0.1", 1), Host(socket.gethostname(), 1)])
     assert not all_local([Host("localhost", 2), Host("elsewhere.example.org", 1)])
+
+
+@pytest.mark.parametrize("networks", ["", "lo", "127.0.0.0/8", "no-such-card,lo"])
+def test_addresses_on_the_way_to_hosts_or_of_networks(networks):
+    assert own_addresses([Host("127.0.0.1", 1)], networks) == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("networks", ["no-such-card", "203.0.113.0/24", "300.0.0.0/8"])
+def test_networks_that_this_host_does_not_have(networks):
+    with pytest.raises(StartError, match=f"--network-interfaces {networks}: this host has lo "):
+        own_addresses([], networks)

@@ -80,7 +80,7 @@ def test_settings_of_open_mpi(root):
     for settings in (new, old):
         assert settings["OMPI_MCA_mpi_yield_when_idle"] == "1"
         assert ("OMPI_ALLOW_RUN_AS_ROOT" in settings) == root
-        assert settings["OMPI_MCA_btl"] == "^ofi"
+        assert settings["OMPI_MCA_btl"] == "self,sm"
         assert ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" in settings) == root
     assert new["PRTE_MCA_rmaps_default_mapping_policy"] == "slot:oversubscribe"
     assert new["PRTE_MCA_hwloc_default_binding_policy"] == "none"

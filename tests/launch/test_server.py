@@ -22,8 +22,10 @@ TASK = [b"task", b"part", b"", b"function"]
 
 @pytest.fixture(params=["a socket of this host", "TCP"])
 def server(request):
-    names = ["no-such-host.invalid", "localhost"] if request.param == "TCP" else []
-    with serving(names, TASK) as opened:
+    addresses = ["127.0.0.1", "127.0.0.2"] if request.param == "TCP" else None
+    with serving(addresses, TASK) as opened:
+        if addresses:
+            opened.address = f"no-such-host.invalid,{opened.address}"
         yield opened
 
 
@@ -103,6 +105,30 @@ def test_a_stranger_who_does_not_know_the_key_gets_nothing():
         assert_served(server)
 
 
+def test_it_listens_at_the_addresses_that_are_given():
+    with serving(["127.0.0.1", "127.0.0.3"], TASK) as server:
+        port = int(server.address.rpartition("@")[2])
+        for address in ("127.0.0.1", "127.0.0.3"):
+            socket.create_connection((address, port), 10).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), 10)
+
+
+def test_a_rank_without_the_key_says_so():
+    with serving(["localhost"], TASK) as server:
+        with pytest.raises(ConnectionError, match="HVDLITE_LAUNCH_KEY is not set here"):
+            protocol.connect(server.address, 0, {})
+        assert server.hosts == {}
+
+
+def test_a_stranger_cannot_ask_for_much_memory():
+    stranger, own = socket.socketpair()
+    with stranger, contextlib.closing(protocol.Channel(own, b"", is_launchers=True)) as channel:
+        stranger.sendall(protocol.HEADER.pack(protocol.HELLO, 2**40))
+        with pytest.raises(protocol.ForgedError, match=f"a first message of {2**40} bytes"):
+            channel.receive(10)
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(100), b"\xff" * 100])
 def test_a_stranger_ends_and_blocks_nothing(server, sent):
     with stranger(server) as connection:
@@ -134,7 +160,7 @@ def test_strangers_that_say_nothing_are_dropped(server, monkeypatch):
 
 def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
     monkeypatch.setattr(server_module, "_MAX_STRANGERS", 0)  # as if it were too busy to accept
-    with serving([], TASK) as server, contextlib.ExitStack() as stack:
+    with serving(None, TASK) as server, contextlib.ExitStack() as stack:
         full = False
         for _ in range(5000):  # as many as the system takes without an answer
             try:
@@ -155,34 +181,25 @@ def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
         assert list(server.hosts) == [1]
 
 
-class Full:
-    """A listener whose process has no descriptors left, for one connection at a time."""
+def test_a_process_without_descriptors_drops_a_stranger(server, monkeypatch):
+    full, accept = [], socket.socket.accept
 
-    def __init__(self, listener):
-        self.listener = listener
-        self.is_full = True
+    def fail_once(listener):
+        if full:
+            raise full.pop()
+        return accept(listener)
 
-    def shutdown(self, how):
-        self.listener.shutdown(how)
-
-    def accept(self):
-        if self.is_full:
-            self.is_full = False
-            raise OSError(errno.EMFILE, "Too many open files")
-        return self.listener.accept()
-
-
-def test_a_process_without_descriptors_drops_a_stranger(server):
+    monkeypatch.setattr(socket.socket, "accept", fail_once)
     with stranger(server) as connection:
         while not server._connections:
             time.sleep(0.01)
-        server._listener = Full(server._listener)
+        full.append(OSError(errno.EMFILE, "Too many open files"))
         while connection.recv(protocol.NONCE):
             pass
     assert_served(server)
     while server._connections:
         time.sleep(0.01)
-    server._listener.is_full = True
+    full.append(OSError(errno.EMFILE, "Too many open files"))
     with pytest.raises(OSError, match="Too many"):
         server.serve(10)
 
@@ -218,7 +235,7 @@ def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
     folder = tmp_path / ("d" * 60) / ("e" * 60)
     folder.mkdir(parents=True)
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    with serving([], TASK) as server:
+    with serving(None, TASK) as server:
         assert len(server.address) > 120
         assert_served(server)
     assert list(folder.iterdir()) == []

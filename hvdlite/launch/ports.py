@@ -1,0 +1,66 @@
+"""The ports of mpirun, closed to everybody else.
+
+The manager of Open MPI 5 listens on all interfaces, for managers on other hosts, and refuses to do
+so on the loopback alone (ompi issue 14441). It waits without limit for the rest of what anybody
+who connects begins to send, and meanwhile the job neither prints nor ends. So does its PMIx, to
+which the ranks connect on the loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+_PIDFD_GETFD, _SO_ATTACH_FILTER = 438, 26
+# A filter of one instruction, which returns 0: the system drops the packet.
+_DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
+
+
+def close(pid: int, to_this_host: bool = False) -> None:
+    """Have the system drop what arrives at the TCP ports that a process listens on.
+
+    The process notices nothing. Where the system does not allow to look into it (a container
+    without CAP_SYS_PTRACE), its ports stay open.
+
+    Args:
+        pid: the process, a child of this one.
+        to_this_host: whether to close those on the loopback, too, which other hosts cannot reach.
+    """
+    instruction = ctypes.create_string_buffer(_DROP)
+    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+    for listener in _listeners(pid, to_this_host):
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _listeners(pid: int, on_loopback: bool) -> Iterator[socket.socket]:
+    """Yield the sockets by which a process listens."""
+    process = -1
+    system = ctypes.CDLL(None)
+    with contextlib.suppress(OSError):  # it has ended
+        process = os.pidfd_open(pid)
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # a file that it has closed meanwhile
+                if os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+                    file = system.syscall(_PIDFD_GETFD, process, int(name), 0)
+                    if file >= 0:
+                        with socket.socket(fileno=file) as found:
+                            if _is_open(found, on_loopback):
+                                yield found
+    if process >= 0:
+        os.close(process)
+
+
+def _is_open(found: socket.socket, on_loopback: bool) -> bool:
+    if found.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    if not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return False
+    return (
+        on_loopback
+        or not ipaddress.ip_address(found.getsockname()[0].partition("%")[0]).is_loopback
+    )
