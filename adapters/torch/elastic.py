@@ -13,7 +13,12 @@ from hvdlite.elastic import HostUpdate, ObjectState, State, run
 from hvdlite.errors import HorovodInternalError
 from hvdlite.recipe.batches import Batches
 from hvdlite.torch.sampler import ElasticSampler, ShardSampler
-from hvdlite.torch.state import broadcast_parameters, has_extra_state, send_optimizer_state
+from hvdlite.torch.state import (
+    broadcast_parameters,
+    has_extra_state,
+    loading_in_place,
+    send_optimizer_state,
+)
 from hvdlite.torch.wrapping import Distributed
 
 __all__ = ["ElasticSampler", "HostUpdate", "ObjectState", "State", "TorchState", "run"]
@@ -111,13 +116,20 @@ class OptimizerStateHandler(StatefulHandler):
     """
 
     def restore(self) -> None:
-        if isinstance(self.value, Distributed):
-            self.value._load(copy.deepcopy(self._kept), is_own=True)
-        else:
-            super().restore()
+        self._load(copy.deepcopy(self._kept), is_own=True)
         for group in self.value.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def load(self, dump: Any) -> None:
+        self._load(dump, is_own=False)
+
+    def _load(self, state: Any, is_own: bool) -> None:
+        with loading_in_place(self.value, exactly=True):
+            if isinstance(self.value, Distributed):
+                self.value._load(state, is_own)
+            else:
+                self.value.load_state_dict(state)
 
     def sync(self) -> None:
         value = self.value

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import numpy as np
@@ -114,7 +115,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrite every rank's optimizer state and options by those of rank ``root_rank``.
 
-    This takes no step and changes no weight, also if the optimizers have no state yet.
+    This takes no step and changes no weight, also if the optimizers have no state yet. The dicts
+    and tensors of groups and state stay the same objects, with other content, for those who hold
+    one of them. New tensors have the root's dtypes.
 
     Args:
         optimizer: any torch optimizer, wrapped or not, of the same parameters on all ranks.
@@ -157,7 +160,106 @@ def send_optimizer_state(
     state = map_leaves(_to_host, state_dict()) if is_root else None
     received = collectives.broadcast_object(state, root_rank, name, process_set)
     if not is_root:
-        optimizer.load_state_dict(received)
+        with loading_in_place(optimizer, exactly=True):
+            optimizer.load_state_dict(received)
+
+
+@contextlib.contextmanager
+def loading_in_place(optimizer: torch.optim.Optimizer, exactly: bool = False) -> Iterator[None]:
+    """Let ``load_state_dict`` change the dicts of groups and state, where torch replaces them.
+
+    Learning rate schedulers, and optimizers around others, hold these dicts. Optimizers that the
+    optimizer holds keep theirs, too.
+
+    Args:
+        optimizer: any torch optimizer.
+        exactly: whether tensors get the dtype that they have in the state dict, where torch
+            converts them to the parameter's, and are overwritten where that is possible.
+    """
+    with contextlib.ExitStack() as stack:
+        for each in _with_inner(optimizer, []):
+            for hook in _hooks_in_place(each, exactly):
+                stack.callback(hook.remove)
+        yield
+
+
+def _with_inner(optimizer: Any, found: list[Any]) -> list[Any]:
+    """Return an optimizer and those that it holds."""
+    if isinstance(optimizer, torch.optim.Optimizer) and not any(o is optimizer for o in found):
+        found.append(optimizer)
+        for each in vars(optimizer).values():
+            _with_inner(each, found)
+    return found
+
+
+def _hooks_in_place(optimizer: Any, exactly: bool) -> list[Any]:
+    """Register the hooks that put the old dicts back, with the content of the new ones."""
+    before: list[Any] = []
+
+    def begin(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+        before[:] = optimizer.param_groups, optimizer.state, state_dict
+
+    def end(optimizer: Any) -> None:
+        groups, state, given = before
+        before.clear()
+        indices = [index for group in given["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        state_given = {
+            parameter: given["state"].get(index)
+            for parameter, index in zip(parameters, indices, strict=True)
+        }
+        if optimizer.state is not state:
+            optimizer.state = _merged(state, optimizer.state, state_given if exactly else None)
+        if optimizer.param_groups is not groups:
+            groups[:] = [
+                _merged(old, new, each if exactly else None)
+                for old, new, each in zip(
+                    groups, optimizer.param_groups, given["param_groups"], strict=True
+                )
+            ]
+            optimizer.param_groups = groups
+
+    with contextlib.suppress(AttributeError):  # its constructor does not call torch's
+        return [
+            optimizer.register_load_state_dict_pre_hook(begin),
+            optimizer.register_load_state_dict_post_hook(end),
+        ]
+    return []
+
+
+def _merged(old: Any, new: Any, given: Any) -> Any:
+    """Return what has been loaded: the old object with its content, where it can hold that.
+
+    Args:
+        old: what was there before.
+        new: what torch has made of the state dict.
+        given: what the state dict has; None: keep what torch has made, and change no tensor.
+    """
+    if isinstance(new, dict):
+        kept, entries = (each if isinstance(each, Mapping) else {} for each in (old, given))
+        content = {
+            key: _merged(kept.get(key), value, entries.get(key)) for key, value in new.items()
+        }
+        merged = old if isinstance(old, dict) else new
+        merged.clear()
+        merged.update(content)
+        return merged
+    if isinstance(new, torch.Tensor) and isinstance(given, torch.Tensor):
+        if _is_like(old, given):
+            with torch.no_grad():
+                return old.copy_(given)
+        if new.dtype != given.dtype:
+            return given.to(new.device)
+    return new
+
+
+def _is_like(tensor: Any, other: torch.Tensor) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype == other.dtype
+        and tensor.shape == other.shape
+        and tensor.layout is other.layout
+    )
 
 
 def _to_host(leaf: Any) -> Any:

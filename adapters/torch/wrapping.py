@@ -26,6 +26,7 @@ from hvdlite.recipe._tree import map_leaves
 from hvdlite.schedule import ExchangeState
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.reducer import Reducer
+from hvdlite.torch.state import loading_in_place
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
 
 #: The key of hvdlite's part of an optimizer's state dict.
@@ -174,7 +175,8 @@ class Distributed(Wrapped):
 
     def _load(self, state_dict: Mapping[str, Any], is_own: bool) -> None:
         """Load a state, which this process may have saved under another number."""
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        with loading_in_place(cast(Any, self)):
+            super().load_state_dict(state_dict)  # type: ignore[misc]
         saved = map_leaves(leaf_to_array, state_dict.get(STATE, {}))
         if self._exchange_state.steps is None:  # saved by an optimizer with a schedule
             saved = {key: part for key, part in saved.items() if key != "schedule"}

@@ -166,6 +166,98 @@ def test_broadcast_optimizer_state_of_different_optimizers():
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around another one, whose groups and state it shares."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def after_two_steps(kind, dtype=torch.float32):
+    """Return a parameter and an optimizer of it."""
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = hvd.DistributedOptimizer(kind([parameter]))
+    for _ in range(2):
+        optimizer.zero_grad()
+        (parameter * (hvd.rank() + 1.0)).sum().backward()
+        optimizer.step()
+    return parameter, optimizer
+
+
+def by_broadcast(optimizer):
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def by_elastic_sync(optimizer):
+    hvd.elastic.TorchState(optimizer=optimizer).sync()
+
+
+def by_elastic_restore(optimizer):
+    state = hvd.elastic.TorchState(optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 99.0
+    state.restore()
+
+
+def by_load_state_dict(optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "load", [by_broadcast, by_elastic_sync, by_elastic_restore, by_load_state_dict]
+)
+@pytest.mark.parametrize("is_around", [False, True])
+@ranks(2)
+def test_loaded_optimizers_keep_their_dicts(size, load, is_around):
+    hvd.init()
+
+    def make(parameters):
+        inner = torch.optim.Adam(parameters, lr=0.1)
+        return Around(inner) if is_around else inner
+
+    parameter, optimizer = after_two_steps(make)
+    group, state = optimizer.param_groups[0], optimizer.state[parameter]
+    moment = state["exp_avg"]
+    if load is by_broadcast and hvd.rank() > 0:
+        moment.zero_()
+        group["lr"] = 99.0
+    load(optimizer)
+    assert optimizer.param_groups[0] is group
+    assert (group["lr"], len(group["params"]), group["params"][0] is parameter) == (0.1, 1, True)
+    assert optimizer.state[parameter] is state
+    if is_around:
+        assert optimizer.inner.param_groups[0] is group
+    if load is not by_load_state_dict:
+        assert state["exp_avg"] is moment
+    # 0.1 * g, then 0.9 times that and 0.1 * g again, of the average gradient g.
+    torch.testing.assert_close(state["exp_avg"], torch.full((3,), 0.19 * (size + 1) / 2))
+
+
+@pytest.mark.parametrize("load", [by_broadcast, by_elastic_sync, by_elastic_restore])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@ranks(2, 3)
+def test_the_state_of_an_optimizer_keeps_its_dtype(size, load, dtype):
+    hvd.init()
+    # torch's NAdam keeps mu_product in float32, whatever the weights are.
+    parameter, optimizer = after_two_steps(torch.optim.NAdam, dtype)
+    product = optimizer.state[parameter]["mu_product"].item()
+    if hvd.rank() > 0 and load is not by_elastic_restore:
+        optimizer.state.clear()  # as of one that begins
+    load(optimizer)
+    state = optimizer.state[parameter]
+    assert state["mu_product"].dtype == torch.float32
+    assert state["mu_product"].item() == product
+    assert state["exp_avg"].dtype == dtype
+
+
 @ranks(1, 2, 3)
 def test_checkpoint_holds_tensors(tmp_path):
     hvd.init()
