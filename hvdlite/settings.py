@@ -95,11 +95,13 @@ class Settings:
     #: Named calls that are kept ready for the next time; 0: none.
     cache_capacity: int = field(default=1024, metadata=_count("a number of calls, 0 or more"))
     #: The reaction to weights or optimizers that differ between ranks, which compare them with the
-    #: second exchange of gradients: "error", "warn", or "off": they do not compare them.
+    #: second exchange of gradients, and then part by part: "error", "warn" (once), or "off": they
+    #: do not compare them.
     check_ranks: str = field(default="error", metadata=_one_of("error", "warn", "off"))
-    #: Exchanges after which they compare them again, and again after as many; 0: only once.
+    #: Exchanges after which they compare all of them at once again, and again after as many; 0:
+    #: never.
     check_ranks_every: int = field(
-        default=0, metadata=_count("a number of exchanges, or 0 for once")
+        default=0, metadata=_count("a number of exchanges, or 0 for never")
     )
     #: Averages of gradients that are NaN or infinite: "pass": they are passed on; "raise": all
     #: ranks raise NotFiniteError, which names the parameters and the ranks; "skip": a

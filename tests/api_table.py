@@ -47,8 +47,8 @@ has what `hvdlite` has, on its own tensors.
 
 | what | who gets it | PyTorch, numpy | TensorFlow |
 |---|---|---|---|
-| ranks disagree on shape, dtype, operation, op, root, factors or device; in their second step \
-also on weights, or on the optimizer (`HVDLITE_CHECK_RANKS`) | every member; \
+| ranks disagree on shape, dtype, operation, op, root, factors or device; from their second step \
+on also on weights, or on the optimizer (`HVDLITE_CHECK_RANKS`) | every member; \
 later calls work | `MismatchError`, a `HorovodInternalError` | also a \
 `tf.errors.FailedPreconditionError` |
 | a bad argument: a name that is on its way, no member, an unknown set, a bad root, bad splits | \

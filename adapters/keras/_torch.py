@@ -17,7 +17,7 @@ from hvdlite.gradients import (
     check_weighted,
     checked_samples,
     describe_sources,
-    describe_weights,
+    weight_label,
 )
 from hvdlite.interrupts import leave, uninterrupted
 from hvdlite.keras._synchronizer import LABEL, Synchronizer, unique
@@ -117,16 +117,17 @@ class Backend:
         self, parameters: tuple[Parameter, ...], variables: Sequence[Any]
     ) -> ReplicaCheck:
         """Return the check that compares these variables, and the optimizer, across ranks."""
-
-        def describe() -> list[tuple[str, Any]]:
-            weights = (
-                (parameter.name, to_array(variable.value.detach()))
-                for parameter, variable in zip(parameters, variables, strict=True)
+        if parameters not in self._checks:
+            labels = [weight_label(parameter.name) for parameter in parameters]
+            pairs = list(zip(labels, variables, strict=True))
+            self._checks[parameters] = ReplicaCheck(
+                self._describe_optimizer,
+                lambda: ((label, each.value.detach) for label, each in pairs),
+                _REMEDY,
+                self._uncompared,
+                to_array,
             )
-            return [*self._describe_optimizer(), *describe_weights(weights)]
-
-        check = ReplicaCheck(describe, _REMEDY, self._uncompared)
-        return self._checks.setdefault(parameters, check)
+        return self._checks[parameters]
 
     def _exchange_of(self, parameters: tuple[Parameter, ...]) -> GradientBuckets:
         """Return the exchange of these parameters' gradients in the current world."""

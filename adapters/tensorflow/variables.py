@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from hvdlite.compression import Parameter
-from hvdlite.gradients import ReplicaCheck, describe_weights
+from hvdlite.gradients import ReplicaCheck, weight_label
 from hvdlite.keras._synchronizer import unique
 from hvdlite.process_sets import ProcessSet
 from hvdlite.tensorflow.tensors import dtype_of, to_array, value_of
@@ -104,29 +105,32 @@ class ReplicaChecks:
             return None
 
         def make() -> ReplicaCheck:
-            return ReplicaCheck(self._describer(sources, inner), _REMEDY, self._uncompared)
+            return ReplicaCheck(
+                self._describe_optimizer, _values(sources, inner), _REMEDY, self._uncompared
+            )
 
         return self._checks.of(variables, make, id(process_set))
 
-    def _describer(
-        self, sources: Sequence[Any], inner: Sequence[Any]
-    ) -> Callable[[], list[tuple[str, Any]]]:
-        named = [
-            (name, weakref.ref(variable))
-            for name, variable in zip(unique_names(sources), inner, strict=True)
-            if isinstance(variable, tf.Variable)
-        ]
 
-        def describe() -> list[tuple[str, Any]]:
-            # Also called by the Python function of a graph, where eager mode is on.
-            living = ((name, variable()) for name, variable in named)
-            weights = ((name, _read(each)) for name, each in living if each is not None)
-            return [*self._describe_optimizer(), *describe_weights(weights)]
-
-        return describe
+def _values(
+    sources: Sequence[Any], inner: Sequence[Any]
+) -> Callable[[], list[tuple[str, Callable[[], Any]]]]:
+    """Return a function that returns the labels of variables, and what reads each."""
+    named = [
+        (weight_label(name), partial(_read, weakref.ref(variable)))
+        for name, variable in zip(unique_names(sources), inner, strict=True)
+        if isinstance(variable, tf.Variable)
+    ]
+    return lambda: [*named]
 
 
-def _read(variable: tf.Variable) -> Any:
-    """View the value of a variable unseen by tapes and functions."""
+def _read(reference: Callable[[], tf.Variable | None]) -> Any:
+    """View the value of a variable, if it is still there, unseen by tapes and functions.
+
+    Also called by the Python function of a graph, where eager mode is on.
+    """
+    variable = reference()
+    if variable is None:
+        return None
     value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
     return to_array(value)

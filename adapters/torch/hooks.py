@@ -118,6 +118,7 @@ class GradientHooks:
         self._names = names = [reducer.names[parameter] for parameter in members]
         self._properties = properties_of(members)
         self._memory = memory
+        self._check = reducer.make_check(members)  # it counts on in a new world
         self._buffers = GradientBuffers(members, memory, reducer.sparse_as_dense, names)
         self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
         # While `finish` waits for sparse gradients: the result of `_finish_exchange`, the waits by
@@ -147,7 +148,9 @@ class GradientHooks:
         self._sparse_waits.clear()
         self._sparse_errors.clear()
         self._changes.restart()
-        self.exchange = self._reducer.make_exchange(self._label, self.parameters, self._memory)
+        self.exchange = self._reducer.make_exchange(
+            self._label, self.parameters, self._memory, self._check
+        )
         self._find_buffers()
         self._begin_step()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,26 +14,17 @@ import torch
 
 from hvdlite import interrupts, runtime
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.gradients import (
-    GradientExchange,
-    ReplicaCheck,
-    describe_optimizer,
-    describe_weights,
-)
+from hvdlite.gradients import GradientExchange, ReplicaCheck
 from hvdlite.interrupts import resumable
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.hooks import GradientHooks
-from hvdlite.torch.tensors import dtype_of, to_array
+from hvdlite.torch.replicas import make_check
+from hvdlite.torch.tensors import dtype_of
 
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
-_REMEDY = (
-    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
-    "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
-)
-
 
 # Ranks make their optimizers in one order, those of a process set among themselves. The numbers
 # outlive the engine, so that exchanges keep their names whichever is the first to use a new world.
@@ -207,8 +198,16 @@ class Reducer:
         """Return the reduction: sum or average."""
         return self._reduction.op
 
+    def make_check(self, parameters: Sequence[torch.Tensor]) -> ReplicaCheck | None:
+        """Make the comparison of some parameters across ranks, and of the optimizer."""
+        return make_check(self._optimizer, self.names, parameters) if self._optimizer else None
+
     def make_exchange(
-        self, label: str, parameters: Sequence[torch.Tensor], memory: CudaMemory | None
+        self,
+        label: str,
+        parameters: Sequence[torch.Tensor],
+        memory: CudaMemory | None,
+        check: ReplicaCheck | None,
     ) -> GradientExchange:
         """Make the exchange of some parameters, in device memory, or None for host memory."""
         return GradientExchange(
@@ -217,7 +216,7 @@ class Reducer:
             self.describe(parameters),
             self._strategy,
             self._reduction,
-            check=make_check(self._optimizer, self.names, parameters) if self._optimizer else None,
+            check=check,
             memory=memory,
             state=self._state,
         )
@@ -239,41 +238,6 @@ def describe(
         Parameter(names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
         for parameter in parameters
     ]
-
-
-def make_check(
-    find_optimizer: Callable[[], torch.optim.Optimizer | None],
-    names: Mapping[torch.Tensor, str],
-    parameters: Sequence[torch.Tensor],
-) -> ReplicaCheck:
-    """Make the comparison of an optimizer, and of parameters, across ranks.
-
-    Args:
-        find_optimizer: returns the optimizer, or None if it is gone.
-        names: of the parameters.
-        parameters: as they are whenever the ranks compare them.
-    """
-
-    def describe_replica() -> list[tuple[str, Any]]:
-        optimizer = find_optimizer()
-        if optimizer is None:
-            return []
-        weights = ((names[each], to_array(each.detach())) for each in parameters)
-        groups = map(_plain_options, optimizer.param_groups)
-        return [
-            *describe_optimizer(type(optimizer).__name__, *groups),
-            *describe_weights(weights),
-        ]
-
-    return ReplicaCheck(describe_replica, _REMEDY)
-
-
-def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group, with numbers in place of tensors of one element."""
-    return {
-        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        for name, value in group.items()
-    }
 
 
 def next_label(kind: str, process_set: ProcessSet | None) -> str:

@@ -15,7 +15,8 @@ from hvdlite.gradients.virtual import Outcome, VirtualExchange
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe.seeding import seed_part
 from hvdlite.reduction import ReduceOp
-from hvdlite.torch.reducer import describe, in_order, make_check, next_label
+from hvdlite.torch.reducer import describe, in_order, next_label
+from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
 from hvdlite.virtual_ranks import turns_of

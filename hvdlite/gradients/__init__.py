@@ -7,7 +7,12 @@ from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.gradients.loss import LossExchange
 from hvdlite.gradients.metadata import check_not_local, check_weighted, checked_samples
 from hvdlite.gradients.plan import describe_sources, plan_for
-from hvdlite.gradients.replicas import ReplicaCheck, describe_optimizer, describe_weights
+from hvdlite.gradients.replicas import (
+    ReplicaCheck,
+    describe_optimizer,
+    state_label,
+    weight_label,
+)
 from hvdlite.gradients.strategy_state import common_part, consolidate, load, save
 
 __all__ = [
@@ -23,8 +28,9 @@ __all__ = [
     "consolidate",
     "describe_optimizer",
     "describe_sources",
-    "describe_weights",
     "load",
     "plan_for",
     "save",
+    "state_label",
+    "weight_label",
 ]

@@ -71,7 +71,7 @@ class GradientBucket(Operation):
         self._size = len(arrays.parameters)
         self._all_dense = bytes([DENSE]) * self._size
         self._state_before: Any = None
-        self._everywhere: Metadata | None = None  # that of payloads which all say `_all_dense`
+        self._everywhere: Metadata | None = None  # where all ranks have all gradients, as dense
         self.kinds: Any = None
         self.all_arrived = False
         self.weight = 1.0
@@ -84,6 +84,7 @@ class GradientBucket(Operation):
         self.absent = self._size
         self.samples: int | None = None
         self.snapshot: Snapshot | None = None
+        self._is_usual = False  # whether all gradients are there, and nothing else is to be told
         self.pending: Handle | None = None
         self.abandoned = self.corrupted = False
         self.arrays.zero_copy = {}
@@ -143,6 +144,8 @@ class GradientBucket(Operation):
             self.fill_gaps()
         exchanges = self.arrays.state.count if self.strategy.stateful else None
         replica = b"" if self.snapshot is None else self.snapshot.digest
+        is_complete = self._kinds_here == self._all_dense
+        self._is_usual = is_complete and exchanges is None and self.samples is None
         self.payload = metadata.encode(self._kinds_here, exchanges, self.samples, replica)
 
     def fill_gaps(self) -> None:
@@ -165,18 +168,24 @@ class GradientBucket(Operation):
         """Order writes into slots after the last exchange; on the host its end does that."""
 
     def receive_metadata(self, payloads: Sequence[bytes], transport: Transport) -> Metadata:
-        """Take over the metadata of all ranks; compare their replicas, if any has sent a digest.
+        """Take over the metadata of all ranks; compare their replicas, if any sends a digest.
 
         Raises:
             GradientError: as `metadata.decode`.
             MismatchError: on all ranks; their replicas differ.
         """
-        is_usual = {*payloads} == {self._all_dense}
-        found = self._everywhere if is_usual else None
-        if found is None or len(found.kinds) != len(payloads):
-            digests = metadata.decode_replicas(payloads, self._size)
+        are_equal = payloads.count(self.payload) == len(payloads)
+        if not are_equal:
+            pairs = [metadata.split_replica(payload, self._size) for payload in payloads]
+            payloads, digests = zip(*pairs, strict=True)
             if any(digests):
                 replicas.compare(digests, self.snapshot, transport)
+        elif self.snapshot is not None:
+            self.snapshot.check.succeed(self.snapshot.position, self.snapshot.step)
+            payloads = [metadata.split_replica(self.payload, self._size)[0]] * len(payloads)
+        is_usual = are_equal and self._is_usual
+        found = self._everywhere if is_usual else None
+        if found is None or len(found.kinds) != len(payloads):
             found = metadata.decode(payloads, self._size, transport.members)
             self._everywhere = found if is_usual else self._everywhere
         self.kinds = found.kinds

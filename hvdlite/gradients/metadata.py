@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import GradientError
+from hvdlite.gradients.replicas import DIGEST_SIZE
 from hvdlite.reduction import ReduceOp
 
 # The kind of a gradient. A sparse one is DENSE plus the number of its sparse axes, which a rank
@@ -105,17 +106,19 @@ def encode(
         exchanges: the number of previous exchanges; None: the strategy does not need it.
         samples: the number of samples that the gradients are averages of; None: all ranks count
             the same.
-        replica: the digest of the rank's replica, if it is to be compared.
+        replica: the digest of the rank's replica, if it is compared.
     """
-    if exchanges is None and samples is None and not replica:
-        return bytes(kinds)
+    if exchanges is None and samples is None:
+        return bytes(kinds) + replica
     numbers = _NUMBERS.pack(exchanges or 0, -1 if samples is None else samples)
     return bytes(kinds) + numbers + replica
 
 
-def decode_replicas(payloads: Sequence[bytes], parameters: int) -> list[bytes]:
-    """Return the digests of the ranks' replicas, by rank; empty where there is none."""
-    return [payload[parameters + _NUMBERS.size :] for payload in payloads]
+def split_replica(payload: bytes, parameters: int) -> tuple[bytes, bytes]:
+    """Return a rank's metadata as `decode` takes it, and the digest of its replica, or b""."""
+    length = len(payload) - parameters
+    stop = parameters + (_NUMBERS.size if length % DIGEST_SIZE else 0)
+    return payload[:stop], payload[stop:]
 
 
 def decode(payloads: Sequence[bytes], parameters: int, members: Sequence[int]) -> Metadata:

@@ -1,18 +1,28 @@
-"""The comparison of the ranks' replicas: the weights, the optimizer's class and its options."""
+"""The rolling comparison of the ranks' replicas: weights, the optimizer's options, and its state.
+
+Options are compared with every exchange of gradients, arrays in slices, another one each time.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import pickle
+import struct
 import weakref
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.engine.agreement import find_difference
+from hvdlite.arrays import slice_bounds
+from hvdlite.engine.agreement import find_difference, ranks_text
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import MismatchError
 from hvdlite.settings import Settings
@@ -20,8 +30,19 @@ from hvdlite.transport import Transport
 
 _log = logging.getLogger("hvdlite")
 
+#: After this many exchanges, at most, each element of each array has been compared.
+ROTATION = 256
+# Bytes in a slice, at least: the cost of a few arrays. An array costs as much as `_OVERHEAD` bytes.
+_LEAST, _OVERHEAD = 2**15, 2**13
+_FULL = 2**32 - 1  # the position of a comparison of everything
+# Whether a difference is an error; the number of the exchange; the position in the rotation; the
+# digests of the options and of the arrays.
+_DIGEST = struct.Struct("<?QI8s8s")
+DIGEST_SIZE = _DIGEST.size
+_CHUNKS = 64  # in which the first element that differs is looked for
+
 _CLASS = "the optimizer's class"
-_WEIGHT = "the CRC-32 of the weight "
+_WEIGHT = "the weight "
 # Options that are no hyperparameters, or that may differ between devices or ranks.
 _NOT_COMPARED = {
     "params",
@@ -35,75 +56,24 @@ _NOT_COMPARED = {
     "is_legacy_optimizer",
 }
 
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A rank's part of a comparison.
-
-    Attributes:
-        check: the comparison.
-        signature: everything that must be equal on all ranks.
-        raises: whether a difference is an error rather than a warning.
-    """
-
-    check: ReplicaCheck
-    signature: Signature
-    raises: bool
-
-    @property
-    def digest(self) -> bytes:
-        """Return bytes that represent it; the first tells whether a difference is an error."""
-        return bytes([self.raises]) + self.signature.digest
+#: Returns an array, or a tensor that can be sliced and has a shape, a dtype and an itemsize, as it
+#: is now; None: there is none any more.
+Find = Callable[[], Any]
 
 
-class ReplicaCheck:
-    """Compare the replicas of one model across ranks, together with an exchange of gradients.
+def weight_label(name: str) -> str:
+    """Return the label of a weight."""
+    return f"{_WEIGHT}{name!r}"
 
-    Ranks compare with their second exchange in a world: some scripts broadcast weights after the
-    first step. As long as not all ranks have taken part (one has joined, say), or they differ,
-    they compare again with the next one; afterwards every ``HVDLITE_CHECK_RANKS_EVERY``.
+
+def state_label(key: str, name: str = "") -> str:
+    """Return the label of an array of an optimizer's state.
 
     Args:
-        describe: returns pairs of a label and a value that must be equal on all ranks; see
-            `describe_optimizer` and `describe_weights`.
-        remedy: the call that gives all ranks the same weights, for messages.
-        uncompared: returns the number of exchanges in a world before the first comparison.
+        key: what it is: "momentum_buffer", "iterations".
+        name: of the weight that it belongs to; empty: none.
     """
-
-    def __init__(
-        self,
-        describe: Callable[[], Iterable[tuple[str, Any]]],
-        remedy: str,
-        uncompared: Callable[[], int] = lambda: 1,
-    ) -> None:
-        self.remedy = remedy
-        self._describe = describe
-        self._uncompared = uncompared
-        self._world: Callable[[], object | None] = lambda: None
-        self._exchanges, self._due, self._every = 0, 1, 0
-
-    def begin(self, world: object, settings: Settings) -> Snapshot | None:
-        """Return this rank's part of the comparison; None: there is none with the next exchange.
-
-        Args:
-            world: another object after ``init()`` has been called again: counting begins anew.
-            settings: of the world.
-        """
-        if self._world() is not world:
-            self._world = weakref.ref(world)
-            self._exchanges, self._due = 0, self._uncompared()
-        if settings.check_ranks == "off" or not 0 < self._due <= self._exchanges:
-            return None
-        self._every = settings.check_ranks_every
-        return Snapshot(self, Signature(self._describe()), settings.check_ranks == "error")
-
-    def end(self) -> None:
-        """Count an exchange."""
-        self._exchanges += 1
-
-    def succeed(self) -> None:
-        """Record that all ranks have compared."""
-        self._exchanges, self._due = 0, self._every
+    return f"the optimizer's {key} of {name!r}" if name else f"the optimizer's {key}"
 
 
 def describe_optimizer(kind: str, *groups: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -121,15 +91,294 @@ def describe_optimizer(kind: str, *groups: Mapping[str, Any]) -> list[tuple[str,
     return [(_CLASS, kind), ("the number of the optimizer's groups", len(groups)), *options]
 
 
-def describe_weights(weights: Iterable[tuple[str, Any]]) -> list[tuple[str, str]]:
-    """Describe weights for comparison, by their CRC-32.
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank's part of a comparison.
 
-    It is the fastest checksum that finds every single changed element with certainty.
+    Attributes:
+        check: the comparison.
+        step: the number of the exchange.
+        position: of the slice in the rotation.
+        options: pairs of a label and a value.
+        digest: bytes that stand for all of it.
+    """
+
+    check: ReplicaCheck
+    step: int
+    position: int
+    options: Sequence[tuple[str, Any]]
+    digest: bytes
+
+
+class ReplicaCheck:
+    """Compare the replicas of one model across ranks, together with the exchanges of gradients.
+
+    Ranks compare all they have with their second exchange in a world: some scripts broadcast
+    weights after the first step. Afterwards they compare the options each time, and one slice of
+    the arrays, so that `ROTATION` exchanges compare everything; and everything at once again every
+    ``HVDLITE_CHECK_RANKS_EVERY``. So they do where they have not taken part in the same exchanges
+    (one had joined, say).
+
+    The arrays must not change from `begin` until the exchange has ended.
 
     Args:
-        weights: pairs of a name and an array.
+        options: returns pairs of a label and a plain value that must be equal on all ranks, see
+            `describe_optimizer`.
+        values: returns pairs of a label, see `weight_label` and `state_label`, and a `Find`, in an
+            order that is the same on all ranks: the arrays that must be equal.
+        remedy: the call that gives all ranks the same weights, for messages.
+        uncompared: returns the number of exchanges in a world before the first comparison.
+        to_array: returns a slice of what a `Find` returns as a numpy array.
+        stride: the number of exchanges from slice to slice, which is longer accordingly: more than
+            one where it costs something to begin to read.
     """
-    return [(f"{_WEIGHT}{name!r}", f"{_checksum(array):08x}") for name, array in weights]
+
+    def __init__(
+        self,
+        options: Callable[[], Sequence[tuple[str, Any]]],
+        values: Callable[[], Iterable[tuple[str, Find]]],
+        remedy: str,
+        uncompared: Callable[[], int] = lambda: 1,
+        to_array: Callable[[Any], Any] = np.asarray,
+        stride: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self.remedy = remedy
+        self._to_array = to_array
+        self._options = options
+        self._values = values
+        self._uncompared = uncompared
+        self._stride = stride
+        self._world: Callable[[], object | None] = lambda: None
+        self._steps = 0  # completed ones
+        self._until_all: float = 0  # the number of exchanges before one that compares everything
+        self._rolls = False  # whether slices are compared
+        self._every: float = math.inf
+        self._last_options: tuple[Sequence[tuple[str, Any]], bytes] = ((), b"")
+        self._equal_options = 0  # the last step in which all ranks had the same
+        self.rotation = Rotation((), to_array, 1, None)
+        self._position = 0
+
+    def begin(self, world: object, settings: Settings) -> Snapshot | None:
+        """Return this rank's part of the comparison; None: there is none with the next exchange.
+
+        Args:
+            world: another object after ``init()`` has been called again: everything is due anew.
+            settings: of the world.
+        """
+        if self._world() is not world:
+            self._world = weakref.ref(world)
+            self._until_all, self._rolls = self._uncompared(), False
+        is_full = not self._until_all
+        if settings.check_ranks == "off" or not (is_full or self._rolls):
+            return None
+        self._every = settings.check_ranks_every or math.inf
+        options = self._options()
+        if options != self._last_options[0] or not self._last_options[1]:
+            self._last_options = options, _hash(options)
+        if is_full or self._position >= self.rotation.length:
+            self._begin_rotation()
+        raises, step = settings.check_ranks == "error", self._steps + 1
+        position = _FULL if is_full else self._position
+        values = self.rotation.digest(position)
+        digest = _DIGEST.pack(raises, step, position, self._last_options[1], values)
+        return Snapshot(self, step, position, options, digest)
+
+    def _begin_rotation(self) -> None:
+        """Take the arrays that there are now."""
+        self.rotation = Rotation(self._values(), self._to_array, self._stride(), self.rotation)
+        self._position = 0
+
+    def end(self) -> None:
+        """Count an exchange."""
+        self._steps += 1
+        self._until_all = max(self._until_all - 1, 0)
+
+    def succeed(self, position: int, step: int) -> None:
+        """Record that the ranks have compared, and agree; once more changes nothing.
+
+        Args:
+            position: of the slice.
+            step: the number of the exchange, the same on all ranks from now on.
+        """
+        self._steps, self._equal_options = step - 1, step
+        self.rotation.record(position, step)
+        if position == _FULL:
+            self._until_all, self._rolls, self._position = self._every, True, 0
+        else:
+            self._position = position + 1
+
+    def restart(self) -> Rotation:
+        """Compare everything until the ranks agree; return the arrays as they are now."""
+        self._begin_rotation()
+        self._until_all = 0
+        return self.rotation
+
+    def rest(self) -> None:
+        """Compare nothing, as ranks are known to differ, until everything is due again."""
+        self._until_all, self._rolls = self._every, False
+
+    def equal_since(self, label: str | None, element: int) -> int:
+        """Return the last step in which all ranks had the same; 0: never.
+
+        Args:
+            label: of an array; None: the options.
+            element: its number in the array.
+        """
+        return self._equal_options if label is None else self.rotation.equal_since(label, element)
+
+
+class _Entry(NamedTuple):
+    """An array of a rotation.
+
+    Attributes:
+        label: as in `ReplicaCheck`.
+        find: as there.
+        shape: at the beginning of the rotation, as the others.
+        dtype: of the framework.
+        itemsize: in bytes.
+        size: the number of elements.
+    """
+
+    label: str
+    find: Find
+    shape: tuple[int, ...]
+    dtype: Any
+    itemsize: int
+    size: int
+
+    def read(self, start: int, stop: int, to_array: Callable[[Any], Any]) -> Any:
+        """Return some elements, flat, in the order of C; None: the array is another one now."""
+        found = self.find()
+        if found is None or (tuple(found.shape), found.dtype) != (self.shape, self.dtype):
+            return None
+        if not self.shape:
+            return to_array(found.reshape(1))
+        row = self.size // self.shape[0]
+        first, last = start // row, -(-stop // row)
+        # Of an array that is not contiguous, these rows alone are copied.
+        rows = np.ascontiguousarray(to_array(found[first:last])).reshape(-1)
+        return rows[start - first * row : stop - first * row]
+
+
+class Rotation:
+    """The arrays of a replica, cut into slices of equal costs.
+
+    Args:
+        values: as in `ReplicaCheck`, now.
+        to_array, stride: as there.
+        before: the rotation before, which knows when arrays have been equal.
+
+    Attributes:
+        length: the number of exchanges that compare all slices.
+    """
+
+    def __init__(
+        self,
+        values: Iterable[tuple[str, Find]],
+        to_array: Callable[[Any], Any],
+        stride: int,
+        before: Rotation | None,
+    ) -> None:
+        found = ((label, find, find()) for label, find in values)
+        shaped = ((*each, tuple(each[2].shape)) for each in found if each[2] is not None)
+        self._entries = [
+            _Entry(label, find, shape, array.dtype, array.itemsize, int(np.prod(shape)))
+            for label, find, array, shape in shaped
+        ]
+        self._to_array = to_array
+        self._stride = stride
+        # An array's elements come after its overhead, on an axis of costs.
+        self._first = [0]
+        for entry in self._entries:
+            self._first.append(self._first[-1] + _OVERHEAD + entry.size * entry.itemsize)
+        self._cost = max(_LEAST, -(-self._first[-1] * stride // ROTATION))
+        count = max(1, -(-self._first[-1] // self._cost))
+        self.length = count * stride
+        described = [(each.label, each.shape, str(each.dtype)) for each in self._entries]
+        self._structure = zlib.crc32(repr((described, stride)).encode())
+        self._known: Mapping[str, int] = {}
+        self._equal = [0] * count  # the last step in which a slice has been equal
+        if before is not None and before._structure == self._structure:
+            self._known, self._equal = before._known, before._equal
+        elif before is not None:
+            since = {each.label: before._since(n) for n, each in enumerate(before._entries)}
+            self._known = {**before._known, **since}
+
+    def digest(self, position: int) -> bytes:
+        """Return 8 bytes that stand for the arrays' shapes, and the values of one slice.
+
+        Args:
+            position: in the rotation; `_FULL`: all slices.
+        """
+        checksum = 0
+        for entry, start, stop in self._parts(position):
+            checksum = _checksum(entry.read(start, stop, self._to_array), checksum)
+        return struct.pack("<II", self._structure, checksum)
+
+    def _parts(self, position: int) -> Iterable[tuple[_Entry, int, int]]:
+        """Return the arrays of a slice, and which elements of each."""
+        if position == _FULL:
+            return [(entry, 0, entry.size) for entry in self._entries if entry.size]
+        number, between = divmod(position, self._stride)
+        return () if between else self._slice(number)
+
+    def _slice(self, number: int) -> Iterable[tuple[_Entry, int, int]]:
+        start, stop = number * self._cost, (number + 1) * self._cost
+        index = max(0, bisect_right(self._first, start) - 1)
+        while index < len(self._entries) and self._first[index] < stop:
+            entry = self._entries[index]
+            begins = self._first[index] + _OVERHEAD
+            first, last = (
+                min(max(0, -(-(bound - begins) // entry.itemsize)), entry.size)
+                for bound in (start, stop)
+            )
+            if first < last:
+                yield entry, first, last
+            index += 1
+
+    def record(self, position: int, step: int) -> None:
+        """Record that all ranks have the same values of a slice."""
+        if position == _FULL:
+            self._equal[:] = [step] * len(self._equal)
+        elif position % self._stride == 0:
+            self._equal[position // self._stride] = step
+
+    def equal_since(self, label: str, element: int) -> int:
+        """Return as `ReplicaCheck.equal_since`."""
+        for index, entry in enumerate(self._entries):
+            if entry.label == label:
+                offset = self._first[index] + _OVERHEAD + element * entry.itemsize
+                return self._equal[min(offset // self._cost, len(self._equal) - 1)] or (
+                    self._known.get(label, 0)
+                )
+        return self._known.get(label, 0)
+
+    def _since(self, index: int) -> int:
+        """Return the last step in which all of an array has been equal; 0: never."""
+        first, last = (bound // self._cost for bound in self._first[index : index + 2])
+        return min(self._equal[first : last + 1]) or self._known.get(self._entries[index].label, 0)
+
+    def describe(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """Return for each array its dtype and shape as text, its shape, and its checksum."""
+        result = {}
+        for entry in self._entries:
+            array = entry.read(0, entry.size, self._to_array) if entry.size else np.empty(0)
+            text = f"{array.dtype.name}{[*entry.shape]}"
+            result[entry.label] = text, entry.shape, _checksum(array)
+        return result
+
+    def checksums(self, label: str, bounds: Sequence[int]) -> list[int]:
+        """Return the checksums of an array's elements between successive bounds."""
+        return [_checksum(self._elements(label, *pair)) for pair in pairwise(bounds)]
+
+    def text(self, label: str, element: int) -> tuple[str, str]:
+        """Return one element in decimal, and its bytes."""
+        value = self._elements(label, element, element + 1)
+        return str(value[0]), value.tobytes()[::-1].hex()
+
+    def _elements(self, label: str, start: int, stop: int) -> Any:
+        entry = next(each for each in self._entries if each.label == label)
+        return entry.read(start, stop, self._to_array)
 
 
 def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Transport) -> None:
@@ -143,48 +392,189 @@ def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Tran
     Raises:
         MismatchError: on all ranks; the replicas differ.
     """
-    known = [digest for digest in digests if digest]
-    if len(set(known)) > 1:
-        own = snapshot and (snapshot.signature, snapshot.check.remedy)
-        messages = map(pickle.loads, transport.gather(pickle.dumps(own)))
-        given = {
-            rank: each for rank, each in zip(transport.members, messages, strict=False) if each
-        }
-        remedy = next(iter(given.values()))[1]
-        text = _explain({rank: signature for rank, (signature, _) in given.items()}, remedy)
-        if any(digest[0] for digest in known):
+    members = dict(zip(transport.members, digests, strict=False))
+    known = {rank: _DIGEST.unpack(digest) for rank, digest in members.items() if digest}
+    raises, steps, positions, options, values = map(set, zip(*known.values(), strict=True))
+    gather = partial(_gather, snapshot, transport)
+    position, step = min(positions), max(steps)
+    if len(positions) > 1 or len(steps) > 1:
+        position = _FULL
+        values = {*gather(_digest_all).values()}
+    if len(options) > 1 or len(values) > 1:
+        behind = [rank for rank, (_, own, *_) in known.items() if own < step]
+        text = _explain(gather, behind, step)
+        if any(raises):
             raise MismatchError(text)
         if transport.rank == 0:
             _log.warning(text)
-    if snapshot is not None and len(known) == len(digests):
-        snapshot.check.succeed()
+        if snapshot is not None:
+            snapshot.check.rest()
+    elif snapshot is not None:
+        snapshot.check.succeed(position, step)
 
 
-def _explain(signatures: Mapping[int, Signature], remedy: str) -> str:
-    what, found = find_difference(signatures)
-    first, *others = map(dict, signatures.values())
-    weights = [label for label in first if label.startswith(_WEIGHT)]
-    differ = [label for label in weights if any(each.get(label) != first[label] for each in others)]
-    if what in weights:
-        cause = (
-            f"{len(differ)} of {len(weights)} weights differ. Probably they were not broadcast, or "
-            f"were changed on some ranks afterwards: call {remedy} on all ranks, before training "
-            "or after its first step"
+def _gather(
+    snapshot: Snapshot | None, transport: Transport, make: Callable[[Snapshot], Any]
+) -> dict[int, Any]:
+    """Return what a function makes of each rank's snapshot, by rank; collective."""
+    own = None if snapshot is None else make(snapshot)
+    messages = map(pickle.loads, transport.gather(pickle.dumps(own)))
+    return {
+        rank: message
+        for rank, message in zip(transport.members, messages, strict=False)
+        if message is not None
+    }
+
+
+Gather = Callable[[Callable[[Snapshot], Any]], dict[int, Any]]
+
+
+def _digest_all(snapshot: Snapshot) -> bytes:
+    return snapshot.check.restart().digest(_FULL)
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells the others of a replica that differs."""
+
+    remedy: str
+    options: Sequence[tuple[str, Any]]
+    values: Mapping[str, tuple[str, tuple[int, ...], int]]
+
+
+def _explain(gather: Gather, behind: Sequence[int], step: int) -> str:
+    """Return the first difference, since when there is one, its causes and what to do."""
+    reports: dict[int, _Report] = gather(_report)
+    first = next(iter(reports.values()))
+    differing = _differing([each.values for each in reports.values()])
+    label: str | None = None
+    element = 0
+    if len({_hash(each.options) for each in reports.values()}) > 1:
+        what, found = find_difference(
+            {rank: Signature(each.options) for rank, each in reports.items()}
         )
-        exception = "processors of different kinds round differently"
+    elif differing:
+        label = differing[0]
+        what, found, element = _first_element(label, reports, gather)
     else:
-        also = f", and call {remedy}, because weights differ, too" if differ else ""
-        cause = f"make the same optimizer, with the same arguments, on all ranks{also}"
-        exception = "the optimizers are meant to differ"
+        what, found = "a weight or the optimizer's state", "being changed by another thread"
+    since = min(gather(lambda own: own.check.equal_since(label, element)).values())
+    history = f" (equal in step {since}, apart in step {step})" if since else ""
+    cause = _cause(label is None, bool(since), _count(differing, first.values), first.remedy)
+    if behind:
+        cause = (
+            f"{ranks_text(behind)} took part in fewer steps than the others, after join(), say. "
+            f"Before all go on together, call {first.remedy} on all ranks, with a root_rank that "
+            "has made all steps"
+        )
+    meant = (
+        "the optimizers are meant to differ"
+        if label is None
+        else ("processors of different kinds round differently")
+    )
     return (
-        f"the ranks train replicas that differ: {what} is {found}; {cause}. Where {exception}, "
-        "HVDLITE_CHECK_RANKS=warn makes this error a warning, and HVDLITE_CHECK_RANKS=off leaves "
-        "the comparison out"
+        f"the ranks train replicas that differ: {what} is {found}{history}; {cause}. Where "
+        f"{meant}, HVDLITE_CHECK_RANKS=warn makes this error a warning, and "
+        "HVDLITE_CHECK_RANKS=off leaves the comparison out"
     )
 
 
-def _checksum(array: Any) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+def _count(differing: Sequence[str], labels: Iterable[str]) -> str:
+    """Return how many weights differ, and how many arrays of the optimizer's state."""
+    counts = {True: [0, 0], False: [0, 0]}  # those that differ, and all
+    for label in labels:
+        counts[label.startswith(_WEIGHT)][1] += 1
+    for label in differing:
+        counts[label.startswith(_WEIGHT)][0] += 1
+    nouns = {True: "weights", False: "arrays of the optimizer's state"}
+    return " and ".join(f"{n} of {of} {nouns[kind]}" for kind, (n, of) in counts.items() if n)
+
+
+def _cause(is_option: bool, were_equal: bool, count: str, remedy: str) -> str:
+    """Return likely causes of a difference, and what to do."""
+    if is_option and not were_equal:
+        also = f", and call {remedy}, because {count} differ, too" if count else ""
+        return f"make the same optimizer, with the same arguments, on all ranks{also}"
+    if not were_equal:
+        return (
+            f"{count} differ. Probably they were not broadcast, or were changed on some ranks "
+            f"afterwards: call {remedy} on all ranks, before training or after its first step"
+        )
+    if is_option:
+        return (
+            "some ranks have changed it between these steps, and others have not: by a scheduler "
+            "that decides by each rank's own metric (average the metric over the ranks first: "
+            "hvd.allreduce(loss), in Keras MetricAverageCallback before it), by an assignment, or "
+            f"by load_state_dict(). Do the same on all ranks, and call {remedy} once"
+            + (f": {count} differ by now" if count else "")
+        )
+    return (
+        f"{count} differ. They were equal before, so no broadcast is missing: some ranks have "
+        "changed values between these steps, and others have not, in place (a weight, "
+        "Embedding(max_norm=...), a gradient after its exchange, as a clip by the rank's own norm "
+        f"does) or by load_state_dict(). Do the same on all ranks, and call {remedy} once"
+    )
+
+
+def _report(snapshot: Snapshot) -> _Report:
+    check = snapshot.check
+    return _Report(check.remedy, snapshot.options, check.restart().describe())
+
+
+def _differing(values: Sequence[Mapping[str, tuple[Any, ...]]]) -> list[str]:
+    """Return the labels of the arrays that differ, in the ranks' common order."""
+    labels = dict.fromkeys(label for each in values for label in each)
+    return [label for label in labels if len({each.get(label) for each in values}) > 1]
+
+
+def _first_element(
+    label: str,
+    reports: Mapping[int, _Report],
+    gather: Gather,
+) -> tuple[str, str, int]:
+    """Return what differs in an array, which rank has which value, and the element's number."""
+    absent = "absent", (), 0
+    kinds = {rank: each.values.get(label, absent)[0] for rank, each in reports.items()}
+    if len(set(kinds.values())) > 1:
+        return label, _by_value(kinds), 0
+    shape = next(iter(reports.values())).values[label][1]
+    start, stop = 0, int(np.prod(shape))
+    while stop - start > 1:
+        count = min(_CHUNKS, stop - start)
+        bounds = [start + bound for bound in slice_bounds(stop - start, count)]
+        told = gather(partial(_checksums, label, bounds))
+        unequal = (n for n, each in enumerate(zip(*told.values(), strict=True)) if len({*each}) > 1)
+        chunk = next(unequal, 0)
+        start, stop = bounds[chunk : chunk + 2]
+    texts = gather(lambda own: own.check.rotation.text(label, start))
+    is_clear = len({text for text, _ in texts.values()}) == len({*texts.values()})
+    found = {rank: text if is_clear else f"{text} (0x{hex})" for rank, (text, hex) in texts.items()}
+    index = [int(each) for each in np.unravel_index(start, shape)]
+    what = f"element {index} of {label}" if index else label
+    return what, _by_value(found), start
+
+
+def _checksums(label: str, bounds: Sequence[int], own: Snapshot) -> list[int]:
+    return own.check.rotation.checksums(label, bounds)
+
+
+def _by_value(texts: Mapping[int, str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        groups.setdefault(text, []).append(rank)
+    return ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in groups.items())
+
+
+def _hash(options: Sequence[tuple[str, Any]]) -> bytes:
+    return blake2b(repr(options).encode(), digest_size=8).digest()
+
+
+def _checksum(array: Any, before: int = 0) -> int:
+    """Return the CRC-32 of a flat array that follows others; of None, too.
+
+    It is the fastest checksum that finds every single changed element with certainty.
+    """
+    return zlib.crc32(b"none" if array is None else array.view(np.uint8).data, before)
 
 
 def _comparable(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,114 +1,107 @@
-"""Measure the cost of comparing replicas: the checksums of a ResNet-50, beside one of its steps.
+"""Measure the cost of comparing replicas in each step, beside the steps of one process.
 
-``python -m tests.benchmarks.replicas [--batch 32] [--rounds 3] [--threads N]``
+Times are those of one thread on its processor, which other programs do not prolong.
+
+``python -m tests.benchmarks.replicas [--batch 8] [--steps 300] [--threads 1]``
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from hvdlite.gradients import describe_weights
-from hvdlite.torch.tensors import to_array
-
-_STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))  # channels, blocks, stride
-
-
-class _Bottleneck(nn.Module):
-    """Three convolutions and a shortcut (He et al. 2015, arXiv:1512.03385)."""
-
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
-        super().__init__()
-        channels_out = 4 * channels
-        self.body = nn.Sequential(
-            *_convolution(channels_in, channels, 1, 1),
-            nn.ReLU(),
-            *_convolution(channels, channels, 3, stride),
-            nn.ReLU(),
-            *_convolution(channels, channels_out, 1, 1),
-        )
-        same = channels_in == channels_out and stride == 1
-        self.shortcut = (
-            nn.Identity()
-            if same
-            else nn.Sequential(*_convolution(channels_in, channels_out, 1, stride))
-        )
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.body(images) + self.shortcut(images))
+from hvdlite.bench.workloads import WORKLOADS
+from hvdlite.settings import Settings
+from hvdlite.torch.benchmark import Replica, alone
+from hvdlite.torch.replicas import make_check
 
 
-def resnet50() -> nn.Module:
-    """Make a ResNet-50 for ImageNet, of 25.6 million parameters."""
-    parts = [*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    channels_in = 64
-    for channels, blocks, stride in _STAGES:
-        for number in range(blocks):
-            parts.append(_Bottleneck(channels_in, channels, stride if number == 0 else 1))
-            channels_in = 4 * channels
-    return nn.Sequential(
-        *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, 1000)
-    )
+class Cost(NamedTuple):
+    """The seconds that a comparison takes in each step, and those of the step without it.
+
+    Attributes:
+        slices: of all steps but the first.
+        all: of the first one, which compares everything.
+        steps: of all steps.
+        rotation: the number of steps that compare everything.
+        nbytes: of the weights and the optimizer's state.
+    """
+
+    slices: Sequence[float]
+    all: float
+    steps: Sequence[float]
+    rotation: int
+    nbytes: int
 
 
-def _convolution(channels_in: int, channels: int, kernel: int, stride: int) -> list[nn.Module]:
-    convolution = nn.Conv2d(channels_in, channels, kernel, stride, kernel // 2, bias=False)
-    return [convolution, nn.BatchNorm2d(channels)]
-
-
-def compare(model: nn.Module, batch: int, side: int, rounds: int) -> tuple[float, float]:
-    """Return the seconds that the checksums of a model take, and those of a step; the fastest.
+def measure(workload: str, batch: int, count: int) -> Cost:
+    """Train a model, and compare it with nobody before each step: caches are as in a job.
 
     Args:
-        model: of images.
-        batch: images in a step.
-        side: pixels of an image in each direction.
-        rounds: of which the fastest counts.
+        workload: its name.
+        batch: samples in a step.
+        count: steps.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    images, labels = torch.randn(batch, 3, side, side), torch.zeros(batch, dtype=torch.long)
+    made: list[torch.optim.Optimizer] = []
 
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
+    def wrap(model: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        made.append(alone(model)[1])
+        return model, made[0]
 
-    def check() -> None:
-        describe_weights((n, to_array(each.detach())) for n, each in model.named_parameters())
+    replica = Replica("alone", workload, batch, 0, wrap)
+    replica.step()
+    parameters = made[0].param_groups[0]["params"]
+    names = {parameter: f"parameter.{n}" for n, parameter in enumerate(parameters)}
+    check = make_check(lambda: made[0], names, parameters)
+    world, settings = measure, Settings()
+    check.begin(world, settings)
+    check.end()  # the first exchange, which compares nothing
 
-    step()
-    return _fastest(check, rounds), _fastest(step, rounds)
+    def compare() -> None:
+        snapshot = check.begin(world, settings)
+        assert snapshot is not None
+        check.succeed(snapshot.position, snapshot.step)
+        check.end()
+
+    everything = _seconds(compare)
+    steps, slices = [], []
+    for _ in range(count):
+        steps.append(_seconds(replica.step))
+        slices.append(_seconds(compare))
+    nbytes = 2 * sum(parameter.nbytes for parameter in parameters)
+    return Cost(slices, everything, steps, check.rotation.length, nbytes)
 
 
-def _fastest(call: Callable[[], None], rounds: int) -> float:
-    times = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return min(times)
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
 
 
 def main() -> None:
-    """Print both times."""
+    """Print the costs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model = resnet50()
-    count = sum(parameter.numel() for parameter in model.parameters())
-    check, step = compare(model, arguments.batch, 224, arguments.rounds)
-    print(
-        f"{count / 1e6:.1f} million parameters, {arguments.threads} threads: checksums "
-        f"{check * 1e3:.1f} ms, a step at batch {arguments.batch} {step:.2f} s: "
-        f"{100 * check / step:.2f} %"
-    )
+    for workload in arguments.workload:
+        cost = measure(workload, arguments.batch, arguments.steps)
+        step, part = map(statistics.median, (cost.steps, cost.slices))
+        low, *_, high = statistics.quantiles(cost.slices, n=20)
+        print(
+            f"{workload}: {cost.nbytes / 1e6:.1f} MB in {cost.rotation} slices; a step "
+            f"{step * 1e3:.2f} ms, a slice {part * 1e6:.0f} us (5 to 95 %: {low * 1e6:.0f} to "
+            f"{high * 1e6:.0f}; mean {statistics.mean(cost.slices) * 1e6:.0f}), "
+            f"{100 * part / step:.2f} %; everything {cost.all * 1e3:.1f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -278,9 +278,9 @@ def test_settings(monkeypatch):
         optimizer = wrap(model)
         for number in range(4):
             step(model, optimizer, number)
-            if number == 2 and last_rank():
-                model[2].bias.data.add_(1.0)
-        assert "'2.bias'" in refused(model, optimizer, 4)
+            if number == 2 and last_rank():  # the slices of two steps are without it
+                model[0].weight.data.add_(1.0)
+        assert "'0.weight'" in refused(model, optimizer, 4)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         for number in range(5, 12):
             step(model, optimizer, number)
@@ -314,3 +314,175 @@ def test_a_rank_that_has_joined_is_compared_when_it_is_back():
     for number in range(4, 7):
         step(model, optimizer, number)
     assert same_on_all_ranks(model)
+
+
+def raise_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def raise_rate_in_place(model, optimizer):
+    optimizer.param_groups[0]["lr"].fill_(0.5)
+
+
+def change_weight(model, optimizer):
+    model[2].bias.data[1] += 1.0
+
+
+def change_moment(model, optimizer):
+    state = optimizer.state[model[2].bias]
+    state["exp_avg" if "exp_avg" in state else "momentum_buffer"] += 1.0
+
+
+def load_without_state(model, optimizer):
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+
+def decide_by_own_loss(model, optimizer):
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    schedule.step(1.0)
+    schedule.step(2.0)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adam_of_a_tensor(model):
+    return torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize(
+    ("make", "part", "told", "cause"),
+    [
+        (sgd, raise_rate, "the optimizer's lr is 0.1 on ", "average the metric"),
+        (adam_of_a_tensor, raise_rate_in_place, "the optimizer's lr is 0.25 on ", "average the"),
+        (sgd, decide_by_own_loss, "the optimizer's lr is 0.1 on ", "average the metric"),
+        (sgd, change_weight, "element [1] of the weight '2.bias' is ", "in place"),
+        (sgd, change_moment, " of the weight '2.bias' is ", "in place"),
+        (adam_of_a_tensor, change_moment, " of the weight '2.bias' is ", "in place"),
+        (sgd, load_without_state, "'0.weight' is ", "load_state_dict()"),
+    ],
+)
+def test_what_one_rank_changes_alone(make, part, told, cause):
+    """It is found in a bounded number of steps, and is no missing broadcast."""
+    hvd.init()
+    model = make_model()
+    optimizer = wrap(model, make(model))
+    for number in range(5):
+        step(model, optimizer, number)
+    step(model, optimizer, 5, lambda: part(model, optimizer) if last_rank() else None)
+    for number in range(6, 12):  # eight or more arrays, of which a step compares four
+        try:
+            step(model, optimizer, number)
+        except hvd.MismatchError as error:
+            message = str(error)
+            break
+    assert told in message
+    assert cause in message
+    since, apart = message.partition("(equal in step ")[2].split(", apart in step ")
+    assert int(since) <= 6 < number + 1 == int(apart.partition(")")[0])
+    assert len(set(hvd.allgather_object(message))) == 1
+    refused(model, optimizer, number)  # until it is mended
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    for number in range(12, 16):
+        step(model, optimizer, number)
+    assert same_on_all_ranks(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("LBFGS", {"lr": 0.1, "max_iter": 3, "history_size": 2}),
+        ("Adagrad", {}),
+        ("Adam", {"amsgrad": True}),
+        ("ASGD", {}),
+        ("Rprop", {}),
+        ("NAdam", {}),
+    ],
+)
+def test_states_of_all_kinds(name, options):
+    hvd.init()
+    model = make_model()
+    if name == "NAdam":
+        model.bfloat16()  # its state is of another dtype
+    optimizer = wrap(model, getattr(torch.optim, name)(model.parameters(), **options))
+    for number in range(12):
+        generator = torch.Generator().manual_seed(10 * number + hvd.rank())
+        inputs = torch.randn(3, 4, generator=generator).to(model[0].weight.dtype)
+
+        def closure(inputs=inputs):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    assert same_on_all_ranks(model.float())
+    values = [label for label, _ in optimizer._reducer._hooks[0]._check._values()]
+    assert len(values) > 4, values
+
+
+@ranks(2)
+def test_skipped_steps_sparse_gradients_and_state_that_comes_late():
+    hvd.init()
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(6, 3, sparse=True)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SparseAdam(table.parameters()), table.named_parameters()
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, growth_interval=2)
+    model = make_model()
+    dense = wrap(model, torch.optim.Adam(model.parameters()))
+    for number in range(12):
+        optimizer.zero_grad()
+        table(torch.tensor([number % 5, hvd.rank()])).square().sum().backward()
+        optimizer.step()
+        dense.zero_grad()
+        loss = model(torch.full((2, 4), 1e3 * (1 + hvd.rank()))).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(dense)  # the first ones are left out, on all ranks
+        scaler.update()
+    assert dense.state
+    assert same_on_all_ranks(model)
+    assert same_on_all_ranks(table)
+
+
+@ranks(2)
+def test_rows_that_a_lookup_scales():
+    hvd.init()
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(6, 3, max_norm=1.0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=0.01), table.named_parameters()
+    )
+
+    def train():
+        for number in range(6):
+            optimizer.zero_grad()
+            table(torch.tensor([0 if number < 3 else hvd.rank()])).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(hvd.MismatchError, match=r"weight 'weight' is .*max_norm"):
+        train()
+
+
+@ranks(2)
+def test_steps_are_counted_on_in_a_new_world():
+    hvd.init()
+    model = make_model()
+    optimizer = wrap(model)
+    for number in range(4):
+        step(model, optimizer, number)
+    hvd.shutdown()
+    hvd.init()
+    for number in range(4, 8):
+        step(model, optimizer, number)
+    step(model, optimizer, 8, lambda: last_rank() and raise_rate(model, optimizer))
+    assert "(equal in step 9, apart in step 10)" in refused(model, optimizer, 9)

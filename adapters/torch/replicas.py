@@ -1,0 +1,168 @@
+"""What ranks compare of a PyTorch optimizer: its options, its state, and the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hvdlite.gradients import ReplicaCheck, describe_optimizer, state_label, weight_label
+from hvdlite.gradients.replicas import Find
+from hvdlite.torch.tensors import to_array
+
+_REMEDY = (
+    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) and "
+    "hvd.broadcast_optimizer_state(optimizer, root_rank=0)"
+)
+# A read from a device waits for it, so several slices are read at once.
+_DEVICE_STRIDE = 16
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+FindOptimizer = Callable[[], torch.optim.Optimizer | None]
+
+
+def make_check(
+    find_optimizer: FindOptimizer,
+    names: Mapping[torch.Tensor, str],
+    parameters: Sequence[torch.Tensor],
+) -> ReplicaCheck:
+    """Make the comparison of an optimizer, and of parameters, across ranks.
+
+    Args:
+        find_optimizer: returns the optimizer, or None if it is gone.
+        names: of the parameters.
+        parameters: as they are whenever the ranks compare them.
+    """
+    replica = _Replica(find_optimizer, names, parameters)
+    return ReplicaCheck(
+        replica.options, replica.values, _REMEDY, to_array=to_array, stride=replica.stride
+    )
+
+
+class _Replica:
+    """A rank's optimizer and its parameters; arguments as of `make_check`."""
+
+    def __init__(
+        self,
+        find_optimizer: FindOptimizer,
+        names: Mapping[torch.Tensor, str],
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        self._find_optimizer = find_optimizer
+        self._names = names
+        self._parameters = parameters
+        # The options, and what they were made from.
+        self._options: list[tuple[str, Any]] = []
+        self._made_from: list[Any] | None = None
+
+    def options(self) -> list[tuple[str, Any]]:
+        """Return the class and the options of each group; those on a device are `values`."""
+        optimizer = self._find_optimizer()
+        if optimizer is None:
+            return []
+        items: list[Any] = [type(optimizer).__name__]
+        for group in optimizer.param_groups:
+            items += [item for item in group.items() if item[0] != "params"]
+        # Usually all are immutable, and the same as in the last step: that takes little time.
+        if not all(map(_is_plain, items)):
+            self._made_from = None
+        elif items == self._made_from:
+            return self._options
+        else:
+            self._made_from = items
+        groups = map(_host_options, optimizer.param_groups)
+        self._options = describe_optimizer(type(optimizer).__name__, *groups)
+        return self._options
+
+    def values(self) -> Iterator[tuple[str, Find]]:
+        """Return the weights, the optimizer's state and its options that are tensors."""
+        for parameter in self._parameters:
+            yield weight_label(self._names[parameter]), parameter.detach
+        optimizer = self._find_optimizer()
+        if optimizer is None:
+            return
+        for parameter in self._parameters:
+            for path in _paths(optimizer.state.get(parameter), ()):
+                find = partial(_find_state, self._find_optimizer, parameter, path)
+                yield state_label(_joined(path), self._names[parameter]), find
+        for number, group in enumerate(optimizer.param_groups):
+            for name in sorted(group):
+                if isinstance(group[name], torch.Tensor) and not _is_number(group[name]):
+                    path = number, name
+                    find = partial(_find_option, self._find_optimizer, path)
+                    yield state_label(f"{name} in group {number}"), find
+
+    def stride(self) -> int:
+        """Return the number of steps from slice to slice."""
+        return _DEVICE_STRIDE if any(not each.is_cpu for each in self._parameters) else 1
+
+
+def _is_plain(item: Any) -> bool:
+    """Return whether an option is of an immutable type, and no tensor."""
+    value = item[1] if type(item) is tuple else item
+    kind = type(value)
+    return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a tensor is a number that can be read without waiting for a device."""
+    return value.numel() == 1 and value.is_cpu
+
+
+def _host_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, with numbers in place of tensors of one element."""
+    return {
+        name: value.item() if isinstance(value, torch.Tensor) and _is_number(value) else value
+        for name, value in group.items()
+    }
+
+
+def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Return where tensors and numbers are in nested containers, in a reproducible order."""
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _paths(value[key], (*path, key))
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _paths(each, (*path, number))
+    elif _as_tensor(value) is not None:
+        yield path
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return a tensor or a number of a state as something to compare; None: it is not compared."""
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value, dtype=torch.float64)
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+        return None
+    is_float8 = value.dtype.itemsize == 1 and value.is_floating_point()
+    if value.layout is not torch.strided or value.is_quantized or is_float8:
+        return None
+    return value.detach()
+
+
+def _joined(path: Sequence[Any]) -> str:
+    first, *others = path
+    return f"{first}" + "".join(f"[{each!r}]" for each in others)
+
+
+def _find_state(find_optimizer: FindOptimizer, parameter: torch.Tensor, path: Sequence[Any]) -> Any:
+    optimizer = find_optimizer()
+    value: Any = None if optimizer is None else optimizer.state.get(parameter)
+    return _follow(value, path)
+
+
+def _find_option(find_optimizer: FindOptimizer, path: Sequence[Any]) -> Any:
+    optimizer = find_optimizer()
+    return None if optimizer is None else _follow(optimizer.param_groups, path)
+
+
+def _follow(value: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):  # it is another state now
+            return None
+    return _as_tensor(value)
