@@ -28,7 +28,16 @@ def scripts():
             yield pytest.param(name, code, words, id=f"{pages.name(page)}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "code", "words"), [*scripts()])
+SCRIPTS = [*scripts()]
+
+
+def test_those_that_a_newcomer_meets_first_are_found():
+    found = [script.id for script in SCRIPTS]
+    assert {"README.md-train.py", "docs/quickstart.md-hello.py"} < {*found}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "code", "words"), SCRIPTS)
 def test_it_runs_as_saved(name, code, words, tmp_path):
     if "import torch" in code:
         pytest.importorskip("torch")
@@ -44,7 +53,7 @@ def test_it_runs_as_saved(name, code, words, tmp_path):
         env=launcher.environment(env),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     ranks = arguments[arguments.index("-np") + 1]
