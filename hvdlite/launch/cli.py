@@ -88,11 +88,13 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     if ssh := ssh_arguments(options):
         asked[program.ssh_variable] = ssh
     settings.update(asked)
-    if options.output_filename is None and sys.stderr.isatty():
-        # A rank's standard error is mpirun's pipe. A terminal of unknown width has 0 columns.
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        settings.setdefault("HVDLITE_TERMINAL_COLUMNS", str(columns))
     output = _output_folder(options.output_filename)
+    if not output and sys.stderr.isatty():
+        # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        settings.setdefault(rank.COLUMNS, str(columns))
+        if here and sys.stdout.isatty() and not options.prefix_output_with_timestamp:
+            output = rank.TO_LAUNCHER
     restarts = options.restarts or 0
     runs = failures = 0
     state: Sequence[Part] = ()

@@ -142,6 +142,7 @@ def follow(
                     asked.clear()
                     inquiry = Inquiry(server.folder)
                 if inquiry is not None and inquiry.is_over():
+                    server.clear()
                     say(inquiry.report())
                     inquiry = None
                     Path(asking).unlink(missing_ok=True)
@@ -157,6 +158,7 @@ def follow(
                 for death in server.deaths[told:]:
                     told += 1
                     others = server.ranks + server.spares - told - len(server.left)
+                    server.clear()
                     say(f"{death.text}; the other ranks go on" if others else death.text)
                 if server.wants_end and quiet_end and not ending:
                     process.send_signal(quiet_end)
