@@ -26,7 +26,7 @@ from hvdlite.cli.self_test import NBYTES, TRANSPORTS
 from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
 from hvdlite.launch.check_build import FRAMEWORKS, ask_library, version_of
-from hvdlite.launch.hosts import all_local, parse_hosts
+from hvdlite.launch.hosts import all_local, login, parse_hosts
 
 HELP = "report what is installed, what works here, and the remedy for what does not"
 _EXAMPLES = """\
@@ -281,25 +281,11 @@ def _answer(host: str) -> Finding:
     title = f"host {host}"
     if all_local(parse_hosts(host)):
         return Finding(title, _OK, "this machine")
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_HOST_SECONDS // 2}", host]
+    reason = login(host, seconds=_HOST_SECONDS)
+    if not reason:
+        return Finding(title, _OK, "answers")
     remedy = f"make `ssh {host} true` work without a password, from here and from the first host"
-    try:
-        done = subprocess.run(
-            [*command, "true"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_HOST_SECONDS,
-        )
-    except FileNotFoundError:
-        return Finding(title, _FAULT, "there is no ssh here", "install an ssh client")
-    except subprocess.TimeoutExpired:
-        return Finding(title, _FAULT, f"no answer within {_HOST_SECONDS} s", remedy)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"ssh ended with code {done.returncode}"]
-        return Finding(title, _FAULT, lines[-1], remedy)
-    return Finding(title, _OK, "answers")
+    return Finding(title, _FAULT, reason, remedy)
 
 
 # The report

@@ -56,6 +56,9 @@ ELASTIC = "HVDLITE_ELASTIC"
 """The environment variable that is 1 where the other ranks go on when one has died."""
 COLUMNS = "HVDLITE_TERMINAL_COLUMNS"
 """The environment variable with the columns of the launcher's terminal; 0: it has none."""
+STDIN = "HVDLITE_LAUNCH_STDIN"
+"""The environment variable with a position and the path of what rank 0 reads: mpirun hangs where
+much is piped into it (prrte issue 2373)."""
 SHARED = "/dev/shm"
 """Where Open MPI puts the memory that the ranks of a host share."""
 _SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
@@ -358,6 +361,7 @@ def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
     try:
         if output:
             _redirect(output)
+        _take_stdin()
         subject = command[0]
         # A rank that sees it may just exit: the job ends, with fewer messages than by MPI_Abort.
         os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
@@ -385,6 +389,17 @@ def _redirect(output: str) -> None:
             flags |= os.O_TRUNC
         file = os.open(path, flags, 0o666)
         os.dup2(file, number)
+        os.close(file)
+
+
+def _take_stdin() -> None:
+    """Have rank 0 read what the launcher would read."""
+    position, _, path = os.environ.pop(STDIN, "").partition(" ")
+    if path and rank_here() == 0:
+        file = os.open(path, os.O_RDONLY)
+        if int(position):
+            os.lseek(file, int(position), os.SEEK_SET)
+        os.dup2(file, 0)
         os.close(file)
 
 
