@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from hvdlite.cli.self_test import NBYTES, TRANSPORTS
 from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
 from hvdlite.launch.check_build import FRAMEWORKS, ask_library, version_of
-from hvdlite.launch.hosts import all_local, parse_hosts
+from hvdlite.launch.hosts import all_local, login, parse_hosts
 
 HELP = "report what is installed, what works here, and the remedy for what does not"
 _EXAMPLES = """\
@@ -38,6 +38,10 @@ examples:
 _SELF_TEST_SECONDS = 60
 _HOST_SECONDS = 6
 _OK, _FAULT, _NOTE = "ok", "fault", "note"
+# Half of what two ranks reached on two idle cores: as shares of the speed of a copy in memory, and
+# the least speed of that in bytes per second, which memory of today exceeds several times.
+_LEAST_SHARES = {"shared memory": 0.4, "MPI": 0.2}
+_LEAST_COPY = 2 * 2**30
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def _mpi() -> tuple[list[Finding], dict[str, float]]:
         return [*findings, Finding("mpirun", _FAULT, found, remedy)], {}
     name = f"{mpirun.name_of(program)} {program.version}, {program.path}"
     findings.append(Finding("mpirun", _OK, name))
+    load = os.getloadavg()[0]  # of others, before the self test adds its own
     ranks, printed = _self_test()
     sizes = {rank["size"] for rank in ranks}
     if sizes != {2}:
@@ -149,6 +154,7 @@ def _mpi() -> tuple[list[Finding], dict[str, float]]:
         seconds = [state["seconds"] for state in states if state.get("transport") == name]
         if seconds:
             bandwidth[name] = NBYTES / max(seconds)
+    findings += speeds(bandwidth, load, len(os.sched_getaffinity(0)))
     return findings, bandwidth
 
 
@@ -174,6 +180,40 @@ def _transport(name: str, states: Sequence[dict[str, Any]], printed: str) -> Fin
             "HVDLITE_SHARED_MEMORY=0 accepts MPI",
         )
     return Finding(title, _OK, "every collective gives the right result on 2 ranks")
+
+
+def speeds(bandwidth: Mapping[str, float], load: float, cores: int) -> Iterator[Finding]:
+    """Judge the speed of the transports by that of a copy in memory, and this by a fixed one.
+
+    Args:
+        bandwidth: bytes per second of each rank's data, by transport; ``memcpy`` is the copy.
+        load: the average number of other processes that wanted a core.
+        cores: of this process.
+    """
+    if load > cores / 2:
+        remedy = f"run it again without other programs, which use the cores (load {load:.1f})"
+    elif cores < 2:
+        remedy = "give the job a core for each rank; this one has a single core"
+    else:
+        remedy = (
+            "compare with another machine: the ranks may be on sockets with memory of their own "
+            "(`numactl -H`), or a virtual machine may share its memory's bandwidth with others"
+        )
+    copy = bandwidth["memcpy"]
+    for name, rate in bandwidth.items():
+        if name == "memcpy":
+            found, is_low = f"{_gib(rate)} on 2 ranks at once", rate < _LEAST_COPY
+            expected = f"{_gib(_LEAST_COPY)} or more"
+        else:
+            found, is_low = f"{rate / copy:.0%} of memcpy", rate < _LEAST_SHARES[name] * copy
+            expected = f"{_LEAST_SHARES[name]:.0%} or more"
+        state = _NOTE if is_low else _OK
+        text = f"{found}, {'low: ' if is_low else ''}expected {expected}"
+        yield Finding(f"speed: {name}", state, text, remedy if is_low else "")
+
+
+def _gib(rate: float) -> str:
+    return f"{rate / 2**30:.1f} GiB/s"
 
 
 _REPORT = "run `hvdlite check --json` again, and report its output with the versions in it"
@@ -281,25 +321,11 @@ def _answer(host: str) -> Finding:
     title = f"host {host}"
     if all_local(parse_hosts(host)):
         return Finding(title, _OK, "this machine")
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_HOST_SECONDS // 2}", host]
+    reason = login(host, seconds=_HOST_SECONDS)
+    if not reason:
+        return Finding(title, _OK, "answers")
     remedy = f"make `ssh {host} true` work without a password, from here and from the first host"
-    try:
-        done = subprocess.run(
-            [*command, "true"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_HOST_SECONDS,
-        )
-    except FileNotFoundError:
-        return Finding(title, _FAULT, "there is no ssh here", "install an ssh client")
-    except subprocess.TimeoutExpired:
-        return Finding(title, _FAULT, f"no answer within {_HOST_SECONDS} s", remedy)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"ssh ended with code {done.returncode}"]
-        return Finding(title, _FAULT, lines[-1], remedy)
-    return Finding(title, _OK, "answers")
+    return Finding(title, _FAULT, reason, remedy)
 
 
 # The report

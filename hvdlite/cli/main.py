@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -36,6 +37,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
+        found = re.match("argument COMMAND: invalid choice: '([^']*)'", message)
+        if found:
+            message += launcher_options.did_you_mean(found[1], ("run", *COMMANDS, "completion"))
         self.exit(StartError.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,14 @@ from hvdlite.horovod.finder import with_bootstrap
 from hvdlite.launch import check_build, job, mpirun, protocol, rank
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.environment import exported, on_this_host, with_own_package
-from hvdlite.launch.hosts import Host, all_local, choose_hosts, own_addresses
+from hvdlite.launch.hosts import (
+    Host,
+    all_local,
+    check_names,
+    choose_hosts,
+    login,
+    own_addresses,
+)
 from hvdlite.launch.options import (
     mpirun_arguments,
     parse,
@@ -83,16 +92,23 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
         settings = with_bootstrap(settings)
     settings = with_own_package(settings)
     program = mpirun.detect(mpirun.find(settings))
+    ssh = ssh_arguments(options)
+    # Elastic jobs do without a host that does not answer.
+    uses_ssh = not here and sizes is None and settings.keys().isdisjoint(program.agent_variables)
+    if uses_ssh:
+        check_names(hosts, shlex.split(ssh))
     if options.network_interfaces is not None and not here:
         asked.update(program.networks(",".join(options.network_interfaces).split(",")))
-    if ssh := ssh_arguments(options):
+    if ssh:
         asked[program.ssh_variable] = ssh
     settings.update(asked)
-    if options.output_filename is None and sys.stderr.isatty():
-        # A rank's standard error is mpirun's pipe. A terminal of unknown width has 0 columns.
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        settings.setdefault("HVDLITE_TERMINAL_COLUMNS", str(columns))
     output = _output_folder(options.output_filename)
+    if not output and sys.stderr.isatty():
+        # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        settings.setdefault(rank.COLUMNS, str(columns))
+        if here and sys.stdout.isatty() and not options.prefix_output_with_timestamp:
+            output = rank.TO_LAUNCHER
     restarts = options.restarts or 0
     runs = failures = 0
     state: Sequence[Part] = ()
@@ -128,6 +144,10 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
             break
     if end.text:
         job.say(end.text)
+    if end.text.startswith("mpirun ") and uses_ssh:
+        for host in plan.hosts:
+            if reason := "" if all_local([host]) else login(host.name, shlex.split(ssh)):
+                job.say(f"host {host.name} does not answer: {reason}")
     return end.code
 
 
@@ -162,6 +182,14 @@ def _run(
         server.state = state
         added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         environment = {**added, **settings}
+        stdin = _stdin()
+        if stdin and here:
+            environment[rank.STDIN] = stdin
+        elif stdin:
+            job.say(
+                "mpirun may hang when much is piped into it (prrte issue 2373); with hosts, let "
+                "the script read a file, or give `< /dev/null`"
+            )
         if sizes is not None:
             environment[protocol.ADDRESS] = server.address
         if server.key:
@@ -192,6 +220,17 @@ def _run(
                 "(--blacklist-cooldown-range)"
             )
         return end
+
+
+def _stdin() -> str:
+    """Return the position and the path of the file or pipe that this process reads; empty: none."""
+    path = f"/proc/{os.getpid()}/fd/0"
+    with contextlib.suppress(OSError):  # it is closed, or belongs to another user
+        kind = os.fstat(0).st_mode
+        if stat.S_ISFIFO(kind) or stat.S_ISREG(kind):
+            os.close(os.open(path, os.O_RDONLY))
+            return f"{os.lseek(0, 0, os.SEEK_CUR) if stat.S_ISREG(kind) else 0} {path}"
+    return ""
 
 
 def _sizes(options: argparse.Namespace) -> Sizes | None:
@@ -291,7 +330,8 @@ def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
                 f"hvdliterun ... python {program}",
                 StartError.NOT_EXECUTABLE,
             )
-        raise StartError(f"{program}: command not found", StartError.NOT_FOUND)
+        hint = f"; did you mean `python {program}`?" if program.endswith(".py") else ""
+        raise StartError(f"{program}: command not found{hint}", StartError.NOT_FOUND)
     if os.path.basename(program).startswith("python") and len(command) > 1:
         script = command[1]
         if script.endswith(".py") and not os.path.exists(script):

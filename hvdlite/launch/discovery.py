@@ -12,20 +12,22 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from hvdlite.errors import StartError
-from hvdlite.launch.hosts import Host, host_key, parse_host
+from hvdlite.launch.hosts import Host, host_key, parse_host, shortened
 from hvdlite.launch.server import Server
 
 _PERIOD = 1.0  # Horovod's
 _SECONDS_TO_ANSWER = 60.0
 _TICK = 0.1
+_MAX_OUTPUT = 1 << 20
 
 
 class Blacklist:
@@ -81,7 +83,7 @@ class Discovery:
         self._say = say
         self._failure = ""
         self._ended = threading.Event()
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -116,40 +118,48 @@ class Discovery:
     def _ask(self) -> None:
         """Run the script, and note its hosts, or why there are none."""
         what = f"--host-discovery-script {self._script}"
-        self._process = subprocess.Popen(
-            self._script,
-            shell=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        if self._ended.is_set():  # `running` may have looked for a process before this one began
-            _kill(self._process)
-        try:
-            out, err = self._process.communicate(timeout=_SECONDS_TO_ANSWER)
-        except subprocess.TimeoutExpired:
-            _kill(self._process)
-            self._process.communicate()
-            self._failure = f"{what}: no answer within {_SECONDS_TO_ANSWER:.0f} s"
+        # Files, since a child that the script leaves behind may keep a pipe open.
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            self._process = subprocess.Popen(
+                self._script,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+            if self._ended.is_set():  # `running` may have looked for one before this one began
+                _kill(self._process)
+            try:
+                code = self._process.wait(_SECONDS_TO_ANSWER)
+            except subprocess.TimeoutExpired:
+                self._failure = f"{what}: no answer within {_SECONDS_TO_ANSWER:.0f} s"
+                return
+            finally:
+                _kill(self._process)  # with the processes that it leaves behind
+                self._process.wait()
+            printed, said = (_read(file) for file in (out, err))
+        if code:
+            last = (said.strip().splitlines() or ["no message"])[-1]
+            self._failure = f"{what}: exit code {code} ({shortened(last)})"
             return
-        if self._process.returncode:
-            last = (err.strip().splitlines() or ["no message"])[-1]
-            self._failure = f"{what}: exit code {self._process.returncode} ({last})"
-            return
-        lines = [line.strip() for line in out.splitlines() if line.strip()]
+        lines = [line.strip() for line in printed.splitlines() if line.strip()]
         found = [parse_host(line, self._slots) for line in lines]
         if None in found:
             bad = lines[found.index(None)]
-            self._failure = f"{what}: printed {bad!r}, expected 'host:slots' or 'host'"
+            self._failure = f"{what}: printed {shortened(bad)!r}, expected 'host:slots' or 'host'"
             return
         self._failure = ""
         self.hosts = [host for host in found if host is not None]
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
+def _read(file: IO[bytes]) -> str:
+    """Return what has been written to a file, as far as hosts need it."""
+    file.seek(0)
+    return file.read(_MAX_OUTPUT).decode(errors="replace")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

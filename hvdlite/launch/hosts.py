@@ -8,16 +8,19 @@ import ipaddress
 import re
 import socket
 import struct
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hvdlite.errors import StartError
 
-_HOST = re.compile(r"(?P<name>[\w.-]+)(?::(?P<slots>\d+))?")
-_SLOTS = re.compile(r"(?<!\w)slots\s*=\s*(?P<slots>\d+)")
+# A name that began with a hyphen would be an option of ssh; DNS allows 253 characters.
+_HOST = re.compile(r"(?P<name>\w[\w.-]{0,252})(?::(?P<slots>\d{1,9}))?")
+_SLOTS = re.compile(r"(?<!\w)slots\s*=\s*(?P<slots>\d{1,9})")
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _LOOPBACK = {"localhost", "127.0.0.1"}
+_MAX_SHOWN = 200
 
 
 class Host(NamedTuple):
@@ -48,8 +51,17 @@ def parse_hosts(text: str) -> list[Host]:
     """
     hosts = [parse_host(part.strip()) for part in text.split(",")]
     if None in hosts:
-        raise StartError(f"-H {text}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2")
+        bad = text.split(",")[hosts.index(None)].strip()
+        raise StartError(
+            f"-H {shortened(text)}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2; "
+            f"found {shortened(bad)!r}"
+        )
     return [host for host in hosts if host]
+
+
+def shortened(text: str) -> str:
+    """Return a text that is short enough for a message."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def parse_hostfile(path: str) -> list[Host]:
@@ -71,7 +83,7 @@ def parse_hostfile(path: str) -> list[Host]:
         host = _parse_line(text)
         if host is None:
             raise StartError(
-                f"--hostfile {path}, line {number}: found {text!r}, "
+                f"--hostfile {path}, line {number}: found {shortened(text)!r}, "
                 "expected 'host slots=N' or 'host:N'"
             )
         hosts.append(host)
@@ -100,6 +112,61 @@ def all_local(hosts: Sequence[Host]) -> bool:
     here = socket.gethostname()
     names = _LOOPBACK | {here, here.partition(".")[0]}
     return all(host.name in names for host in hosts)
+
+
+def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str:
+    """Log in to a host by ssh; return why that fails, or an empty text.
+
+    Args:
+        host: its name.
+        arguments: more of them for ssh.
+        seconds: in which it must answer.
+    """
+    timeout = f"ConnectTimeout={max(int(seconds / 2), 1)}"
+    command = ["ssh", "-o", "BatchMode=yes", *arguments, "-o", timeout, host, "true"]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+        )
+    except FileNotFoundError:
+        return "there is no ssh here"
+    except subprocess.TimeoutExpired:
+        return f"no answer within {seconds:g} s"
+    lines = done.stderr.strip().splitlines() or [f"ssh ended with code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
+
+
+def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
+    """Refuse hosts that neither this host's resolver nor ssh's configuration knows.
+
+    Args:
+        hosts: the hosts.
+        arguments: more of them for ssh.
+
+    Raises:
+        StartError: there is such a host.
+    """
+    for host in hosts:
+        if all_local([host]) or _resolves(host.name):
+            continue
+        reason = login(host.name, arguments)  # which may have another name for it
+        if reason:
+            raise StartError(
+                f"host {host.name} does not answer: {reason}; correct its name in -H or the "
+                f"hostfile, or make `ssh {host.name} true` work without a password"
+            )
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):
+        return False
 
 
 def host_key(name: str) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hvdlite.errors import StartError
 from hvdlite.launch.mpirun import ONE_HOST
 from hvdlite.launch.protocol import Part
-from hvdlite.launch.rank import describe, die_with_parent, shell_code
+from hvdlite.launch.rank import STDIN, describe, die_with_parent, shell_code
 from hvdlite.launch.server import Server
 from hvdlite.launch.status import Inquiry
 from hvdlite.status import ASKING, SIGNAL
@@ -78,6 +78,7 @@ def run(
         server,
         quiet_end,
         at_terminal=os.isatty(0),
+        streams=(subprocess.DEVNULL if STDIN in environment else None, None, None),
         check=check,
         close_ports=close_ports,
     )
@@ -142,6 +143,7 @@ def follow(
                     asked.clear()
                     inquiry = Inquiry(server.folder)
                 if inquiry is not None and inquiry.is_over():
+                    server.clear()
                     say(inquiry.report())
                     inquiry = None
                     Path(asking).unlink(missing_ok=True)
@@ -157,6 +159,7 @@ def follow(
                 for death in server.deaths[told:]:
                     told += 1
                     others = server.ranks + server.spares - told - len(server.left)
+                    server.clear()
                     say(f"{death.text}; the other ranks go on" if others else death.text)
                 if server.wants_end and quiet_end and not ending:
                     process.send_signal(quiet_end)

@@ -63,6 +63,8 @@ class Mpirun(ABC):
     host_option: ClassVar[str] = "-hosts"
     #: The variable with arguments for ssh.
     ssh_variable: ClassVar[str]
+    #: The variables that name a program in the place of ssh.
+    agent_variables: ClassVar[Sequence[str]]
     #: The variables with the networks to use between hosts.
     network_variables: ClassVar[Sequence[str]]
 
@@ -116,6 +118,7 @@ class OpenMPI(Mpirun):
     elastic: ClassVar[Sequence[str]] = ("--with-ft", "ulfm")
     host_option = "--host"
     ssh_variable = "PRTE_MCA_plm_ssh_args"
+    agent_variables: ClassVar[Sequence[str]] = ("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm")
     folder_variable: ClassVar[str] = "PRTE_MCA_prte_local_tmpdir_base"
     network_variables = ("OMPI_MCA_btl_tcp_if_include", "PRTE_MCA_prte_if_include")
     placement: ClassVar[Mapping[str, str]] = {
@@ -158,6 +161,7 @@ class OpenMPI4(OpenMPI):
     timestamps = ("--timestamp-output",)
     elastic = ()
     ssh_variable = "OMPI_MCA_plm_rsh_args"
+    agent_variables = ("OMPI_MCA_plm_rsh_agent", "OMPI_MCA_plm")
     folder_variable = "OMPI_MCA_orte_local_tmpdir_base"
     network_variables = ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")
     placement: ClassVar[Mapping[str, str]] = {
@@ -175,6 +179,7 @@ class MPICH(Mpirun):
 
     banner = r"HYDRA build details"
     ssh_variable = "HYDRA_LAUNCHER_EXTRA_ARGS"
+    agent_variables = ("HYDRA_LAUNCHER_EXEC", "HYDRA_LAUNCHER")
     network_variables = ("HYDRA_IFACE", "FI_TCP_IFACE")
 
     def export(self, names: Sequence[str]) -> list[str]:
@@ -191,6 +196,7 @@ class IntelMPI(MPICH):
 
     banner = r"Intel\(R\) MPI Library"
     ssh_variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
+    agent_variables = ("I_MPI_HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP")
     network_variables = ("I_MPI_HYDRA_IFACE", "FI_TCP_IFACE")
 
     def arguments(self, launch: Launch) -> list[str]:

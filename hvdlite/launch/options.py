@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -365,8 +366,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
-        job.say(f"{self.source}{message} (see hvdliterun --help)")
+        _, is_unknown, found = message.partition("unrecognized arguments: ")
+        known = [name for option in OPTIONS for name in (*option.spellings, option.opposite)]
+        hint = did_you_mean(found.split(" ")[0].partition("=")[0], known) if is_unknown else ""
+        job.say(f"{self.source}{message}{hint} (see hvdliterun --help)")
         sys.exit(StartError.USAGE)
+
+
+def did_you_mean(found: str, known: Sequence[str]) -> str:
+    """Return a hint at the known word that is most like the one that was found, or nothing."""
+    bare = {name.lstrip("-"): name for name in reversed(known)}
+    similar = difflib.get_close_matches(found.lstrip("-"), bare, 1, 0.7)
+    return f"; did you mean {bare[similar[0]]}?" if similar else ""
 
 
 def make_parser() -> Parser:

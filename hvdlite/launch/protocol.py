@@ -29,8 +29,8 @@ KEY = "HVDLITE_LAUNCH_KEY"
 ADDRESS = "HVDLITE_LAUNCH_ADDRESS"
 """The environment variable with the launcher's address, where the number of ranks may change."""
 
-# The kinds of messages. From the process around a rank:
-OUT, ERR, REPORT, END_JOB, LEFT, DEATH = b"o", b"e", b"p", b"j", b"l", b"d"
+# The kinds of messages. From the process around a rank, LIVE being a line that goes on:
+LIVE, OUT, ERR, REPORT, END_JOB, LEFT, DEATH = b"v", b"o", b"e", b"p", b"j", b"l", b"d"
 # From a rank, which waits for SEEN before it ends:
 ASK, RESULT, ERROR = b"a", b"r", b"x"
 # To a rank:

@@ -3,7 +3,8 @@
 mpirun runs this file by its path (``python -I -S rank.py ADDRESS OUTPUT COMMAND...``), so it
 imports nothing of hvdlite and starts in a few milliseconds. ADDRESS is the launcher's, as
 `protocol.connect` takes it; empty: there is none. OUTPUT is the folder for the ranks' output, ``-``
-for the launcher, which `hvdlite.run` uses, or empty: mpirun passes the output on.
+for the launcher, which prints it for `hvdlite.run` and at a terminal, or empty: mpirun passes the
+output on.
 
 A rank that calls ``shutdown()`` (at its exit, too) notes it in the folder HVDLITE_LAUNCHER_FOLDER
 before the other ranks can fail because of it. The processes around those wait until the first rank
@@ -53,6 +54,11 @@ STEPS = "HVDLITE_LAUNCHER_STEPS"
 it has met the other ranks, each an int64."""
 ELASTIC = "HVDLITE_ELASTIC"
 """The environment variable that is 1 where the other ranks go on when one has died."""
+COLUMNS = "HVDLITE_TERMINAL_COLUMNS"
+"""The environment variable with the columns of the launcher's terminal; 0: it has none."""
+STDIN = "HVDLITE_LAUNCH_STDIN"
+"""The environment variable with a position and the path of what rank 0 reads: mpirun hangs where
+much is piped into it (prrte issue 2373)."""
 SHARED = "/dev/shm"
 """Where Open MPI puts the memory that the ranks of a host share."""
 _SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
@@ -91,7 +97,7 @@ def main(arguments: Sequence[str]) -> None:
         os.environ[STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
         if shared:
             os.environ[_SHARED_VARIABLE] = shared
-        _run(command, "" if forwarding else output, mask)
+        _run(command, "" if output == TO_LAUNCHER else output, mask)
     if forwarding:
         forwarding.start()
     code, signs = _wait(child, manager, channel)
@@ -185,12 +191,15 @@ class _Forwarding:
     """Sends the command's output to the launcher in whole lines.
 
     This process reads it, so that the last words of a rank that is killed arrive. mpirun's own
-    forwarding would cut and mix the lines of several ranks.
+    forwarding would cut and mix the lines of several ranks, or hold a line until it is complete
+    (ompi issue 12594): a progress bar would appear when it has ended. For a terminal, the beginning
+    of a line is sent, too.
     """
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
         self._pipes = [os.pipe(), os.pipe()]
+        self._is_live = os.environ.get(COLUMNS, "0") not in ("", "0")
         self._ended, self._end = os.pipe()
         self._reader = threading.Thread(target=self._forward, daemon=True)
 
@@ -237,6 +246,11 @@ class _Forwarding:
             lines, end, rest = text, b"\n", b""
         if end:
             self._channel.send(kind, lines)
+        if rest and self._is_live:
+            # The last picture of a bar; the end of line that makes it begin anew may be still away.
+            begin = rest.rfind(b"\r", 0, len(rest) - 1)
+            rest = rest[max(begin, 0) :]
+            self._channel.send(_protocol().LIVE, kind, rest)
         return rest
 
 
@@ -347,6 +361,7 @@ def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
     try:
         if output:
             _redirect(output)
+        _take_stdin()
         subject = command[0]
         # A rank that sees it may just exit: the job ends, with fewer messages than by MPI_Abort.
         os.environ["HVDLITE_LAUNCHER"] = "hvdliterun"
@@ -374,6 +389,17 @@ def _redirect(output: str) -> None:
             flags |= os.O_TRUNC
         file = os.open(path, flags, 0o666)
         os.dup2(file, number)
+        os.close(file)
+
+
+def _take_stdin() -> None:
+    """Have rank 0 read what the launcher would read."""
+    position, _, path = os.environ.pop(STDIN, "").partition(" ")
+    if path and rank_here() == 0:
+        file = os.open(path, os.O_RDONLY)
+        if int(position):
+            os.lseek(file, int(position), os.SEEK_SET)
+        os.dup2(file, 0)
         os.close(file)
 
 

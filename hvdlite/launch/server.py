@@ -37,6 +37,7 @@ _REMEMBERED_LINES = 20
 _MAX_STRANGERS = 64
 _SECONDS_TO_PROVE, _SECONDS_WHEN_FULL = 10.0, 1.0
 _MPIRUN = -1  # in the place of a rank
+_CLEAR = "\r\x1b[K"  # to the beginning of the line, and clear it
 
 _Message = tuple[int, bytes, list[bytearray]]  # from a rank, of a kind, with parts
 
@@ -110,6 +111,9 @@ class Server:
         self._task = task
         self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MAX_WAITING)
         self._closed = False
+        # The beginnings of lines, by rank and stream; the first of them is on the terminal.
+        self._live: dict[tuple[int, str], str] = {}
+        self._is_drawn = False
         self._pipes: list[int] = []
         self._readers: list[threading.Thread] = []
         # With the time of each one's arrival where it has not proved that it knows the key.
@@ -171,7 +175,10 @@ class Server:
             raise message
         rank, kind, parts = message
         if kind in (protocol.OUT, protocol.ERR):
-            self._show("stdout" if kind == protocol.OUT else "stderr", rank, parts[0])
+            self._show(_stream(kind), rank, parts[0])
+        elif kind == protocol.LIVE and not self._task:
+            self._live[rank, _stream(parts[0])] = parts[1].decode(errors="replace").strip("\r")
+            self._redraw()
         elif kind == protocol.RESULT:
             self.results[rank] = parts
         elif kind == protocol.ERROR:
@@ -209,10 +216,26 @@ class Server:
         lines = received.decode(errors="replace").removesuffix("\n").split("\n")
         if rank == _MPIRUN:
             self.printed = (self.printed + lines)[-_REMEMBERED_LINES:]
-        prefix = "" if rank == _MPIRUN else f"[{rank}] "
+        prefix = f"[{rank}] " if self._task and rank != _MPIRUN else ""
+        self._live.pop((rank, stream), None)
+        self.clear()
         file: TextIO = getattr(sys, stream)
         file.write("".join(f"{prefix}{line}\n" for line in lines))
         file.flush()
+        self._redraw()
+
+    def clear(self) -> None:
+        """Remove the line that goes on from the terminal, where another one is to be printed."""
+        if self._is_drawn:
+            self._is_drawn = False
+            _write(_CLEAR)
+
+    def _redraw(self) -> None:
+        """Draw the line that goes on; of several ranks' the first one's."""
+        self._is_drawn = bool(self._live)
+        if self._live:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            _write(_CLEAR + self._live[min(self._live)].rpartition("\r")[2][: columns - 1])
 
     def _put(self, message: _Message | OSError) -> None:
         """Hand a message to the calling thread."""
@@ -325,6 +348,15 @@ def serving(
             yield server
         finally:
             server.close()
+
+
+def _stream(kind: bytes | bytearray) -> str:
+    return "stdout" if kind == protocol.OUT else "stderr"
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
 
 
 def _listen(addresses: Sequence[str]) -> list[socket.socket]:

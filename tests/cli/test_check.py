@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from hvdlite.cli.check import speeds
 from tests.harness import mpirun
 
 NOTHING_FOUND = "import sys; sys.prefix = '/no'; "
@@ -98,6 +100,36 @@ def test_no_mpirun_two_versions_of_nccl_and_a_host_that_does_not_answer(tmp_path
     text, remedy = found["host node7"]
     assert text.startswith("no answer within")
     assert "ssh node7 true" in remedy
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("rates", "load", "cores", "low", "remedy"),
+    [
+        ((8.0, 5.0, 3.0), 9.0, 2, [], ""),
+        (
+            (8.0, 3.0, 3.0),
+            9.0,
+            2,
+            ["shared memory"],
+            "other programs, which use the cores .load 9.0",
+        ),
+        ((8.0, 3.0, 1.0), 0.1, 1, ["shared memory", "MPI"], "a core for each rank"),
+        ((1.0, 0.9, 0.5), 0.1, 2, ["memcpy"], "numactl"),
+    ],
+)
+def test_speeds_are_judged_by_a_copy_in_memory(rates, load, cores, low, remedy):
+    names = ("memcpy", "shared memory", "MPI")
+    bandwidth = {name: rate * GIB for name, rate in zip(names, rates, strict=True)}
+    found = list(speeds(bandwidth, load, cores))
+    assert [each.name for each in found] == [f"speed: {name}" for name in names]
+    assert [each.name for each in found if each.state == "note"] == [f"speed: {n}" for n in low]
+    for each in found:
+        assert re.search(remedy, each.remedy) if each.state == "note" else each.remedy == ""
+    assert found[1].found.startswith(f"{rates[1] / rates[0]:.0%} of memcpy, ")
+    assert found[1].found.endswith("expected 40% or more")
 
 
 @pytest.mark.slow

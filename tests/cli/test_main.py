@@ -27,9 +27,13 @@ def refused(capsys, *arguments):
     [
         ("", "hvdlite: the following arguments are required: COMMAND (see hvdlite --help)"),
         ("trainn", "hvdlite: argument COMMAND: invalid choice: 'trainn'"),
+        ("chek", "'completion'); did you mean check? (see hvdlite --help)"),
         ("timeline", "hvdlite timeline: the following arguments are required: FILE"),
         ("timeline --nosuch x", "unrecognized arguments: --nosuch"),
         ("completion powershell", "invalid choice: 'powershell'"),
+        ("run --np 2 true", "unrecognized arguments: --np; did you mean -np? (see hvdliterun"),
+        ("run --spare=2 -np 2 true", "--spare=2; did you mean --spares?"),
+        ("run --nosuch 2 true", "unrecognized arguments: --nosuch (see hvdliterun --help)"),
         ("run -np 0 true", "found 0, expected a number from 1 on"),
     ],
 )

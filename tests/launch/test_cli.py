@@ -104,6 +104,7 @@ def test_other_commands_are_left_alone(tmp_path):
     [
         ("missing", 127, "missing: command not found"),
         ("{0}/missing", 127, "missing: command not found"),
+        ("train.py", 127, "train.py: command not found; did you mean `python train.py`"),
         ("{0}", 126, "is a folder"),
         ("{0}/train.py", 126, r"train.py is not executable; .*python .*train.py"),
     ],

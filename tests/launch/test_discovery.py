@@ -331,6 +331,17 @@ def test_a_script_that_hangs_ends_with_the_job(tmp_path):
     assert time.monotonic() - began < 30
 
 
+def test_a_script_leaves_no_process_behind(tmp_path):
+    """Such a process may keep the script's output open."""
+    child = tmp_path / "child"
+    script = f"sleep 60 & echo $! > {child}; echo a"
+    began = time.monotonic()
+    with (discovery := Discovery(script=script)).running():
+        assert discovery.hosts == [Host("a", 1)]
+        assert launcher.survivors([int(child.read_text())]) == []
+    assert time.monotonic() - began < 30
+
+
 def _wait_until(condition):
     deadline = time.monotonic() + 30
     while not condition():

@@ -57,6 +57,26 @@ def test_success_is_silent():
     assert sorted(result.stdout.split("\n")) == ["", "rank 0", "rank 1"]
 
 
+def test_rank_0_reads_what_is_piped_into_the_launcher(tmp_path, python):
+    """mpirun hangs where that is much."""
+    code = "read = sys.stdin.buffer.read(); print(rank, len(read), set(read))"
+    size, file = 10_000_000, tmp_path / "file"
+    file.write_bytes(b"first\n" + b"a" * size)
+    with file.open("rb", buffering=0) as source:
+        source.read(6)  # the launcher begins behind it, as behind a shell's read
+        for sent in (None, b"a" * size):
+            with subprocess.Popen(
+                command("-np", 2, *script(code)),
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.PIPE if sent else source,
+                stdout=subprocess.PIPE,
+            ) as process:
+                out, _ = process.communicate(sent, timeout=launcher.TIMEOUT)
+            assert process.returncode == 0
+            assert sorted(out.splitlines()) == [b"0 %d {97}" % size, b"1 0 set()"]
+
+
 @pytest.mark.parametrize(
     ("end", "code", "text"),
     [

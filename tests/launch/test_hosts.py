@@ -8,6 +8,7 @@ from hvdlite.errors import StartError
 from hvdlite.launch.hosts import (
     Host,
     all_local,
+    check_names,
     check_slots,
     own_addresses,
     parse_hostfile,
@@ -27,11 +28,17 @@ def test_hosts(text, hosts):
     assert parse_hosts(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", ",", "a:b", "a:0", "a:-1", "a:1,", ":2", "a:1:2", "a b:2"])
+MALFORMED = ["", ",", "a:b", "a:0", "a:-1", "a:1,", ":2", "a:1:2", "a b:2"]
+# An option of ssh, and texts that do not end.
+MALFORMED += ["b,-oX=y:2", "a" * 254, f"a:{'9' * 5000}"]
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:10])
 def test_malformed_hosts(text):
     with pytest.raises(StartError, match="expected host1:slots") as caught:
         parse_hosts(text)
     assert caught.value.code == 2
+    assert len(str(caught.value)) < 600
 
 
 def test_hostfile_of_either_form(tmp_path):
@@ -92,3 +99,13 @@ def test_addresses_on_the_way_to_hosts_or_of_networks(networks):
 def test_networks_that_this_host_does_not_have(networks):
     with pytest.raises(StartError, match=f"--network-interfaces {networks}: this host has lo "):
         own_addresses([], networks)
+
+
+def test_a_host_that_nobody_knows(tmp_path, monkeypatch):
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\ncase "$*" in *alias*) exit 0;; esac\necho why >&2; exit 255\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    check_names([Host("localhost", 1), Host("127.0.0.9", 1), Host("alias.invalid", 1)])
+    with pytest.raises(StartError, match=r"^host no.invalid does not answer: why; .*`ssh no.inv"):
+        check_names([Host("alias.invalid", 1), Host("no.invalid", 1)])
