@@ -9,6 +9,8 @@ import atexit
 import contextlib
 import errno
 import hashlib
+import linecache
+import logging
 import os
 import signal
 import socket
@@ -31,6 +33,10 @@ from hvdlite.launch.rank import rank_here
 _OTHERS = 0.5
 
 _CONSEQUENCE = "consequence"
+_OMITTED = "(HVDLITE_LOG_LEVEL=debug shows the lines of hvdlite, too)\n"
+
+_log = logging.getLogger("hvdlite")
+_OWN = tuple(os.path.join(path, "") for path in hvdlite.__path__)
 
 
 class JobRank(NamedTuple):
@@ -148,44 +154,109 @@ def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], obje
         error: the exception that ends it.
         print_it: prints the traceback with the hook that the user had installed before.
     """
+    is_told = _leave_out_own_frames(error)
     text = "".join(traceback.format_exception(error))
+    summary = _summary(error)
     if _is_about_others(error):
         # The claim of a rank that is gone, which may have printed why, is gone with it.
         is_about_end = any(isinstance(one, RankGoneError) for one in chain(error))
         first = _claim(job_rank.job, _CONSEQUENCE) and not is_about_end
+        is_new = _claim(job_rank.job, summary)
     else:
         _claim(job_rank.job, _CONSEQUENCE)
-        first = _claim(job_rank.job, text)
+        first = is_new = _claim(job_rank.job, text)
     if not first:
-        _write(_line(job_rank, error))
-        return
-    header = f"hvdlite: {job_rank}:\n"
-    if print_it:
-        _write(header)
+        # Ranks that disagree raise the same error; the line that helps comes once.
+        same = f"the same error{_users_line(error)}\n"
+        is_known = is_told and not is_new
+        _write(f"hvdlite: {job_rank}: {same}" if is_known else _line(job_rank, error))
+    elif print_it:
+        _write(f"hvdlite: {job_rank}:\n")
         print_it()
+    elif is_told:
+        last = "".join(traceback.format_exception_only(error))
+        text = text.removesuffix(last)
+        _write(f"hvdlite: {job_rank}: {summary}\n{_details(last, summary)}{text}{_OMITTED}")
     else:
         # One write, so that the lines of several ranks do not mix.
-        _write(header + text)
+        _write(f"hvdlite: {job_rank}:\n{text}")
+
+
+def _details(last: str, summary: str) -> str:
+    """Return what the text of an exception has besides its summary."""
+    return "" if last.strip() == summary else last
+
+
+def _leave_out_own_frames(error: BaseException) -> bool:
+    """Leave hvdlite's frames out of the traceback of an error that hvdlite raises on purpose.
+
+    They are those of an error that the user's code raises, too, where hvdlite has called it. An
+    error that hvdlite itself makes keeps them, and so do all at the log level DEBUG.
+
+    Returns:
+        Whether hvdlite has raised it on purpose.
+    """
+    is_told = False
+    for each in chain(error):
+        frames = list(_frames(each.__traceback__))
+        own = [number for number, frame in enumerate(frames) if _is_own(frame)]
+        inner = frames[own[-1] + 1 :] if own else []
+        has_users = any(is_users(frame.tb_frame.f_code.co_filename) for frame in inner)
+        is_meant = bool(own) and (
+            isinstance(each, HorovodInternalError) or (not inner and _raises(frames[-1]))
+        )
+        if each is error:
+            is_told = is_meant
+        if (has_users or is_meant) and not _log.isEnabledFor(logging.DEBUG):
+            kept: TracebackType | None = None
+            for frame in reversed(frames):
+                if not _is_own(frame):
+                    kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+            each.__traceback__ = kept
+    return is_told
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_own(frame: TracebackType) -> bool:
+    return frame.tb_frame.f_code.co_filename.startswith(_OWN)
+
+
+def _raises(frame: TracebackType) -> bool:
+    """Return whether the line of a frame raises an exception; others fail in it."""
+    line = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+    return line.strip().startswith("raise")
+
+
+def _summary(error: BaseException) -> str:
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    # The text of an error from TensorFlow's graphs has a traceback in it, and ours after that.
+    return ([line for line in lines if "Error: " in line] or lines)[-1].strip()
 
 
 def _line(job_rank: JobRank, error: BaseException) -> str:
-    lines = "".join(traceback.format_exception_only(error)).splitlines()
-    # The text of an error from TensorFlow's graphs has a traceback in it, and ours after that.
-    summary = ([line for line in lines if "Error: " in line] or lines)[-1].strip()
-    where = _users_line(error)
-    return f"hvdlite: {job_rank}: {summary}{where}\n"
+    return f"hvdlite: {job_rank}: {_summary(error)}{_users_line(error)}\n"
 
 
 def _users_line(error: BaseException) -> str:
     """Return the last line of the user's own code in an exception's traceback."""
-    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
-    others = ("<frozen", *(os.path.join(path, "") for path in (*hvdlite.__path__, *installed)))
     own = [
         f" ({frame.filename}:{frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(others)
+        if is_users(frame.filename)
     ]
     return own[-1] if own else ""
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file belongs to the program, not to Python, a package or hvdlite."""
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
+    others = ("<frozen", *(os.path.join(path, "") for path in installed))
+    return not file.startswith((*others, *_OWN))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite import world
-from hvdlite.engine import Engine
+from hvdlite.engine import Engine, Lane
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.operation import Barrier, Gather, Signature
 from hvdlite.interrupts import deferred, leave
@@ -293,6 +293,11 @@ class ProcessSets:
         self._sets[number] = process_set
         if engine is not None:
             self._engines[number] = engine
+            for lane in engine.lanes:
+                lane.all_lanes = self._lanes
+
+    def _lanes(self) -> list[Lane]:
+        return [lane for engine in list(self._engines.values()) for lane in engine.lanes]
 
     def _leave(self, number: int) -> None:
         self._sets.pop(number).process_set_id = None

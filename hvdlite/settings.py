@@ -163,7 +163,7 @@ class Settings:
     #: Columns of the terminal that shows rank 0's standard error, for the bar of ``progress``; 0:
     #: none does. `hvdliterun` sets it.
     terminal_columns: int = field(default=0, metadata=_count("a number of columns, or 0"))
-    #: Verbosity of the ``hvdlite`` logger.
+    #: Verbosity of the ``hvdlite`` logger; from debug on, tracebacks show hvdlite's own lines.
     log_level: str = field(
         default="warning", metadata=_one_of("trace", "debug", "info", "warning", "error", "fatal")
     )

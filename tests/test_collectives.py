@@ -498,6 +498,62 @@ def start(number, rank):
     return hvd.broadcast_async(np.array([rank]), number % hvd.size(), name=name)
 
 
+CALLS = {
+    "allreduce": lambda x: hvd.allreduce(x, op=hvd.Sum),
+    "allreduce_async": lambda x: hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)),
+    "grouped_allreduce": lambda x: hvd.grouped_allreduce([x], op=hvd.Sum),
+    "allgather": hvd.allgather,
+    "broadcast": lambda x: hvd.broadcast(x, 0),
+    "alltoall": hvd.alltoall,
+    "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum),
+    "allgather_object": hvd.allgather_object,
+    "broadcast_object": lambda x: hvd.broadcast_object(x, 0),
+}
+
+
+class TestCallsWithoutAName:
+    @ranks(2, 3, timeout=30)
+    @pytest.mark.parametrize("call", CALLS)
+    def test_those_that_cross_fail_on_all_ranks(self, call):
+        hvd.init()
+        self.cross(CALLS[call])
+        still_works()
+
+    @ranks(3, timeout=30)
+    def test_those_of_a_process_set_that_cross(self):
+        hvd.init()
+        part = hvd.add_process_set([0, 2])
+        if part.included():
+            self.cross(lambda x: hvd.allreduce(x, process_set=part))
+        hvd.remove_process_set(part)
+        still_works()
+
+    def cross(self, call):
+        array = np.ones(hvd.size())
+
+        def first():
+            call(array)
+
+        def second():
+            call(array)
+
+        one, other = (first, second) if hvd.rank() == 0 else (second, first)
+        one()
+        with pytest.raises(hvd.MismatchError, match=r"cross, .*test_collectives\.py:\d+"):
+            other()
+
+    @ranks(2, 3, timeout=30)
+    def test_barriers_may_be_anywhere(self):
+        """Each rank in turn does something before the others."""
+        hvd.init()
+        for rank in range(hvd.size()):
+            if hvd.rank() != rank:
+                hvd.barrier()
+            if hvd.rank() == rank:
+                hvd.barrier()
+        still_works()
+
+
 class TestNames:
     @ranks(1, 2, 3, timeout=20)
     def test_kinds_may_share_a_name(self):

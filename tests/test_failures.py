@@ -105,8 +105,11 @@ def test_an_error_on_all_ranks_has_one_traceback(np):
     )
     assert count(lines, "Traceback") == 1
     assert count(lines, "ends the job:") == np
-    told = count(lines, "ends the job: hvdlite.errors.MismatchError: the ranks disagree", "(")
-    assert told == np - 1
+    assert lines[0].startswith("hvdlite: rank")
+    assert count(lines, "ends the job: hvdlite.errors.MismatchError: the ranks disagree") == 1
+    assert count(lines, "MismatchError") == 1
+    assert count(lines, "ends the job: the same error (", "script.py:") == np - 1
+    assert count(lines, 'File "', "hvdlite") == 0
 
 
 @pytest.mark.slow
@@ -183,11 +186,73 @@ def test_the_line_has_the_error_that_a_longer_text_tells_of():
     )
 
 
-def test_only_what_comes_from_other_ranks_is_a_consequence(monkeypatch):
+@pytest.fixture
+def written(monkeypatch):
+    """What a rank writes; the claims of a test are those of ranks that live as long as it."""
     written = []
     monkeypatch.setattr(failures, "_write", written.append)
     monkeypatch.setattr(failures, "_claims", [])
+    yield written
+    for claim in failures._claims:
+        claim.close()
 
+
+def raised(error, *files):
+    """Return an error that was raised through files, the last of which raises it."""
+    inner = None
+    for number, file in enumerate(reversed(files)):
+        source = "raise inner()" if number else "raise error"
+        names = {"error": error, "inner": inner}
+        exec(compile(f"def call():\n    {source}", file, "exec"), names)
+        inner = names["call"]
+    try:
+        inner()
+    except type(error) as caught:
+        return caught.with_traceback(caught.__traceback__.tb_next)
+
+
+OWN = f"{hvdlite.__path__[0]}/nowhere.py"
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [("WARNING", False), ("DEBUG", True)])
+def test_the_line_that_helps_comes_first_and_once(written, level, is_shown, caplog):
+    """Frames of hvdlite come only where they are asked for; those of the program stay."""
+    caplog.set_level(level, "hvdlite")
+    for rank in range(2):
+        error = HorovodInternalError("the parameters differ; call hvd.broadcast_parameters()")
+        error = raised(error, "/home/train.py", OWN, "/home/callback.py", OWN, OWN)
+        failures._report(failures.JobRank(rank, 2, f"once {level}"), error, None)
+    first, second = (text.splitlines() for text in written)
+    summary = "hvdlite.errors.HorovodInternalError: the parameters differ; call hvd.broadcast_"
+    assert first[0] == f"hvdlite: rank 0 of 2 ends the job: {summary}parameters()"
+    assert count(first, "the parameters differ") == 1
+    files = [line.split('"')[1] for line in first if line.startswith("  File")]
+    own = [OWN] if is_shown else []
+    assert files == ["/home/train.py", *own, "/home/callback.py", *own, *own]
+    assert len(second) == 1
+    assert second[0].endswith(" ends the job: the same error (/home/callback.py:2)")
+
+
+def test_an_error_that_hvdlite_makes_keeps_its_lines(written):
+    error = raised(KeyError("a"), "/home/train.py", OWN)
+    failures._report(failures.JobRank(0, 2, "bug"), error, None)
+    assert OWN in written[0]
+
+
+def test_an_error_of_the_program_is_shown_as_python_does(written):
+    """Without the lines of hvdlite between those of the program."""
+    error = raised(KeyError("a"), "/home/train.py", OWN, "/home/step.py")
+    failures._report(failures.JobRank(0, 2, "user"), error, None)
+    lines = written[0].splitlines()
+    assert lines[:2] == [
+        "hvdlite: rank 0 of 2 ends the job:",
+        "Traceback (most recent call last):",
+    ]
+    assert lines[-1] == "KeyError: 'a'"
+    assert OWN not in written[0]
+
+
+def test_only_what_comes_from_other_ranks_is_a_consequence(written):
     def lines(error, job):
         written.clear()
         failures._report(failures.JobRank(1, 2, job), error, None)
@@ -202,5 +267,3 @@ def test_only_what_comes_from_other_ranks_is_a_consequence(monkeypatch):
     assert lines(HorovodInternalError("y"), "c") > 1
     assert lines(HorovodInternalError("z"), "c") == 1
     assert lines(ValueError("z"), "c") > 1
-    for claim in failures._claims:
-        claim.close()

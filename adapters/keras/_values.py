@@ -191,7 +191,7 @@ def broadcast_arrays(
     # Checked first: everything below waits for the other ranks.
     collectives.checked_root(engine, root_rank)
     layout = [(each, describe(array)) for each, array in zip(names, arrays, strict=True)]
-    collectives.agree_on(f"{prefix}: its variables", layout, process_set)
+    collectives.agree_on(prefix + ": its variables", layout, process_set)
     handles = [
         collectives.broadcast_async(
             array, root_rank, f"{prefix}: {number} {each}", process_set=process_set

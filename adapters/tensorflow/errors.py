@@ -20,6 +20,7 @@ that belongs to the code. This module replaces it by the class that the text nam
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -27,6 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 import tensorflow as tf
 
 from hvdlite import errors
+from hvdlite.failures import is_users
 from hvdlite.interrupts import is_from_handler
 
 _Arguments = ParamSpec("_Arguments")
@@ -110,6 +112,8 @@ _KINDS = {
     (tf.errors.INVALID_ARGUMENT, "UnsupportedError"): UnsupportedError,
     (tf.errors.INVALID_ARGUMENT, "NotInitializedError"): ArgumentError,
 }
+_log = logging.getLogger("hvdlite")
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.M)
 _NAMED = re.compile(rf"(?<!\S)({'|'.join(name for _, name in _KINDS)}): ")
 
 
@@ -119,9 +123,24 @@ def named_by(error: Exception) -> Exception:
         return error
     named = _NAMED.search(error.message)
     kind = _KINDS.get((error.error_code, named[1])) if named else None
-    if kind is None or isinstance(error, kind):
+    if named is None or kind is None or isinstance(error, kind):
         return error
-    return kind(error.node_def, error.op, error.message, error.experimental_payloads)
+    message = _shortened(error.message, named.start())
+    return kind(error.node_def, error.op, message, error.experimental_payloads)
+
+
+def _shortened(message: str, start: int) -> str:
+    """Return the text of an error, which TensorFlow puts between two tracebacks, and its line.
+
+    Args:
+        message: of TensorFlow.
+        start: where the text begins.
+    """
+    if _log.isEnabledFor(logging.DEBUG):
+        return message
+    text, _, _ = message[start:].partition("\nTraceback (most recent call last):")
+    made = [(file, number) for file, number in _FRAME.findall(message[:start]) if is_users(file)]
+    return text.strip() + (f" (an operation of {made[-1][0]}:{made[-1][1]})" if made else "")
 
 
 def _translate_calls_of_graphs() -> None:

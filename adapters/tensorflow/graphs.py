@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.script_ops import _py_funcs
 
-from hvdlite.engine import naming
+from hvdlite.engine import calls, naming
 from hvdlite.process_sets import ProcessSet
 
 _FOREIGN = (
@@ -22,6 +23,9 @@ _FOREIGN = (
     "training=False), or build the model from its code here and load its weights "
     "(save_weights, tf.train.Checkpoint)"
 )
+
+# Calls in a graph are where the graph was made, in the program's lines.
+calls.leave_out(os.path.dirname(tf.__file__))
 
 # The operation after which the next one has to run; None: operations are not ordered.
 _last: ContextVar[list[tf.Operation] | None] = ContextVar("last", default=None)
@@ -42,19 +46,34 @@ def call_python(
         tensors: Its arguments. They are not copied, and neither are large results.
         specs: The dtypes and shapes of the results.
     """
+    place = _place()
+
+    def call(*arrays: Any) -> Any:
+        with naming(place):
+            return function(*arrays)
+
     key = _FOREIGN.format(uuid.uuid4().hex)
-    _py_funcs._funcs[key] = function  # by a weak reference
+    _py_funcs._funcs[key] = call  # by a weak reference
     graph = _outermost_graph()
     # An attribute, since functions may refer to the graph.
     if not hasattr(graph, "_hvdlite_functions"):
         graph._hvdlite_functions = []
-    graph._hvdlite_functions.append(function)
+    graph._hvdlite_functions.append(call)
     outputs = tf.raw_ops.PyFunc(input=tensors, token=key, Tout=[spec.dtype for spec in specs])
     if not specs:  # then TensorFlow returns the operation
         return []
     for output, spec in zip(outputs, specs, strict=True):
         output.set_shape(spec.shape)
     return list(outputs)
+
+
+def _place() -> calls.Place:
+    """Return where an operation is made, in the program's lines instead of AutoGraph's."""
+    try:
+        from tensorflow.python.util.tf_stack import extract_stack
+    except ImportError:  # not a public name; without it such calls are not told apart
+        return calls.place_of(())
+    return calls.place_of((each.filename, each.lineno) for each in reversed(extract_stack()))
 
 
 def for_session() -> bool:

@@ -54,7 +54,7 @@ def broadcast_parameters(
     collectives.checked_root(engine, root_rank)  # before waiting for the other ranks
     tensors = [(name, _checked(name, entry)) for name, entry in _named(params) if entry is not None]
     layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
-    collectives.agree_on(f"{prefix}: its tensors", layout, process_set)
+    collectives.agree_on(prefix + ": its tensors", layout, process_set)
     handles = [
         broadcast_async_(tensor, root_rank, f"{prefix}: {number} {name}", process_set)
         for number, (name, tensor) in enumerate(tensors)
@@ -155,7 +155,7 @@ def send_optimizer_state(
         "the number of parameter groups": len(groups),
         **groups,
     }
-    collectives.agree_on(f"{name}: the optimizer", described, process_set)
+    collectives.agree_on(name + ": the optimizer", described, process_set)
     is_root = world.rank() == root_rank
     state = map_leaves(_to_host, state_dict()) if is_root else None
     received = collectives.broadcast_object(state, root_rank, name, process_set)

@@ -17,7 +17,12 @@ def barrier(process_set: ProcessSet = global_process_set, name: str | None = Non
         process_set: The ranks that take part.
         name: Name that pairs this call with those of the other ranks; None pairs by order.
     """
-    runtime.engine(process_set).run("barrier", name, Barrier)
+
+    def describe(name: str) -> Barrier:
+        # A plain name: no data goes astray, and ranks that take turns call from two places.
+        return Barrier(str(name) if isinstance(name, str) else name)
+
+    runtime.engine(process_set).run("barrier", name, describe)
 
 
 def agree_on(

@@ -1,23 +1,22 @@
 """The engine: lanes over the transports of one world.
 
 ``lane.py`` holds the thread that runs operations, ``rounds.py`` how they run, also on ranks that
-have joined, and ``agreement.py`` which ones run next.
+have joined, ``agreement.py`` which ones run next, and ``calls.py`` what ranks compare of calls
+without a name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 from hvdlite import membership
+from hvdlite.engine.calls import Calls, Place
 from hvdlite.engine.handle import Handle, poll, synchronize
 from hvdlite.engine.lane import Lane, Recovery
 from hvdlite.engine.operation import Operation, Signature
@@ -27,20 +26,31 @@ from hvdlite.status import Pending
 from hvdlite.transport import connect
 from hvdlite.world import World
 
-__all__ = ["Engine", "Handle", "Lane", "Operation", "Signature", "naming", "poll", "synchronize"]
+__all__ = [
+    "Engine",
+    "Handle",
+    "Lane",
+    "Operation",
+    "Signature",
+    "naming",
+    "poll",
+    "synchronize",
+]
 
-_place: ContextVar[str | None] = ContextVar("place", default=None)
+_place: ContextVar[str | Place | None] = ContextVar("place", default=None)
 
 
 @contextmanager
-def naming(place: str) -> Iterator[None]:
+def naming(place: str | Place) -> Iterator[None]:
     """Name unnamed operations by their place in the program while this context lasts.
 
     Use it for operations that ranks submit in different orders, as graphs do: numbers in the order
     of submission would pair different operations.
 
     Args:
-        place: Name that is unique among the operations in flight, and the same on all ranks.
+        place: Name that is unique among the operations in flight, and the same on all ranks; or
+            where the call has been made, if it is another place than where operations are
+            submitted: they are numbered then.
     """
     token = _place.set(place)
     try:
@@ -85,8 +95,7 @@ class Engine:
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
         self.joins: list[Handle] = []
-        self._counters: dict[str, Iterator[int]] = defaultdict(itertools.count)
-        self._counting = threading.Lock()
+        self._calls = Calls(self.named.operations)
         # An operation is described and submitted between two recoveries, by the same numbers.
         self._numbers = nullcontext() if recovery is None else membership.lock
 
@@ -159,13 +168,14 @@ class Engine:
     def unnamed(self, kind: str) -> str:
         """Return the next name for an operation that the user gave none.
 
-        Ranks pair unnamed operations by the order of their submission, or as `naming` says.
+        Ranks pair unnamed operations by the order of their submission, and compare where they were
+        called, or do as `naming` says. Of a call with several operations, ``name + suffix`` is that
+        of the first: it carries the place.
         """
         place = _place.get()
-        if place is not None:
+        if isinstance(place, str):
             return f"{kind}.{place}"
-        with self._counting:
-            return f"{kind}.noname.{next(self._counters[kind])}"
+        return self._calls.name(kind, place)
 
     def pending(self) -> list[Pending]:
         """Return the operations of all lanes that have not ended."""

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
+from hvdlite.engine.calls import Place, Report, where_they_part
 from hvdlite.engine.operation import Signature
+
+#: The likely causes where ranks wait for others that do something else.
+LIKELY = (
+    "do all ranks run the same steps? A rank may end its loop early (fewer batches, early stopping "
+    "by its own metric), branch by a value of its own, or have a parameter that others lack: "
+    "average what decides (hvd.allreduce), or use hvd.lockstep() or hvd.join()"
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,17 @@ class Description:
     stands_in: bool = False  # whether ranks that have joined can take part in it
     stall_exempt: bool = False  # whether it may wait without limit
     title: str = ""  # for messages; empty: its name
+    call: Report | None = None  # the call that it is of, if that has no name
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a rank does beside the operations of a lane."""
+
+    elsewhere: tuple[str, ...] = ()  # the titles of operations that wait in its other lanes
+    waited: float = 0.0  # the seconds since the oldest of them was submitted
+    last: str = ""  # the operation of this lane that has ended last; empty: none has
+    steps: int = 0  # the optimizer's steps that it has made
 
 
 @dataclass(frozen=True)
@@ -31,6 +52,7 @@ class Pending:
     descriptions: tuple[Description, ...]
     closing: bool = False
     joined: bool = False  # whether the rank has no more data of its own
+    progress: Progress = Progress()
 
 
 @dataclass
@@ -45,8 +67,12 @@ class Decision:
         clashing: For each name under which every rank waits for an operation, but not all
             for one kind: the operation of each member.
         failed: For each operation that cannot run, the reason.
+        crossed: Those of them that are calls without a name, made in another order on each rank.
+        parted: For each one that runs, and was called without a name at different places, the
+            calls of the members.
         missing: For each one that waits, by its title, the members that have not submitted it.
         closing: The members that are shutting down.
+        astray: What those members do for which others wait; empty: not known of each of them.
     """
 
     ready: list[str] = field(default_factory=list)
@@ -54,8 +80,11 @@ class Decision:
     differing: list[str] = field(default_factory=list)
     clashing: list[dict[int, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    crossed: list[str] = field(default_factory=list)
+    parted: dict[str, dict[int, Report]] = field(default_factory=dict)
     missing: dict[str, list[int]] = field(default_factory=dict)
     closing: list[int] = field(default_factory=list)
+    astray: str = ""
 
 
 def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> Decision:
@@ -64,8 +93,9 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
     Args:
         pending: By member, ascending; every rank passes the same.
         give_up_after: Seconds after which an operation that is still missing somewhere
-            fails where it was submitted, and with it any that has waited half as long: of two
-            ranks that wait for each other, the first to go on would leave the other one waiting.
+            fails where it was submitted, and with it any that has waited half as long, also in
+            another lane: of two ranks that wait for each other, the first to go on would leave the
+            other one waiting.
     """
     tables = {
         rank: {entry.key or entry.name: entry for entry in each.descriptions}
@@ -74,7 +104,8 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
     decision = Decision(closing=[rank for rank, each in pending.items() if each.closing])
     joined = {rank for rank, each in pending.items() if each.joined}
     waiting: dict[str, list[int]] = {}
-    if _longest_wait(tables, joined) > give_up_after:
+    elsewhere = max(each.progress.waited for each in pending.values())
+    if max(_longest_wait(tables, joined), elsewhere) > give_up_after:
         give_up_after /= 2
     # dict.fromkeys: the union of the keys, in an order that is the same on all ranks.
     for key in dict.fromkeys(key for table in tables.values() for key in table):
@@ -83,7 +114,7 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
         # A join itself waits for ranks that have not joined; no other operation waits for ranks
         # that have.
         substituted = bool(missing) and joined.issuperset(missing)
-        why = _failure(entries, missing, decision.closing, give_up_after, substituted)
+        why = _failure(entries, missing, pending, give_up_after, substituted)
         if why is not None:
             decision.failed[key] = why
         elif missing and not substituted:
@@ -94,7 +125,11 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
             decision.ready.append(key)
             if substituted:
                 decision.substituted.append(key)
+            _compare_calls(decision, key, entries)
     _sort_waiting(decision, tables, waiting)
+    late = sorted({rank for ranks in decision.missing.values() for rank in ranks})
+    if late and all(_waits(pending, rank) for rank in late):
+        decision.astray = _doing(pending, late)
     return decision
 
 
@@ -115,7 +150,7 @@ def _longest_wait(tables: Mapping[int, Mapping[str, Description]], joined: set[i
 def _failure(
     entries: Mapping[int, Description],
     missing: Sequence[int],
-    closing: Sequence[int],
+    pending: Mapping[int, Pending],
     give_up_after: float,
     substituted: bool,
 ) -> str | None:
@@ -129,11 +164,11 @@ def _failure(
                 "take part in allreduces only; call it before join() on all ranks, or after"
             )
         missing = ()
-    gone = [rank for rank in missing if rank in closing]
+    gone = [rank for rank in missing if pending[rank].closing]
     if gone:
         return (
             f"{ranks_text(gone)} shut down without submitting {name}; "
-            "see what ended there, and run the same steps on all ranks"
+            f"{_doing(pending, gone)}; see what ended there; {LIKELY}"
         )
     if missing:
         waited = max(entry.waited for entry in entries.values())
@@ -141,9 +176,155 @@ def _failure(
             return None
         return (
             f"{name} has waited {waited:.0f} s and is still missing on {ranks_text(missing)}; "
-            "run the same steps on all ranks, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
+            f"{_doing(pending, missing)}; {LIKELY}, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
         )
     return "; ".join(f"rank {rank}: {why}" for rank, why in failures.items()) or None
+
+
+def _waits(pending: Mapping[int, Pending], rank: int) -> list[str]:
+    """Return the titles of operations for which a rank waits, in this lane and in others."""
+    own = {entry.key or entry.name for entry in pending[rank].descriptions}
+    for each in pending.values():
+        own &= {entry.key or entry.name for entry in each.descriptions}
+    alone = [
+        _title(entry)
+        for entry in pending[rank].descriptions
+        if (entry.key or entry.name) not in own and not entry.stall_exempt
+    ]
+    return [*alone, *pending[rank].progress.elsewhere]
+
+
+def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
+    """Say what ranks for which others wait do instead, and what they have done."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank in ranks:
+        each, waits = pending[rank], _waits(pending, rank)
+        if waits:
+            now = f"in {waits[0]}" + (f" and {len(waits) - 1} more" if waits[1:] else "")
+        else:
+            now = "at its end" if each.closing else "in no operation of hvdlite"
+        done = f"{each.progress.last!r}" if each.progress.last else ""
+        done = f"{each.progress.steps} steps" if each.progress.steps else done
+        found[now, done].append(rank)
+    texts = []
+    for (now, done), members in found.items():
+        verb = "is" if len(members) == 1 else "are"
+        texts.append(f"{ranks_text(members)} {verb} {now}" + (f", after {done}" if done else ""))
+    most = max(each.progress.steps for each in pending.values())
+    if any(pending[rank].progress.steps < most for rank in ranks):
+        texts.append(f"others have made {most} steps")
+    return "; ".join(texts)
+
+
+def _compare_calls(decision: Decision, key: str, entries: Mapping[int, Description]) -> None:
+    """Find out whether a call without a name, which could run, is the same one on all ranks."""
+    calls = {rank: entry.call for rank, entry in entries.items() if entry.call is not None}
+    if not calls:
+        return
+    why = _mixing(calls) or _crossing(calls, next(iter(entries.values())).digest)
+    if not why:
+        if len({call.agreed for call in calls.values()}) > 1:
+            decision.parted[key] = calls
+        return
+    before = {call.name_before for call in calls.values()}
+    for each in (key, *before.intersection(decision.parted)):
+        decision.ready.remove(each)
+        if each in decision.substituted:
+            decision.substituted.remove(each)
+        decision.parted.pop(each, None)
+        decision.failed[each] = why
+        decision.crossed.append(each)
+
+
+def _mixing(calls: Mapping[int, Report]) -> str:
+    """Say on which ranks calls of two threads are in flight at once, in an order of chance."""
+    found = [f"rank {rank}: {call.mixture}" for rank, call in calls.items() if call.mixture]
+    # Some go on with the thread of the call before, others with another one.
+    goes_on = {
+        call.place.thread == call.before.thread
+        for call in calls.values()
+        if call.before is not None
+    }
+    if len(goes_on) > 1 and len({call.place.thread for call in calls.values()}) > 1:
+        found.append(places_text({rank: call.place for rank, call in calls.items()}))
+    if not found:
+        return ""
+    kind = next(iter(calls.values())).kind
+    return (
+        f"{kind} without a name: threads call it at the same time, so that the ranks may pair one "
+        f"thread's call with another's ({'; '.join(found)}); give the calls names, as in "
+        "name='loss', other ones in each thread, or call from one thread"
+    )
+
+
+def _crossing(calls: Mapping[int, Report], signature: bytes) -> str:
+    """Say which ranks call in another order than others: one calls next what another one has."""
+    first: dict[tuple[Place, Place | None], int] = {}
+    for rank, call in calls.items():
+        if call.signature == signature:  # else what crosses would have been refused
+            first.setdefault((call.place, call.before), rank)
+    for (one, one_before), (other, other_before) in combinations(first, 2):
+        if one_before is None or other_before is None:
+            continue
+        if _cross(one, other, one_before, other_before):
+            ranks = first[one, one_before], first[other, other_before]
+            now = places_text(dict(zip(ranks, (one, other), strict=True)))
+            then = places_text(dict(zip(ranks, (one_before, other_before), strict=True)))
+            return (
+                f"{calls[ranks[0]].kind} without a name: the calls of the ranks cross, {now}, "
+                f"after {then}; their results would be mixed up. Give each call a name, as in "
+                "name='loss', or make the same calls in one order on all ranks"
+            )
+    return ""
+
+
+def _cross(one: Place, other: Place, one_before: Place, other_before: Place) -> bool:
+    """Return whether one of two ranks makes the call that the other one has made before."""
+    # The numbers of threads may be others throughout: a rank has started one more.
+    if (one, other) == (other_before, one_before) and one != other:
+        return True
+    # Two branches that make the same calls, on what is named alike, in another order.
+    sources = one.source, other.source
+    if sources == (other_before.source, one_before.source) and sources[0] != sources[1]:
+        return True
+    for depth in range(1, max(len(one.lines), len(other.lines)) + 1):
+        here, there = one.lines[:depth], other.lines[:depth]
+        here_before, there_before = one_before.lines[:depth], other_before.lines[:depth]
+        differ = here != there and here_before != there_before
+        if differ and (here == there_before or there == here_before):
+            return True
+    return False
+
+
+def places_text(places: Mapping[int, Place]) -> str:
+    """Return the lines of the ranks' calls, as far as they tell them apart."""
+    parts = where_they_part([place.lines for place in places.values()])
+    depth = parts[-1] if parts and parts[0] else 0
+    shown = {rank: place.lines[depth : depth + 1] for rank, place in places.items()}
+    has_columns = len({str(line) for lines in shown.values() for line in lines}) == 1 and parts
+    threads = len({place.thread for place in places.values()}) > 1
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, place in places.items():
+        text = str(place.lines[0]) if place.lines else "no line of the program"
+        if depth and shown[rank]:
+            text += f", called at {shown[rank][0]}"
+        column = shown[rank][0].column if has_columns and shown[rank] else None
+        if column is not None:
+            text += f" (column {column + 1})"
+        if threads:
+            text += f" (thread {place.thread or 'main'})"
+        ranks[text].append(rank)
+    return " and ".join(f"{text} on {ranks_text(each)}" for text, each in ranks.items())
+
+
+def parted_text(calls: Mapping[int, Report]) -> str:
+    """Return the warning about a call without a name that is at different places."""
+    places = places_text({rank: call.place for rank, call in calls.items()})
+    kind = next(iter(calls.values())).kind
+    return (
+        f"{kind} without a name: the calls at {places} are taken for the same one; if they are "
+        "not, their results are mixed up: give each a name, as in name='loss'"
+    )
 
 
 def _sort_waiting(
@@ -175,16 +356,20 @@ def _title(entry: Description) -> str:
     return entry.title or repr(entry.name)
 
 
-def explain(name: str, signatures: Mapping[int, Signature]) -> str:
+def explain(
+    name: str, signatures: Mapping[int, Signature], places: Mapping[int, Place] | None = None
+) -> str:
     """Describe the first difference between the ranks' submissions under one name.
 
     Args:
         name: Name of the operation.
         signatures: By rank.
+        places: Of calls without a name, by rank.
     """
     what, found = find_difference(signatures)
+    where = f", called without a name at {places_text(places)}" if places else ""
     return (
-        f"the ranks disagree on {name!r}: {what} is {found}; "
+        f"the ranks disagree on {name!r}{where}: {what} is {found}; "
         "every rank must submit the same operation under one name"
     )
 

@@ -9,9 +9,10 @@ drives the rounds, or a thread that waits for an operation.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,6 +39,11 @@ _WATCH_SECONDS = 0.1
 _CHECK_SECONDS = 0.05
 # How often a thread that halts the lane checks whether its rounds have stopped.
 _HALT_SECONDS = 1e-3
+# How long an operation waits before its rank looks whether the others wait for it in another lane,
+# and how often it looks.
+_ELSEWHERE_SECONDS = 1.0
+# How often a rank without an operation looks whether others have come to the round.
+_IDLE_SECONDS = 0.1
 # The driver of a lane that has been halted.
 _NOBODY = -1
 
@@ -91,6 +97,8 @@ class Lane:
         name: As given.
         members: The global ranks of the lane's ranks.
         carrier: What carries the lane's bytes, in reports: the title of its transport.
+        operations: The operations in flight by key; read only.
+        all_lanes: Returns the lanes of this rank, those of process sets included.
     """
 
     def __init__(
@@ -111,6 +119,9 @@ class Lane:
         self._devices = DeviceExecutor(transport, settings)
         self._watching = False
         self._queue = Queue(transport.members[transport.rank])
+        self.operations = self._queue.operations
+        self.all_lanes: Callable[[], Iterable[Lane]] = lambda: ()
+        self._looked = 0.0
         self._lock, self._changed = self._queue.lock, self._queue.changed
         self._stall = StallInspector(
             settings,
@@ -119,8 +130,18 @@ class Lane:
             self._queue.is_stall_exempt,
             lambda: self._rounds.waiting,
             recovery.check if recovery is not None else None,
+            self._wait_long,
         )
-        self._rounds = Rounds(name, self._queue, transport, self._devices, self._stall, settings)
+        self._rounds = Rounds(
+            name,
+            self._queue,
+            transport,
+            self._devices,
+            self._stall,
+            settings,
+            self._elsewhere,
+            self._give_up,
+        )
         self._driver: int | None = None  # the thread that runs rounds
         self._sleeping = False
         self._broken = False
@@ -426,6 +447,57 @@ class Lane:
             self._devices.close()
             self._transport.close()
 
+    def _elsewhere(self) -> tuple[list[str], float]:
+        """Return what this rank waits for in other lanes, and how long.
+
+        A rank may wait there for this one, which waits here for that rank: neither lane alone can
+        tell why.
+        """
+        if self._queue.operations:
+            self._look_elsewhere()
+        queues = [lane._queue for lane in self.all_lanes() if lane is not self]
+        titles = [title for queue in queues for title in queue.stuck(_ELSEWHERE_SECONDS)]
+        limit = self._settings.stall_shutdown_time_seconds
+        since = time.monotonic() - limit
+        given_up = [title for at, title in (queue.gave_up for queue in queues) if at > since]
+        if given_up:
+            return titles + given_up, math.inf
+        return titles, max((queue.waited() for queue in queues), default=0.0)
+
+    def _wait_long(self) -> None:
+        """Look elsewhere in a long wait; one without an operation is no reason to use a core."""
+        if self._has_work_of_its_own():
+            self._look_elsewhere()
+            return
+        with self._changed:
+            self._rounds.pausing = True
+            self._changed.wait_for(self._has_work_of_its_own, _IDLE_SECONDS)
+            self._rounds.pausing = False
+
+    def _look_elsewhere(self) -> None:
+        """Let idle lanes take part in a round, in which others may wait for this rank."""
+        now = time.monotonic()
+        if now - self._looked >= _ELSEWHERE_SECONDS <= self._queue.waited():
+            self._looked = now
+            self._ask_others()
+
+    def _give_up(self, title: str) -> None:
+        self._queue.gave_up = time.monotonic(), title
+        self._ask_others()
+
+    def _ask_others(self) -> None:
+        for lane in self.all_lanes():
+            if lane is not self:
+                lane.ask()
+
+    @uninterrupted
+    def ask(self) -> None:
+        """Take part in a round, also without an operation."""
+        with self._lock:
+            if not self._has_work_of_its_own():
+                self._queue.asked = True
+                self._announce()
+
     def _announce(self) -> None:
         """Notify waiters, but only if a thread sleeps, to avoid contention for the GIL."""
         if self._rounds.pausing or (self._sleeping and self._driver is None):
@@ -441,7 +513,14 @@ class Lane:
                 self._let_more_come()
             if self._rounds.closed or self._broken:
                 return
-            self.drive(None)  # or another thread does, which watches the device, too
+            if self._has_work_of_its_own():
+                self.drive(None)  # or another thread does, which watches the device, too
+            else:
+                self._attend()
+
+    def _attend(self) -> None:
+        """Take part in a round without an operation; reports of stacks leave this thread out."""
+        self.drive(None)
 
     def _let_more_come(self) -> None:
         """Leave the GIL to the submitting thread; nobody waits yet, a waiter would drive."""
@@ -463,6 +542,9 @@ class Lane:
         return self._driver is None and (self._has_work() or self._has_to_watch())
 
     def _has_work(self) -> bool:
+        return self._has_work_of_its_own() or self._queue.asked
+
+    def _has_work_of_its_own(self) -> bool:
         return bool(self._queue.operations) or self._queue.closing or self._broken
 
     def _has_to_watch(self) -> bool:

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from hvdlite import timeline
+from hvdlite.engine.calls import Call
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.memory import Extent
 from hvdlite.transport import Transport
@@ -67,9 +68,11 @@ class Operation(ABC):
         joins: Whether it says that this rank has joined.
         uses_memory_twice: Whether it may use some memory twice by itself.
         is_protected: Whether `protect` has been called since its submission.
+        call: The call that it is of, if that has no name.
     """
 
     handle: Handle
+    call: Call | None = None
     memory: Any = None
     nbytes = 0
     sent = 0
@@ -105,6 +108,8 @@ class Operation(ABC):
     @property
     def title(self) -> str:
         """Its name for messages, with an addition for users who did not choose it."""
+        if self.call is not None and self.call.place.lines:
+            return f"{self.name!r} ({self.call.place.lines[0]})"
         return repr(self.name)
 
     @property
@@ -116,8 +121,12 @@ class Operation(ABC):
     @property
     def digest(self) -> bytes:
         """A hash of 16 bytes, which ranks compare to see that they are about to do the same."""
-        if self.payload or self.failure is not None:
-            failed = self.failure is not None
+        failed = self.failure is not None
+        if (call := self.call) is not None:
+            # Cached without the number, which is another one each time.
+            found = _digest(call.kind, call.agreed + self.payload, self.signature.digest, failed)
+            return found[:10] + call.number.to_bytes(6, "little")
+        if self.payload or failed:
             return _digest(self.name, self.payload, self.signature.digest, failed)
         return self._digest
 
@@ -126,10 +135,15 @@ class Operation(ABC):
         if not isinstance(self.name, str):
             kind = type(self.name).__name__
             raise ValueError(f"name={self.name!r} is of type {kind}; expected a string, or None")
+        if isinstance(self.name, Call):  # the only one of this name
+            self.call = call = self.name.whole or self.name
+            call.signature = self.signature.digest
+            call.key = self.signature.prefix + self.name
+            return call.key, b""
         known = self.signature.known
         digest = _digest(self.name, b"", self.signature.digest, False)
         known[self.name] = found = self.signature.prefix + self.name, digest
-        # One bound for all signatures: calls without a name have a new one each time.
+        # One bound for all signatures.
         _cached.append((known, self.name))
         if len(_cached) > _MAX_DIGESTS:
             names, oldest = _cached.popleft()

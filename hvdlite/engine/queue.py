@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from hvdlite.engine.agreement import Description, Pending
+from hvdlite import status
+from hvdlite.engine.agreement import Description, Pending, Progress
 from hvdlite.engine.memory import MemoryInUse
 from hvdlite.engine.operation import Operation
 from hvdlite.errors import HorovodInternalError
@@ -26,12 +27,17 @@ class Queue:
         changed: Condition of the same lock, to wait for a change.
         operations: The operations by key; read only.
         closing: Whether this rank submits no more.
+        asked: Whether this rank says in a round what it does elsewhere, if it has no operation.
+        last: The name of the operation that has ended last.
+        gave_up: When an operation has ended because others did not submit it, and its title.
     """
 
     def __init__(self, rank: int) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        self.closing = False
+        self.closing = self.asked = False
+        self.last = ""
+        self.gave_up = -math.inf, ""
         self._rank = rank
         self.operations: dict[str, Operation] = {}
         self._memory = MemoryInUse()
@@ -110,6 +116,7 @@ class Queue:
     def remove(self, operations: Sequence[Operation]) -> None:
         """Remove operations that have ended."""
         with self.lock:
+            self.last = operations[-1].name
             for operation in operations:
                 self.operations.pop(operation.key, None)  # a stand-in has never been here
             if self._alone is None:
@@ -140,8 +147,13 @@ class Queue:
                     operation.restore()
                 operation.renumber(new_ranks, members)
 
-    def report(self) -> Pending:
-        """Return what the other ranks need to know for a decision."""
+    def report(self, elsewhere: Sequence[str] = (), waited: float = 0.0) -> Pending:
+        """Return what the other ranks need to know for a decision.
+
+        Args:
+            elsewhere: The titles of operations for which this rank waits in other lanes.
+            waited: The seconds since the oldest of them was submitted.
+        """
         now = time.monotonic()
         with self.lock:
             self._changes_reported = self._changes
@@ -156,11 +168,13 @@ class Queue:
                     operation.stands_in,
                     operation.stall_exempt,
                     operation.title,
+                    None if operation.call is None else operation.call.report(),
                 )
                 for operation in self.operations.values()
             )
             joined = any(operation.joins for operation in self.operations.values())
-            return Pending(descriptions, self.closing, joined)
+            done = Progress(tuple(elsewhere), waited, self.last, status.steps())
+            return Pending(descriptions, self.closing, joined, done)
 
     def pending(self) -> list[tuple[str, str, float]]:
         """Return name, title and the seconds since the submission of each operation."""
@@ -185,11 +199,22 @@ class Queue:
             pending = [each.submitted for each in self.operations.values() if not each.stall_exempt]
         return time.monotonic() - min(pending) if pending else 0.0
 
-    def is_stall_exempt(self) -> bool:
-        """Return whether all pending operations may wait without limit."""
+    def stuck(self, seconds: float) -> list[str]:
+        """Return the titles of the operations that are not exempt and have waited for so long."""
+        since = time.monotonic() - seconds
         with self.lock:
             operations = list(self.operations.values())
-        return bool(operations) and all(operation.stall_exempt for operation in operations)
+        return [
+            each.title for each in operations if each.submitted <= since and not each.stall_exempt
+        ]
+
+    def is_stall_exempt(self) -> bool:
+        """Return whether nothing is pending that may not wait without limit."""
+        with self.lock:
+            operations = list(self.operations.values())
+        if not operations:
+            return not self.closing
+        return all(operation.stall_exempt for operation in operations)
 
     def describe(self) -> str:
         """Return the names of the first operations."""

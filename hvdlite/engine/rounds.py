@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from hvdlite import rehearsal, timeline
-from hvdlite.engine.agreement import Decision, Pending, decide, explain, ranks_text, report_missing
+from hvdlite.engine.agreement import (
+    LIKELY,
+    Decision,
+    Pending,
+    decide,
+    explain,
+    parted_text,
+    ranks_text,
+    report_missing,
+)
 from hvdlite.engine.device import DeviceExecutor
 from hvdlite.engine.fusion import fuse
 from hvdlite.engine.handle import Handle
@@ -25,9 +34,12 @@ from hvdlite.settings import Settings
 from hvdlite.transport import NoRoomError, Transport
 
 _log = logging.getLogger("hvdlite")
-_CLOSING_DIGEST = bytes(16)
+# Of a rank without operations, which closes the lane, or says what it does elsewhere.
+_CLOSING_DIGEST, _IDLE_DIGEST = bytes(16), b"\1" * 16
 # Pauses between rounds in which nothing could be decided; a new submission ends them.
 _FIRST_PAUSE, _MAX_PAUSE = 0.5e-3, 20e-3
+#: Seconds after which a rank reports that others, for which it waits, wait for something else.
+ASTRAY_SECONDS = 3.0
 
 
 class Rounds:
@@ -46,6 +58,9 @@ class Rounds:
         devices: The lane's executor of device operations.
         stall: The bounds on waiting for the other ranks.
         settings: Times of reports and time-outs.
+        elsewhere: Returns the titles of the operations for which this rank waits in other lanes,
+            and the seconds since the first of them was submitted.
+        give_up: Called with the title of an operation for which this rank has waited too long.
 
     Attributes:
         closed: Whether all ranks have closed the lane.
@@ -65,11 +80,16 @@ class Rounds:
         devices: DeviceExecutor,
         stall: StallInspector,
         settings: Settings,
+        elsewhere: Callable[[], tuple[list[str], float]] = lambda: ([], 0.0),
+        give_up: Callable[[str], object] = lambda title: None,
     ) -> None:
         self.closed = False
         self.pausing = False
         self.waiting = False
         self._operations: list[Operation] = []  # of a round, until the digests are compared
+        self._closes = False  # in this round
+        self._elsewhere, self._give_up = elsewhere, give_up
+        self._has_gone_astray = False
         self._name = name
         self._queue = queue
         self._transport = transport
@@ -91,13 +111,15 @@ class Rounds:
         trace = timeline.current
         if not self.waiting:
             self._operations = self._queue.oldest(self._transport.max_digests)
+            self._closes = self._queue.closing and not self._operations
             if trace is not None and trace.mark_cycles:
                 trace.instant(self._name, timeline.CYCLE_START)
             if self._devices.under_way:
                 self._devices.check()  # first, so that a failure here stops all ranks
         operations = self._operations
         groups = fuse(operations, self._settings.fusion_threshold)
-        digests = [operation.digest for operation in operations] or [_CLOSING_DIGEST]
+        digests = [operation.digest for operation in operations]
+        digests = digests or [_CLOSING_DIGEST if self._closes else _IDLE_DIGEST]
         began = trace.now() if trace is not None else 0
         if rehearsal.reach is not None and not self.waiting:
             rehearsal.reach("meet")
@@ -110,8 +132,10 @@ class Rounds:
                 operation.failure = f"{operation.title} failed: {MemoryError(*error.args)!r}"
             return
         self.waiting, self._operations = False, []  # which hold arrays
+        self._queue.asked = False
         if not operations and agreed:
-            self._deliver(self._close)
+            if self._closes:
+                self._deliver(self._close)
             return
         outcome = None if agreed else self._negotiate()
         if trace is not None and operations:
@@ -163,7 +187,8 @@ class Rounds:
             rehearsal.reach("delivered")
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
-        messages = self._transport.gather(pickle.dumps(self._queue.report()))
+        report = self._queue.report(*self._elsewhere())
+        messages = self._transport.gather(pickle.dumps(report))
         pending = self._by_member([pickle.loads(message) for message in messages])
         limit = self._settings.stall_shutdown_time_seconds or math.inf
         return decide(pending, give_up_after=limit), pending
@@ -178,6 +203,7 @@ class Rounds:
             self._fail_differing(keys[self._transport.members[self._transport.rank]])
         if decision.failed or decision.closing:
             self._deliver(partial(self._refuse, decision))
+        self._note_places(decision)
         stand_ins = self._stand_in(decision.substituted)
         ready = [self._queue.operations.get(key) or stand_ins[key] for key in decision.ready]
         self._execute(fuse(ready, self._settings.fusion_threshold), pending)
@@ -190,7 +216,11 @@ class Rounds:
         for key, why in decision.failed.items():
             operation = self._queue.operations.get(key)
             if operation is not None:
-                self._fail(operation, HorovodInternalError(why))
+                kind = MismatchError if key in decision.crossed else HorovodInternalError
+                waited = time.monotonic() - operation.submitted
+                self._fail(operation, kind(why))
+                if 0 < self._settings.stall_shutdown_time_seconds / 2 < waited:
+                    self._give_up(operation.title)
         if decision.closing:
             with self._queue.lock:
                 self._queue.refuse(
@@ -198,17 +228,31 @@ class Rounds:
                     "ranks, and call hvd.shutdown() after the last"
                 )
 
+    def _note_places(self, decision: Decision) -> None:
+        """Take on which places of calls without a name count as one; warn on the lowest rank."""
+        own = self._transport.members[self._transport.rank]
+        for key, calls in decision.parted.items():
+            operation = self._queue.operations.get(key)
+            if operation is not None and operation.call is not None:
+                is_new = operation.call.calls.learn(operation.call, calls)
+                if is_new and own == min(calls):
+                    _log.warning("%s", parted_text(calls))
+
     def _fail_differing(self, key: str) -> None:
         """Exchange the full signatures, and fail the operation with their first difference."""
         operation = self._queue.operations.get(key)  # None: this rank has joined
-        messages = self._transport.gather(pickle.dumps(operation and operation.signature))
+        call = operation and operation.call
+        own = operation and (operation.signature, call and call.place)
+        messages = self._transport.gather(pickle.dumps(own))
         self._deliver(partial(self._fail_by_signatures, operation, messages))
 
     def _fail_by_signatures(self, operation: Operation | None, messages: Sequence[bytes]) -> None:
         if operation is not None:
-            signatures = self._by_member([pickle.loads(message) for message in messages])
-            known = {member: signature for member, signature in signatures.items() if signature}
-            self._fail(operation, MismatchError(explain(operation.name, known)))
+            found = self._by_member([pickle.loads(message) for message in messages])
+            known = {member: each for member, each in found.items() if each}
+            signatures = {member: signature for member, (signature, _) in known.items()}
+            places = {member: place for member, (_, place) in known.items() if place}
+            self._fail(operation, MismatchError(explain(operation.name, signatures, places)))
 
     def _stand_in(self, keys: Sequence[str]) -> dict[str, Operation]:
         """Make the operations that this rank, if it has joined, runs in the place of others'."""
@@ -309,15 +353,23 @@ class Rounds:
 
     def _report_stall(self, decision: Decision) -> None:
         waited = self._queue.waited()
-        if waited < self._settings.stall_check_time_seconds:
-            self._next_report = self._settings.stall_check_time_seconds
-        elif waited >= self._next_report and not self._settings.stall_check_disable:
-            self._next_report = waited + self._settings.stall_check_time_seconds
+        interval = self._settings.stall_check_time_seconds
+        if waited < min(self._next_report, interval):  # for another operation
+            self._next_report = interval
+            self._has_gone_astray &= waited >= ASTRAY_SECONDS
+        if waited < ASTRAY_SECONDS:
+            self._has_gone_astray = False
+        is_first = bool(decision.astray) and waited >= ASTRAY_SECONDS and not self._has_gone_astray
+        if (is_first or waited >= self._next_report) and not self._settings.stall_check_disable:
+            self._has_gone_astray |= is_first
+            self._next_report = waited + interval
             _log.warning(
-                "rank %d: waited %.0f s for %s; do all ranks run the same steps?",
+                "rank %d: waited %.0f s for %s%s; %s",
                 self._transport.members[self._transport.rank],
                 waited,
                 report_missing(decision.missing),
+                decision.astray and f"; {decision.astray}",
+                LIKELY,
             )
 
 

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 
 from hvdlite import status
-from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.agreement import LIKELY, ranks_text
 from hvdlite.errors import HorovodInternalError
 from hvdlite.interrupts import Interrupted, deferred, is_due, run_overdue
 from hvdlite.settings import Settings
 
 _log = logging.getLogger("hvdlite")
+# A shorter wait is an ordinary one.
+_LOOK_SECONDS = 0.5
 
 
 class StallInspector:
@@ -25,6 +27,7 @@ class StallInspector:
         exempt: Returns whether the wait is exempt from the report and the shutdown.
         resumable: Returns whether the wait may be left, and resumed in another thread.
         recovering: Raises if the ranks are about to go on without one that has died.
+        look: Called now and then in a wait that has lasted for a while.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class StallInspector:
         exempt: Callable[[], bool] = lambda: False,
         resumable: Callable[[], bool] = lambda: False,
         recovering: Callable[[], object] | None = None,
+        look: Callable[[], object] = lambda: None,
     ) -> None:
         self._settings = settings
         self._describe = describe
@@ -42,6 +46,7 @@ class StallInspector:
         self._exempt = exempt
         self._resumable = resumable
         self._recovering = recovering
+        self._look = look
         self._reported = 0.0
         self._abandoned = threading.Event()
 
@@ -65,6 +70,8 @@ class StallInspector:
             run_overdue()
         if self._recovering is not None:
             self._recovering()
+        if elapsed > _LOOK_SECONDS:
+            self._look()
         if elapsed < self._reported:
             self._reported = 0.0
         if self._abandoned.is_set():
@@ -77,7 +84,7 @@ class StallInspector:
             status.ask_launcher()  # while they still hang
             raise HorovodInternalError(
                 f"waited {elapsed:.0f} s for {_ranks(self._absent())} in {self._describe()}; a "
-                "rank has ended, hangs, or runs different steps"
+                f"rank has ended, hangs, or runs different steps; {LIKELY}"
             )
         due = elapsed - self._reported >= self._settings.stall_check_time_seconds
         if due and not self._settings.stall_check_disable and not self._exempt():
@@ -85,10 +92,11 @@ class StallInspector:
             absent = self._absent()
             if absent != []:  # else they have come meanwhile
                 _log.warning(
-                    "waited %.0f s for %s in %s; do all ranks run the same steps?",
+                    "waited %.0f s for %s in %s; %s",
                     elapsed,
                     _ranks(absent),
                     self._describe(),
+                    LIKELY,
                 )
 
 

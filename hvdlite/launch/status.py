@@ -19,8 +19,8 @@ from hvdlite.status import ANSWER, FILE, SIGNAL, Pending, process_line
 # A rank that waits for others answers within 0.1 s, and one that holds the interpreter never.
 _SECONDS = 2.0
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*\(most recent call first\):\n", re.M)
-# Where the threads of lanes wait for work.
-_IDLE = re.compile(r'/engine/lane\.py", line \d+ in _sleep\n')
+# Where the threads of lanes wait for work, or have none.
+_IDLE = re.compile(r'/engine/lane\.py", line \d+ in (?:_sleep|_attend)\n')
 _IMPORT = re.compile(r'  File "<frozen importlib.*\n')
 _OWN = re.compile(rf'(?:  File "{re.escape(os.path.dirname(hvdlite.__file__))}/.*\n)+')
 _IN_HVDLITE = re.compile(rf"{_OWN.pattern}|  \.\.\. .*\n")
@@ -124,9 +124,13 @@ def _waiting(answers: Mapping[int, Sequence[Pending] | None]) -> list[str]:
         title = next(iter(found.values())).title
         seconds = max(pending.seconds for pending in found.values())
         members = next(iter(found.values())).members
-        others = [rank for rank in members if rank not in found and answers.get(rank) is not None]
-        missing = f", missing on {ranks_text(others)}" if others else ", there on all ranks"
-        lines.append(f"{ranks_text(list(found))}: {seconds:.0f} s in {title}{missing}")
+        others = [rank for rank in members if rank not in found]
+        missing = [rank for rank in others if answers.get(rank) is not None]
+        silent = [rank for rank in others if answers.get(rank) is None]  # or on another host
+        where = [f"missing on {ranks_text(missing)}"] if missing else []
+        where += [f"no answer from {ranks_text(silent)}"] if silent else []
+        where = where or ["there on all ranks"]
+        lines.append(f"{ranks_text(list(found))}: {seconds:.0f} s in {title}, {', '.join(where)}")
     free = [rank for rank, answer in answers.items() if answer == []]
     if free:
         lines.append(f"{ranks_text(free)}: no operation of hvdlite")

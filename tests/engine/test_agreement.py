@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hvdlite.engine import agreement
+from hvdlite.engine import agreement, calls
 from hvdlite.engine.agreement import (
     Description,
     Pending,
@@ -116,14 +116,53 @@ def test_messages_call_an_operation_by_its_title():
     assert failed.startswith("'a' (gradients of 'x') has waited 9 s")
 
 
+def called(at, before, **differently):
+    """An operation of a call without a name, in a line, after one in another line."""
+    place, earlier = (calls.place_of([("train.py", line)]) for line in (at, before))
+    report = calls.Report("allreduce", place, place.digest, earlier, b"same", "first", "")
+    return Description("second", b"same", b"", stands_in=True, call=report, **differently)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_calls_that_cross_fail_and_nobody_stands_in(joins):
+    reports = [Pending((called(1, 2),)), Pending((called(2, 1),))]
+    if joins:
+        reports.append(Pending((), joined=True))
+    decision = decide(reports)
+    assert (decision.ready, decision.substituted, decision.parted) == ([], [], {})
+    assert decision.crossed == ["second"]
+    assert "train.py:1 on rank 0 and train.py:2 on rank 1, after" in decision.failed["second"]
+
+
+def test_calls_at_different_places_are_one_operation():
+    decision = decide([Pending((called(1, 3),)), Pending((called(2, 3),))])
+    assert decision.ready == list(decision.parted) == ["second"]
+    assert "train.py:1 on rank 0 and train.py:2 on rank 1 are taken for the same" in (
+        agreement.parted_text(decision.parted["second"])
+    )
+
+
+def test_ranks_that_wait_elsewhere_explain_a_wait():
+    elsewhere = agreement.Progress(elsewhere=("'objects'",), steps=12)
+    astray = Pending((), progress=elsewhere)
+    ahead = Pending((Description("a", b"same", b""),), progress=agreement.Progress(steps=13))
+    expected = "rank 1 is in 'objects', after 12 steps; others have made 13 steps"
+    assert decide([ahead, astray]).astray == expected
+    # Of rank 2 nothing is known.
+    assert decide([ahead, astray, Pending(())]).astray == ""
+    gone = Pending((), closing=True, progress=agreement.Progress(steps=12))
+    failed = decide([ahead, gone]).failed["a"]
+    assert "rank 1 is at its end, after 12 steps; others have made 13 steps" in failed
+
+
 def test_patience_ends_with_the_longest_wait():
     early = Description("a", b"same", b"", waited=11.0)
     late = Description("a", b"same", b"", waited=1.0)
     for first, second in ((early, late), (late, early)):
         reports = [Pending((first,)), Pending((second,)), report("b")]
         assert decide(reports, give_up_after=10.0).failed == {
-            "a": "'a' has waited 11 s and is still missing on rank 2; run the same steps on all "
-            "ranks, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
+            "a": "'a' has waited 11 s and is still missing on rank 2; rank 2 is in 'b'; "
+            f"{agreement.LIKELY}, or raise HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
         }
         assert decide(reports, give_up_after=12.0).missing["'a'"] == [2]
         assert decide(reports).missing["'a'"] == [2]

@@ -14,7 +14,8 @@ import pytest
 from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
-from hvdlite.engine import Handle, Lane, Operation
+from hvdlite.engine import Handle, Lane, Operation, rounds, stall
+from hvdlite.engine import lane as lane_module
 from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.reduction import Max, Sum
@@ -70,6 +71,12 @@ def submit_again(lane, operation):
 
     lane._queue.remove = remove_and_submit
     return handles
+
+
+def message_of(lane, operation):
+    with pytest.raises(HorovodInternalError) as caught:
+        lane.run(operation)
+    return str(caught.value)
 
 
 class Probe(Operation):
@@ -610,6 +617,53 @@ class TestStall:
         for message in caplog.messages:
             assert "'a' (missing on rank 2), 'b' (missing on ranks 0, 1)" in message
         lanes.close()
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_ranks_that_wait_in_different_lanes_say_so_early(self, caplog, monkeypatch, size):
+        """Long before the ordinary report; the last rank ends its loop before the others."""
+        monkeypatch.setattr(lane_module, "_ELSEWHERE_SECONDS", 0.1)
+        monkeypatch.setattr(rounds, "ASTRAY_SECONDS", 0.3)
+        monkeypatch.setattr(stall, "_LOOK_SECONDS", 0.05)
+        both = [Lanes(size, stall_shutdown_time_seconds=1.0) for _ in range(2)]
+        gradients, named = both
+        for rank in range(size):
+            pair = [lanes[rank] for lanes in both]
+            for lane in pair:
+                lane.all_lanes = lambda pair=pair: pair
+
+        def step(rank):
+            gradients[rank].run(total("step", 1))
+            if rank == size - 1:
+                return message_of(named[rank], total("objects", 1))
+            return message_of(gradients[rank], total("step", 1))
+
+        with caplog.at_level(logging.WARNING, "hvdlite"):
+            errors = on_all_ranks(step, range(size))
+        last, others = size - 1, "rank 0" if size == 2 else "ranks 0, 1"
+        reports = [
+            f"'step' (missing on rank {last}); rank {last} is in 'objects', after 'step'; do all",
+            f"'objects' (missing on {others}); {others} {'is' if size == 2 else 'are'} in 'step'",
+        ]
+        for report in reports:
+            assert any(report in message for message in caplog.messages), caplog.messages
+        assert len(caplog.messages) == size
+        for error in errors[:-1]:
+            assert f"missing on rank {last}; rank {last} is in 'objects', after 'step'" in error
+        assert f"missing on {others}" in errors[-1]
+        # Communication goes on.
+        assert on_all_ranks(lambda rank: gradients[rank].run(total("a", 1))[0], range(size))
+        for lanes in both:
+            assert lanes.close() == [True] * size
+
+    def test_lanes_that_take_part_without_an_operation_do_not_close(self, monkeypatch):
+        lanes = Lanes(2)
+        for rank in range(2):
+            lanes[rank].ask()
+        time.sleep(0.1)
+        for _ in range(3):
+            on_all_ranks(lambda rank: lanes[rank].run(total("a", 1)), range(2))
+            lanes[0].ask()
+        assert lanes.close() == [True, True]
 
     def test_nobody_is_warned_without_need(self, caplog):
         lanes = Lanes(2, stall_check_time_seconds=0.5)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.launch import status
+from hvdlite.status import Pending
 from tests.harness import mpirun
 from tests.launch.launcher import hvdliterun, running, survivors
 
@@ -47,7 +49,7 @@ def script(tmp_path):
 
 
 _HEADER = re.compile(r"^ranks? (.*), most recent call first:\n", re.M)
-_WAITING = r"hvdliterun: ranks 0, 3: \d+ s in 'accuracy', missing on rank 1"
+_WAITING = r"hvdliterun: ranks 0, 3: \d+ s in 'accuracy', missing on rank 1, no answer from rank 2"
 _NO_ANSWER = r"rank 2 \(process \d+\): no answer from Python within 2 s: in compiled .*"
 
 
@@ -75,6 +77,23 @@ def ask_until_they_wait(process):
         # They get there some time after their lines, on a busy machine more.
         if re.fullmatch(_WAITING, lines[0]) and re.fullmatch(_NO_ANSWER, lines[-1]):
             return lines, stacks
+
+
+def test_a_rank_that_has_not_answered_is_not_said_to_be_there():
+    def wait(*members):
+        return [Pending("named: x", "'x'", 4.0, members)]
+
+    def lines(*answers):
+        return status._waiting(dict(enumerate(answers)))
+
+    two, three = wait(0, 1), wait(0, 1, 2)
+    assert lines(two, None) == ["rank 0: 4 s in 'x', no answer from rank 1"]
+    assert lines(two) == ["rank 0: 4 s in 'x', no answer from rank 1"]  # on another host
+    assert lines(two, two) == ["ranks 0, 1: 4 s in 'x', there on all ranks"]
+    assert lines(three, [], None) == [
+        "rank 0: 4 s in 'x', missing on rank 1, no answer from rank 2",
+        "rank 1: no operation of hvdlite",
+    ]
 
 
 def test_all_ranks_are_asked_and_go_on(script):
@@ -111,7 +130,7 @@ def test_the_job_ends_after_the_report(script, how):
         assert process.wait(20) == 128 + signal.SIGQUIT
         assert time.monotonic() - started < 15
         text = process.stderr.read()
-        assert "missing on rank 1\nrank 1: no operation of hvdlite\n" in text
+        assert "missing on rank 1, no answer from rank 2\nrank 1: no operation of hvdlite\n" in text
         assert f'"{script}", line 9 in forward' in text
         assert survivors(ranks) == []
     os.close(controller)

@@ -198,6 +198,26 @@ def test_unnamed_operations_of_a_graph_run_in_the_order_of_the_program(size):
         assert total.numpy() == 10 * size
 
 
+@ranks(2, 3)
+def test_functions_that_ranks_call_in_another_order_cross():
+    """A graph's operation is compared by the line that made it, whatever thread runs it."""
+    hvd.init()
+
+    @tf.function
+    def loss():
+        return hvd.allreduce(tf.ones(3), op=hvd.Sum)
+
+    @tf.function
+    def accuracy():
+        return hvd.allreduce(tf.ones(3), op=hvd.Sum)
+
+    first, second = (loss, accuracy) if hvd.rank() == 0 else (accuracy, loss)
+    first()
+    with pytest.raises(tf.errors.FailedPreconditionError, match="the calls of the ranks cross"):
+        second()
+    assert equal(hvd.allreduce(tf.ones(1), name="named"), [1.0])
+
+
 @ranks(2)
 def test_static_shapes_are_kept():
     hvd.init()

@@ -199,6 +199,23 @@ def test_errors_pass_through_autograph_keras_and_pickle():
     assert said in error.message
 
 
+def test_the_text_of_a_graphs_error_is_the_line_that_helps(caplog):
+    """TensorFlow puts it between where the operation was made and where it has run."""
+    own, installed = hvdlite.__path__[0], tf.__path__[0]
+    made = "".join(
+        f'  File "{file}", line {number}, in f\n\n'
+        for number, file in enumerate(("/home/train.py", f"{installed}/a.py", f"{own}/b.py"), 3)
+    )
+    said = "MismatchError: the ranks disagree on 'x': shape"
+    ran = f'Traceback (most recent call last):\n\n  File "{own}/c.py", line 1, in g\n\t [[node]]'
+    whole = f"Detected at node PyFunc defined at (most recent call last):\n{made}{said}\n{ran}"
+    error = errors.named_by(tf.errors.UnknownError(None, None, whole))
+    assert isinstance(error, errors.MismatchError)
+    assert error.message == f"{said} (an operation of /home/train.py:3)"
+    caplog.set_level("DEBUG", "hvdlite")
+    assert errors.named_by(tf.errors.UnknownError(None, None, whole)).message == whole
+
+
 STRATEGY = """
 import tensorflow as tf
 import hvdlite.tensorflow as hvd
