@@ -128,7 +128,8 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
             _compare_calls(decision, key, entries)
     _sort_waiting(decision, tables, waiting)
     late = sorted({rank for ranks in decision.missing.values() for rank in ranks})
-    if late and all(_waits(pending, rank) for rank in late):
+    waits = _waits(pending, late)
+    if late and all(waits.values()):
         decision.astray = _doing(pending, late)
     return decision
 
@@ -181,24 +182,30 @@ def _failure(
     return "; ".join(f"rank {rank}: {why}" for rank, why in failures.items()) or None
 
 
-def _waits(pending: Mapping[int, Pending], rank: int) -> list[str]:
-    """Return the titles of operations for which a rank waits, in this lane and in others."""
-    own = {entry.key or entry.name for entry in pending[rank].descriptions}
-    for each in pending.values():
-        own &= {entry.key or entry.name for entry in each.descriptions}
-    alone = [
-        _title(entry)
-        for entry in pending[rank].descriptions
-        if (entry.key or entry.name) not in own and not entry.stall_exempt
-    ]
-    return [*alone, *pending[rank].progress.elsewhere]
+def _waits(pending: Mapping[int, Pending], ranks: Sequence[int]) -> dict[int, list[str]]:
+    """Return the titles of operations for which ranks wait, in this lane and in others."""
+    if not ranks:
+        return {}
+    keys = [{entry.key or entry.name for entry in each.descriptions} for each in pending.values()]
+    common = set.intersection(*keys)
+    return {
+        rank: [
+            *(
+                _title(entry)
+                for entry in pending[rank].descriptions
+                if (entry.key or entry.name) not in common and not entry.stall_exempt
+            ),
+            *pending[rank].progress.elsewhere,
+        ]
+        for rank in ranks
+    }
 
 
 def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
     """Say what ranks for which others wait do instead, and what they have done."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in ranks:
-        each, waits = pending[rank], _waits(pending, rank)
+    for rank, waits in _waits(pending, ranks).items():
+        each = pending[rank]
         if waits:
             now = f"in {waits[0]}" + (f" and {len(waits) - 1} more" if waits[1:] else "")
         else:

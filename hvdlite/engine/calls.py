@@ -216,15 +216,18 @@ class Calls:
 
     def _mixture(self, kind: str, place: Place, last: Call, thread: int) -> str:
         """Say which threads have calls in flight at once, or have had."""
-        if last.thread != thread and last.key in self._in_flight:
-            both = {each for each in threading.enumerate() if each.ident in (last.thread, thread)}
-            self._mixed.setdefault(kind, set()).update(both)
-        # They would go on in an order of chance, even if one ends: which one differs between ranks.
         mixed = {each for each in self._mixed.get(kind, ()) if each.is_alive()}
-        if mixed <= {threading.main_thread()}:
-            self._mixed.pop(kind, None)
+        overlap = last.thread != thread and last.key in self._in_flight
+        if overlap:
+            own = threading.current_thread()  # which makes threads of others known
+            mixed.update(each for each in threading.enumerate() if each.ident == last.thread)
+            mixed.add(own)
+        # They would go on in an order of chance, even if one ends: which one differs between ranks.
+        self._mixed[kind] = mixed
+        if not overlap and mixed <= {threading.main_thread()}:
+            del self._mixed[kind]
             return ""
-        names = ", ".join(sorted(repr(each.name) for each in self._mixed[kind]))
+        names = ", ".join(sorted(repr(each.name) for each in mixed))
         where = place.lines[0] if place.lines else "no line of the program"
         return f"threads {names}, one of them at {where}"
 

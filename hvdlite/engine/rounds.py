@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import rehearsal, timeline
+from hvdlite import rehearsal, status, timeline
 from hvdlite.engine.agreement import (
     LIKELY,
     Decision,
@@ -213,13 +213,16 @@ class Rounds:
 
     def _refuse(self, decision: Decision) -> None:
         """Fail operations that cannot run, and refuse those that could not."""
+        half = self._settings.stall_shutdown_time_seconds / 2
+        gives_up = 0 < half < self._queue.waited() and not (decision.closing or decision.crossed)
+        if gives_up:
+            status.ask_launcher()  # while all ranks still wait
         for key, why in decision.failed.items():
             operation = self._queue.operations.get(key)
             if operation is not None:
                 kind = MismatchError if key in decision.crossed else HorovodInternalError
-                waited = time.monotonic() - operation.submitted
                 self._fail(operation, kind(why))
-                if 0 < self._settings.stall_shutdown_time_seconds / 2 < waited:
+                if gives_up:
                     self._give_up(operation.title)
         if decision.closing:
             with self._queue.lock:
