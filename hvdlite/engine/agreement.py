@@ -37,7 +37,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank does beside the operations of a lane."""
+    """A rank's work beside the operations of a lane."""
 
     elsewhere: tuple[str, ...] = ()  # the titles of operations that wait in its other lanes
     waited: float = 0.0  # the seconds since the oldest of them was submitted
