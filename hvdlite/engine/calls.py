@@ -68,9 +68,9 @@ class Report(NamedTuple):
         kind: of the operation.
         place: of the call.
         agreed: the digest of the place that counts in its stead, see `Calls`.
-        before: the place of the call before, of the same kind; None: it is the first.
-        signature: the digest of the signature of that call.
-        name_before: the key of that call.
+        before: the place of the call before, of the same kind; None: it is the first, or its
+            signature was another one.
+        key_before: the key of that call's operation.
         mixture: which calls of two threads are in flight at once; empty: none.
     """
 
@@ -78,8 +78,7 @@ class Report(NamedTuple):
     place: Place
     agreed: bytes
     before: Place | None
-    signature: bytes
-    name_before: str
+    key_before: str
     mixture: str
 
 
@@ -138,7 +137,9 @@ class Call(str):
 
     def report(self) -> Report:
         """Return the call as the other ranks see it."""
-        return Report(self.kind, self.place, self.agreed, *self.before, self.mixture)
+        before, signature, key = self.before
+        before = before if signature == self.signature else None  # what crosses is refused then
+        return Report(self.kind, self.place, self.agreed, before, key, self.mixture)
 
 
 class Calls:
