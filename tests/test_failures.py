@@ -188,7 +188,7 @@ def test_the_line_has_the_error_that_a_longer_text_tells_of():
 
 @pytest.fixture
 def written(monkeypatch):
-    """What a rank writes; the claims of a test are those of ranks that live as long as it."""
+    """The texts that a rank writes; the claims of a test live as long as it."""
     written = []
     monkeypatch.setattr(failures, "_write", written.append)
     monkeypatch.setattr(failures, "_claims", [])

@@ -32,12 +32,12 @@ class Description:
     stands_in: bool = False  # whether ranks that have joined can take part in it
     stall_exempt: bool = False  # whether it may wait without limit
     title: str = ""  # for messages; empty: its name
-    call: Report | None = None  # the call that it is of, if that has no name
+    place: bytes = b""  # of the call that it is of, if that has no name
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a rank does beside the operations of a lane."""
+    """A rank's work beside the operations of a lane."""
 
     elsewhere: tuple[str, ...] = ()  # the titles of operations that wait in its other lanes
     waited: float = 0.0  # the seconds since the oldest of them was submitted
@@ -68,8 +68,7 @@ class Decision:
             for one kind: the operation of each member.
         failed: For each operation that cannot run, the reason.
         crossed: Those of them that are calls without a name, made in another order on each rank.
-        parted: For each one that runs, and was called without a name at different places, the
-            calls of the members.
+        parted: Those of the ready ones that were called without a name at different places.
         missing: For each one that waits, by its title, the members that have not submitted it.
         closing: The members that are shutting down.
         astray: What those members do for which others wait; empty: not known of each of them.
@@ -81,7 +80,7 @@ class Decision:
     clashing: list[dict[int, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     crossed: list[str] = field(default_factory=list)
-    parted: dict[str, dict[int, Report]] = field(default_factory=dict)
+    parted: list[str] = field(default_factory=list)
     missing: dict[str, list[int]] = field(default_factory=dict)
     closing: list[int] = field(default_factory=list)
     astray: str = ""
@@ -125,10 +124,12 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
             decision.ready.append(key)
             if substituted:
                 decision.substituted.append(key)
-            _compare_calls(decision, key, entries)
+            if len({entry.place for entry in entries.values()}) > 1:
+                decision.parted.append(key)
     _sort_waiting(decision, tables, waiting)
     late = sorted({rank for ranks in decision.missing.values() for rank in ranks})
-    if late and all(_waits(pending, rank) for rank in late):
+    waits = _waits(pending, late)
+    if late and all(waits.values()):
         decision.astray = _doing(pending, late)
     return decision
 
@@ -181,24 +182,30 @@ def _failure(
     return "; ".join(f"rank {rank}: {why}" for rank, why in failures.items()) or None
 
 
-def _waits(pending: Mapping[int, Pending], rank: int) -> list[str]:
-    """Return the titles of operations for which a rank waits, in this lane and in others."""
-    own = {entry.key or entry.name for entry in pending[rank].descriptions}
-    for each in pending.values():
-        own &= {entry.key or entry.name for entry in each.descriptions}
-    alone = [
-        _title(entry)
-        for entry in pending[rank].descriptions
-        if (entry.key or entry.name) not in own and not entry.stall_exempt
-    ]
-    return [*alone, *pending[rank].progress.elsewhere]
+def _waits(pending: Mapping[int, Pending], ranks: Sequence[int]) -> dict[int, list[str]]:
+    """Return the titles of operations for which ranks wait, in this lane and in others."""
+    if not ranks:
+        return {}
+    keys = [{entry.key or entry.name for entry in each.descriptions} for each in pending.values()]
+    common = set.intersection(*keys)
+    return {
+        rank: [
+            *(
+                _title(entry)
+                for entry in pending[rank].descriptions
+                if (entry.key or entry.name) not in common and not entry.stall_exempt
+            ),
+            *pending[rank].progress.elsewhere,
+        ]
+        for rank in ranks
+    }
 
 
 def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
     """Say what ranks for which others wait do instead, and what they have done."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank in ranks:
-        each, waits = pending[rank], _waits(pending, rank)
+    for rank, waits in _waits(pending, ranks).items():
+        each = pending[rank]
         if waits:
             now = f"in {waits[0]}" + (f" and {len(waits) - 1} more" if waits[1:] else "")
         else:
@@ -216,24 +223,35 @@ def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
     return "; ".join(texts)
 
 
-def _compare_calls(decision: Decision, key: str, entries: Mapping[int, Description]) -> None:
-    """Find out whether a call without a name, which could run, is the same one on all ranks."""
-    calls = {rank: entry.call for rank, entry in entries.items() if entry.call is not None}
-    if not calls:
-        return
-    why = _mixing(calls) or _crossing(calls, next(iter(entries.values())).digest)
-    if not why:
-        if len({call.agreed for call in calls.values()}) > 1:
-            decision.parted[key] = calls
-        return
-    before = {call.name_before for call in calls.values()}
-    for each in (key, *before.intersection(decision.parted)):
-        decision.ready.remove(each)
-        if each in decision.substituted:
-            decision.substituted.remove(each)
-        decision.parted.pop(each, None)
-        decision.failed[each] = why
-        decision.crossed.append(each)
+def compare_calls(
+    decision: Decision, reports: Mapping[int, Mapping[str, Report]]
+) -> dict[str, dict[int, Report]]:
+    """Find out which calls without a name, at different places, are the same one on all ranks.
+
+    Args:
+        decision: those that are not fail by it.
+        reports: by member, and by the operation's key.
+
+    Returns:
+        The calls of the members, for each operation that is one.
+    """
+    found: dict[str, dict[int, Report]] = {}
+    for key in decision.parted:
+        calls = {rank: each[key] for rank, each in reports.items() if key in each}
+        why = _mixing(calls) or _crossing(calls)
+        if not why:
+            found[key] = calls
+            continue
+        # The call before, too, if it has not run yet.
+        before = [call.key_before for call in calls.values() if call.key_before in found]
+        for each in dict.fromkeys([key, *before]):
+            decision.ready.remove(each)
+            if each in decision.substituted:
+                decision.substituted.remove(each)
+            decision.failed[each] = why
+            decision.crossed.append(each)
+            found.pop(each, None)
+    return found
 
 
 def _mixing(calls: Mapping[int, Report]) -> str:
@@ -257,12 +275,11 @@ def _mixing(calls: Mapping[int, Report]) -> str:
     )
 
 
-def _crossing(calls: Mapping[int, Report], signature: bytes) -> str:
+def _crossing(calls: Mapping[int, Report]) -> str:
     """Say which ranks call in another order than others: one calls next what another one has."""
     first: dict[tuple[Place, Place | None], int] = {}
     for rank, call in calls.items():
-        if call.signature == signature:  # else what crosses would have been refused
-            first.setdefault((call.place, call.before), rank)
+        first.setdefault((call.place, call.before), rank)
     for (one, one_before), (other, other_before) in combinations(first, 2):
         if one_before is None or other_before is None:
             continue

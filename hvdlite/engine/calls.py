@@ -68,9 +68,9 @@ class Report(NamedTuple):
         kind: of the operation.
         place: of the call.
         agreed: the digest of the place that counts in its stead, see `Calls`.
-        before: the place of the call before, of the same kind; None: it is the first.
-        signature: the digest of the signature of that call.
-        name_before: the key of that call.
+        before: the place of the call before, of the same kind; None: it is the first, or its
+            signature was another one.
+        key_before: the key of that call's operation.
         mixture: which calls of two threads are in flight at once; empty: none.
     """
 
@@ -78,8 +78,7 @@ class Report(NamedTuple):
     place: Place
     agreed: bytes
     before: Place | None
-    signature: bytes
-    name_before: str
+    key_before: str
     mixture: str
 
 
@@ -138,7 +137,9 @@ class Call(str):
 
     def report(self) -> Report:
         """Return the call as the other ranks see it."""
-        return Report(self.kind, self.place, self.agreed, *self.before, self.mixture)
+        before, signature, key = self.before
+        before = before if signature == self.signature else None  # what crosses is refused then
+        return Report(self.kind, self.place, self.agreed, before, key, self.mixture)
 
 
 class Calls:
@@ -216,15 +217,18 @@ class Calls:
 
     def _mixture(self, kind: str, place: Place, last: Call, thread: int) -> str:
         """Say which threads have calls in flight at once, or have had."""
-        if last.thread != thread and last.key in self._in_flight:
-            both = {each for each in threading.enumerate() if each.ident in (last.thread, thread)}
-            self._mixed.setdefault(kind, set()).update(both)
-        # They would go on in an order of chance, even if one ends: which one differs between ranks.
         mixed = {each for each in self._mixed.get(kind, ()) if each.is_alive()}
-        if mixed <= {threading.main_thread()}:
-            self._mixed.pop(kind, None)
+        overlap = last.thread != thread and last.key in self._in_flight
+        if overlap:
+            own = threading.current_thread()  # which makes threads of others known
+            mixed.update(each for each in threading.enumerate() if each.ident == last.thread)
+            mixed.add(own)
+        # They would go on in an order of chance, even if one ends: which one differs between ranks.
+        self._mixed[kind] = mixed
+        if not overlap and mixed <= {threading.main_thread()}:
+            del self._mixed[kind]
             return ""
-        names = ", ".join(sorted(repr(each.name) for each in self._mixed[kind]))
+        names = ", ".join(sorted(repr(each.name) for each in mixed))
         where = place.lines[0] if place.lines else "no line of the program"
         return f"threads {names}, one of them at {where}"
 

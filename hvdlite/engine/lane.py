@@ -43,7 +43,7 @@ _HALT_SECONDS = 1e-3
 # and how often it looks.
 _ELSEWHERE_SECONDS = 1.0
 # How often a rank without an operation looks whether others have come to the round.
-_IDLE_SECONDS = 0.1
+_IDLE_SECONDS = 0.05
 # The driver of a lane that has been halted.
 _NOBODY = -1
 

@@ -168,7 +168,7 @@ class Queue:
                     operation.stands_in,
                     operation.stall_exempt,
                     operation.title,
-                    None if operation.call is None else operation.call.report(),
+                    b"" if operation.call is None else operation.call.agreed,
                 )
                 for operation in self.operations.values()
             )

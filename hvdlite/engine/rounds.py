@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import rehearsal, timeline
+from hvdlite import rehearsal, status, timeline
 from hvdlite.engine.agreement import (
     LIKELY,
     Decision,
     Pending,
+    compare_calls,
     decide,
     explain,
     parted_text,
@@ -201,9 +202,10 @@ class Rounds:
             self._fail_differing(key)
         for keys in decision.clashing:
             self._fail_differing(keys[self._transport.members[self._transport.rank]])
+        if decision.parted:
+            self._compare_calls(decision)
         if decision.failed or decision.closing:
             self._deliver(partial(self._refuse, decision))
-        self._note_places(decision)
         stand_ins = self._stand_in(decision.substituted)
         ready = [self._queue.operations.get(key) or stand_ins[key] for key in decision.ready]
         self._execute(fuse(ready, self._settings.fusion_threshold), pending)
@@ -213,13 +215,16 @@ class Rounds:
 
     def _refuse(self, decision: Decision) -> None:
         """Fail operations that cannot run, and refuse those that could not."""
+        half = self._settings.stall_shutdown_time_seconds / 2
+        gives_up = 0 < half < self._queue.waited() and not (decision.closing or decision.crossed)
+        if gives_up:
+            status.ask_launcher()  # while all ranks still wait
         for key, why in decision.failed.items():
             operation = self._queue.operations.get(key)
             if operation is not None:
                 kind = MismatchError if key in decision.crossed else HorovodInternalError
-                waited = time.monotonic() - operation.submitted
                 self._fail(operation, kind(why))
-                if 0 < self._settings.stall_shutdown_time_seconds / 2 < waited:
+                if gives_up:
                     self._give_up(operation.title)
         if decision.closing:
             with self._queue.lock:
@@ -228,15 +233,20 @@ class Rounds:
                     "ranks, and call hvd.shutdown() after the last"
                 )
 
-    def _note_places(self, decision: Decision) -> None:
-        """Take on which places of calls without a name count as one; warn on the lowest rank."""
+    def _compare_calls(self, decision: Decision) -> None:
+        """Exchange where operations were called without a name; warn on the lowest rank."""
+        here = {
+            key: operation.call
+            for key in decision.parted
+            if (operation := self._queue.operations.get(key)) and operation.call is not None
+        }
+        reports = {key: call.report() for key, call in here.items()}
+        messages = self._transport.gather(pickle.dumps(reports))
+        everywhere = self._by_member([pickle.loads(message) for message in messages])
         own = self._transport.members[self._transport.rank]
-        for key, calls in decision.parted.items():
-            operation = self._queue.operations.get(key)
-            if operation is not None and operation.call is not None:
-                is_new = operation.call.calls.learn(operation.call, calls)
-                if is_new and own == min(calls):
-                    _log.warning("%s", parted_text(calls))
+        for key, calls in compare_calls(decision, everywhere).items():
+            if key in here and here[key].calls.learn(here[key], calls) and own == min(calls):
+                _log.warning("%s", parted_text(calls))
 
     def _fail_differing(self, key: str) -> None:
         """Exchange the full signatures, and fail the operation with their first difference."""

@@ -116,29 +116,34 @@ def test_messages_call_an_operation_by_its_title():
     assert failed.startswith("'a' (gradients of 'x') has waited 9 s")
 
 
-def called(at, before, **differently):
+def called(at, before):
     """An operation of a call without a name, in a line, after one in another line."""
     place, earlier = (calls.place_of([("train.py", line)]) for line in (at, before))
-    report = calls.Report("allreduce", place, place.digest, earlier, b"same", "first", "")
-    return Description("second", b"same", b"", stands_in=True, call=report, **differently)
+    report = calls.Report("allreduce", place, place.digest, earlier, "first", "")
+    return Description("second", b"same", b"", stands_in=True, place=place.digest), report
+
+
+def compare(*called, **joined):
+    decision = decide([*(Pending((each,)) for each, _ in called), *joined.values()])
+    assert decision.parted == ["second"]
+    reports = {rank: {"second": report} for rank, (_, report) in enumerate(called)}
+    return decision, agreement.compare_calls(decision, reports)
 
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_calls_that_cross_fail_and_nobody_stands_in(joins):
-    reports = [Pending((called(1, 2),)), Pending((called(2, 1),))]
-    if joins:
-        reports.append(Pending((), joined=True))
-    decision = decide(reports)
-    assert (decision.ready, decision.substituted, decision.parted) == ([], [], {})
+    joined = {"rank_2": Pending((), joined=True)} if joins else {}
+    decision, found = compare(called(1, 2), called(2, 1), **joined)
+    assert (decision.ready, decision.substituted, found) == ([], [], {})
     assert decision.crossed == ["second"]
     assert "train.py:1 on rank 0 and train.py:2 on rank 1, after" in decision.failed["second"]
 
 
 def test_calls_at_different_places_are_one_operation():
-    decision = decide([Pending((called(1, 3),)), Pending((called(2, 3),))])
-    assert decision.ready == list(decision.parted) == ["second"]
+    decision, found = compare(called(1, 3), called(2, 3))
+    assert decision.ready == list(found) == ["second"]
     assert "train.py:1 on rank 0 and train.py:2 on rank 1 are taken for the same" in (
-        agreement.parted_text(decision.parted["second"])
+        agreement.parted_text(found["second"])
     )
 
 
