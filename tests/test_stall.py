@@ -11,6 +11,7 @@ import hvdlite as hvd
 from hvdlite import runtime
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
+from hvdlite.engine import lane, rounds
 from hvdlite.engine.operation import Barrier
 from hvdlite.gradients import GradientExchange
 from tests.harness import ranks
@@ -99,6 +100,28 @@ def test_a_wait_that_is_too_long_is_an_error_on_all_ranks():
         hvd.allreduce(1.0, name="loss")
     with pytest.raises(hvd.HorovodInternalError, match="an earlier failure ended communication"):
         hvd.allreduce(1.0, name="loss")
+
+
+@ranks(3, fresh=True, env={"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "2"})
+def test_ranks_that_wait_elsewhere_are_reported_early(monkeypatch):
+    """In another lane, that of a process set: no lane alone knows why."""
+    monkeypatch.setattr(lane, "_ELSEWHERE_SECONDS", 0.2)
+    monkeypatch.setattr(rounds, "ASTRAY_SECONDS", 0.5)
+    hvd.init()
+    part = hvd.add_process_set([0, 1])
+    messages = collect_warnings(monkeypatch)
+    if hvd.rank() == 1:
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.allreduce(1.0, name="loss", process_set=part)
+        assert "missing on rank 0; rank 0 is in 'step'" in str(caught.value)
+        assert "'loss' (missing on rank 0); rank 0 is in 'step'" in messages[0]
+    else:
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            runtime.engine().gradients.run(Barrier("step"))
+        assert "missing on rank 1; rank 1 is in 'loss'" in str(caught.value)
+        assert "'step' (missing on rank 1); rank 1 is in 'loss'" in messages[0]
+    assert len(messages) == 1
+    assert hvd.allreduce(1.0, name="go on", op=hvd.Sum) == 3
 
 
 @pytest.mark.slow

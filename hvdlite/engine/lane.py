@@ -454,6 +454,8 @@ class Lane:
         tell why.
         """
         if self._queue.operations:
+            if self._queue.waited() < _ELSEWHERE_SECONDS:
+                return [], 0.0
             self._look_elsewhere()
         queues = [lane._queue for lane in self.all_lanes() if lane is not self]
         titles = [title for queue in queues for title in queue.stuck(_ELSEWHERE_SECONDS)]
