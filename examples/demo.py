@@ -29,7 +29,7 @@ FRAMEWORKS = (
 )
 
 # TensorFlow's notices of its start, which no setting silences.
-_NOTICE = re.compile(rb"WARNING: All log messages before absl|I0000 ")
+_NOTICE = re.compile(rb"(?:\x1b\[K)?(?:WARNING: All log messages before absl|I0000 )")
 
 
 def main() -> int:

@@ -103,12 +103,13 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
         asked[program.ssh_variable] = ssh
     settings.update(asked)
     output = _output_folder(options.output_filename)
-    if not output and sys.stderr.isatty():
+    if not output:
         # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        settings.setdefault(rank.COLUMNS, str(columns))
-        if here and sys.stdout.isatty() and not options.prefix_output_with_timestamp:
-            output = rank.TO_LAUNCHER
+        if sys.stderr.isatty():
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            settings.setdefault(rank.COLUMNS, str(columns))
+        if here and _columns(settings) and not options.prefix_output_with_timestamp:
+            output = rank.TO_LAUNCHER if sys.stdout.isatty() else rank.ERRORS_TO_LAUNCHER
     restarts = options.restarts or 0
     runs = failures = 0
     state: Sequence[Part] = ()
@@ -180,6 +181,7 @@ def _run(
         addresses = own_addresses(plan.hosts, ",".join(options.network_interfaces or ()))
     with serving(addresses, ranks=plan.ranks, spares=options.spares or 0) as server:
         server.state = state
+        server.columns = _columns(settings)
         added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
         environment = {**added, **settings}
         stdin = _stdin()
@@ -220,6 +222,12 @@ def _run(
                 "(--blacklist-cooldown-range)"
             )
         return end
+
+
+def _columns(settings: Mapping[str, str]) -> int:
+    """Return the columns of the terminal that shows what the ranks print; 0: none does."""
+    text = settings.get(rank.COLUMNS, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def _stdin() -> str:

@@ -3,8 +3,8 @@
 mpirun runs this file by its path (``python -I -S rank.py ADDRESS OUTPUT COMMAND...``), so it
 imports nothing of hvdlite and starts in a few milliseconds. ADDRESS is the launcher's, as
 `protocol.connect` takes it; empty: there is none. OUTPUT is the folder for the ranks' output, ``-``
-for the launcher, which prints it for `hvdlite.run` and at a terminal, or empty: mpirun passes the
-output on.
+for the launcher, which prints it for `hvdlite.run` and at a terminal (``-2``: standard error
+alone), or empty: mpirun passes the output on.
 
 A rank that calls ``shutdown()`` (at its exit, too) notes it in the folder HVDLITE_LAUNCHER_FOLDER
 before the other ranks can fail because of it. The processes around those wait until the first rank
@@ -65,8 +65,9 @@ _SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 LEAVING = "leaving."
 """The beginning of the name of a note of leaving; `time.monotonic_ns` is the rest."""
 
-TO_LAUNCHER = "-"
-"""OUTPUT where the launcher prints what the ranks do."""
+TO_LAUNCHER, ERRORS_TO_LAUNCHER = "-", "-2"
+"""OUTPUT where the launcher prints what the ranks do, all of it or standard error."""
+_FORWARDED = {TO_LAUNCHER: (1, 2), ERRORS_TO_LAUNCHER: (2,)}
 _UNREACHABLE = 69  # EX_UNAVAILABLE
 # This rank's folder in shared memory, if it has one.
 _to_remove: list[str] = []
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str]) -> None:
         os._exit(1)
     die_with_parent(manager, signal.SIGTERM)
     channel = _connect(address)
-    forwarding = _Forwarding(channel) if output == TO_LAUNCHER and channel else None
+    numbers = _FORWARDED.get(output, ())
+    forwarding = _Forwarding(channel, numbers) if numbers and channel else None
     folder = _own_folder(address)
     shared = _own_shared_folder()
     if shared:
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str]) -> None:
         os.environ[STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
         if shared:
             os.environ[_SHARED_VARIABLE] = shared
-        _run(command, "" if output == TO_LAUNCHER else output, mask)
+        _run(command, "" if numbers else output, mask)
     if forwarding:
         forwarding.start()
     code, signs = _wait(child, manager, channel)
@@ -196,21 +198,21 @@ class _Forwarding:
     of a line is sent, too.
     """
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(self, channel: Any, numbers: Sequence[int]) -> None:
         self._channel = channel
-        self._pipes = [os.pipe(), os.pipe()]
+        self._pipes = {number: os.pipe() for number in numbers}
         self._is_live = os.environ.get(COLUMNS, "0") not in ("", "0")
         self._ended, self._end = os.pipe()
         self._reader = threading.Thread(target=self._forward, daemon=True)
 
     def enter(self) -> None:
         """Print into the pipes; called in the command's process."""
-        for number, (_, writer) in enumerate(self._pipes, start=1):
+        for number, (_, writer) in self._pipes.items():
             os.dup2(writer, number)
 
     def start(self) -> None:
         """Begin to read the pipes; called in this process."""
-        for _, writer in self._pipes:
+        for _, writer in self._pipes.values():
             os.close(writer)
         self._reader.start()
 
@@ -221,8 +223,9 @@ class _Forwarding:
 
     def _forward(self) -> None:
         protocol = _protocol()
-        (out, _), (err, _) = self._pipes
-        kinds, unfinished = {out: protocol.OUT, err: protocol.ERR}, {out: b"", err: b""}
+        names = {1: protocol.OUT, 2: protocol.ERR}
+        kinds = {reader: names[number] for number, (reader, _) in self._pipes.items()}
+        unfinished = dict.fromkeys(kinds, b"")
         # Without a launcher nobody is left to read it.
         with contextlib.suppress(OSError):
             while kinds:

@@ -85,6 +85,7 @@ class Server:
         state: the parts of the state that only the launcher has: from the run before until all
             ranks have it, and for the next run as soon as rank 0 has handed it over.
         printed: the last lines that mpirun itself has printed.
+        columns: of the terminal.
         stdout, stderr: file descriptors for mpirun's output.
     """
 
@@ -107,6 +108,7 @@ class Server:
         self.watching: dict[int, Channel] = {}
         self.state: Sequence[Part] = ()
         self.printed: list[str] = []
+        self.columns = 80
         self.folder = folder
         self._task = task
         self._messages: queue.Queue[_Message | OSError] = queue.Queue(_MAX_WAITING)
@@ -234,8 +236,8 @@ class Server:
         """Draw the line that goes on; of several ranks' the first one's."""
         self._is_drawn = bool(self._live)
         if self._live:
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            _write(_CLEAR + self._live[min(self._live)].rpartition("\r")[2][: columns - 1])
+            text = self._live[min(self._live)].rpartition("\r")[2]
+            _write(_CLEAR + text[: self.columns - 1])
 
     def _put(self, message: _Message | OSError) -> None:
         """Hand a message to the calling thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -34,6 +35,22 @@ def world(*args, **kwargs):
     hvd.init()
     total = hvd.allreduce(np.float64([hvd.rank()]), op=hvd.Sum)
     return hvd.rank(), hvd.size(), float(total[0]), args, kwargs
+
+
+def work(number):
+    """The task of a worker of multiprocessing."""
+    hvd.init()
+    return number, hvd.rank(), hvd.size()
+
+
+def with_workers():
+    """What workers of multiprocessing return, by their start method, and a sum over the ranks."""
+    hvd.init()
+    found = []
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            found += pool.map(work, [1])
+    return found, float(hvd.allreduce(np.ones(1), op=hvd.Sum)[0])
 
 
 def square_of_rank():

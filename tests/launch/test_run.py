@@ -261,6 +261,11 @@ def test_large_arguments_and_results():
     assert large[0] == 0
 
 
+def test_a_function_that_starts_workers():
+    results = hvdlite.run(functions.with_workers, num_proc=2)
+    assert results == [([(1, rank, 2)] * 3, 2.0) for rank in range(2)]
+
+
 def test_over_tcp_as_from_another_host(monkeypatch):
     monkeypatch.setattr(function, "on_this_host", lambda hosts, environment: False)
     results = hvdlite.run(functions.world, num_proc=2, hosts="localhost:2")
