@@ -115,7 +115,7 @@ class Rounds:
             return
         outcome = None if agreed else self._negotiate()
         if trace is not None and operations:
-            event, tensor = timeline.NEGOTIATE + operations[0].activity, operations[0].name
+            event, tensor = timeline.NEGOTIATE + operations[0].activity, operations[0].traced_name
             trace.complete(self._name, event, began, trace.now(), tensor=tensor)
         if outcome is not None:
             self._carry_out(*outcome)
@@ -287,13 +287,14 @@ class Rounds:
         """Record the time that a group took, and how long each of it has been in the queue."""
         for operation in group:
             submitted = int(operation.submitted * 1e9)
-            trace.overlapping(self._name, timeline.QUEUE, submitted, began, tensor=operation.name)
+            tensor = operation.traced_name
+            trace.overlapping(self._name, timeline.QUEUE, submitted, began, tensor=tensor)
         trace.complete(
             self._name,
             group[0].activity,
             began,
             trace.now(),
-            tensor=group[0].name,
+            tensor=group[0].traced_name,
             tensors=len(group),
             bytes=sum(operation.nbytes for operation in group),
         )
