@@ -20,6 +20,8 @@ HOOK *                                  step       copying one gradient to its b
 SYNCHRONIZE *                           step       a thread is blocked until an operation ends
 ======================================  =========  ============================================
 
+Tensors are named as in Horovod: by the kind of the operation and its name, ``allreduce.loss``.
+
 The events of a row are disjoint or nested, as viewers require; QUEUE events overlap and therefore
 have tracks of their own, as do SYNCHRONIZE events of other threads than the main one.
 

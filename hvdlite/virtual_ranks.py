@@ -7,11 +7,16 @@ compute its parts, too. What is added up is in `hvdlite.gradients.virtual`.
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
 from hvdlite import world
 from hvdlite.arrays import slice_bounds
+
+_log = logging.getLogger("hvdlite")
 
 
 class Turns:
@@ -26,6 +31,8 @@ class Turns:
         done: The virtual ranks whose part of the step this process has computed.
         loaded: The virtual rank whose data have been loaded last; None: unknown.
         source: What has loaded them; None: unknown.
+        requested: Whether data have been asked for since the last part.
+        thread: That has ended the last part; None: none has.
         ended: The number of parts that have been computed here, in all steps.
         failure: Why the next part cannot be computed; empty: it can.
     """
@@ -36,6 +43,9 @@ class Turns:
         self.done: list[int] = []
         self.loaded: int | None = None
         self.source: weakref.ref[object] | None = None
+        self.requested = False
+        self.thread: int | None = None
+        self._is_loading = self._is_warned = False
         self.ended = 0
         self.failure = ""
         self._share: list[int] | None = None
@@ -63,12 +73,40 @@ class Turns:
     def load(self, rank: int | None, source: object) -> None:
         """Record that the data of a virtual rank have been loaded; None: data of a later one."""
         self.loaded, self.source = rank, weakref.ref(source)
+        self.announce(source)
+
+    def announce(self, source: object | None) -> None:
+        """Tell all listeners that data are asked for; None: by a program's own `virtual_rank`."""
+        self.requested, self._is_loading = True, source is not None
+        for listener in [*listeners]:
+            listener.on_request(source)
 
     def ask(self) -> int:
         """Return the virtual rank whose turn it is, to a program that loads its data itself."""
         if self.rank in self._added:
             self._added.remove(self.rank)
+        self.announce(None)
         return self.rank
+
+    def check_request(self) -> None:
+        """Look whether data have been asked for since the last part; if not, warn once.
+
+        Raises:
+            RuntimeError: A loader has loaded data for the last part, and none for this one.
+        """
+        if self.requested or (self._is_warned and not self._is_loading):
+            return
+        text = (
+            f"rank {world.rank()}: optimizer.step() ends the part of virtual rank {self.rank} in "
+            f"step {self.step}, and nothing has asked which data are its; take one batch of "
+            "hvd.shard, or of a DataLoader with batch_sampler=hvd.ShardSampler(...), for each "
+            "optimizer.step(), or choose the data by hvd.virtual_rank() in each turn"
+        )
+        if self._is_loading:
+            raise RuntimeError(text)
+        if world.rank() == 0:
+            _log.warning("%s; otherwise the weights depend on the number of processes", text)
+        self._is_warned = True
 
     def begin_part(self, optimizer: object) -> None:
         """Record which optimizer is about to end a part.
@@ -117,7 +155,7 @@ class Turns:
                 "they come from hvd.shard, or from a DataLoader with hvd.ShardSampler and "
                 "num_workers=0"
             )
-        self.loaded = None
+        self.loaded, self.requested, self.thread = None, False, threading.get_ident()
         self.ended += 1
         self.done.append(self._left.pop(0))
         return not self._left
@@ -134,8 +172,17 @@ class Turns:
         self._share = None
 
 
+class Listener(Protocol):
+    """An object that wants to know when the data of a part are asked for."""
+
+    def on_request(self, source: object | None) -> None:
+        """Hear who asks: a loader, or None for a program's own call of `virtual_rank`."""
+
+
 #: None: there are no virtual ranks.
 current: Turns | None = None
+#: They hear of requests for data for as long as they live.
+listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 _kept = 0
 
 

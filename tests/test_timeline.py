@@ -377,6 +377,24 @@ class TestInAJob:
         hvd.stop_timeline()
         hvd.barrier()
 
+    @ranks(1, 2, timeout=20)
+    def test_tensors_have_the_names_of_horovod(self, path):
+        hvd.init()
+        hvd.start_timeline(path)
+        hvd.allreduce(np.ones(3), name="test_allreduce")
+        hvd.broadcast(np.ones(3), 0, name="broadcast.weights")
+        hvd.broadcast(np.ones(3), 0, name="broadcast")
+        hvd.allreduce(np.ones(3))
+        hvd.stop_timeline()
+        hvd.barrier(name="written")
+        tensors = {"ALLREDUCE": [], "BROADCAST": []}
+        for event in recorded(parsed(path)):
+            if event["pid"] == 0 and event["name"] in tensors:
+                tensors[event["name"]].append(event["args"]["tensor"])
+        assert tensors["ALLREDUCE"][0] == "allreduce.test_allreduce"
+        assert re.fullmatch(r"allreduce\.noname\.\d+", tensors["ALLREDUCE"][1])
+        assert tensors["BROADCAST"] == ["broadcast.weights", "broadcast.broadcast"]
+
     @ranks(2, timeout=20)
     def test_a_forked_child_cannot_start_one(self, path):
         hvd.init()

@@ -113,8 +113,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             step. Where a schedule lets ranks step by themselves, gradients stay this rank's own,
             and weights are exchanged in ``step()``. All ranks make as many steps.
         model: with virtual ranks, the module whose buffers are averaged over them after each step,
-            such as the running averages of a batch normalisation. Without virtual ranks each rank
-            has its own.
+            such as the running averages of a batch normalisation; required if a module of the
+            parameters has buffers. Without virtual ranks each rank has its own.
 
     With virtual ranks (`init`), ``step()`` ends the part of one virtual rank; the last one of this
     process exchanges and steps, and ``optimizer.stepped`` says whether it was the last. Between

@@ -72,6 +72,7 @@ class ShardSampler(Sampler[list[int]]):
         Args:
             step: the steps that the iteration in progress, or the last one, has made. None: as many
                 as it has yielded batches, which are more where workers of a DataLoader prefetch.
+                With virtual ranks, where a step takes several batches, it can be left out.
 
         Raises:
             ValueError: ``step`` is not one of the iteration's.
@@ -100,7 +101,7 @@ class ShardSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         self._batches.trains = torch.is_grad_enabled()
         # A DataLoader cannot collate an empty batch.
-        return (batch for batch in self._batches if batch)
+        return filter(None, self._batches.requests())
 
     def __len__(self) -> int:
         upcoming = self._batches.upcoming

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import random
+import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+import zlib
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from hvdlite import runtime, virtual_ranks, world
 from hvdlite.compression import Parameter, Reduction, Strategy
+from hvdlite.engine import Signature
 from hvdlite.gradients.virtual import Outcome, VirtualExchange
 from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.recipe.seeding import seed_part
+from hvdlite.recipe.seeding import last_seed, seed_part
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.reducer import describe, in_order, next_label
 from hvdlite.torch.replicas import make_check
-from hvdlite.torch.tensors import dtype_of, to_array, to_tensor_like
+from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
 from hvdlite.virtual_ranks import turns_of
+
+_log = logging.getLogger("hvdlite")
+# The parts at whose end we look whether they have changed a state that is not the virtual ranks'.
+_PARTS_WATCHED = 8
 
 
 class VirtualReducer:
@@ -67,7 +80,10 @@ class VirtualReducer:
         self._parameters: list[torch.Tensor] = []
         self._buffers = ModelBuffers(model)
         self._find_optimizer = weakref.ref(optimizer)
-        self._rates: list[Any] = []
+        self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._constants: dict[tuple[str, int], Any] = {}  # with which the step has begun
+        self._has_begun = False
+        self._look_around()
         self.exchange = VirtualExchange(
             runtime.engine(),
             next_label("DistributedOptimizer", None),
@@ -75,8 +91,7 @@ class VirtualReducer:
             [],
             strategy,
             reduction,
-            self._buffers.parameters,
-            make_check(self._find_optimizer, names, self._parameters),
+            check=make_check(self._find_optimizer, names, self._parameters),
         )
 
     @property
@@ -85,8 +100,33 @@ class VirtualReducer:
         return self.exchange.reduction.op
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Exchange these parameters' gradients."""
+        """Exchange these parameters' gradients.
+
+        Raises:
+            ValueError: as `ModelBuffers.require`.
+        """
+        known = len(self.names)
         self._parameters[:] = in_order(self.names, parameters)
+        if len(self.names) > known:
+            self._look_around()
+
+    def _look_around(self) -> None:
+        """Find the modules of the parameters, and the schedulers of the optimizer.
+
+        It is done when the optimizer is wrapped, and in its first step, since some may be made in
+        between.
+        """
+        modules, schedulers = [], []
+        for each in gc.get_objects():
+            # Not isinstance(), which asks proxies for their class.
+            if issubclass(type(each), torch.nn.Module):
+                if "_modules" in each.__dict__:  # the others failed in their constructor
+                    modules.append(each)
+            elif issubclass(type(each), LRScheduler):
+                schedulers.append(each)
+        self._buffers.require(modules, {*map(id, self.names)})
+        optimizer = self._find_optimizer()
+        self._schedulers.update(s for s in schedulers if s.__dict__.get("optimizer") is optimizer)
 
     def finish(self, samples: int | None = None) -> None:
         """End the part of a virtual rank; after the last one, average over all.
@@ -95,47 +135,81 @@ class VirtualReducer:
 
         Raises:
             HorovodInternalError, ValueError: as `VirtualExchange.finish` and ``add``.
-            RuntimeError: as `Turns.end`; or a learning rate has changed in the middle of a step.
+            RuntimeError: as `Turns.check_request`, `Turns.end` and `ModelBuffers.take`; or what
+                stays the same within a step has changed.
             TypeError: a gradient is sparse.
         """
-        self.exchange.follow(runtime.engine(), describe(self.names, self._parameters))
-        self._check_rates()
+        turns_of(self.exchange.size).check_request()
+        if not self._has_begun:
+            self._look_around()
+            self._has_begun = True
+        self._check_constants()
         gradients = [self._gradient(parameter) for parameter in self._parameters]
+        axes = {
+            number: gradient.sparse_dim()
+            for number, parameter in enumerate(self._parameters)
+            if (gradient := parameter.grad) is not None and gradient.is_sparse
+        }
+        part = self._buffers.take()
+        exchange = self.exchange
+        exchange.follow(runtime.engine(), describe(self.names, self._parameters), part.parameters)
+        exchange.start = Signature(
+            [
+                ("the seed of hvd.seed", last_seed()),
+                ("the number of threads", torch.get_num_threads()),
+                *part.start,
+            ]
+        )
         self.stepped = False
-        outcome = self.exchange.end_part(gradients, *self._buffers.take(), samples)
+        outcome = exchange.end_part(gradients, part.values, part.changed, samples, axes)
         if outcome is None:
             for parameter in self._parameters:
                 parameter.grad = None  # so that no optimizer changes anything
         else:
             self._hand_over(outcome)
+            self._buffers.begin_step(part, outcome.buffers)
             self.stepped = True
         self.averaged = True
         seed_part()
 
-    def _check_rates(self) -> None:
-        """Require the learning rates with which the step has begun."""
+    def _check_constants(self) -> None:
+        """Require what all parts of a step have to begin with: options, weights, schedules."""
         optimizer = self._find_optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
-        rates = [float(group["lr"]) for group in groups if "lr" in group]
-        if virtual_ranks.is_within_step() and self._rates and rates != self._rates:
-            raise RuntimeError(
-                f"rank {world.rank()}: the learning rate was {self._rates} when the step began, "
-                f"and is {rates} in its middle; call scheduler.step() only if optimizer.stepped"
-            )
-        self._rates = rates
+        constants = {
+            (f"the optimizer's {name}" + (f" in group {n}" if len(groups) > 1 else ""), n): value
+            for n, group in enumerate(groups)
+            for name, value in _plain(group).items()
+        }
+        for each in self._schedulers:
+            constants[f"the number of steps of {type(each).__name__}", id(each)] = each.last_epoch
+        for parameter in self._parameters:
+            name = f"the version of the weight {self.names[parameter]!r}"
+            constants[name, id(parameter)] = parameter._version
+        if virtual_ranks.is_within_step():
+            for key, value in self._constants.items():
+                if constants.get(key, value) != value:
+                    raise RuntimeError(
+                        f"rank {world.rank()}: {key[0]} was {value} when the step began, and is "
+                        f"{constants[key]} in its middle; call scheduler.step() only if "
+                        "optimizer.stepped, and change options and weights only then, too"
+                    )
+        self._constants = constants
 
     def _hand_over(self, outcome: Outcome) -> None:
+        pairs = zip(self._parameters, outcome.averages, strict=True)
         with torch.no_grad():
-            for parameter, average in zip(self._parameters, outcome.averages, strict=True):
+            for number, (parameter, average) in enumerate(pairs):
                 if average is None:
                     parameter.grad = None
                     continue
                 tensor = to_tensor_like(average, parameter)
-                if parameter.grad is None or parameter.grad.is_sparse:
+                if number in outcome.axes:  # SparseAdam takes no others
+                    parameter.grad = tensor.to_sparse(outcome.axes[number])
+                elif parameter.grad is None or parameter.grad.is_sparse:
                     parameter.grad = tensor.clone()
                 else:
                     parameter.grad.copy_(tensor)
-        self._buffers.set(outcome.buffers)
 
     def _gradient(self, parameter: torch.Tensor) -> Any:
         gradient = parameter.grad
@@ -157,83 +231,304 @@ class VirtualReducer:
     def restart(self) -> None:
         """Forget a step that was given up, and move to the current world."""
         self.averaged = False
+        self._buffers.restart()
         self.exchange.connect(runtime.engine())
         turns = turns_of(self.exchange.size)
         turns.begin_step(turns.step)
 
 
+class _Buffer(NamedTuple):
+    """A buffer of a module, and what it holds.
+
+    Attributes:
+        module: whose it is.
+        key: its name there.
+        tensor: which may be replaced, or None.
+        value: a copy.
+    """
+
+    module: torch.nn.Module
+    key: str
+    tensor: torch.Tensor | None
+    value: Any
+
+
+class BuffersOfPart(NamedTuple):
+    """The buffers as the part of a virtual rank has left them.
+
+    Attributes:
+        parameters: describe them.
+        values: in the form in which they are averaged.
+        changed: the numbers of those that the part has changed.
+        buffers: what they held before that, or None, and hold now.
+        start: names and checksums of what they held before.
+    """
+
+    parameters: list[Parameter]
+    values: list[Any]
+    changed: frozenset[int]
+    buffers: list[tuple[_Buffer | None, _Buffer]]
+    start: list[tuple[str, str]]
+
+
 class ModelBuffers:
     """The buffers of a model that change with every batch, such as running averages.
 
-    Each part of a step begins with the same values, and ends with its own. Their average is what
-    the next step begins with, as far as any part has changed them.
+    A step begins when data for its first part are asked for. Each part begins with what the buffers
+    held then, and ends with its own values. Their average is what the next step begins with, as far
+    as any part has changed them. Entries of bool buffers that any part has changed are changed.
+
+    Buffers are looked up by module and name each time: a module may replace them, and add some.
 
     Args:
         model: None: there are no buffers.
-
-    Attributes:
-        parameters: describe the buffers.
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
-        named = {} if model is None else dict(model.named_buffers())
-        self._buffers = [b for b in named.values() if b.dtype != torch.bool and not b.is_complex()]
-        self.parameters = [
-            Parameter(name, tuple(buffer.shape), dtype_of(buffer.dtype))
-            for name, buffer in named.items()
-            if any(buffer is each for each in self._buffers)
-        ]
-        self._start: list[torch.Tensor] = []
-        self._model = None if model is None else weakref.ref(model)
-        if model is not None and self._buffers:
-            model.register_forward_pre_hook(self._make_hook())
+        self._model = model
+        self._thread = threading.get_ident()
+        self._failure = ""
+        self._watched = _PARTS_WATCHED
+        self._outside: dict[str, Any] = {}
+        self.restart()
+        virtual_ranks.listeners.add(self)
 
-    def _make_hook(self) -> Callable[[torch.nn.Module, Any], None]:
-        """Return a hook that keeps the values with which the first part of a step begins."""
-        reference = weakref.ref(self)
+    def require(self, modules: Sequence[torch.nn.Module], parameters: Set[int]) -> None:
+        """Require that the buffers of all modules of the parameters are those of the model.
 
-        def keep(module: torch.nn.Module, inputs: Any) -> None:
-            buffers, turns = reference(), virtual_ranks.current
-            if buffers is None or turns is None or turns.done or not module.training:
-                return
-            buffers._start = buffers._start or [b.detach().clone() for b in buffers._buffers]
-
-        return keep
-
-    def take(self) -> tuple[list[Any], frozenset[int]]:
-        """Return the values after a part, and the numbers of those that it has changed.
-
-        The buffers get back the values with which the step has begun.
+        Args:
+            modules: all that there are.
+            parameters: the identities of the optimizer's.
 
         Raises:
-            RuntimeError: the model is in training mode, and only parts of it have been called.
+            ValueError: a module that has a parameter has a buffer, too, and is not in the model.
         """
-        model = self._model() if self._model is not None else None
-        if not self._start:
-            if self._buffers and model is not None and model.training:
-                raise RuntimeError(
-                    f"rank {world.rank()}: the {type(model).__name__} that was passed as model= to "
-                    "hvd.DistributedOptimizer has not been called in this step, so its buffers "
-                    "cannot be averaged; call it as a whole, or pass the module that is called"
-                )
-            self._start = [buffer.detach().clone() for buffer in self._buffers]
-        values = [to_array(buffer.detach().clone()) for buffer in self._buffers]
-        pairs = list(zip(self._buffers, self._start, strict=True))
-        changed = frozenset(
-            n for n, (now, start) in enumerate(pairs) if not torch.equal(now, start)
-        )
-        with torch.no_grad():
-            for buffer, start in pairs:
-                buffer.copy_(start)
-        return values, changed
+        model = self._model
+        known = set() if model is None else {*model.modules()}
+        for top in modules:
+            if top in known or parameters.isdisjoint(map(id, top.parameters())):
+                continue
+            for name, module in top.named_modules():
+                keys = [key for key, buffer in module._buffers.items() if buffer is not None]
+                if keys and module not in known:
+                    given = "no model=" if model is None else f"model= a {type(model).__name__}"
+                    raise ValueError(
+                        f"rank {world.rank()}: the {type(top).__name__} whose parameters are "
+                        f"optimized has a buffer, {'.'.join(filter(None, (name, keys[0])))!r}, and "
+                        f"hvd.DistributedOptimizer got {given} that has it; pass model=, the "
+                        "module with all of them, so that they are averaged over the virtual ranks"
+                    )
 
-    def set(self, averages: Sequence[Any]) -> None:
-        """Set the buffers that any part has changed to their averages."""
-        with torch.no_grad():
-            for buffer, average in zip(self._buffers, averages, strict=True):
-                if average is not None:
-                    buffer.copy_(to_tensor_like(average, buffer))
-        self._start = []
+    def restart(self) -> None:
+        """Begin a step anew with what the buffers hold now."""
+        self._start = self._read()
+        self._has_begun = self._is_loaded = False
+
+    def _read(self) -> dict[str, _Buffer]:
+        """Return the buffers and copies of what they hold, by name."""
+        return {} if self._model is None else dict(_read_buffers(self._model))
+
+    def on_request(self, source: object | None) -> None:
+        """Note with what the step begins, when the data of a part are asked for.
+
+        Only a part may change the buffers. The changes between its first request and its end are
+        its own, and those before it come from outside of a loop: they are allowed between steps.
+        """
+        if threading.get_ident() != self._thread:
+            return  # a thread takes batches in advance
+        is_own_loop = source is None
+        if self._has_begun and is_own_loop and self._is_loaded:
+            return  # it asks whose turn it is, after a batch has been loaded
+        found = self._read()
+        if not (self._has_begun or virtual_ranks.is_within_step()):
+            self._start = found
+        elif other := _find_change(self._start, found):
+            self._failure = (
+                f"rank {world.rank()}: the buffer {other!r} of the model was changed in a step, "
+                "but not between a request for the data of a virtual rank (a batch of hvd.shard, "
+                "or hvd.virtual_rank()) and its optimizer.step(); with virtual ranks, call the "
+                "model in training mode there, or between two steps (if optimizer.stepped); "
+                "elsewhere call model.eval() before"
+            )
+        if not self._has_begun and self._watched:
+            self._outside = _states_outside(self._model)
+        self._has_begun, self._is_loaded = True, self._is_loaded or not is_own_loop
+
+    def _watch(self) -> None:
+        """Warn once if a part has changed a state that the next virtual rank here goes on with."""
+        before, self._outside = self._outside, {}
+        if not (before and self._watched):
+            return
+        now, self._watched = _states_outside(self._model), self._watched - 1
+        changed = [name for name, state in before.items() if now.get(name, state) != state]
+        if changed and world.rank() == 0:
+            self._watched = 0
+            _log.warning(
+                "rank 0: %s changes with every batch; with virtual ranks it goes on from one to "
+                "the next of the same process, so what depends on it depends on the number of "
+                "processes: make it a buffer (register_buffer), or draw from the generators that "
+                "hvd.seed seeds",
+                ", ".join(changed),
+            )
+
+    def take(self) -> BuffersOfPart:
+        """Return what a part has left, and give the buffers back what the step has begun with.
+
+        Raises:
+            RuntimeError: they were changed where no part can be told to have done so.
+            TypeError: they cannot be averaged.
+        """
+        self._watch()
+        self._thread = threading.get_ident()
+        failure, self._failure = self._failure, ""
+        found = self._read()
+        for name, buffer in found.items():
+            _restore(self._start.get(name), buffer)
+        self._has_begun = self._is_loaded = False
+        if failure:
+            raise RuntimeError(failure)
+        there = {name: buffer for name, buffer in found.items() if buffer.tensor is not None}
+        begun = {name: buffer for name, buffer in self._start.items() if buffer.tensor is not None}
+        if lost := [name for name in begun if name not in there]:
+            raise RuntimeError(
+                f"rank {world.rank()}: the buffer {lost[0]!r} of the model is None or gone after "
+                "the part of a virtual rank; with virtual ranks, buffers stay once they are there"
+            )
+        pairs = [(begun.get(name), buffer) for name, buffer in there.items()]
+        values = [_averaged_form(before, now) for before, now in pairs]
+        return BuffersOfPart(
+            [
+                Parameter(name, value.shape, value.dtype)
+                for name, value in zip(there, values, strict=True)
+            ],
+            values,
+            frozenset(n for n, pair in enumerate(pairs) if not _are_equal(*pair)),
+            pairs,
+            [
+                (f"the CRC-32 of the buffer {name!r}", f"{zlib.crc32(buffer.value.tobytes()):08x}")
+                for name, buffer in begun.items()
+            ],
+        )
+
+    def begin_step(self, part: BuffersOfPart, averages: Sequence[Any]) -> None:
+        """Set the buffers that any part has changed to their averages.
+
+        Args:
+            part: the last one.
+            averages: of the values; None: no part has changed them.
+        """
+        for (before, now), average in zip(part.buffers, averages, strict=True):
+            if average is not None:
+                _set(now if before is None else before, _value_form(before, now, average))
+        self.restart()
+
+
+def _states_outside(model: torch.nn.Module | None) -> dict[str, Any]:
+    """Return states that a batch may change: a model's plain attributes, the script's generators.
+
+    Tensors that are computed from parameters, as by weight normalisation, are none.
+    """
+    found: dict[str, Any] = {}
+    for path, module in () if model is None else model.named_modules():
+        for key, value in vars(module).items():
+            name = f"the attribute {f'{path}.{key}'.lstrip('.')!r} of the model"
+            if type(value) in (int, float, complex):
+                found[name] = value
+            elif isinstance(value, torch.Tensor) and not value.requires_grad:
+                found[name] = id(value), value._version
+    for key, value in [*vars(sys.modules["__main__"]).items()]:
+        if isinstance(value, torch.Generator):
+            found[f"the generator {key!r}"] = value.get_state().cpu().numpy().tobytes()
+        elif isinstance(value, np.random.Generator):
+            found[f"the generator {key!r}"] = repr(value.bit_generator.state)
+        elif isinstance(value, random.Random):
+            found[f"the generator {key!r}"] = value.getstate()
+    return found
+
+
+def _read_buffers(model: torch.nn.Module) -> Iterator[tuple[str, _Buffer]]:
+    for path, module in model.named_modules():
+        for key, tensor in module._buffers.items():
+            name = f"{path}.{key}" if path else key
+            try:
+                value = None if tensor is None else np.array(to_array(tensor.detach()))
+            except TypeError as error:
+                raise TypeError(f"the buffer {name!r} of the model: {error}") from None
+            yield name, _Buffer(module, key, tensor, value)
+
+
+def _are_equal(before: _Buffer | None, now: _Buffer | None) -> bool:
+    """Return whether two states of a buffer are the same bits."""
+    old, new = (None if each is None else each.value for each in (before, now))
+    if old is None or new is None:
+        return old is new
+    is_like = (old.shape, old.dtype) == (new.shape, new.dtype)
+    return is_like and bool(old.tobytes() == new.tobytes())
+
+
+def _find_change(before: Mapping[str, _Buffer], now: Mapping[str, _Buffer]) -> str | None:
+    names = [*before, *(name for name in now if name not in before)]
+    return next((n for n in names if not _are_equal(before.get(n), now.get(n))), None)
+
+
+def _restore(before: _Buffer | None, now: _Buffer) -> None:
+    """Give a buffer back what it held, if it was there."""
+    if before is None:
+        del now.module._buffers[now.key]
+    elif before.tensor is not now.tensor or not _are_equal(before, now):
+        _set(before, before.value)
+
+
+def _set(buffer: _Buffer, value: Any) -> None:
+    """Set a buffer, in the memory that it had if that fits."""
+    tensor = buffer.tensor
+    if tensor is not None:
+        new = to_tensor_like(np.array(value), tensor)
+        if (tensor.shape, tensor.dtype) == (new.shape, new.dtype):
+            with torch.no_grad():
+                tensor.copy_(new)
+        else:
+            tensor = new
+    buffer.module._buffers[buffer.key] = tensor
+
+
+def _averaged_form(before: _Buffer | None, now: _Buffer) -> Any:
+    """Return a buffer's value as numbers whose average says what all parts have made of it."""
+    if now.value.dtype == np.bool_:
+        return (now.value != _before(before, now)).astype(np.float32)
+    if now.value.dtype.kind == "c":
+        return np.stack([now.value.real, now.value.imag])
+    return now.value
+
+
+def _value_form(before: _Buffer | None, now: _Buffer, average: Any) -> Any:
+    """Return the value that belongs to an average of what `_averaged_form` returns."""
+    if now.value.dtype == np.bool_:
+        return _before(before, now) ^ (average > 0)
+    if now.value.dtype.kind == "c":
+        return (average[0] + 1j * average[1]).astype(now.value.dtype)
+    return average
+
+
+def _before(before: _Buffer | None, now: _Buffer) -> Any:
+    """Return what a bool buffer held before; nothing is set in one of another shape."""
+    if before is not None and before.value.shape == now.value.shape:
+        return before.value
+    return np.zeros_like(now.value)
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that can be compared, with numbers in place of tensors."""
+    values = {
+        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for name, value in group.items()
+        if name != "params"
+    }
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, bool | int | float | str | tuple | None)
+    }
 
 
 class Virtual(Distributed):

@@ -119,6 +119,12 @@ class Operation(ABC):
         return kind.split()[0].upper() if label == "the operation" else timeline.ALLREDUCE
 
     @property
+    def traced_name(self) -> str:
+        """The name of its tensor in the timeline, with the kind in front: ``allreduce.loss``."""
+        prefix = f"{self.activity.lower()}." if self.signature.prefix else ""
+        return self.name if self.name.startswith(prefix) else prefix + self.name
+
+    @property
     def digest(self) -> bytes:
         """A hash of 16 bytes, which ranks compare to see that they are about to do the same."""
         failed = self.failure is not None

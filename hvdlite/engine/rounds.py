@@ -140,7 +140,7 @@ class Rounds:
             return
         outcome = None if agreed else self._negotiate()
         if trace is not None and operations:
-            event, tensor = timeline.NEGOTIATE + operations[0].activity, operations[0].key
+            event, tensor = timeline.NEGOTIATE + operations[0].activity, operations[0].traced_name
             trace.complete(self._name, event, began, trace.now(), tensor=tensor)
         if outcome is not None:
             self._carry_out(*outcome)
@@ -341,14 +341,15 @@ class Rounds:
         """Record the time that a group took, and how long each of it has been in the queue."""
         for operation in group:
             submitted = int(operation.submitted * 1e9)
-            trace.overlapping(self._name, timeline.QUEUE, submitted, began, tensor=operation.key)
+            tensor = operation.traced_name
+            trace.overlapping(self._name, timeline.QUEUE, submitted, began, tensor=tensor)
         sent = sum(operation.sent for operation in group)
         trace.complete(
             self._name,
             group[0].activity,
             began,
             trace.now(),
-            tensor=group[0].key,
+            tensor=group[0].traced_name,
             tensors=len(group),
             bytes=sum(operation.nbytes for operation in group),
             **({"sent": sent} if sent else {}),

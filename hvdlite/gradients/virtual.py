@@ -14,11 +14,12 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hvdlite import status
+from hvdlite import status, world
 from hvdlite.arrays import as_bytes, set_first
 from hvdlite.compression import (
     DENSE,
@@ -31,9 +32,9 @@ from hvdlite.compression import (
 )
 from hvdlite.compression.base import check_op
 from hvdlite.engine import Engine, Operation
-from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.agreement import find_difference, ranks_text
 from hvdlite.engine.operation import Signature
-from hvdlite.errors import GradientError, NotFiniteError
+from hvdlite.errors import GradientError, MismatchError, NotFiniteError
 from hvdlite.gradients import replicas
 from hvdlite.gradients.finite import check_finite
 from hvdlite.gradients.metadata import check_weighted
@@ -59,11 +60,13 @@ class Outcome(NamedTuple):
             before it finishes again; None: the exchange is complete.
         averages: for each parameter its average; None: no virtual rank has a gradient of it.
         buffers: for each buffer its average; None: no virtual rank has changed it.
+        axes: as in `Part`, of all virtual ranks.
     """
 
     added: Sequence[int] | None
     averages: Sequence[Any] = ()
     buffers: Sequence[Any] = ()
+    axes: Mapping[int, int] = MappingProxyType({})
 
 
 class Holdings(NamedTuple):
@@ -87,6 +90,7 @@ class Part:
         present: the numbers of the parameters that have a gradient.
         changed: the numbers of the buffers that have changed.
         samples: the number of samples that the gradients are averages of; None: all count the same.
+        axes: the number of sparse axes of each gradient that was sparse, by number.
     """
 
     def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[Bucket]) -> None:
@@ -95,6 +99,7 @@ class Part:
         self.present: frozenset[int] = frozenset()
         self.changed: frozenset[int] = frozenset()
         self.samples: int | None = None
+        self.axes: Mapping[int, int] = {}
 
 
 class VirtualExchange:
@@ -121,6 +126,8 @@ class VirtualExchange:
         played: the virtual ranks whose parts this process had in the last exchange.
         copies: as ``states``, of others: as they were after the last exchange.
         loaded: whether they were loaded from a checkpoint since.
+        start: what else a step begins with, such as the values of buffers; the processes compare
+            it in every step.
 
     Raises:
         ValueError: the strategy does not compute the reduction, or it is Adasum.
@@ -150,6 +157,7 @@ class VirtualExchange:
         self.copies: States = {}
         self.exchanges = 0
         self.loaded = False
+        self.start = Signature()
         self._label = label
         self.check = check
         self.played: frozenset[int] = frozenset()
@@ -186,6 +194,7 @@ class VirtualExchange:
         buffers: Sequence[Any] = (),
         changed: frozenset[int] = frozenset(),
         samples: int | None = None,
+        axes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Keep a copy of what has been computed for a virtual rank.
 
@@ -196,6 +205,7 @@ class VirtualExchange:
             changed: the numbers of those that differ from what the step has begun with.
             samples: the number of samples that the gradients are averages of; given for all
                 virtual ranks, or for none.
+            axes: the number of sparse axes of each gradient that was sparse, by number.
 
         Raises:
             ValueError: samples are given, and the reduction is no average.
@@ -212,6 +222,7 @@ class VirtualExchange:
         part.present = frozenset(n for n, each in enumerate(gradients) if each is not None)
         part.changed = changed
         part.samples = samples
+        part.axes = dict(axes)
         for number, gradient in enumerate(gradients):
             bucket, position = self.places[number]
             part.buckets[bucket].send_slot(position)[...] = 0 if gradient is None else gradient
@@ -226,22 +237,39 @@ class VirtualExchange:
         reduction = Reduction() if state is None else self.reduction
         return Bucket([parameters[number] for number in members], reduction, np.empty, state)
 
-    def follow(self, engine: Engine, parameters: Sequence[Parameter]) -> None:
-        """Move to another engine, or to other parameters, if these are other ones.
+    def follow(
+        self,
+        engine: Engine,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Parameter] | None = None,
+    ) -> None:
+        """Move to another engine, or to other parameters or buffers, if these are other ones.
 
-        It is called before each part.
+        It is called before each part. Without ``buffers`` they stay as they are.
 
         Raises:
-            RuntimeError: as `turns_of` and `Turns.begin_part`.
+            RuntimeError: as `turns_of` and `Turns.begin_part`; or parameters or buffers are others
+                than in the step's first part.
         """
         turns_of(self.size).begin_part(self)
         if engine is not self._engine:
             self.connect(engine)
             turns = turns_of(self.size)
             turns.begin_step(turns.step)
-        if self.parameters != tuple(parameters):
-            self.parameters = tuple(parameters)
-            self.connect(engine)
+        found = tuple(parameters), self.buffers if buffers is None else tuple(buffers)
+        if found == (self.parameters, self.buffers):
+            return
+        if self.parts:
+            pairs = zip(found, (self.parameters, self.buffers), strict=True)
+            other = sorted({each.name for now, before in pairs for each in {*now} ^ {*before}})
+            raise RuntimeError(
+                f"rank {world.rank()}: there are other parameters or buffers, or in another order, "
+                f"than in the first part of the step: {', '.join(other) or 'the order'}; with "
+                "virtual ranks, freeze, unfreeze, add or replace them after a step "
+                "(if optimizer.stepped)"
+            )
+        self.parameters, self.buffers = found
+        self.connect(engine)
 
     def end_part(
         self,
@@ -249,11 +277,12 @@ class VirtualExchange:
         buffers: Sequence[Any] = (),
         changed: frozenset[int] = frozenset(),
         samples: int | None = None,
+        axes: Mapping[int, int] = MappingProxyType({}),
     ) -> Outcome | None:
         """End the part of the virtual rank whose turn it is; after the last one, exchange.
 
         Args:
-            gradients, buffers, changed, samples: as in `add`.
+            gradients, buffers, changed, samples, axes: as in `add`.
 
         Returns:
             The averages, if they end the step; None: this process has to compute other parts.
@@ -265,7 +294,7 @@ class VirtualExchange:
         turns = turns_of(self.size)
         rank = turns.rank
         is_last = turns.end()
-        self.add(rank, gradients, buffers, changed, samples)
+        self.add(rank, gradients, buffers, changed, samples, axes)
         if not is_last:
             return None
         try:
@@ -398,14 +427,17 @@ class _Told(NamedTuple):
     """A process's message to the others before an exchange.
 
     Attributes:
-        parts: of each virtual rank that it has computed: `Part.present`, ``changed``, ``samples``.
+        parts: of each virtual rank that it has computed: `Part.present`, ``changed``, ``samples``
+            and ``axes``.
         holdings: its states.
         replica: the digest of its replica, or b"".
+        start: the digest of `VirtualExchange.start`.
     """
 
-    parts: Mapping[int, tuple[frozenset[int], frozenset[int], int | None]]
+    parts: Mapping[int, tuple[frozenset[int], frozenset[int], int | None, Mapping[int, int]]]
     holdings: Holdings
     replica: bytes
+    start: bytes
 
 
 class _Exchange(Operation):
@@ -471,7 +503,7 @@ class _Exchange(Operation):
 
         Raises:
             GradientError: on all processes; nothing has been exchanged.
-            MismatchError: on all processes; their replicas differ.
+            MismatchError: on all processes; their replicas differ, or what the step begins with.
         """
         owner = self._owner
         told = self._tell(transport)
@@ -485,6 +517,8 @@ class _Exchange(Operation):
         before = max(each.holdings.exchanges for each in told)
         if owner.strategy.stateful and before:
             self._move_states(transport, told)
+        if len({each.start for each in told}) > 1:
+            _refuse_start(owner.start, transport)
         weights = _weights(told, owner.size)
         parts = [part for each in told for part in each.parts.values()]
         present = frozenset(itertools.chain(*(part[0] for part in parts)))
@@ -522,14 +556,19 @@ class _Exchange(Operation):
             None,
             owner.averages(part.buckets, owner.places, present),
             owner.averages(part.buffers, owner.buffer_places, changed),
+            {number: axes for part in parts for number, axes in part[3].items()},
         )
 
     def _tell(self, transport: Transport) -> list[_Told]:
         owner = self._owner
         own = _Told(
-            {r: (part.present, part.changed, part.samples) for r, part in owner.parts.items()},
+            {
+                rank: (part.present, part.changed, part.samples, part.axes)
+                for rank, part in owner.parts.items()
+            },
             owner.holdings,
             b"" if self._snapshot is None else self._snapshot.digest,
+            owner.start.digest,
         )
         return [_Told(*pickle.loads(each)) for each in transport.gather(pickle.dumps(tuple(own)))]
 
@@ -571,13 +610,29 @@ def _exchange_objects(transport: Transport, objects: Sequence[Any]) -> list[Any]
     return [pickle.loads(each.tobytes()) for each in received]
 
 
+def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
+    """Refuse a step that does not begin with the same on all processes; collective.
+
+    Raises:
+        MismatchError: always, on all processes.
+    """
+    messages = map(pickle.loads, transport.gather(pickle.dumps(start)))
+    what, found = find_difference(dict(zip(transport.members, messages, strict=True)))
+    raise MismatchError(
+        f"the processes begin a step with other values: {what} is {found}; with virtual ranks they "
+        "have to be the same for any number of processes: call hvd.seed with the same number "
+        "everywhere, set the same number of threads, and, outside of the loop over hvd.shard, call "
+        "a model in training mode with the same data on all ranks, or after model.eval()"
+    )
+
+
 def _weights(told: Sequence[_Told], size: int) -> list[float] | None:
     """Return the factor of each virtual rank's gradients in the average; None: all are 1.
 
     Raises:
         GradientError: only some have a number of samples, or all together have none.
     """
-    samples = {rank: n for each in told for rank, (_, _, n) in each.parts.items()}
+    samples = {rank: n for each in told for rank, (_, _, n, _) in each.parts.items()}
     silent = sorted(rank for rank, n in samples.items() if n is None)
     if len(silent) == size:
         return None

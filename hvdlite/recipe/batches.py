@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -59,6 +60,8 @@ class Batches(Member):
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
         self._turns = virtual_ranks.current if follows else None
         self._yielded = self._before = 0  # batches, and parts that had ended before the first
+        self._first_step = 0  # of the iteration
+        self._surplus: int | None = None  # batches for which there was no step, with the last one
         self._follows = follows
         if follows:
             fields = sharding.samples, sharding.batch_size, sharding.shuffle, sharding.seed
@@ -100,8 +103,9 @@ class Batches(Member):
             )
         self._begin(self._next_epoch, self.upcoming)
         epoch, sharding = self._next_epoch, self.sharding
-        self._before = turns.ended
+        self._turns, self._first_step, self._before = turns, turns.step, turns.ended
         self._yielded = 0
+        self._surplus = None if self.is_ahead else 1
         for step, batch in enumerate(sharding.global_batches(epoch), start=1):
             share = turns.share
             for rank in share:
@@ -110,14 +114,49 @@ class Batches(Member):
                 yield self._part(turns, sharding.share(batch, rank), rank)
             while (added := turns.take_added(self)) is not None:
                 yield self._part(turns, sharding.share(batch, added), added)
+        turns.loaded = None  # those of an evaluation belong to no part
         self._end(epoch)
 
     def _part(self, turns: Turns, indices: npt.NDArray[np.int64], rank: int) -> Any:
         """Return the batch of a virtual rank."""
         turns.load(None if self.is_ahead else rank, self)
         self._yielded += 1
+        self._check_skipped(turns)
         seed_part()
         return _take(self._data, indices)
+
+    @property
+    def _left(self) -> int:
+        """The number of batches of the iteration whose parts have not ended."""
+        turns = self._turns
+        return 0 if turns is None else self._yielded - (turns.ended - self._before)
+
+    def _check_skipped(self, turns: Turns) -> None:
+        """Require that a loop with steps makes one for each batch."""
+        if turns.ended == self._before or turns.thread != threading.get_ident():
+            return  # no steps, as in an evaluation; or a thread takes batches in advance
+        if self._surplus is None:
+            self._surplus = self._left
+        if self._left > self._surplus:
+            raise RuntimeError(
+                f"rank {world.rank()}: a loop over batches has taken a batch without a step; with "
+                "virtual ranks each batch is the part of another one, so call optimizer.step() "
+                "for each, with batch_size=0 for one to be left out; to accumulate gradients, "
+                "raise batch_size instead"
+            )
+
+    def requests(self) -> Iterator[Any]:
+        """Return an iteration for a loader that asks for another batch whenever it returns one.
+
+        If it loads in advance, it asks in vain for as long as it has batches left. These are
+        requests for data, too.
+        """
+        return iter(self) if self._turns is None else _Requests(self)
+
+    def announce_rest(self) -> None:
+        """Announce that a loader returns a batch that it has loaded in advance, if it has one."""
+        if self._turns is not None and self.trains and self._left > 0:
+            self._turns.announce(self)
 
     def _count(self, epoch: int, step: int) -> None:
         """Count a step of the iteration in progress as taken."""
@@ -169,7 +208,12 @@ class Batches(Member):
         return sharding
 
     def epoch(self, epoch: int) -> Iterator[Any]:
-        """Return this rank's batches of the given epoch (from 0), all of them."""
+        """Return this rank's batches of the given epoch (from 0), all of them.
+
+        Raises:
+            ValueError: There are virtual ranks.
+        """
+        virtual_ranks.refuse("epoch()", "iterate over the batches, after set_epoch(n)")
         whole = dataclasses.replace(self.sharding, done=0)
         return (_take(self._data, indices) for indices in whole.indices(epoch))
 
@@ -188,7 +232,8 @@ class Batches(Member):
         Args:
             step: The steps that the iteration in progress, or the last one, has made; None: as many
                 as it has yielded batches. Give it where batches are prefetched, for example by the
-                workers of a DataLoader.
+                workers of a DataLoader. With virtual ranks, where a step takes several batches, it
+                can always be left out, except for a ``tf.data.Dataset``.
 
         Returns:
             The epoch, the samples of it that all ranks have taken, and what its order depends on;
@@ -196,12 +241,17 @@ class Batches(Member):
             epoch, also after the last batch: what is left of the epoch is empty then.
 
         Raises:
-            ValueError: ``step`` is not one of the iteration's.
+            ValueError: ``step`` is not one of the iteration's; with virtual ranks also if so many
+                have not been taken yet.
 
         Example::
 
             hvd.checkpoint(path).save({"weights": weights, "data": batches.state_dict()})
         """
+        counted = self.sharding.steps if self._is_over else self._taken
+        made = counted if self._turns is None else self._count_made(self._turns, counted)
+        if step is None and made < counted:  # the others are prefetched
+            return self.sharding.position(self._next_epoch - self._is_over, made)
         if step is None and self._is_at_end:
             return self.sharding.position(self._next_epoch - 1, self.sharding.steps)
         if step is None:
@@ -210,7 +260,19 @@ class Batches(Member):
             raise ValueError(
                 f"step={step}: expected at least 1; leave it out before the first step"
             )
+        if self._turns is not None and step > made:
+            raise ValueError(
+                f"step={step}, but {made} steps have been taken in this iteration: with virtual "
+                "ranks a loop has several turns for a step; leave step= out, or count the turns "
+                "with optimizer.stepped"
+            )
         return self.sharding.position(self._next_epoch - self._is_over, step)
+
+    def _count_made(self, turns: Turns, counted: int) -> int:
+        """Return the steps that have been taken, of which a loader may have taken more batches."""
+        if self.is_ahead and self.trains and turns.ended > self._before:
+            return min(counted, max(turns.step - self._first_step, 0))
+        return counted
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` has returned, on any number of ranks.
@@ -238,6 +300,21 @@ class Batches(Member):
         self.sharding = sharding
         self._next_epoch, self._taken, self._is_over = epoch, 0, False
         self._is_at_end = False
+
+
+class _Requests(Iterator[Any]):
+    """The iteration of `Batches.requests`."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._parts = iter(batches)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._parts)
+        except StopIteration:
+            self._batches.announce_rest()
+            raise
 
 
 def shard(
@@ -285,11 +362,6 @@ def shard(
             raise ValueError(
                 f"data is a {type(data).__name__} of unknown length, which cannot be permuted: "
                 "pass shuffle=False, and shuffle in it, with the same seed on all ranks"
-            )
-        if virtual_ranks.current is not None:
-            raise ValueError(
-                f"data is a {type(data).__name__} of unknown length, which virtual ranks cannot "
-                "share; give it a length and items, or leave virtual_ranks out"
             )
         return Stream(data, batch_size, rank, size, allow_empty)
     lengths = dict(_lengths(data, "data"))

@@ -55,6 +55,11 @@ def seed(n: int) -> AbstractContextManager[None]:
     return _equal_inside(n)
 
 
+def last_seed() -> int:
+    """Return the number of the last call of `seed`; 0 before it."""
+    return _last
+
+
 @contextmanager
 def _equal_inside(n: int) -> Iterator[None]:
     _seed_all(n, _EQUAL)

@@ -166,10 +166,17 @@ class Sharding:
             its order: integers and a bool, the same on all ranks.
 
         Raises:
-            ValueError: The epoch does not have so many steps.
+            ValueError: The epoch does not have so many steps; or, with virtual ranks, so many have
+                not been taken in the whole job.
         """
         if not 0 <= step <= self.steps:
             raise ValueError(f"step={step}: expected 0 to {self.steps}, the steps of the epoch")
+        turns = virtual_ranks.current
+        if turns is not None and turns.ended and step > turns.step:
+            raise ValueError(
+                f"step={step}, but {turns.step} steps have been taken: with virtual ranks a loop "
+                "has several turns for a step; count those with optimizer.stepped"
+            )
         done = self.done + sum(self.global_batch_sizes[:step])
         return {"epoch": epoch, "done": done} | {name: getattr(self, name) for name in _ORDER}
 

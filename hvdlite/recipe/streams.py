@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdlite import collectives, runtime, world
+from hvdlite import collectives, runtime, virtual_ranks, world
 from hvdlite.arguments import check_count
 from hvdlite.engine import Handle
 from hvdlite.errors import HorovodInternalError
@@ -45,6 +45,10 @@ class Stream:
         check_count("batch_size", batch_size)
         if (rank is None) != (size is None):
             raise ValueError(f"rank={rank} and size={size}: give both, or neither")
+        if rank is None:
+            virtual_ranks.refuse(
+                f"data of unknown length (a {type(data).__name__})", "give them a length and items"
+            )
         self.data, self.batch_size, self.allow_empty = data, batch_size, allow_empty
         self.rank = world.rank() if rank is None else rank
         self.size = world.size() if size is None else size
@@ -96,7 +100,9 @@ def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
     Raises:
         Exception: This rank's iterable has raised it.
         HorovodInternalError: Another rank's iterable has raised an exception.
+        ValueError: There are virtual ranks.
     """
+    virtual_ranks.refuse("lockstep", "take the batches of hvd.shard, which has as many for all")
     if world.size() == 1:
         yield from iterable
         return

@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import hashlib
+import logging
 import os
+import sys
 
 import numpy as np
 import pytest
@@ -39,6 +41,19 @@ def virtual(size=SIZE, **environment):
             del os.environ[name]
         hvd.shutdown()
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def logged():
+    """Collect the messages that hvdlite logs."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("hvdlite").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("hvdlite").removeHandler(handler)
 
 
 def data(samples=37):
@@ -77,6 +92,19 @@ def train(model, optimizer, epochs=2, **options):
             optimizer.step(batch_size=len(x), **options)
             steps += optimizer.stepped
     return steps
+
+
+def take_part(optimizer, compute):
+    """Take the turn of a virtual rank."""
+    compute(hvd.virtual_rank())
+    optimizer.step()
+
+
+def take_step(optimizer, compute):
+    """Take turns until there is a step."""
+    take_part(optimizer, compute)
+    while not optimizer.stepped:
+        take_part(optimizer, compute)
 
 
 def state(model):
@@ -316,8 +344,16 @@ def test_closures_and_scalers_are_refused():
             scaler.unscale_(optimizer)
         with pytest.raises(ValueError, match="GradScaler"):
             scaler.step(optimizer)
-        with pytest.raises(ValueError, match="unknown length"):
-            hvd.shard(iter([1, 2]), batch_size=1, shuffle=False)
+        for make in (
+            lambda: hvd.shard(iter([1, 2]), batch_size=1, shuffle=False),
+            lambda: hvd.ShardStream(iter([1, 2]), batch_size=1),
+        ):
+            with pytest.raises(ValueError, match=r"of unknown length .* virtual ranks"):
+                make()
+        with pytest.raises(ValueError, match="lockstep cannot be used with virtual ranks"):
+            next(hvd.lockstep([1]))
+        with pytest.raises(ValueError, match=r"epoch\(\) cannot be used with virtual ranks"):
+            hvd.shard(data(), batch_size=4).epoch(0)
         assert train(model, optimizer) == 4
 
 
@@ -354,23 +390,30 @@ def test_an_iteration_of_a_sampler_in_the_middle_of_a_step():
 @ALL
 def test_sparse_gradients():
     with virtual():
-        for dense in (False, True):
-            model = torch.nn.Embedding(3, 2, sparse=True)
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), lr=1.0), sparse_as_dense=dense
+        model = torch.nn.Embedding(4, 2, sparse=True)
+        with pytest.raises(TypeError, match="sparse_as_dense=True"):
+            take_step(
+                hvd.DistributedOptimizer(torch.optim.SparseAdam(model.parameters())),
+                lambda rank: model(torch.tensor([1])).sum().backward(),
             )
-            model(torch.tensor([1])).sum().backward()
-            if not dense:
-                with pytest.raises(TypeError, match="sparse_as_dense=True"):
-                    optimizer.step()
-                continue
-            before = model.weight.detach().clone()
-            optimizer.step()
-            while not optimizer.stepped:
-                model(torch.tensor([1])).sum().backward()
-                optimizer.step()
-            change = (before - model.weight.detach()).numpy()
-            np.testing.assert_allclose(change, [[0, 0], [1, 1], [0, 0]], rtol=1e-6)
+    with virtual():
+        # Also where only some parts have a gradient.
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SparseAdam(model.parameters(), lr=0.5), sparse_as_dense=True
+        )
+        before = model.weight.detach().clone()
+
+        def part(rank):
+            optimizer.zero_grad()
+            if rank in (0, 1):
+                model(torch.tensor([1, 2 + rank])).sum().backward()
+
+        take_step(optimizer, part)
+        assert model.weight.grad.coalesce().indices().tolist() == [[1, 2, 3]]
+        mean = torch.tensor([[2.0, 2.0], [1.0, 1.0], [1.0, 1.0]]) / SIZE
+        torch.testing.assert_close(model.weight.grad.coalesce().values(), mean)
+        change = (before - model.weight.detach()).numpy()  # Adam's first step
+        np.testing.assert_allclose(change, [[0, 0], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]], rtol=1e-5)
 
 
 @ranks(2, 3)
@@ -389,7 +432,9 @@ def test_different_optimizers_are_noticed():
     with virtual():
         optimizer = wrap(torch.nn.Linear(FEATURES, 2 + (hvd.rank() == 1)))
         for _ in virtual_ranks.current.share[1:]:
+            hvd.virtual_rank()
             optimizer.step()
+        hvd.virtual_rank()
         with pytest.raises(MismatchError, match="parameter"):
             optimizer.step()
         assert virtual_ranks.current.done == []
@@ -479,16 +524,6 @@ def test_what_exchanges_in_the_forward_pass_is_refused():
 
 
 @ranks(1, 3)
-def test_a_model_of_which_only_a_part_is_called():
-    with virtual():
-        model = make_model()
-        optimizer = wrap(model)
-        model[1](torch.ones(2, 7)).sum().backward()
-        with pytest.raises(RuntimeError, match="the Sequential that was passed as model="):
-            optimizer.step()
-
-
-@ranks(1, 3)
 def test_a_frozen_batch_normalization_stays():
     with virtual():
         model = make_model().eval()
@@ -534,12 +569,10 @@ def test_a_rate_that_changes_within_a_step():
     with virtual():
         model = make_model()
         optimizer = wrap(model)
-        backward(model, data()[:4])
-        optimizer.step()
+        take_part(optimizer, lambda rank: None)
         optimizer.param_groups[0]["lr"] = 0.2
-        backward(model, data()[:4])
         with pytest.raises(RuntimeError, match=r"only if optimizer.stepped"):
-            optimizer.step()
+            take_part(optimizer, lambda rank: None)
 
 
 @ranks(1, 2)
@@ -547,11 +580,9 @@ def test_two_optimizers_in_turns_are_noticed():
     with virtual():
         first, second = make_model(), make_model()
         optimizers = [wrap(first), wrap(second)]
-        backward(first, data()[:4])
-        optimizers[0].step()
-        backward(second, data()[:4])
+        take_part(optimizers[0], lambda rank: None)
         with pytest.raises(RuntimeError, match="two optimizers step in turns"):
-            optimizers[1].step()
+            take_part(optimizers[1], lambda rank: None)
 
 
 @ranks(1, 2)
@@ -579,3 +610,320 @@ def test_state_of_another_number_of_virtual_ranks():
         with pytest.warns(UserWarning, match="saved for 5 virtual ranks, and is lost for 6"):
             optimizer.load_state_dict(saved)
         train(model, optimizer, epochs=1)
+
+
+class Memory(torch.nn.Module):
+    """Remembers what it sees, in buffers of all kinds; its input is a vector of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(SIZE))
+        self.register_buffer("changed", torch.zeros(SIZE))
+        self.register_buffer("replaced", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(SIZE, dtype=torch.bool))
+        self.register_buffer("turned", torch.zeros((), dtype=torch.complex64))
+        self.register_buffer("late", None)
+        self.register_buffer("grown", torch.zeros(0), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.changed.add_(x)
+            self.replaced = self.replaced * 0.5 + float(x.sum())
+            self.count += 2
+            self.seen |= x == 1
+            self.turned = self.turned * 1j + float(x.sum())
+            self.late = x.clone() if self.late is None else self.late + x
+            self.grown = self.grown + x if self.grown.numel() else x.clone()
+            if not hasattr(self, "lazy"):
+                self.register_buffer("lazy", torch.zeros(()))
+            self.lazy += 1
+        return (self.weight * x).sum()
+
+
+def remembering():
+    model = Memory()
+    inner = torch.optim.SGD(model.parameters(), lr=0.0)
+    return model, hvd.DistributedOptimizer(inner, model=model)
+
+
+def one_hot(rank, value=1.0):
+    x = torch.zeros(SIZE)
+    x[rank] = value
+    return x
+
+
+@EVERY
+def test_buffers_of_all_kinds():
+    with virtual():
+        model, optimizer = remembering()
+        memory = model.changed
+        for step in range(2):
+            value = step + 1.0
+
+            def part(rank, value=value, model=model):
+                model(one_hot(rank, value * (rank + 1))).backward()
+
+            take_step(optimizer, part)
+        each = torch.arange(1, SIZE + 1) * 3.0 / SIZE  # 1 + 2 of what each part has seen
+        mean = (SIZE + 1) / 2
+        torch.testing.assert_close(model.changed, each)
+        torch.testing.assert_close(model.late, each)
+        torch.testing.assert_close(model.grown, each)
+        assert model.changed is memory
+        assert model.replaced.item() == pytest.approx(mean / SIZE * SIZE * 2.5)
+        assert (model.count.item(), model.lazy.item()) == (4, 2)
+        assert model.seen.tolist() == [True] + [False] * (SIZE - 1)
+        assert model.turned.item() == pytest.approx(mean * 1j + 2 * mean)
+
+
+@EVERY
+def test_a_forward_pass_between_steps_counts_once():
+    with virtual():
+        model, optimizer = remembering()
+
+        def part(rank):
+            model(one_hot(rank)).backward()
+
+        model(torch.ones(SIZE))
+        take_step(optimizer, part)
+        model(torch.ones(SIZE))
+        take_step(optimizer, part)
+        expected = 2 + 2 / SIZE
+        torch.testing.assert_close(model.changed, torch.full((SIZE,), expected))
+        assert model.count.item() == 8
+        if hvd.size() > 1:
+            model(one_hot(hvd.rank()))
+            with pytest.raises(MismatchError, match=r"CRC-32 of the buffer 'changed' is .* rank 1"):
+                take_step(optimizer, part)
+            assert float(hvd.allreduce(torch.ones(()))) == 1.0
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_forward_pass_between_epochs_of_a_loader(workers):
+    x = torch.arange(4.0 * SIZE).reshape(-1, 1).expand(-1, SIZE)
+    with virtual():
+        model, optimizer = remembering()
+        sampler = hvd.ShardSampler(len(x), batch_size=2)
+        loader = torch.utils.data.DataLoader(x, batch_sampler=sampler, num_workers=workers)
+        for _ in range(2):
+            for batch in loader:
+                model(batch.sum(0)).backward()
+                optimizer.step()
+            model(torch.ones(SIZE))
+        torch.testing.assert_close(model.changed, 2 * (x.sum(0) / SIZE + 1))
+        assert virtual_ranks.step() == 4
+
+
+@ranks(1, 2)
+def test_a_forward_pass_in_the_middle_of_a_step():
+    with virtual():
+        model, optimizer = remembering()
+
+        def part(rank):
+            model.train()
+            model(one_hot(rank)).backward()
+            model.eval()(torch.ones(SIZE))
+
+        take_step(optimizer, part)
+        torch.testing.assert_close(model.changed, torch.full((SIZE,), 1 / SIZE))
+    for disturb in (
+        lambda model: model(torch.ones(SIZE)),
+        lambda model: (hvd.virtual_rank(), model(torch.ones(SIZE))),
+    ):
+        with virtual():
+            model, optimizer = remembering()
+            take_part(optimizer, lambda rank, model=model: model(one_hot(rank)).backward())
+            disturb(model)
+            with pytest.raises(RuntimeError, match=r"buffer 'changed' .* was changed in a step"):
+                take_part(optimizer, lambda rank: None)
+
+
+@ALL
+def test_modules_with_buffers_have_to_be_in_model():
+    with virtual():
+        body, head = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
+        both = torch.nn.ModuleList([body, head])
+        inner = torch.optim.SGD(body.parameters(), lr=0.1)
+        for model in (None, body):
+            with pytest.raises(ValueError, match=r"a buffer, '1.running_mean', .* pass model="):
+                hvd.DistributedOptimizer(inner, model=model)
+        take_step(hvd.DistributedOptimizer(inner, model=both), lambda rank: None)
+    with virtual():
+        body = torch.nn.Linear(2, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(body.parameters(), lr=0.1))
+        whole = torch.nn.Sequential(body, head)
+        with pytest.raises(ValueError, match="no model="):
+            take_step(optimizer, lambda rank: whole)
+
+
+@ALL
+def test_data_have_to_be_asked_for():
+    with virtual(), logged() as messages:
+        optimizer = wrap(make_model())
+        for _ in range(2 * SIZE):
+            optimizer.step()
+            if optimizer.stepped:
+                break
+        assert len(messages) == (hvd.rank() == 0)
+        assert all("nothing has asked which data are its" in each for each in messages)
+    with virtual(), logged() as messages:
+        optimizer = wrap(make_model())
+        take_step(optimizer, lambda rank: None)
+        assert not messages
+        for _ in hvd.shard(data(), batch_size=4):
+            optimizer.step()
+            if optimizer.stepped:
+                break
+        with pytest.raises(RuntimeError, match="nothing has asked which data are its"):
+            optimizer.step()
+
+
+@ALL
+@pytest.mark.parametrize("workers", [None, 0, 2])
+def test_gradients_accumulated_by_hand(workers):
+    with virtual():
+        batches = hvd.shard(np.ones((8 * SIZE, 3), np.float32), batch_size=1)
+        if workers is not None:
+            sampler = hvd.ShardSampler(8 * SIZE, batch_size=1)
+            batches = torch.utils.data.DataLoader(
+                torch.ones(8 * SIZE, 3), batch_sampler=sampler, num_workers=workers
+            )
+        optimizer = wrap(torch.nn.Linear(3, 1))
+        taken = iter(batches)
+
+        def accumulate():
+            for number, _ in enumerate(taken, start=1):
+                if number % 2 == 0:
+                    optimizer.step()
+
+        with pytest.raises(RuntimeError, match=r"one for each optimizer.step|batch without a step"):
+            accumulate()
+
+
+def change_weights(optimizer, scheduler):
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].clamp_(-1, 1)
+
+
+def change_schedule(optimizer, scheduler):
+    scheduler.step()
+
+
+def change_an_option(optimizer, scheduler):
+    optimizer.param_groups[0]["momentum"] *= 0.5
+
+
+def freeze(optimizer, scheduler):
+    optimizer.param_groups[0]["params"][0].requires_grad_(False)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (change_weights, "the version of the weight '0.weight'"),
+        (change_schedule, "the number of steps of StepLR"),
+        (change_an_option, "the optimizer's momentum was 0.45"),
+        (freeze, "than in the first part of the step: 0.weight"),
+    ],
+)
+def test_what_changes_in_the_middle_of_a_step(change, named):
+    with virtual():
+        optimizer = wrap(make_model())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+        take_step(optimizer, lambda rank: None)
+        change(optimizer, scheduler)
+        take_part(optimizer, lambda rank: None)
+        optimizer.param_groups[0]["params"][0].requires_grad_(True)
+        if change is freeze:
+            change = lambda *_: None  # noqa: E731
+        change(optimizer, scheduler)
+        with pytest.raises(RuntimeError, match=named):
+            take_part(optimizer, lambda rank: None)
+
+
+@ranks(2, 3)
+def test_seeds_and_threads_have_to_be_the_same():
+    for differ, named in (
+        (lambda: hvd.seed(hvd.rank()), "the seed of hvd.seed is 0 on rank 0, 1 on rank 1"),
+        (lambda: torch.set_num_threads(1 + (hvd.rank() == 1)), "number of threads is 1 on rank"),
+    ):
+        with virtual():
+            optimizer = wrap(make_model())
+            differ()
+            with pytest.raises(MismatchError, match=named):
+                take_step(optimizer, lambda rank: None)
+            assert float(hvd.allreduce(torch.ones(()))) == 1.0
+
+
+@ALL
+@pytest.mark.parametrize("workers", [None, 0, 2])
+def test_positions_count_steps(workers):
+    x = torch.ones(8 * SIZE, 3)
+    with virtual():
+        optimizer = wrap(make_model())
+        loader = data_source = hvd.shard(x.numpy(), batch_size=2)
+        if workers is not None:
+            data_source = hvd.ShardSampler(x, batch_size=2)
+            loader = torch.utils.data.DataLoader(x, batch_sampler=data_source, num_workers=workers)
+        steps = 0
+        for _ in loader:
+            optimizer.step()
+            steps += optimizer.stepped
+            if optimizer.stepped and steps == 2:
+                break
+        assert data_source.state_dict()["done"] == data_source.state_dict(2)["done"] == 4 * SIZE
+        with pytest.raises(
+            ValueError, match=r"2 steps have been taken in this .*optimizer.stepped"
+        ):
+            data_source.state_dict(3)
+        with pytest.raises(ValueError, match=r"2 steps have been taken: .*optimizer.stepped"):
+            hvd.Sharding(8 * SIZE, 2).position(0, 3)
+
+
+@ALL
+def test_an_evaluation_before_a_loop_of_ones_own():
+    with virtual():
+        optimizer = wrap(make_model())
+        list(hvd.shard(data(), batch_size=4))
+        take_step(optimizer, lambda rank: None)
+
+
+class Forgetful(torch.nn.Linear):
+    """Keeps what it sees in plain attributes."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.calls = 0
+        self.seen = torch.zeros(2)
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.add_(x)
+        return super().forward(x)
+
+
+@ranks(1, 2)
+def test_state_that_depends_on_the_process(monkeypatch):
+    generator = torch.Generator()
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "drawn", generator, raising=False)
+    monkeypatch.setattr(main, "kept", np.random.default_rng(1), raising=False)
+    for model in (torch.nn.Linear(2, 1), Forgetful()):
+        with virtual(), logged() as messages:
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = hvd.DistributedOptimizer(inner, model=model)
+            draw = isinstance(model, Forgetful)
+
+            def part(rank, model=model, draw=draw):
+                x = torch.rand(2, generator=generator) if draw else torch.ones(2)
+                model(x).sum().backward()
+
+            take_step(optimizer, part)
+            assert len(messages) == (draw and hvd.rank() == 0)
+            for message in messages:
+                for name in ("attribute 'calls'", "attribute 'seen'", "generator 'drawn'"):
+                    assert message.count(name) == 1
+                assert "kept" not in message
