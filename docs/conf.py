@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -114,21 +115,30 @@ def _mark_figures(app: Sphinx, doctree: nodes.document) -> None:
             cell["classes"].append("figures")
 
 
-def _break_long_names(app: Sphinx, doctree: nodes.document) -> None:
-    """Let code in tables be broken behind its signs, so that narrow columns break no word."""
-    for cell in doctree.findall(nodes.entry):
-        for code in list(cell.findall(nodes.literal)):
-            first, *parts = re.split(r"(?<=[\w)][_./=,(-])(?=[A-Za-z])", code.astext())
-            code.clear()
-            code += nodes.Text(first)
-            for part in parts:
-                code += [nodes.raw("", "<wbr>", format="html"), nodes.Text(part)]
+def _break_long_names(
+    app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: nodes.Node | None
+) -> None:
+    """Let code in tables be broken behind its signs, so that narrow columns break no word.
+
+    This is done in the page, because the search would index the parts of the names.
+    """
+
+    def broken(name: re.Match[str]) -> str:
+        parts = re.split(r"(?<=[\w)][_./=,(-])(?=[A-Za-z])", name[0])
+        return '</span><wbr><span class="pre">'.join(parts)
+
+    context["body"] = re.sub(
+        r"<td\b.*?</td>",
+        lambda cell: re.sub(r'(?<=<span class="pre">)[^<]+', broken, cell[0]),
+        context.get("body", ""),
+        flags=re.DOTALL,
+    )
 
 
 def setup(app: Sphinx) -> None:
     """Connect the functions above to Sphinx."""
     app.connect("doctree-read", _mark_figures)
-    app.connect("doctree-read", _break_long_names)
+    app.connect("html-page-context", _break_long_names)
     app.connect("source-read", _link_to_pages)
     app.connect("source-read", from_code.expand)
     app.connect("missing-reference", _find_by_last_name)
