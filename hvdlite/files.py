@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,16 +26,18 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
     """Write a file that replaces ``path`` when the ``with`` block has ended.
 
     ``path`` is at every moment either the old or the new file; the old one where the block raises,
-    or the process ends. Several processes may do so at once: the last one to end wins.
+    or the process ends. Several processes may do so at once: the last one to end wins. The new file
+    has the permissions of the old one.
 
     Args:
-        path: The file. Missing parent folders are made.
+        path: The file, or a symbolic link to it, which remains. Missing parent folders are made.
         keep: How many generations remain, the new one included; see `previous_generations`. Older
             ones are removed when the new one is durable. 1: no generation is made or removed.
 
     Raises:
         OSError: The file cannot be written; the previous one is as it was.
     """
+    path = _follow(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(path)
     file, temporary = _open_temporary(path)
@@ -59,9 +62,23 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
 
 
 def previous_generations(path: Path) -> list[Path]:
-    """Return the files that ``path`` was before, newest first: ``PATH.generation-NUMBER``."""
+    """Return the files that ``path`` was before, newest first: ``PATH.generation-NUMBER``.
+
+    Those of a symbolic link lie beside the file that it leads to, and bear its name.
+    """
+    path = _follow(path)
     name = re.compile(rf"{re.escape(path.name)}\.generation-[0-9]+")
     return sorted(_matching(path.parent, name), key=_generation_number, reverse=True)
+
+
+def _follow(path: Path) -> Path:
+    """Return the file that a symbolic link leads to, also if there is none yet."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def _copy_permissions(path: Path, descriptor: int | Path) -> None:
+    with contextlib.suppress(OSError):  # there is no such file yet, or no permissions are kept here
+        os.chmod(descriptor, stat.S_IMODE(path.stat().st_mode))
 
 
 def _generation_number(generation: Path) -> int:
@@ -126,6 +143,7 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
     It gets the name of a temporary file; if it writes none, nothing is replaced. Files of dead
     writers are removed after a day, since nothing tells sooner that they are dead.
     """
+    path = _follow(path)
     suffix = "".join(path.suffixes[-2:])
     stem = f".{path.name.removesuffix(suffix)}."
     left = re.compile(rf"{re.escape(stem)}[0-9a-f]{{16}}\.tmp{re.escape(suffix)}")
@@ -137,6 +155,7 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if temporary.exists():
+            _copy_permissions(path, temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             if rehearsal.reach is not None:
@@ -159,6 +178,7 @@ def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
+            _copy_permissions(path, file.fileno())
             return file, temporary
         # Another writer has taken the file for a stale one, before it was locked.
         file.close()

@@ -7,6 +7,8 @@ PyTorch adapter), ``.safetensors``, and npz for all others. A file is read by it
 from __future__ import annotations
 
 import atexit
+import errno
+import io
 import logging
 import os
 import threading
@@ -30,6 +32,7 @@ _Result = TypeVar("_Result")
 _Arrays = list[npt.NDArray[Any]]
 
 _REQUIRED: Any = object()
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ZIP_MAGIC = b"PK\x03\x04"
 #: Suffixes of files for ``torch.load``.
 TORCH_SUFFIXES = (".pt", ".pth")
@@ -157,8 +160,20 @@ class Checkpoint:
             self._replace(self._writer(state))
 
     def _replace(self, write: Callable[[IO[bytes]], None]) -> None:
-        with files.replacing(self.path, self.keep) as file:
-            write(file)
+        try:
+            with files.replacing(self.path, self.keep) as file:
+                write(file)
+        except Exception as error:
+            reason = _find_lack_of_room(error)
+            if reason is None:
+                raise
+            size = _Size()
+            write(size)  # type: ignore[arg-type]
+            raise CheckpointError(
+                f"{self.path} cannot be written on the host of rank 0: {reason}: the file needs "
+                f"{size.tell() / 1e6:.1f} MB beside the previous one, which is unchanged; make "
+                "room, or choose a path on another disk"
+            ) from error
 
     def _write_in_thread(self, state: Any) -> None:
         self._wait()
@@ -276,6 +291,35 @@ class Checkpoint:
         )
 
 
+class _Size(io.RawIOBase):
+    """A file that counts the bytes written to it, and keeps none."""
+
+    _size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        size = memoryview(data).nbytes
+        self._size += size
+        return size
+
+    def tell(self) -> int:
+        return self._size
+
+
+def _find_lack_of_room(error: BaseException | None) -> str | None:
+    """Return the system's word for it, if an error is about a file for which there is no room.
+
+    ``torch.save`` raises errors of its own while it handles the system's.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return error.strerror
+        error = error.__context__
+    return None
+
+
 def _is_from_torch(file: IO[bytes]) -> bool:
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()
@@ -287,9 +331,10 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> Checkpoint:
     """Return the checkpoint at ``path``, to be saved and loaded by all ranks together.
 
     Args:
-        path: The file, on the host of rank 0. It need not exist. ``.safetensors`` is written as a
-            safetensors file, other suffixes as npz; `hvdlite.torch.checkpoint` writes ``.pt`` and
-            ``.pth`` as ``torch.save`` does. A file is read by its content.
+        path: The file, on the host of rank 0, or a symbolic link to it. It need not exist; if it
+            does, its permissions are kept. ``.safetensors`` is written as a safetensors file, other
+            suffixes as npz; `hvdlite.torch.checkpoint` writes ``.pt`` and ``.pth`` as
+            ``torch.save`` does. A file is read by its content.
         keep: How many generations remain: the file itself, and its predecessors as
             ``PATH.generation-NUMBER``, which `Checkpoint.load` uses if the file is damaged.
 

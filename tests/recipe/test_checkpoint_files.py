@@ -331,13 +331,51 @@ def full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@FORMATS
 @pytest.mark.usefixtures("full_disk")
 def test_a_write_that_fails_leaves_the_previous_file_and_no_other(path, tmp_path):
     write(path, weights(1, 0.5))
-    with pytest.raises(CheckpointError, match=r"cannot be written.*File too large"):
+    words = r"state.* cannot be written.*: File too large: the file needs 2\.[01] MB"
+    with pytest.raises(CheckpointError, match=words):
         write(path, weights(2, 2))
     assert_same(read(path), weights(1, 0.5))
     assert os.listdir(tmp_path) == [path.name]
+
+
+def by_suffix(path, value):
+    with files.replacing_by_name(path) as temporary:
+        temporary.write_bytes(value)
+
+
+def at_once(path, value):
+    with files.replacing(path) as file:
+        file.write(value)
+
+
+def with_generations(path, value):
+    with files.replacing(path, keep=2) as file:
+        file.write(value)
+
+
+@pytest.mark.parametrize("replace", [at_once, with_generations, by_suffix])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_and_its_files_permissions_remain(tmp_path, replace, exists):
+    target, link = tmp_path / "disk" / "state.npz", tmp_path / "state.npz"
+    target.parent.mkdir()
+    link.symlink_to(os.path.join("disk", target.name))
+    if exists:
+        target.write_bytes(b"old")
+        target.chmod(0o640)
+    replace(link, b"new")
+    assert link.is_symlink()
+    assert (target.read_bytes(), link.read_bytes()) == (b"new", b"new")
+    if exists:
+        assert target.stat().st_mode & 0o777 == 0o640
+    previous = files.previous_generations(link)
+    assert [each.read_bytes() for each in previous] == [b"old"] * (
+        exists and replace is with_generations
+    )
+    assert sorted(os.listdir(target.parent)) == [target.name, *(each.name for each in previous)]
 
 
 def test_an_interrupt_leaves_the_previous_file_and_no_other(path, tmp_path, monkeypatch):

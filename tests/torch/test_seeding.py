@@ -53,3 +53,31 @@ def test_weights_dropout_and_workers():
     # 4 samples, 3 generators: all differ by worker, by rank and by seed.
     numbers = np.ravel(hvd.allgather_object([draws, other[2]]))
     assert len(set(numbers.tolist())) == numbers.size == 2 * hvd.size() * 12
+
+
+@ranks(2)
+def test_a_job_that_goes_on_draws_what_an_undisturbed_one_does(tmp_path):
+    """As docs/guides/checkpoints.md says."""
+    hvd.init()
+
+    def train(path, first_seed, epochs):
+        with hvd.seed(first_seed):
+            model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        saved = hvd.checkpoint(path)
+        state = saved.load(default={"epoch": 0})
+        if "model" in state:
+            model.load_state_dict(state["model"])
+        for epoch in range(state["epoch"], epochs):
+            hvd.seed(1 + epoch)
+            for _ in range(2):
+                optimizer.zero_grad()
+                noise = random.random() + np.random.random()
+                model(torch.randn(3, 4) + noise).sum().backward()
+                optimizer.step()
+            saved.save({"epoch": epoch + 1, "model": model.state_dict()})
+        return model[0].weight.detach().numpy().tobytes()
+
+    undisturbed = train(tmp_path / "whole.pt", 0, 3)
+    train(tmp_path / "parts.pt", 0, 1)
+    assert train(tmp_path / "parts.pt", 99, 3) == undisturbed
