@@ -32,7 +32,8 @@ def main() -> None:
 
     # 3. Shard the data: every image exactly once per epoch, over all ranks.
     data = failures.load_data(hvd, options.data_dir)
-    batches = Shard(data.train, options.batch_size, options.seed)
+    images, labels = data.train.images[..., None], data.train.labels
+    batches = hvd.shard((images, labels), options.batch_size, seed=options.seed)
 
     # The ranks begin with different weights on purpose: step 6 makes them equal.
     hvd.seed(options.seed)
@@ -72,7 +73,6 @@ def main() -> None:
     history = model.fit(
         batches,
         epochs=options.epochs,
-        shuffle=False,  # the batches come in an order of their own already, alike on all ranks
         callbacks=callbacks,
         verbose=2 if hvd.rank() == 0 and not options.json else 0,
     )
@@ -100,34 +100,6 @@ def parse_options() -> argparse.Namespace:
     add("--checkpoint-dir", help="keep the best model there")
     add("--json", action="store_true", help="end with a line of JSON on standard output")
     return parser.parse_args()
-
-
-class Shard(keras.utils.PyDataset):
-    """This rank's batches, in another order in each epoch.
-
-    The third part of a batch are weights: 1, except where a remainder gives one rank an image
-    more than another. They make the average over the ranks the average over the images.
-    """
-
-    def __init__(self, samples: Samples, batch_size: int, seed: int) -> None:
-        super().__init__()
-        self._images, self._labels = samples.images[..., None], samples.labels
-        self._sharding = hvd.Sharding(len(self._labels), batch_size, seed=seed)
-        self._epoch = 0
-        self._indices = self._sharding.indices(0)
-
-    def __len__(self) -> int:
-        return self._sharding.steps
-
-    def __getitem__(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        indices = self._indices[step]
-        weights = np.full(len(indices), self._sharding.weights[step], np.float32)
-        return self._images[indices], self._labels[indices], weights
-
-    def on_epoch_end(self) -> None:
-        """Go on to the next epoch's order."""
-        self._epoch += 1
-        self._indices = self._sharding.indices(self._epoch)
 
 
 def make_model(height: int, width: int) -> keras.Model:

@@ -108,6 +108,11 @@ def steps() -> int:
     return max(_counts.values(), default=0)
 
 
+def all_steps() -> int:
+    """Return the number of steps that have ended, of all optimizers together."""
+    return sum(_counts.values())
+
+
 def note_start(has_started: bool = True) -> None:
     """Note that all ranks have met: from now on some can go on without the others.
 

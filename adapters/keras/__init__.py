@@ -9,6 +9,7 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+_BACKENDS = ("tensorflow", "torch")
 _uses_legacy_keras = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
 if find_spec("keras") is None and not _uses_legacy_keras:
     raise ImportError(
@@ -20,11 +21,22 @@ if TYPE_CHECKING:
     from hvdlite.keras._public import *  # noqa: F403
 
 
+def _check_backend(name: str | None) -> None:
+    """Refuse a framework below Keras 3 whose gradients cannot be exchanged."""
+    if name and name not in _BACKENDS:
+        raise ImportError(
+            f"hvdlite exchanges gradients where Keras runs on TensorFlow or PyTorch, and here it "
+            f"runs on {name!r}; set the environment variable KERAS_BACKEND to tensorflow or torch "
+            "before Keras is imported"
+        )
+
+
 # Names are resolved on first use: `hvdlite.tensorflow` and legacy Keras share the private modules
 # of this package, and must not import Keras 3.
 def __getattr__(name: str) -> Any:
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _check_backend(os.environ.get("KERAS_BACKEND"))  # Keras itself may lack the framework
     from hvdlite.keras import _public
 
     return getattr(_public, name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, files, virtual_ranks, world
+from hvdlite import collectives, files, status, virtual_ranks, world
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
@@ -19,6 +20,8 @@ from hvdlite.keras._values import (
     variables_of,
 )
 from hvdlite.recipe import average_metrics
+
+_log = logging.getLogger("hvdlite")
 
 
 def complete(mixin: type[Any], base: type[Any], module: str) -> Any:
@@ -66,8 +69,10 @@ class BroadcastGlobalVariablesCallback:
     """Give every rank the weights and the optimizer's variables of rank ``root_rank``.
 
     Variables that exist on all ranks when training begins are broadcast then; variables that the
-    first batch creates are broadcast after it. Metrics stay each rank's own. The seeds of random
-    layers become different on each rank, so that dropout differs.
+    first batch creates are broadcast after it. So it is in each ``fit``, of this model or another.
+    Metrics stay each rank's own. The seeds of random layers become different on each rank, so that
+    dropout differs. With a schedule of local steps, call ``optimizer.average_weights()`` between
+    two calls of ``fit``, or the second one goes on with what rank ``root_rank`` has learnt.
 
     Args:
         root_rank: The rank that has the values.
@@ -91,11 +96,12 @@ class BroadcastGlobalVariablesCallback:
         self.device = device
         self.local_variables = list(local_variables or ())
         self.broadcast_done = False
+        self._steps: int | None = None  # of all optimizers, before this fit
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcast the variables that exist on all ranks."""
-        if self.broadcast_done:
-            return
+        self.broadcast_done = False
+        self._steps = status.all_steps()
         name = "BroadcastGlobalVariablesCallback"
         weights, _ = self._built()
         if all(collectives.allgather_object(len(weights), f"{name}: weights")):
@@ -119,6 +125,19 @@ class BroadcastGlobalVariablesCallback:
         broadcast_variables(state, self.root_rank)
         self.broadcast_done = True
         self._expect_comparison()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Warn after the first epoch if each rank has trained by itself."""
+        steps, self._steps = self._steps, None
+        optimizer = getattr(self.model, "optimizer", None)
+        is_alone = steps == status.all_steps() and distributed_part(optimizer) is None
+        if is_alone and world.size() > 1 and world.rank() == 0:
+            _log.warning(
+                "each rank trains by itself: in this epoch there was no exchange of gradients, and "
+                f"the model's {type(optimizer).__name__} is no DistributedOptimizer. A model that "
+                "Keras has loaded from a file has none: load it by hvd.load_model(path), or call "
+                "hvd.DistributedOptimizer(model.optimizer)"
+            )
 
     def _broadcast_weights(self, weights: list[Any]) -> None:
         broadcast_variables(weights, self.root_rank)
@@ -228,7 +247,7 @@ class LearningRateScheduleCallback:
         self.end_epoch = end_epoch
         self.staircase = staircase or not callable(multiplier)
         self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
+        self._given_steps = self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
         if callable(multiplier):
             self.multiplier = multiplier
@@ -247,8 +266,8 @@ class LearningRateScheduleCallback:
             virtual_ranks.refuse(
                 type(self).__name__, "use a schedule of keras.optimizers.schedules, by steps"
             )
-        if not self.staircase and not self.steps_per_epoch:
-            self.steps_per_epoch = self.params.get("steps")
+        if not self.staircase and not self._given_steps:
+            self.steps_per_epoch = self.params.get("steps")  # of this fit
             if not self.steps_per_epoch:
                 raise ValueError(
                     "Keras does not know the number of batches per epoch; pass steps_per_epoch to "

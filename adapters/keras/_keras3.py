@@ -1,8 +1,8 @@
 """Keras 3: optimizers that average gradients in ``apply``, on TensorFlow and on PyTorch.
 
-Two methods of Keras are replaced when the first optimizer becomes distributed:
-``LossScaleOptimizer.apply`` and ``Model.make_train_function``. With other optimizers they do what
-they did before.
+Methods of Keras are replaced when the first optimizer becomes distributed:
+``LossScaleOptimizer.apply``, ``Model.make_train_function`` and ``__reduce__``, and ``from_config``
+of optimizers. With other optimizers they do what they did before.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import keras as keras
 from keras import ops
 
 from hvdlite import virtual_ranks, world
+from hvdlite.keras import _check_backend
 from hvdlite.keras._optimizer import (
     Distributed,
     KerasAdapter,
     distributed_part,
+    keep_wrapping,
+    kept_in,
+    kinds_with,
     make_distributed,
-    moments_in,
     with_recompilation,
+    with_wrapping,
 )
+from hvdlite.keras._replicas import kept_in_common
 from hvdlite.keras._synchronizer import Options, Synchronizer
 
 _log = logging.getLogger("hvdlite")
 
 _FRAMEWORKS = {"tensorflow": "hvdlite.keras._tensorflow", "torch": "hvdlite.keras._torch"}
 _NAME = keras.backend.backend()
-if _NAME not in _FRAMEWORKS:
-    raise ImportError(
-        f"hvdlite.keras exchanges gradients where Keras runs on TensorFlow or PyTorch, and here it "
-        f"runs on {_NAME!r}; set the environment variable KERAS_BACKEND to tensorflow or torch "
-        "before Keras is imported"
-    )
+_check_backend(_NAME)
 framework: Any = importlib.import_module(_FRAMEWORKS[_NAME])
 
 
@@ -46,7 +46,10 @@ def distribute(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(f"expected a Keras optimizer, found {type(optimizer).__name__}")
+        found = type(optimizer).__name__
+        if any(base.__module__.startswith("tf_keras.") for base in type(optimizer).__mro__):
+            found = f"{found} of legacy Keras; import hvdlite.tensorflow.keras as hvd for that"
+        raise TypeError(f"expected a Keras optimizer, found {found}")
     if distributed_part(optimizer) is not None:
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     options.check_steps(_accumulates(optimizer), hasattr(optimizer, "inner_optimizer"))
@@ -54,7 +57,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
         _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
     _install()
     synchronizer = Synchronizer(optimizer, options, framework.Backend)
-    return make_distributed(optimizer, DistributedKeras3, synchronizer)
+    return make_distributed(optimizer, DistributedKeras3, synchronizer, distribute)
 
 
 ADAPTER = KerasAdapter(framework.CONVERSION, distribute, keras.saving.load_model)
@@ -62,6 +65,10 @@ ADAPTER = KerasAdapter(framework.CONVERSION, distribute, keras.saving.load_model
 
 class DistributedKeras3(Distributed):
     """A mixin that averages gradients in ``apply``."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Return Keras' configuration; what Keras makes from it here is distributed, too."""
+        return self._marked(super().get_config())  # type: ignore[misc]
 
     @framework.unconverted
     def apply_gradients(
@@ -111,16 +118,15 @@ class DistributedKeras3(Distributed):
             # Keras divides by the number of passes.
             gradients = [None if g is None else ops.multiply(g, passes) for g in gradients]
         apply = super().apply  # type: ignore[misc]
+        _build(self, variables)  # ranks compare its variables
         if synchronizer.virtual is not None:
             if accumulates:
                 virtual_ranks.refuse("gradient_accumulation_steps", "leave one of the two out")
-            _build(self, variables)
             synchronizer.virtual.step(
                 gradients, variables, batch_size, lambda chosen: apply(chosen, variables)
             )
             return
         if synchronizer.options.schedule is not None:
-            _build(self, variables)
             synchronizer.scheduled_step(
                 gradients, variables, self._moments_of, lambda chosen: apply(chosen, variables)
             )
@@ -133,9 +139,9 @@ class DistributedKeras3(Distributed):
                 gradients = synchronizer.reduce(gradients, variables, batch_size)
                 finite = synchronizer.are_finite(gradients, variables)
         if finite is True:
-            apply(gradients, variables)
+            with framework.after(gradients):
+                apply(gradients, variables)
             return
-        _build(self, variables)  # which is impossible inside a branch of a graph
 
         def leave_out() -> None:
             if accumulates:  # Keras counts the passes: back to the first one of an update
@@ -150,13 +156,28 @@ class DistributedKeras3(Distributed):
             leave_out()
 
     def _moments_of(self, variable: Any) -> dict[str, Any]:
-        index = self._get_variable_index(variable)  # type: ignore[attr-defined]
-        return moments_in(
-            vars(self),
-            index,
-            len(self._trainable_variables),  # type: ignore[attr-defined]
-            lambda kept: isinstance(kept, keras.Variable) and kept.shape == variable.shape,
-        )
+        kept = self._kept_for(variable)
+        return {name: each for name, each in kept.items() if each.shape == variable.shape}
+
+    def _kept_for(self, variable: Any) -> dict[str, Any]:
+        optimizer = _innermost(self)
+        indices = optimizer._trainable_variables_indices
+        if (index := indices.get(optimizer._var_key(variable))) is None:
+            return {}
+        return kept_in(vars(optimizer), index, len(indices), _is_variable)
+
+    def _kept_in_common(self) -> list[Any]:
+        optimizer = _innermost(self)
+        mine = (each for v in optimizer._trainable_variables for each in self._kept_for(v).values())
+        return kept_in_common(self, mine)
+
+
+def _innermost(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _is_variable(kept: Any) -> bool:
+    return isinstance(kept, keras.Variable)
 
 
 def _variables_for(optimizer: Any, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
@@ -211,7 +232,6 @@ def _reduce_accumulated(
     Returns:
         The gradients to apply, and whether to apply them, as `Synchronizer.are_finite`.
     """
-    _build(optimizer, variables)
     synchronizer, traced = optimizer._hvdlite, framework.is_traced()
     pending: set[int] = set() if traced else synchronizer.pending
     indices = [optimizer._get_variable_index(variable) for variable in variables]
@@ -253,10 +273,13 @@ def _reduce_accumulated(
 
 @functools.cache
 def _install() -> None:
-    """Replace two methods of Keras."""
+    """Replace methods of Keras."""
     model, scaling = keras.Model, keras.optimizers.LossScaleOptimizer
     model.make_train_function = with_recompilation(model.make_train_function, _without_xla)
+    model.__reduce__ = with_wrapping(model.__reduce__)
     scaling.apply = _with_reduction(scaling.apply)
+    for kind in kinds_with("from_config", keras.optimizers.Optimizer):
+        keep_wrapping(kind)
 
 
 @contextlib.contextmanager
@@ -306,7 +329,7 @@ def _with_reduction(original: Callable[..., None]) -> Callable[..., None]:
         synchronizer.options.check_batch_size(batch_size, _accumulates(inner))
         variables = _variables_for(self, grads, trainable_variables)
         reduced = synchronizer.reduce(list(grads), variables, batch_size)
-        with synchronizer.suspended():
+        with synchronizer.suspended(), framework.after(reduced):
             original(self, reduced, variables, **kwargs)
 
     return apply

@@ -3,8 +3,9 @@
 It has two kinds of optimizers, and none of them accumulates gradients; `PassCounter` does.
 
 Methods of Keras are replaced when the first optimizer becomes distributed:
-``Model.make_train_function``, and ``apply_gradients``, ``_compute_gradients`` and ``get_gradients``
-of loss scaling optimizers. With other optimizers they do what they did before.
+``make_train_function`` and those that copy a ``Model``, ``from_config`` of optimizers, and
+``apply_gradients``, ``_compute_gradients`` and ``get_gradients`` of loss scaling ones. With other
+optimizers they do what they did before.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ import tf_keras
 
 from hvdlite.keras._optimizer import (
     Distributed,
+    distributed_part,
+    keep_wrapping,
+    kept_in,
+    kinds_with,
     make_distributed,
-    moments_in,
     with_recompilation,
+    with_wrapping,
 )
+from hvdlite.keras._replicas import kept_in_common
 from hvdlite.keras._synchronizer import Options, Synchronizer
-from hvdlite.keras._tensorflow import Backend
+from hvdlite.keras._tensorflow import Backend, after
 from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.tensors import unconverted
 
@@ -52,7 +58,8 @@ def distribute(optimizer: Any, options: Options) -> Any:
     _install()
     # A loss scaling class is tied to its kind of inner optimizer, which it asks first.
     stepping = inner or optimizer
-    make_distributed(stepping, DistributedLegacy, Synchronizer(stepping, options, Backend))
+    synchronizer = Synchronizer(stepping, options, Backend)
+    make_distributed(stepping, DistributedLegacy, synchronizer, distribute)
     return optimizer
 
 
@@ -60,6 +67,10 @@ class DistributedLegacy(Distributed):
     """A mixin that averages gradients in ``apply_gradients``."""
 
     iterations: tf.Variable
+
+    def get_config(self) -> dict[str, Any]:
+        """Return Keras' configuration; what Keras makes from it here is distributed, too."""
+        return self._marked(super().get_config())  # type: ignore[misc]
 
     @unconverted
     def _compute_gradients(
@@ -121,7 +132,8 @@ class DistributedLegacy(Distributed):
                 pairs = _paired(synchronizer.reduce, pairs, batch_size)
             finite = synchronizer.are_finite([gradient for gradient, _ in pairs], variables)
             if finite is True:
-                return apply(pairs, *args, **kwargs)
+                with after([gradient for gradient, _ in pairs]):
+                    return apply(pairs, *args, **kwargs)
             refuse_session("HVDLITE_NOT_FINITE=skip")
             self._build_variables(variables)  # which is impossible inside a branch
 
@@ -162,15 +174,30 @@ class DistributedLegacy(Distributed):
                 self.build(variables)  # type: ignore[attr-defined]
 
     def _moments_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
-        def fits(kept: Any) -> bool:
-            return isinstance(kept, tf.Variable) and kept.shape == variable.shape
+        kept = self._kept_for(variable)
+        return {name: each for name, each in kept.items() if each.shape == variable.shape}
 
+    def _kept_for(self, variable: tf.Variable) -> dict[str, tf.Variable]:
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
-            slots = {name: self.get_slot(variable, name) for name in self.get_slot_names()}
-            return {name: slot for name, slot in slots.items() if fits(slot)}
-        indices = self._index_dict  # type: ignore[attr-defined]
-        index = indices[self._var_key(variable)]  # type: ignore[attr-defined]
-        return moments_in(vars(self), index, len(indices), fits)
+            slots = self._slots.get(variable._unique_id, {})
+            return {name: slot for name, slot in slots.items() if _is_variable(slot)}
+        indices = getattr(self, "_index_dict", {})
+        if (index := indices.get(variable._unique_id)) is None:
+            return {}
+        return kept_in(vars(self), index, len(indices), _is_variable)
+
+    def _kept_in_common(self) -> list[Any]:
+        if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
+            kept = [slot for slots in self._slots.values() for slot in slots.values()]
+        else:
+            size = len(getattr(self, "_index_dict", {}))
+            lists = (kept_in(vars(self), n, size, _is_variable) for n in range(size))
+            kept = [each for found in lists for each in found.values()]
+        return kept_in_common(self, kept)
+
+
+def _is_variable(kept: Any) -> bool:
+    return isinstance(kept, tf.Variable)
 
 
 class PassCounter:
@@ -261,11 +288,29 @@ def _install() -> None:
     model.make_train_function = with_recompilation(
         model.make_train_function, contextlib.nullcontext
     )
+    model.__reduce__ = with_wrapping(model.__reduce__)
+    model.__deepcopy__ = _with_wrapping(model.__deepcopy__)
+    for base in (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer):
+        for kind in kinds_with("from_config", base):
+            keep_wrapping(kind)
     for kind in _LOSS_SCALING[1:]:
         kind.apply_gradients = _with_reduction(kind.apply_gradients)
         if issubclass(kind, tf_keras.optimizers.legacy.Optimizer):
             kind._compute_gradients = _with_early_reduction(kind._compute_gradients)
             kind.get_gradients = _with_early_reduction(kind.get_gradients)
+
+
+def _with_wrapping(original: Any) -> Any:
+    """Return a model's ``__deepcopy__``, by which the copy gets a distributed optimizer."""
+
+    @functools.wraps(original)
+    def deepcopy(self: Any, memo: Any) -> Any:
+        part, copy = distributed_part(getattr(self, "optimizer", None)), original(self, memo)
+        if part is not None and distributed_part(copy.optimizer) is None:
+            part._wrapping.apply(copy.optimizer)
+        return copy
+
+    return deepcopy
 
 
 def _with_reduction(original: Any) -> Any:

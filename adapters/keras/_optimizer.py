@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from hvdlite import runtime
 from hvdlite.arguments import check_count, check_groups
 from hvdlite.compression import Compression, Conversion, Reduction
-from hvdlite.keras._synchronizer import Options, Synchronizer
+from hvdlite.keras._synchronizer import LocalVariables, Options, Synchronizer
 from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
@@ -65,8 +65,10 @@ class KerasAdapter:
         pass is exchanged then.
 
         The optimizer itself is changed and returned. Its class becomes a subclass with the same
-        name; variables, schedules and settings stay. A model saved with it loads without hvdlite;
-        `load_model` makes its optimizer distributed again.
+        name; variables, schedules and settings stay. So is an optimizer that this process makes
+        from its configuration, with the same options, and that of a copy of its model. A file has
+        nothing of hvdlite: a saved model loads without it, and `load_model` makes its optimizer
+        distributed again.
 
         Ranks whose batches differ in size pass the size in every step: ``apply(gradients,
         variables, batch_size=n)`` or ``apply_gradients(pairs, batch_size=n)``, in a custom loop or
@@ -191,11 +193,120 @@ class KerasAdapter:
         return model
 
 
+@dataclass(frozen=True, eq=False)
+class Wrapping:
+    """The way in which an optimizer was made distributed, for others that are made from it.
+
+    Attributes:
+        distribute: Makes an optimizer distributed.
+        options: Of the exchange.
+        local: Variables whose gradients are not exchanged.
+    """
+
+    distribute: Callable[[Any, Options], Any]
+    options: Options
+    local: LocalVariables
+
+    def apply(self, optimizer: Any) -> Any:
+        """Make another optimizer distributed in the same way.
+
+        Raises:
+            ValueError: Some options belong to one model.
+        """
+        argument = "model=" if self.options.model is not None else "local layers or variables"
+        if self.options.model is not None or self.local:
+            raise ValueError(
+                f"an optimizer with {argument} belongs to one model, and another optimizer cannot "
+                "be made from its configuration or by a copy of its model: make one with its "
+                "class, and wrap it for the other model"
+            )
+        return self.distribute(optimizer, self.options)
+
+    def __deepcopy__(self, memo: object) -> Wrapping:
+        return self  # its options have no state
+
+    def __reduce__(self) -> Any:
+        if self.options.process_set is not global_process_set or self.local:
+            raise TypeError(
+                "the model's optimizer is distributed among the ranks of a process set, or has "
+                "local layers, which another process does not know; save the model "
+                "(model.save), and wrap the optimizer of the loaded one"
+            )
+        fields = vars(self.options).copy()
+        del fields["process_set"]
+        return _unpickled, (self.distribute, fields)
+
+
+def _unpickled(distribute: Callable[[Any, Options], Any], fields: dict[str, Any]) -> Wrapping:
+    options = Options(process_set=global_process_set, **fields)
+    return Wrapping(distribute, options, LocalVariables(options.scale_local))
+
+
+class MarkedName(str):
+    """The name of a distributed optimizer in its configuration, with its `Wrapping`.
+
+    Keras passes strings on unchanged, so the wrapping survives serialization in memory. A file
+    has the plain name.
+    """
+
+    wrapping: Wrapping
+
+    def __deepcopy__(self, memo: object) -> MarkedName:
+        return self
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
+
+
+def keep_wrapping(kind: Any) -> None:
+    """Have ``from_config`` of a class return distributed optimizers for their configurations."""
+    original = kind.from_config.__func__
+
+    @functools.wraps(original)
+    def from_config(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        name = config.get("name")
+        if not isinstance(name, MarkedName):
+            return original(cls, config, *args, **kwargs)
+        made = original(cls, {**config, "name": str(name)}, *args, **kwargs)
+        return name.wrapping.apply(made)
+
+    kind.from_config = classmethod(from_config)
+
+
+def kinds_with(method: str, kind: Any) -> list[Any]:
+    """Return a class and those of its subclasses that have a method of their own."""
+    found = [kind]
+    for each in kind.__subclasses__():
+        found += [one for one in kinds_with(method, each) if method in vars(one)]
+    return found
+
+
+def with_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model's ``__reduce__``, by which copies of a model get distributed optimizers."""
+
+    @functools.wraps(original)
+    def reduce(self: Any) -> Any:
+        part, reduced = distributed_part(getattr(self, "optimizer", None)), original(self)
+        if part is None or len(reduced) > 2:
+            return reduced
+        return _copied, (*reduced, part._wrapping)
+
+    return reduce
+
+
+def _copied(make: Callable[..., Any], args: tuple[Any, ...], wrapping: Wrapping) -> Any:
+    """Return a copy of a model whose optimizer is distributed."""
+    model = make(*args)
+    wrapping.apply(model.optimizer)
+    return model
+
+
 class Distributed:
     """A mixin for the class of every distributed optimizer."""
 
     _hvdlite: Synchronizer
     _original: type[Any]  # the class without hvdlite
+    _wrapping: Wrapping
 
     @property
     def stepped(self) -> bool:
@@ -243,9 +354,21 @@ class Distributed:
         self._hvdlite.average_weights()
 
     @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an optimizer that is not distributed; wrap it."""
-        return cls._original.from_config(*args, **kwargs)
+    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Create an optimizer that is distributed in the same way.
+
+        Raises:
+            ValueError: This one has ``model=``, or local layers or variables.
+        """
+        made = cls._original.from_config(config, *args, **kwargs)
+        return made if distributed_part(made) is not None else cls._wrapping.apply(made)
+
+    def _marked(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return a configuration from which Keras makes distributed optimizers."""
+        if "name" in config:
+            name = config["name"] = MarkedName(config["name"])
+            name.wrapping = self._wrapping
+        return config
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -263,18 +386,35 @@ class Distributed:
 
     def _refuse_copy(self) -> NoReturn:
         raise TypeError(
-            "a DistributedOptimizer cannot be copied or pickled: a copy would not exchange its "
-            "gradients; make a new optimizer from get_config(), and wrap that"
+            "a DistributedOptimizer cannot be copied or pickled; "
+            "type(optimizer).from_config(optimizer.get_config()) makes another one, without state"
         )
 
 
-def make_distributed(optimizer: Any, mixin: type[Distributed], synchronizer: Synchronizer) -> Any:
-    """Change the class of an optimizer to a distributed subclass with the same name."""
+def make_distributed(
+    optimizer: Any,
+    mixin: type[Distributed],
+    synchronizer: Synchronizer,
+    distribute: Callable[[Any, Options], Any],
+) -> Any:
+    """Change the class of an optimizer to a distributed subclass with the same name.
+
+    Args:
+        optimizer: To be changed.
+        mixin: Overrides its methods.
+        synchronizer: Exchanges its gradients.
+        distribute: Makes other optimizers distributed in the same way.
+    """
     original = type(optimizer)
     subclass = type(
         original.__name__,
         (mixin, original),
-        {"__module__": original.__module__, "__doc__": original.__doc__, "_original": original},
+        {
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+            "_original": original,
+            "_wrapping": Wrapping(distribute, synchronizer.options, synchronizer.local),
+        },
     )
     # Plain setattr would make Keras track the value as a part of the optimizer's state.
     object.__setattr__(optimizer, "_hvdlite", synchronizer)
@@ -318,7 +458,7 @@ def with_recompilation(
     return make_train_function
 
 
-def moments_in(
+def kept_in(
     attributes: Mapping[str, Any], index: int, size: int, fits: Callable[[Any], bool]
 ) -> dict[str, Any]:
     """Return what an optimizer keeps for one of its variables, by the attribute's name.
@@ -329,7 +469,7 @@ def moments_in(
         attributes: Attributes of the optimizer.
         index: Index of the variable.
         size: Number of variables.
-        fits: Tells if an object can be a moment of the variable.
+        fits: Tells if an object is what is looked for.
     """
     other_lists = {"_variables", "_trainable_variables"}
     return {

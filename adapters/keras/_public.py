@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hvdlite import allgather_object, barrier, broadcast_object, common, shard
+from hvdlite import allgather_object, barrier, broadcast_object, common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.keras import callbacks, elastic
 from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
+from hvdlite.keras._data import shard
 from hvdlite.keras._keras3 import ADAPTER, framework, keras
 from hvdlite.keras._seeding import seed_keras as _seed_keras
 from hvdlite.keras._values import (

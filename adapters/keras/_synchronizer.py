@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from weakref import WeakSet
 
 from hvdlite import runtime, virtual_ranks
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.gradients import check_not_local, describe_optimizer
+from hvdlite.gradients import check_not_local
+from hvdlite.keras._replicas import OptimizerReplica
 from hvdlite.process_sets import ProcessSet, is_outside
 from hvdlite.reduction import ReduceOp
 from hvdlite.schedule import ExchangeSchedule, ExchangeState, LocalSteps, check_unweighted
@@ -54,12 +54,20 @@ class Options:
         return self.schedule is None and self.reduction.op is not ReduceOp.ADASUM
 
     def check_steps(self, accumulates: bool, scales_loss: bool) -> None:
-        """Refuse optimizers whose calls are not all steps if ranks make local steps.
+        """Refuse optimizers whose calls are not all steps if a call may be none of all ranks.
 
         Args:
             accumulates: Keras accumulates the gradients of several calls.
             scales_loss: Keras scales the loss and skips steps that overflow.
+
+        Raises:
+            ValueError: Ranks make local steps, or there are virtual ranks.
         """
+        if scales_loss:
+            virtual_ranks.refuse(
+                "a LossScaleOptimizer, by which parts of one step get different factors,",
+                "use mixed_bfloat16, which needs no loss scaling",
+            )
         if self.schedule is None:
             return
         if accumulates:
@@ -148,6 +156,9 @@ class LocalVariables:
         self._variables: list[Any] = []
         self._layers: list[Any] = []
 
+    def __bool__(self) -> bool:
+        return bool(self._variables or self._layers)
+
     def add(self, variables: Iterable[Any] = (), layers: Any = None) -> None:
         """Add variables, and those of a layer or several, which need not be built yet."""
         self._variables += variables
@@ -195,7 +206,7 @@ class Synchronizer:
     Attributes:
         leaves_out: Whether it does so if averages are not finite and HVDLITE_NOT_FINITE=skip.
         state: What compression and schedule remember of the variables.
-        describe_optimizer: Returns what ranks compare of the optimizer.
+        replica: What ranks compare of the optimizer.
         uncompared: Returns the number of exchanges before ranks compare their replicas.
         steps_before_broadcast: This number: more than one if the variables are broadcast later.
         is_suspended: A caller around the optimizer exchanges the gradients.
@@ -219,7 +230,7 @@ class Synchronizer:
         self.state: Any = ExchangeState(StrategyState())
         self.steps_before_broadcast = 1
         # Comparisons live as long as the variables. They keep these, and must not keep the rest.
-        self.describe_optimizer = partial(_describe, weakref.ref(optimizer))
+        self.replica = OptimizerReplica(optimizer)
         self.uncompared = partial(_uncompared, weakref.ref(self))
         self.is_suspended = False
         self.pending: set[int] = set()
@@ -387,16 +398,6 @@ class Synchronizer:
         return steps
 
 
-def unique(names: Iterable[str]) -> list[str]:
-    """Return names with the repeated ones numbered: ``w``, ``w#1``, ``w#2``."""
-    seen: Counter[str] = Counter()
-    result = []
-    for name in names:
-        result.append(f"{name}#{seen[name]}" if seen[name] else name)
-        seen[name] += 1
-    return result
-
-
 def _identities(variable: Any) -> set[int]:
     """Return the ids of a variable: of Keras' object, and of the framework's inside it."""
     inner = getattr(variable, "value", None)
@@ -404,29 +405,6 @@ def _identities(variable: Any) -> set[int]:
     return {id(variable)} if inner is None or callable(inner) else {id(variable), id(inner)}
 
 
-def _describe(reference: Callable[[], Any]) -> list[tuple[str, Any]]:
-    """Return the class and the options of an optimizer, with the configuration of schedules."""
-    optimizer = reference()
-    if optimizer is None:
-        return []
-    # For a distributed optimizer, `__class__` is the class without hvdlite.
-    return describe_optimizer(optimizer.__class__.__name__, _options_of(optimizer))
-
-
 def _uncompared(reference: Callable[[], Synchronizer | None]) -> int:
     synchronizer = reference()
     return 1 if synchronizer is None else synchronizer.steps_before_broadcast
-
-
-def _options_of(optimizer: Any) -> dict[str, Any]:
-    if hasattr(optimizer, "get_config"):
-        try:
-            return dict(optimizer.get_config())
-        except Exception:  # user-defined classes may lack it
-            return {}
-    attributes = {name.lstrip("_"): value for name, value in vars(optimizer).items()}
-    return {
-        name: value
-        for name, value in attributes.items()
-        if isinstance(value, float) or (isinstance(value, bool) and name != "use_locking")
-    }

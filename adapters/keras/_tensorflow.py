@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,10 +16,10 @@ from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, are_finite
 from hvdlite.tensorflow.local_steps import VariableSteps
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
-from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
+from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
 from hvdlite.tensorflow.virtual import VirtualSteps
 
-__all__ = ["CONVERSION", "Backend", "as_dense", "unconverted", "is_traced", "pin_device"]
+__all__ = ["CONVERSION", "Backend", "after", "as_dense", "unconverted", "is_traced", "pin_device"]
 
 
 class Backend:
@@ -26,6 +27,8 @@ class Backend:
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         options = synchronizer.options
+        synchronizer.replica.read = _read_number
+        checks = ReplicaChecks(synchronizer.replica, synchronizer.uncompared)
         self._allreduce = GradientAllreduce(
             options.strategy,
             options.reduction,
@@ -33,13 +36,10 @@ class Backend:
             options.process_set,
             LABEL,
             synchronizer.state.state,
-            ReplicaChecks(synchronizer.describe_optimizer, synchronizer.uncompared)
-            if options.replicates
-            else None,
+            checks if options.replicates else None,
             synchronizer.leaves_out,
         )
         self.divide_by_size = self._allreduce.divide_by_size
-        checks = ReplicaChecks(synchronizer.describe_optimizer, synchronizer.uncompared)
         self._make_virtual_steps = partial(VirtualSteps, options, LABEL, checks)
 
     @unconverted
@@ -70,6 +70,25 @@ class Backend:
             [value_of(variable) for variable in variables],
             [{name: value_of(each) for name, each in own.items()} for own in moments],
         )
+
+
+def _read_number(variable: Any) -> float:
+    number: float = read(value_of(variable)).numpy().item()
+    return number
+
+
+def after(gradients: Sequence[Gradient]) -> AbstractContextManager[None]:
+    """Make operations of a graph wait for the exchange, which also compares variables.
+
+    An update that uses no gradient, like the count of steps, could come too early.
+    """
+    if tf.executing_eagerly():
+        return nullcontext()
+    parts = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+    # Those of local variables have not been exchanged, so all are waited for.
+    exchanged = tf.group(*(each for each in parts if each is not None))
+    waits: AbstractContextManager[None] = tf.control_dependencies([exchanged])
+    return waits
 
 
 def is_traced() -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,16 +22,19 @@ from hvdlite.gradients import (
     weight_label,
 )
 from hvdlite.interrupts import leave, uninterrupted
-from hvdlite.keras._synchronizer import LABEL, Synchronizer, unique
+from hvdlite.keras._synchronizer import LABEL, Synchronizer
+from hvdlite.keras._values import unique
 from hvdlite.schedule import LocalSteps
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.scheduled import TensorWeights
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 
-__all__ = ["CONVERSION", "Backend", "as_dense", "unconverted", "is_traced", "pin_device"]
+__all__ = ["CONVERSION", "Backend", "after", "as_dense", "unconverted", "is_traced", "pin_device"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# Rows of variables on a GPU are copied, and waited for, in one of so many exchanges.
+_GPU_STRIDE = 16
 _REMEDY = "model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])"
 
 
@@ -40,7 +45,7 @@ class Backend:
         self._options = synchronizer.options
         self._leaves_out = synchronizer.leaves_out
         self._state = synchronizer.state.state
-        self._describe_optimizer = synchronizer.describe_optimizer
+        self._replica = synchronizer.replica
         self._uncompared = synchronizer.uncompared
         self._checks: dict[tuple[Parameter, ...], ReplicaCheck] = {}
         # A new world has a new engine; the old one's exchanges are freed with it.
@@ -118,14 +123,20 @@ class Backend:
     ) -> ReplicaCheck:
         """Return the check that compares these variables, and the optimizer, across ranks."""
         if parameters not in self._checks:
-            labels = [weight_label(parameter.name) for parameter in parameters]
-            pairs = list(zip(labels, variables, strict=True))
+            named = list(zip((each.name for each in parameters), variables, strict=True))
+
+            def values() -> list[tuple[str, Callable[[], Any]]]:
+                weights = [(weight_label(name), variable) for name, variable in named]
+                state = self._replica.state(named)
+                return [(label, partial(_find, each)) for label, each in (*weights, *state)]
+
             self._checks[parameters] = ReplicaCheck(
-                self._describe_optimizer,
-                lambda: ((label, each.value.detach) for label, each in pairs),
+                self._replica.options,
+                values,
                 _REMEDY,
                 self._uncompared,
-                to_array,
+                _to_array,
+                lambda: 1 if all(each.value.is_cpu for each in variables) else _GPU_STRIDE,
             )
         return self._checks[parameters]
 
@@ -144,6 +155,16 @@ class Backend:
                 state=self._state,
             )
         return exchanges[parameters]
+
+
+def _find(variable: Any) -> Any:
+    """View a variable as an array; on another device as a tensor, of which rows are copied."""
+    tensor = variable.value.detach()
+    return to_array(tensor) if tensor.is_cpu else tensor
+
+
+def _to_array(rows: Any) -> Any:
+    return to_array(rows) if isinstance(rows, torch.Tensor) else rows
 
 
 class TensorSteps:
@@ -198,6 +219,11 @@ def _start(
 def unconverted(function: _Function) -> _Function:
     """Return a function unchanged; nothing rewrites functions here."""
     return function
+
+
+def after(gradients: Sequence[Any]) -> AbstractContextManager[None]:
+    """Return a context without effect: here nothing runs before its turn."""
+    return nullcontext()
 
 
 def is_traced() -> bool:

@@ -5,16 +5,18 @@ Arrays, numbers, tensors and variables go in, numpy arrays come out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, runtime, world
+from hvdlite import collectives, runtime, virtual_ranks, world
 from hvdlite.arrays import describe
 from hvdlite.compression import Compression, Strategy
 from hvdlite.keras._seeding import different_on, is_seed
 from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.recipe.seeding import seed_frameworks
 from hvdlite.reduction import ReduceOp
 
 
@@ -184,7 +186,8 @@ def broadcast_arrays(
 ) -> list[Any]:
     """Return the arrays of rank ``root_rank``, after a comparison of names, shapes and dtypes.
 
-    Seeds of random layers follow from those of rank ``root_rank``, and differ between ranks.
+    Seeds of random layers follow from those of rank ``root_rank``, and differ between ranks. With
+    virtual ranks they stay, because each part of a step has its own.
     """
     engine = runtime.engine(process_set)
     prefix = name or engine.unnamed("broadcast_variables")
@@ -199,14 +202,18 @@ def broadcast_arrays(
         for number, (each, array) in enumerate(zip(names, arrays, strict=True))
     ]
     values = [handle.wait() for handle in handles]
-    return [
-        different_on(world.rank(), value) if is_seed(each) else value
-        for each, value in zip(names, values, strict=True)
-    ]
+    for number, each in enumerate(names):
+        if is_seed(each):
+            own = virtual_ranks.current is not None
+            values[number] = arrays[number] if own else different_on(world.rank(), values[number])
+    return values
 
 
 def differ_by_rank(variables: Sequence[Any]) -> None:
     """Give the seeds of random layers among the variables other values on each rank."""
+    if virtual_ranks.current is not None:
+        seed_frameworks()  # whatever has drawn from them
+        return
     for variable in variables:
         if is_seed(variable.name):
             variable.assign(different_on(world.rank(), to_array(variable)))
@@ -235,3 +242,13 @@ def to_array(value: Any) -> Any:
 
         return torch_to_array(value.detach())
     return np.asarray(value)
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Return names with the repeated ones numbered: ``w``, ``w#1``, ``w#2``."""
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        result.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return result

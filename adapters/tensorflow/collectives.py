@@ -70,7 +70,9 @@ def allreduce(
         ignore_name_scope: Accepted as in Horovod; names never get a scope's prefix.
 
     Returns:
-        A new tensor, bitwise the same on all ranks (slices for slices).
+        A new tensor, bitwise the same on all ranks (slices for slices). Integers stay integers, and
+        an average is rounded towards zero, also of slices, for which Horovod returns floats: a
+        dense tensor and its slices then have the same average and dtype.
 
     Raises:
         ValueError: ``op`` and ``average`` contradict each other, the reduction is not defined for

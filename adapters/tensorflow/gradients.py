@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,7 @@ from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.tensors import engine, run, value_of
-from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
+from hvdlite.tensorflow.variables import GivenWeights, ReplicaChecks, parameters_of, read
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
@@ -133,8 +133,15 @@ class GradientAllreduce:
         }
         check = None if self._checks is None else self._checks.of(sources, self._process_set)
         reduced: list[Gradient] = [None] * len(gradients)
-        with in_order():
+        earlier: list[tf.Tensor] = []
+        given = None
+        if self._checks is not None and check is not None and not tf.executing_eagerly():
+            given = self._checks.given(sources)
+            earlier = [] if given else _updates_before(check, self._checks, sources)
+        with in_order(), tf.control_dependencies(earlier):
             exchange = _BucketExchange(spec, dense, weight, check, self._leaves_out)
+            if given is not None:
+                exchange.give_weights(given, list(map(value_of, sources)))
             for number, gradient in exchange.run().items():
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
@@ -164,6 +171,26 @@ def are_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     return tf.reduce_all([True, *(tf.reduce_all(tf.math.is_finite(each)) for each in dense)])
 
 
+# For each graph, the comparisons that it makes.
+_compared_in: WeakKeyDictionary[tf.Graph, set[int]] = WeakKeyDictionary()
+
+
+def _updates_before(
+    check: ReplicaCheck, checks: ReplicaChecks, sources: Sequence[Any]
+) -> list[tf.Tensor]:
+    """Return what exists when the graph has made its earlier updates of what is compared.
+
+    A script may set the rate in the graph that makes the step. Other variables are updated by an
+    earlier step of the same graph, if it makes several.
+    """
+    variables = checks.option_variables()
+    made = _compared_in.setdefault(tf.compat.v1.get_default_graph(), set())
+    if id(check) in made:
+        variables += checks.compared(sources)
+    made.add(id(check))
+    return [read(variable) for variable in variables]
+
+
 def _hold_updates(sources: Sequence[Any], reduced: Sequence[Gradient]) -> None:
     """Make updates of variables wait for the exchange that compares them.
 
@@ -178,7 +205,7 @@ def _hold_updates(sources: Sequence[Any], reduced: Sequence[Gradient]) -> None:
     with tf.control_dependencies([gradient]):
         for variable in map(value_of, sources):
             if isinstance(variable, tf.Variable):
-                tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+                read(variable)
 
 
 def densified(gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -289,6 +316,14 @@ class _BucketExchange:
         self._plan = plan_for(spec.in_buckets, spec.strategy, settings)
         self._runs = [list(self._runs_of(members)) for members in self._plan]
         self._foreign: list[int] = []  # gradients that only other ranks have; in eager mode
+        self._given: GivenWeights | None = None
+        self._weights: list[tf.Tensor] = []
+
+    def give_weights(self, given: GivenWeights, sources: Sequence[Any]) -> None:
+        """Have the graph give the values of variables to the comparison."""
+        self._given = given
+        variables = [source for source in sources if isinstance(source, tf.Variable)]
+        self._weights = [tf.convert_to_tensor(variable) for variable in variables]
 
     def _runs_of(self, members: Sequence[int]) -> Iterator[list[int]]:
         """Yield the gradients of a bucket that are here: small neighbours together, in graphs."""
@@ -309,8 +344,9 @@ class _BucketExchange:
     def run(self) -> dict[int, tf.Tensor]:
         """Return the reduced gradients, in eager mode also those that only other ranks have."""
         if not self._plan:
-            spec, check = self._spec, self._check
-            run(lambda: _compare(spec, check), [], [], spec.process_set)
+            spec, check, given = self._spec, self._check, self._given
+            compare = partial(_compare, spec, check, given)
+            run(compare, self._weights, [], spec.process_set)
         here = [number for runs in self._runs for numbers in runs for number in numbers]
         own = [self._gradients[number] for number in here]
         results = self._differentiable(own) if own else self._exchange(own)
@@ -347,8 +383,10 @@ class _BucketExchange:
         spec, plan, check = self._spec, self._plan, self._check
         for index, runs in enumerate(self._runs):
             joined = [_concatenate([next(tensors) for _ in numbers]) for numbers in runs]
-            start = _starter(spec, plan, index, [numbers[0] for numbers in runs], check)
-            run(start, [*joined, *self._weight], [], spec.process_set)
+            first = [numbers[0] for numbers in runs]
+            weights = [] if index else self._weights
+            start = _starter(spec, plan, index, first, check, None if index else self._given)
+            run(start, [*joined, *weights, *self._weight], [], spec.process_set)
 
     def _finish(self) -> list[tf.Tensor]:
         parameters = self._spec.in_buckets
@@ -359,7 +397,7 @@ class _BucketExchange:
             tf.TensorSpec(_joined_shape(each), tf.as_dtype(parameters[numbers[0]].dtype))
             for each, numbers in zip(shapes, runs, strict=True)
         ]
-        finish = _finisher(self._spec, self._plan, runs, foreign, self._leaves_out)
+        finish = _finisher(self._spec, self._plan, runs, foreign, self._leaves_out, self._given)
         found = run(finish, [], specs, self._spec.process_set)
         results = []
         for tensor, each in zip(found, shapes, strict=False):
@@ -376,8 +414,12 @@ def _starter(
     index: int,
     numbers: Sequence[int],
     check: ReplicaCheck | None,
+    given: GivenWeights | None,
 ) -> Callable[..., list[Any]]:
-    """Return a function of gradients, and of a weight, that starts the exchange of a bucket."""
+    """Return a function that starts the exchange of a bucket.
+
+    It takes gradients, then weights, if they are given, then a number of samples, if there is one.
+    """
 
     def start(*arrays: Any) -> list[Any]:
         exchange = spec.connect()  # in the world in which the graph runs
@@ -388,7 +430,9 @@ def _starter(
                 "function anew after init()"
             )
         gradients = dict(zip(numbers, map(np.asarray, arrays), strict=False))
-        weight = arrays[len(numbers) :]
+        weight: Sequence[Any] = arrays[len(numbers) :]
+        if given is not None:
+            weight = given.keep(weight)
         samples = checked_samples(weight[0]) if weight else None
         exchange.start_bucket(index, gradients, samples, check)
         return []
@@ -402,6 +446,7 @@ def _finisher(
     runs: Sequence[Sequence[int]],
     foreign: list[int] | None,
     leaves_out: bool,
+    given: GivenWeights | None,
 ) -> Callable[[], list[Any]]:
     """Return a function that waits for all buckets and returns the averages.
 
@@ -412,9 +457,17 @@ def _finisher(
         foreign: Gets the gradients that only other ranks have, which then come last; None: they
             are refused, because a graph's structure is fixed.
         leaves_out: As for `GradientBuckets.finish_bucket`.
+        given: Weights to be released when the ranks have compared them.
     """
 
     def finish() -> list[Any]:
+        try:
+            return wait()
+        finally:
+            if given is not None:
+                given.keep([])
+
+    def wait() -> list[Any]:
         exchange = spec.connect()
         here = {number for numbers in runs for number in numbers}
         for index, members in enumerate(plan):
@@ -430,8 +483,12 @@ def _finisher(
     return finish
 
 
-def _compare(spec: ExchangeSpec, check: ReplicaCheck | None) -> list[Any]:
+def _compare(
+    spec: ExchangeSpec, check: ReplicaCheck | None, given: GivenWeights | None, *weights: Any
+) -> list[Any]:
     """Compare the ranks' sources, as the first bucket does, where there is no bucket."""
+    if given is not None:
+        given.keep(weights)
     spec.connect().compare(check)
     return []
 

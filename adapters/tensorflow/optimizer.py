@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdlite.compression import Compression
 from hvdlite.keras._optimizer import Distributed, KerasAdapter, make_distributed
+from hvdlite.keras._replicas import kept_in_common
 from hvdlite.keras._synchronizer import Options, Synchronizer
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Average, ReduceOp
@@ -115,6 +116,15 @@ class _DistributedV1(Distributed):
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         return list(zip(self._hvdlite.reduce(gradients, variables), variables, strict=True))
 
+    def _kept_for(self, variable: Any) -> dict[str, Any]:
+        names = self.get_slot_names()  # type: ignore[attr-defined]
+        slots = {name: self.get_slot(variable, name) for name in names}  # type: ignore[attr-defined]
+        return {name: slot for name, slot in slots.items() if slot is not None}
+
+    def _kept_in_common(self) -> list[Any]:
+        slots = self._slots.values()  # type: ignore[attr-defined]
+        return kept_in_common(self, (slot for named in slots for slot in named.values()))
+
 
 def _distribute_v1(optimizer: Any, options: Options) -> Any:
     from hvdlite.keras._tensorflow import Backend  # which imports this package
@@ -133,4 +143,4 @@ def _distribute_v1(optimizer: Any, options: Options) -> Any:
         )
     # Its gradients are averaged long before it applies them.
     synchronizer = Synchronizer(optimizer, options, Backend, leaves_out=False)
-    return make_distributed(optimizer, _DistributedV1, synchronizer)
+    return make_distributed(optimizer, _DistributedV1, synchronizer, _distribute_v1)

@@ -66,8 +66,9 @@ class DistributedGradientTape(tf.GradientTape):
     Functions with ``jit_compile=True`` are refused while they are traced, because XLA cannot
     compile the exchange. So are strategies of ``tf.distribute`` with several replicas.
 
-    With the second exchange of its sources' gradients, the ranks compare their variables
-    (``HVDLITE_CHECK_RANKS=error``, ``warn`` or ``off``): a forgotten broadcast is an error.
+    With the second exchange of its sources' gradients, the ranks compare their variables, and with
+    each further one a slice of them (``HVDLITE_CHECK_RANKS=error``, ``warn`` or ``off``): a
+    forgotten broadcast is an error, and so is a variable that one rank has changed alone.
 
     ``jacobian`` and ``batch_jacobian`` are not reduced.
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from hvdlite.compression import Parameter
 from hvdlite.gradients import ReplicaCheck, weight_label
-from hvdlite.keras._synchronizer import unique
+from hvdlite.keras._replicas import OptimizerReplica
+from hvdlite.keras._values import unique
 from hvdlite.process_sets import ProcessSet
+from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.tensors import dtype_of, to_array, value_of
 
 _REMEDY = (
@@ -85,52 +88,142 @@ def _drop(reference: weakref.ref[WeakVariablesDict[Any]], key: tuple[Any, ...]) 
 
 
 class ReplicaChecks:
-    """The comparisons across ranks of the variables that an optimizer, or tapes, train."""
+    """The comparisons across ranks of the variables that an optimizer, or tapes, train.
+
+    Args:
+        replica: What is compared of the optimizer; None: nothing is.
+        uncompared: Returns the number of exchanges before the first comparison.
+    """
 
     def __init__(
         self,
-        describe_optimizer: Callable[[], list[tuple[str, Any]]] = list,
+        replica: OptimizerReplica | None = None,
         uncompared: Callable[[], int] = lambda: 1,
     ) -> None:
-        self._describe_optimizer = describe_optimizer
+        self._replica = replica
         self._uncompared = uncompared
         self._checks: WeakVariablesDict[ReplicaCheck] = WeakVariablesDict()
+        self._given: WeakVariablesDict[GivenWeights] = WeakVariablesDict()
 
     def of(self, sources: Sequence[Any], process_set: ProcessSet) -> ReplicaCheck | None:
         """Return the comparison of some variables; None: there is nothing to compare."""
         inner = [value_of(source) for source in sources]
         variables = [variable for variable in inner if isinstance(variable, tf.Variable)]
-        # In a graph for a session, no function could read them.
-        if not variables or not tf.compat.v1.executing_eagerly_outside_functions():
+        if not variables:
             return None
+        stride = _GPU_STRIDE if any(map(_is_on_gpu, variables)) else 1
 
         def make() -> ReplicaCheck:
             return ReplicaCheck(
-                self._describe_optimizer, _values(sources, inner), _REMEDY, self._uncompared
+                list if self._replica is None else self._replica.options,
+                self.given(sources) or self._lister(sources),
+                _REMEDY,
+                self._uncompared,
+                stride=lambda: stride,
             )
 
         return self._checks.of(variables, make, id(process_set))
 
+    def given(self, sources: Sequence[Any]) -> GivenWeights | None:
+        """Return what keeps weights that a graph for a session gives; None: it is another one."""
+        if not for_session():
+            return None
+        inner = [value_of(source) for _, source in _named_variables(sources)]
+        return self._given.of(inner, lambda: GivenWeights(sources))
 
-def _values(
-    sources: Sequence[Any], inner: Sequence[Any]
-) -> Callable[[], list[tuple[str, Callable[[], Any]]]]:
-    """Return a function that returns the labels of variables, and what reads each."""
-    named = [
-        (weight_label(name), partial(_read, weakref.ref(variable)))
-        for name, variable in zip(unique_names(sources), inner, strict=True)
-        if isinstance(variable, tf.Variable)
-    ]
-    return lambda: [*named]
+    def option_variables(self) -> list[tf.Variable]:
+        """Return the variables that are options of the optimizer."""
+        return (
+            [] if self._replica is None else list(map(value_of, self._replica.option_variables()))
+        )
+
+    def compared(self, sources: Sequence[Any]) -> list[tf.Variable]:
+        """Return all other variables that the comparison of some variables reads."""
+        named = _named_variables(sources)
+        state = [] if self._replica is None else self._replica.state(named)
+        return [value_of(each) for _, each in (*named, *state)]
+
+    def _lister(self, sources: Sequence[Any]) -> Callable[[], list[tuple[str, Find]]]:
+        """Return a function that lists what is compared now."""
+        named = [(name, weakref.ref(source)) for name, source in _named_variables(sources)]
+        replica = self._replica
+
+        def values() -> list[tuple[str, Find]]:
+            living = [(name, found) for name, source in named if (found := source()) is not None]
+            state = [] if replica is None else replica.state(living)
+            weights = [(weight_label(name), source) for name, source in living]
+            return [
+                (label, partial(_find, weakref.ref(value_of(v)))) for label, v in [*weights, *state]
+            ]
+
+        return values
 
 
-def _read(reference: Callable[[], tf.Variable | None]) -> Any:
-    """View the value of a variable, if it is still there, unseen by tapes and functions.
+class GivenWeights:
+    """The weights that a graph for a session gives to an exchange, since no function reads them."""
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        self._labels = [weight_label(name) for name, _ in _named_variables(sources)]
+        self._arrays: Sequence[Any] = []
+
+    def __call__(self) -> list[tuple[str, Find]]:
+        """List them, for a `ReplicaCheck`."""
+        return [(label, partial(self._find, number)) for number, label in enumerate(self._labels)]
+
+    def keep(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Keep the values during an exchange, and return what follows them.
+
+        None: release them, because updates need the memory.
+        """
+        count = len(self._labels)
+        self._arrays = arrays[:count]
+        return arrays[count:]
+
+    def _find(self, number: int) -> Any:
+        return np.asarray(self._arrays[number]) if self._arrays else None
+
+
+Find = Callable[[], Any]
+# Rows of variables on a GPU are copied, and waited for, in one of so many exchanges.
+_GPU_STRIDE = 16
+
+
+def _named_variables(sources: Sequence[Any]) -> list[tuple[str, Any]]:
+    pairs = zip(unique_names(sources), sources, strict=True)
+    return [pair for pair in pairs if isinstance(value_of(pair[1]), tf.Variable)]
+
+
+def _is_on_gpu(variable: tf.Variable) -> bool:
+    return "GPU" in str(variable.device)
+
+
+def _find(reference: Callable[[], tf.Variable | None]) -> Any:
+    """View a variable's value, or what can be sliced into one; None: it is gone.
 
     Also called by the Python function of a graph, where eager mode is on.
     """
     variable = reference()
     if variable is None:
         return None
-    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-    return to_array(value)
+    return _Rows(variable) if _is_on_gpu(variable) else to_array(read(variable))
+
+
+class _Rows:
+    """A variable on an accelerator, of which single rows are copied to the host."""
+
+    def __init__(self, variable: tf.Variable) -> None:
+        self._variable = variable
+        self.shape = tuple(variable.shape)
+        self.dtype = dtype_of(variable.dtype)
+        self.itemsize = self.dtype.itemsize
+
+    def __getitem__(self, rows: slice) -> Any:
+        return to_array(read(self._variable)[rows])
+
+    def reshape(self, size: int) -> Any:
+        return to_array(read(self._variable)).reshape(size)
+
+
+def read(variable: tf.Variable) -> tf.Tensor:
+    """Return the value of a variable unseen by tapes and functions."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.record import could_possibly_record
 
 from hvdlite import HorovodInternalError, runtime, virtual_ranks
 from hvdlite.compression import Parameter
@@ -20,7 +24,7 @@ from hvdlite.process_sets import global_process_set
 from hvdlite.recipe.seeding import seed_frameworks, seed_part
 from hvdlite.tensorflow.gradients import densified
 from hvdlite.tensorflow.tensors import dtype_of, engine, like, run, unconverted, value_of
-from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of
+from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
 
 
 class VirtualSteps:
@@ -49,7 +53,7 @@ class VirtualSteps:
             options.reduction,
             self._buffers.parameters,
         )
-        self._variables: list[Any] = []
+        self._compared: list[Any] = []
         self._generators: list[Any] | None = None
         self.stepped = False
         seed_frameworks()
@@ -84,26 +88,36 @@ class VirtualSteps:
             virtual_ranks.refuse("a gradient of tf.IndexedSlices", "pass sparse_as_dense=True")
         here = [number for number, gradient in enumerate(dense) if gradient is not None]
         own = [tf.convert_to_tensor(dense[number]) for number in here]
-        buffers = self._buffers.variables
+        buffers, begins = self._buffers.variables, self._buffers.begins
         counts = [] if samples is None else [tf.cast(tf.convert_to_tensor(samples), tf.int64)]
         parameters = parameters_of(variables)
-        self._variables = [value_of(variable) for variable in variables]
+        self._compared = [*variables, *self._buffers.begins]
         if self._generators is None or not tf.executing_eagerly():
             self._generators = generators()
         states = [value_of(generator.state) for generator in self._generators]
 
         def end_part(*arrays: Any) -> list[Any]:
             given = dict(zip(here, arrays, strict=False))
-            values = arrays[len(here) : len(here) + len(buffers)]
+            values, before = np.split(np.arange(len(here), len(here) + 2 * len(buffers)), 2)
             count = int(arrays[-1]) if counts else None
             whole = [given.get(number) for number in range(len(parameters))]
-            return self._end_part(parameters, whole, here, values, count)
+            return self._end_part(
+                parameters,
+                whole,
+                here,
+                [arrays[number] for number in values],
+                [arrays[number] for number in before],
+                count,
+            )
 
-        reads = [tf.convert_to_tensor(buffer) for buffer in buffers]
-        specs = [tf.TensorSpec((), tf.bool), *map(like, own), *map(like, [*reads, *states])]
+        reads = [read(variable) for variable in (*buffers, *begins)]
+        results_like = [*own, *reads[: len(buffers)], *states]
+        specs = [tf.TensorSpec((), tf.bool), *map(like, results_like)]
         complete, *results = run(end_part, [*own, *reads, *counts], specs)
         for variable, value in zip([*buffers, *states], results[len(here) :], strict=True):
             variable.assign(value)
+        for begin, value in zip(begins, results[len(here) :], strict=False):
+            begin.assign(value)
         averages: list[Any] = [None] * len(parameters)
         for number, average in zip(here, results, strict=False):
             averages[number] = average
@@ -128,14 +142,17 @@ class VirtualSteps:
         gradients: Sequence[Any],
         here: Sequence[int],
         buffers: Sequence[Any],
+        begins: Sequence[Any],
         samples: int | None,
     ) -> list[Any]:
         """Return whether the step is complete, averages or zeros, and what buffers begin with."""
         exchange = self.exchange
         exchange.follow(runtime.engine(), parameters)
         if self._checks is not None:
-            exchange.check = self._checks.of(self._variables, global_process_set)
-        changed = self._buffers.changed(buffers)
+            exchange.check = self._checks.of(self._compared, global_process_set)
+        pairs = enumerate(zip(buffers, begins, strict=True))
+        changed = frozenset(n for n, (now, before) in pairs if not np.array_equal(now, before))
+        self._buffers.end_part()
         self.stepped = False
         outcome = None
         try:
@@ -155,13 +172,16 @@ class VirtualSteps:
                     "variables"
                 )
             averages = [np.array(outcome.averages[number]) for number in here]
-            self._buffers.begin_step(outcome.buffers)
+            begins = [
+                before if average is None else average
+                for before, average in zip(begins, outcome.buffers, strict=True)
+            ]
             self.stepped = True
         number = seed_part()
         return [
             np.bool_(self.stepped),
             *averages,
-            *map(np.array, self._buffers.values),
+            *map(np.array, begins),
             *(
                 np.array(state_of(generator, number), dtype_of(generator.state.dtype))
                 for generator in self._generators or ()
@@ -173,15 +193,17 @@ class ModelBuffers:
     """The weights of a model that are not trained, such as moving averages.
 
     Each part of a step begins with the same values, and ends with its own. Their average is what
-    the next step begins with, as far as any part has changed them.
+    the next step begins with, as far as any part has changed them. A script may change them
+    between steps, by loading a file, say, or by a forward pass. Therefore layers note what they
+    have when the first forward pass of a part begins, which is the first one under a tape.
 
     Args:
-        model: of Keras, built, with the weights that training begins with; None: there are none.
+        model: of Keras, built; None: there are none.
 
     Attributes:
         variables: of TensorFlow.
         parameters: describe them.
-        values: with which each part of this step begins.
+        begins: variables that keep what this part has begun with.
 
     Raises:
         ValueError: the model is not built.
@@ -198,19 +220,49 @@ class ModelBuffers:
             weights = model.non_trainable_weights
         self.variables = [value_of(weight) for weight in weights]
         self.parameters = parameters_of(weights)
-        self.values = [np.array(variable.numpy()) for variable in self.variables]
-
-    def changed(self, values: Sequence[Any]) -> frozenset[int]:
-        """Return the numbers of those that differ from what the part has begun with."""
-        pairs = enumerate(zip(values, self.values, strict=True))
-        return frozenset(n for n, (now, before) in pairs if not np.array_equal(now, before))
-
-    def begin_step(self, averages: Sequence[Any]) -> None:
-        """Take over the averages, which are None where nothing has changed."""
-        self.values = [
-            value if average is None else np.array(average)
-            for value, average in zip(self.values, averages, strict=True)
+        self.begins = [
+            tf.Variable(read(each), trainable=False, name=parameter.name)
+            for each, parameter in zip(self.variables, self.parameters, strict=True)
         ]
+        self._noted: set[tuple[int, ...]] = set()
+        self._noted_in: WeakKeyDictionary[tf.Graph, set[tuple[int, ...]]] = WeakKeyDictionary()
+        numbers = {id(weight): number for number, weight in enumerate(weights)}
+        for layer in () if model is None else model._flatten_layers():
+            own = (*layer._trainable_variables, *layer._non_trainable_variables)
+            here = tuple(numbers[id(weight)] for weight in own if id(weight) in numbers)
+            if here:
+                _note_before(layer, weakref.WeakMethod(self.note), here)
+
+    @unconverted
+    def note(self, numbers: tuple[int, ...]) -> None:
+        """Keep what some of them have, if this is their layer's first forward pass of a part."""
+        if not could_possibly_record():
+            return
+        noted = self._noted
+        if not tf.executing_eagerly():
+            noted = self._noted_in.setdefault(tf.compat.v1.get_default_graph(), set())
+        if numbers not in noted:
+            noted.add(numbers)
+            for number in numbers:
+                self.begins[number].assign(read(self.variables[number]))
+
+    def end_part(self) -> None:
+        """Expect another part."""
+        self._noted.clear()
+
+
+def _note_before(layer: Any, note: weakref.WeakMethod[Any], numbers: tuple[int, ...]) -> None:
+    """Have a layer call a function before each forward pass, as long as that exists."""
+    original = layer.call
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        living = note()
+        if living is not None:
+            living(numbers)
+        return original(*args, **kwargs)
+
+    object.__setattr__(layer, "call", call)  # Keras would track it
 
 
 def _done(result: Any) -> tf.Tensor:

@@ -90,7 +90,7 @@ class Batches(Member):
                     self._count(epoch, step)
             if numbered is not sharding:
                 sharding, indices = numbered, numbered.indices(epoch)
-            yield _take(self._data, indices[step - 1])
+            yield take(self._data, indices[step - 1])
         self._end(epoch)
 
     def _iterate_in_turns(self, turns: Turns) -> Iterator[Any]:
@@ -123,7 +123,7 @@ class Batches(Member):
         self._yielded += 1
         self._check_skipped(turns)
         seed_part()
-        return _take(self._data, indices)
+        return take(self._data, indices)
 
     @property
     def _left(self) -> int:
@@ -215,7 +215,7 @@ class Batches(Member):
         """
         virtual_ranks.refuse("epoch()", "iterate over the batches, after set_epoch(n)")
         whole = dataclasses.replace(self.sharding, done=0)
-        return (_take(self._data, indices) for indices in whole.indices(epoch))
+        return (take(self._data, indices) for indices in whole.indices(epoch))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (from 0) of the next iteration: the same on all ranks.
@@ -392,11 +392,12 @@ def _lengths(data: Any, name: str) -> Iterator[tuple[str, int]]:
             raise TypeError(f"{name} is a {type(data).__name__} without a length") from error
 
 
-def _take(data: Any, indices: npt.NDArray[np.int64]) -> Any:
+def take(data: Any, indices: npt.NDArray[np.int64]) -> Any:
+    """Return some samples of data, in the structure of the data."""
     if isinstance(data, dict):
-        return {key: _take(part, indices) for key, part in data.items()}
+        return {key: take(part, indices) for key, part in data.items()}
     if isinstance(data, tuple):
-        return tuple(_take(part, indices) for part in data)
+        return tuple(take(part, indices) for part in data)
     if hasattr(data, "iloc"):  # a data frame's brackets would take columns or labels
         return data.iloc[indices]
     if hasattr(data, "shape") and hasattr(data, "dtype"):

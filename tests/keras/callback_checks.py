@@ -105,6 +105,28 @@ def test_saved_models_know_nothing_of_hvdlite():
     assert close(loaded.get_weights(), plain.get_weights())
 
 
+def test_a_loaded_model_that_exchanges_nothing_is_reported():
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    path = Path(hvd.broadcast_object(tempfile.mkdtemp())) / f"model-{hvd.rank()}.keras"
+    model = make_model()
+    fit(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), *map(own, data()), BATCH)
+    model.save(path)
+    logging.getLogger("hvdlite").addHandler(handler)
+    try:
+        for load, told in ((hvd.load_model, 0), (keras.saving.load_model, hvd.rank() == 0)):
+            loaded = load(path)
+            broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            x, y = map(own, data())
+            loaded.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[broadcast])
+            found = [each for each in messages if "each rank trains by itself" in each]
+            assert len(found) == told
+    finally:
+        logging.getLogger("hvdlite").removeHandler(handler)
+    assert all("hvd.load_model(path)" in each for each in found)
+
+
 def optimizer_config(path):
     with zipfile.ZipFile(path) as archive:
         config = json.loads(archive.read("config.json"))
@@ -123,7 +145,25 @@ def test_custom_optimizers_are_saved_by_their_registered_name():
     assert wrapped == plain
     assert wrapped["registered_name"] == "somewhere>Own"
     copy = type(hvd.DistributedOptimizer(Own(0.1))).from_config({"learning_rate": 0.5})
-    assert type(copy) is Own
+    assert isinstance(copy, Own)
+    assert keras.saving.serialize_keras_object(copy)["registered_name"] == "somewhere>Own"
+
+
+def test_a_rate_that_follows_each_ranks_own_loss_is_found():
+    x, y = map(own, data(scale=1 + 9 * hvd.rank()))
+    plateau = keras.callbacks.ReduceLROnPlateau(
+        "loss", factor=0.5, patience=1, min_delta=1.0 if hvd.rank() else 1e-9
+    )
+    options = {"epochs": 8, "callbacks": [plateau]}
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0625))
+    with pytest.raises(hvd.MismatchError, match=r"learning_rate is .*MetricAverageCallback"):
+        fit(make_model(), optimizer, x, y, BATCH, **options)
+    averages = hvd.callbacks.MetricAverageCallback()
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1.0)
+    options["callbacks"] = [averages, plateau]
+    model, optimizer = make_model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.0625))
+    fit(model, optimizer, x, y, BATCH, **options)
+    assert same_on_all_ranks(model.get_weights())
 
 
 class Spy(keras.callbacks.Callback):
@@ -159,6 +199,20 @@ def test_variables_are_broadcast_before_the_first_update():
         assert all(spy.same), spy.same
         np.testing.assert_allclose(spy.rates, 0.01 * hvd.size(), rtol=1e-6)
         assert same_on_all_ranks([hvd.allreduce(v, op=hvd.Sum) for v in optimizer.variables])
+
+
+def test_callbacks_serve_one_model_after_the_other():
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.125, warmup_epochs=1)
+    for steps in (2, 4):
+        model, spy = make_model(seed=hvd.rank()), Spy()
+        x, y = (array[: steps * BATCH] for array in map(own, data()))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        fit(model, optimizer, x, y, BATCH, epochs=2, callbacks=[broadcast, warmup, spy])
+        assert all(spy.same)
+        size = hvd.size()
+        ramp = [0.125 * (1 + (step + 1) / steps * (size - 1)) / size for step in range(steps)]
+        np.testing.assert_allclose(spy.rates, [*ramp, *[0.125] * steps], rtol=1e-5)
 
 
 def test_metrics_are_averaged_before_others_see_them():

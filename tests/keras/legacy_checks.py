@@ -13,6 +13,8 @@ import tensorflow as tf
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as hvd
 from tests.keras.measures import (
+    check_copies,
+    check_drift,
     check_replicas,
     check_several_steps,
     close,
@@ -326,6 +328,15 @@ def test_schedules_and_loss_scaling():
             inside.apply_gradients([(tf.ones(1), tf.Variable([0.0]))])
 
 
+def test_what_is_made_from_a_distributed_optimizer_is_distributed():
+    def train(model, optimizer):
+        fit(model, optimizer, *map(own, data()), BATCH)
+
+    scaling = keras.mixed_precision.LossScaleOptimizer
+    for kind in KINDS:
+        check_copies(hvd, keras, kind, scaling, make_model(), train)
+
+
 def test_what_is_refused():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     with pytest.raises(ValueError, match="wrap it once"):
@@ -428,3 +439,8 @@ def test_replicas_that_differ_are_refused():
 def test_several_steps_in_one_execution_and_a_broadcast():
     for kind in KINDS:
         check_several_steps(keras, hvd, partial(kind, 0.02), make_model, *map(own, data()))
+
+
+def test_replicas_that_part_are_found():
+    for kind in KINDS:
+        check_drift(hvd, keras, kind, make_model, fit, *map(own, data()), BATCH)

@@ -50,6 +50,36 @@ def test_custom_loops():
         assert same_on_all_ranks(model.get_weights())
 
 
+def test_sharded_data_in_fit():
+    """Every sample counts once, and the same, in each epoch, also those of an uneven end."""
+    samples = 3 * BATCH * hvd.size() + 1
+    x, y = (array[:samples] for array in data())
+    for shuffles in (True, False):
+        batches = hvd.shard((x, y), BATCH, seed=5)
+        seen = []
+        for _ in range(2):
+            steps = [batches[step] for step in range(len(batches))]
+            seen.append(np.concatenate([part[0] for part in steps]))
+            batches.on_epoch_end()
+            means = [float(weights.mean()) for *_, weights in steps]
+            np.testing.assert_allclose(np.mean(hvd.allgather_object(means), axis=0), 1, rtol=1e-6)
+        for rows in seen:
+            everyone = np.concatenate(hvd.allgather_object(rows))
+            np.testing.assert_array_equal(np.sort(everyone[:, 0]), np.sort(x[:, 0]))
+        assert not np.array_equal(*seen)
+        looped = np.concatenate([part for part, _ in hvd.shard((x, y), BATCH, seed=5)])
+        np.testing.assert_array_equal(looped, seen[0])
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        model.compile(optimizer, "mse", jit_compile=False)
+        batches = hvd.shard((x, y), BATCH)
+        with exchanges() as count:
+            model.fit(batches, epochs=2, shuffle=shuffles, verbose=0)
+        assert len(count) == 2 * len(batches)
+        assert batches.position()[0] >= 2  # Keras may look at a batch, and end an epoch, before
+        assert same_on_all_ranks(model.get_weights())
+
+
 def uneven(step):
     """Return the number of rows of each rank in a step; some have none."""
     return [(3 * rank + 2 * step) % 5 for rank in range(hvd.size() - 1)] + [step + 1]

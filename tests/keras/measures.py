@@ -1,13 +1,17 @@
 """Helpers that count exchanges and compare ranks."""
 
 import contextlib
+import copy
 import logging
+import pickle
+import re
 
 import numpy as np
 import pytest
 
 import hvdlite
 from hvdlite import collectives, runtime
+from hvdlite.keras._optimizer import distributed_part
 
 
 @contextlib.contextmanager
@@ -110,6 +114,74 @@ def check_replicas(hvd, keras, kinds, make_model, fit, x, y, batch):
     assert same_on_all_ranks(train(model, kinds[0](0.1), [broadcast]))
 
 
+def check_drift(hvd, keras, kind, make_model, fit, x, y, batch):
+    """Check that replicas are compared while they train, except where they may differ.
+
+    Args:
+        hvd: The adapter.
+        keras: The Keras that it is for.
+        kind: A class of optimizers that have momentum.
+        make_model: Returns a model.
+        fit: Trains a model with an optimizer, ``x``, ``y``, ``batch`` and callbacks, in six steps.
+        x: This rank's inputs.
+        y: Their targets.
+        batch: Samples in a batch.
+    """
+
+    class Change(keras.callbacks.Callback):
+        def __init__(self, change):
+            super().__init__()
+            self.change = change
+
+        def on_train_batch_end(self, number, logs=None):
+            if number == 2 and hvd.rank() == 1:
+                self.change(self.model)
+
+    def lower_rate(model):
+        model.optimizer.learning_rate = 0.0625
+
+    def move_weight(model):
+        weight = model.trainable_variables[2]
+        weight.assign(weight + 1.0)
+
+    def move_momentum(model):
+        part = distributed_part(model.optimizer)
+        (momentum,) = part._kept_for(model.trainable_variables[2]).values()
+        momentum.assign(momentum + 1.0)
+
+    def count_steps(model):
+        model.optimizer.iterations.assign(100)
+
+    def train(optimizer, change, wrap=hvd.DistributedOptimizer, **options):
+        model = make_model()
+        fit(model, wrap(optimizer, **options), x, y, batch, callbacks=[Change(change)])
+        return model
+
+    decay = keras.optimizers.schedules.ExponentialDecay(0.125, 5, 0.9)
+    for rate, change, words in (
+        (0.125, lower_rate, "learning_rate is 0.125 on rank 0, 0.0625 on rank 1"),
+        (decay, count_steps, "iterations is 3 on rank 0, 100 on rank 1"),
+        (0.125, move_weight, "of the weight '"),
+        (0.125, move_momentum, "of the optimizer's moment"),
+    ):
+        with pytest.raises(hvd.MismatchError) as caught:
+            train(kind(rate, momentum=0.5), change)
+        message = str(caught.value)
+        assert words in message
+        is_option = change in (lower_rate, count_steps)  # arrays are compared in several slices
+        history = "3, apart in step 4" if is_option else "[23], apart in step [456]"
+        assert re.search(rf"\(equal in step {history}\)", message)
+        assert ("MetricAverageCallback" in message) == is_option
+    train(kind(0.125, momentum=0.5), move_weight, schedule=hvd.Schedule.LocalSGD(every=3))
+    train(kind(0.125, momentum=0.5), lambda model: None, backward_passes_per_step=2)
+    model = make_model()
+    optimizer = hvd.PartialDistributedOptimizer(
+        kind(0.125, momentum=0.5), local_layers=model.layers[-1]
+    )
+    fit(model, optimizer, x, y, batch, callbacks=[Change(move_weight)])
+    assert not same_on_all_ranks(model.get_weights())
+
+
 def check_several_steps(keras, hvd, make_optimizer, make_model, x, y):
     """Check that ranks compare replicas only after the broadcast, with several steps in one call.
 
@@ -153,3 +225,59 @@ def check_several_steps(keras, hvd, make_optimizer, make_model, x, y):
 
     with pytest.raises(hvd.MismatchError):
         train(model, [broadcast(1), Disturbance()])
+
+
+def check_copies(hvd, keras, kind, scaling, model, fit):
+    """Check that whatever Keras makes from a distributed optimizer is distributed in the same way.
+
+    Args:
+        hvd: The adapter.
+        keras: The Keras that it is for.
+        kind: A class of optimizers.
+        scaling: The class of its loss scaling optimizers.
+        model: A built model.
+        fit: Trains a model with an optimizer.
+    """
+    optimizer = hvd.DistributedOptimizer(
+        kind(0.1), hvd.Compression.fp16, op=hvd.Sum, backward_passes_per_step=2
+    )
+    fit(model, optimizer)  # Keras copies no model whose optimizer is not built
+    scaled = scaling(optimizer)
+
+    def recompiled():
+        clone = keras.models.clone_model(model)
+        clone.compile_from_config(model.get_compile_config())
+        return clone.optimizer
+
+    ways = [
+        lambda: type(optimizer).from_config(optimizer.get_config()),
+        lambda: type(optimizer).from_config({"learning_rate": 0.5}),
+        lambda: kind.from_config(copy.deepcopy(optimizer.get_config())),
+        lambda: type(scaled).from_config(scaled.get_config()),
+        lambda: keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)),
+        lambda: copy.deepcopy(model).optimizer,
+        lambda: pickle.loads(pickle.dumps(model)).optimizer,
+        recompiled,
+    ]
+    for make in ways:
+        made = distributed_part(make())
+        assert made is not optimizer
+        assert isinstance(made, kind)
+        assert made._hvdlite.options == optimizer._hvdlite.options
+    with exchanges() as count:
+        fit(model, ways[0]())
+    assert count
+    assert same_on_all_ranks(model.get_weights())
+    config = optimizer.get_config()
+    model.compile(optimizer, "mse")
+    optimizer.register_local_var(model.trainable_variables[0])
+    for make in (*ways[:1], lambda: kind.from_config(config), lambda: copy.deepcopy(model)):
+        with pytest.raises(ValueError, match="local layers or variables belongs to one model"):
+            make()
+    with pytest.raises(TypeError, match="save the model"):
+        pickle.dumps(model)
+    plain = kind.from_config({**config, "name": "plain"})
+    assert distributed_part(plain) is None
+    with exchanges() as count:
+        fit(model, plain)
+    assert not count

@@ -13,6 +13,8 @@ import hvdlite.keras as hvd
 from hvdlite import status
 from hvdlite.compression import ErrorFeedback
 from tests.keras.measures import (
+    check_copies,
+    check_drift,
     check_replicas,
     close,
     exchanges,
@@ -268,6 +270,14 @@ def test_keras_and_other_optimizers_are_as_they_were():
     assert count == []
 
 
+def test_what_is_made_from_a_distributed_optimizer_is_distributed():
+    def train(model, optimizer):
+        fit(model, optimizer, *map(own, data()), BATCH)
+
+    scaling = keras.optimizers.LossScaleOptimizer
+    check_copies(hvd, keras, keras.optimizers.SGD, scaling, make_model(), train)
+
+
 def test_what_is_refused():
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     refusals = [
@@ -335,3 +345,8 @@ def test_replicas_that_differ_are_refused():
     x, y = map(own, data())
     kinds = [keras.optimizers.SGD]
     check_replicas(hvd, keras, kinds, make_model, fit, x, y, BATCH)
+
+
+def test_replicas_that_part_are_found():
+    x, y = map(own, data())
+    check_drift(hvd, keras, keras.optimizers.SGD, make_model, fit, x, y, BATCH)

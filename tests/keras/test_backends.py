@@ -84,19 +84,39 @@ def test_legacy(check):
 
 
 @pytest.mark.slow
-@needs("keras", "torch")
-def test_other_backends_are_refused():
-    backend = "jax"
-    source = (
-        f"import keras; keras.backend.backend = lambda: {backend!r}\nfrom hvdlite.keras import init"
-    )
+@needs("keras", "tensorflow", "torch", "tf_keras")
+@pytest.mark.parametrize(
+    ("environment", "source", "words"),
+    [
+        (
+            {"KERAS_BACKEND": "torch"},
+            "import keras; keras.backend.backend = lambda: 'jax'; from hvdlite.keras import init",
+            ("ImportError: hvdlite exchanges gradients where", "'jax'", "KERAS_BACKEND"),
+        ),
+        # Keras cannot be imported where its framework is missing.
+        *(
+            (
+                {"KERAS_BACKEND": name},
+                f"import {module} as hvd; hvd.init()",
+                ("ImportError: hvdlite exchanges gradients where", f"'{name}'", "KERAS_BACKEND"),
+            )
+            for name in ("jax", "numpy")
+            for module in ("hvdlite.keras", "hvdlite.tensorflow.keras")
+        ),
+        (
+            {"TF_USE_LEGACY_KERAS": "1"},
+            "import hvdlite.keras as hvd, tensorflow as tf; hvd.init();"
+            "hvd.DistributedOptimizer(tf.keras.optimizers.Adam())",
+            ("TypeError: expected a Keras optimizer, found Adam", "hvdlite.tensorflow.keras"),
+        ),
+    ],
+)
+def test_other_kinds_of_keras_are_refused(environment, source, words):
     done = subprocess.run(
         [sys.executable, "-c", source],
-        env=mpirun.environment({"KERAS_BACKEND": "torch"}),
+        env=mpirun.environment(environment),
         capture_output=True,
         text=True,
     )
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: hvdlite.keras exchanges gradients where Keras runs on")
-    assert f"'{backend}'" in last
-    assert "KERAS_BACKEND" in last
+    last = next(line for line in done.stderr.splitlines() if "Error: " in line)
+    assert all(word in last for word in words), done.stderr

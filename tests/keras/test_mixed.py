@@ -22,7 +22,7 @@ SAMPLES, STEPS = 32, 6
 
 
 @pytest.mark.slow
-@ranks(2, fresh=True, timeout=400)
+@ranks(2, fresh=True, timeout=400, env={"HVDLITE_CHECK_RANKS": "warn"})  # they round differently
 def test_pytorch_and_tensorflow():
     os.environ["KERAS_BACKEND"] = ["torch", "tensorflow"][_rank()]
     with warnings.catch_warnings():

@@ -86,6 +86,41 @@ def test_a_broadcast_after_the_first_step_is_early_enough(mode):
 
 @ranks(2)
 @each_mode
+def test_variables_that_part_in_mid_training(mode):
+    hvd.init()
+    variables = make_variables(0)
+    step = make_step(mode, variables)
+    for number in range(4):
+        step(batch(number))
+    if hvd.rank() == 1:
+        variables[1][2].assign(variables[1][2] + 1.0)
+    with pytest.raises(hvd.MismatchError) as caught:
+        step(batch(4))
+    message = str(caught.value)
+    assert "element [2] of the weight 'bias' is " in message
+    assert "(equal in step 4, apart in step 5)" in message
+
+
+@ranks(2)
+def test_steps_that_one_graph_makes_are_compared_in_their_order():
+    hvd.init()
+    weights = [tf.Variable(tf.ones(size), name=f"weight{size}") for size in (3, 100000)]
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.1))
+    optimizer.build(weights)
+
+    @tf.function
+    def several(x):
+        for _ in range(3):
+            optimizer.apply_gradients([(x * weight, weight) for weight in weights])
+
+    for _ in range(4):
+        several(tf.constant(1.0 + hvd.rank()))
+    assert int(optimizer.iterations) == 12
+    assert len({each.tobytes() for each in hvd.allgather_object(weights[1].numpy())}) == 1
+
+
+@ranks(2)
+@each_mode
 def test_what_may_differ(mode):
     hvd.init()
     variables = make_variables(0)
@@ -122,6 +157,19 @@ def test_optimizers_of_tensorflow_1():
     optimizer = hvd.DistributedOptimizer(plain)
     optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
     with pytest.raises(hvd.MismatchError, match=r"learning_rate is 0.1 on rank 0, 0.2 on rank 1"):
+        optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
+
+
+@ranks(2)
+def test_optimizers_of_tensorflow_1_whose_state_parts():
+    hvd.init()
+    weight = tf.Variable([1.0, 2.0], name="weight")
+    optimizer = hvd.DistributedOptimizer(tf.compat.v1.train.MomentumOptimizer(0.1, 0.9))
+    for _ in range(3):
+        optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
+    if hvd.rank() == 1:
+        optimizer.get_slot(weight, "momentum").assign([9.0, 9.0])
+    with pytest.raises(hvd.MismatchError, match="the optimizer's momentum of 'weight' is "):
         optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
 
 

@@ -247,3 +247,30 @@ def test_script_of_tensorflow_1():
     done = run_script(SCRIPT, 2, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("trained [-1.25, -1.25]") == 2
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", ["rate", "weight"])
+def test_replicas_that_part_are_found(what):
+    hvd.init()
+    with tf.Graph().as_default(), session() as running:
+        weight = v1.get_variable("weight", initializer=tf.ones(3))
+        plain = v1.train.GradientDescentOptimizer(0.125)
+        step = hvd.DistributedOptimizer(plain).minimize(tf.reduce_sum(weight**2))
+        change = weight[1].assign(5.0)
+        running.run(v1.global_variables_initializer())
+        for _ in range(3):
+            running.run(step)
+        if hvd.rank() == 1:
+            if what == "rate":
+                plain._learning_rate = 0.25
+            else:
+                running.run(change)
+        with pytest.raises(tf.errors.FailedPreconditionError) as caught:
+            running.run(step)
+    words = {
+        "rate": "learning_rate is 0.125 on rank 0, 0.25 on rank 1",
+        "weight": "element [1] of the weight 'weight' is ",
+    }
+    assert words[what] in str(caught.value)
+    assert "(equal in step 3, apart in step 4)" in str(caught.value)

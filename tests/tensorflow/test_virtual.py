@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import hvdlite
 import hvdlite.tensorflow as hvd
+import hvdlite.tensorflow.keras
 
 SIZE = 5
 ALL = ranks(1, 3)
@@ -107,10 +108,90 @@ def test_moving_averages_are_those_of_all_parts():
         np.testing.assert_allclose(layer.moving_mean.numpy(), expected, rtol=1e-5, atol=1e-7)
 
 
+@ALL
+@pytest.mark.parametrize("mode", ["eager", "compiled", "fit"])
+def test_what_a_model_has_when_a_step_begins_counts(mode):
+    """Weights that are loaded, and forward passes outside of steps, before and between steps."""
+    x = data(2 * 40)
+    with virtual():
+        layer = keras.layers.BatchNormalization(momentum=0.5)
+        frozen = keras.layers.Dense(3, kernel_initializer="ones", trainable=False)
+        model = keras.Sequential([layer, frozen])
+        model.build((None, 3))
+        model.compile(wrap(model), "mse")
+        expected = np.zeros(3)
+
+        def step(part):
+            model.optimizer.apply(gradients_of(model, part), model.trainable_variables)
+
+        run = tf.function(step, reduce_retracing=True) if mode == "compiled" else step
+        for number, rows in enumerate((x[:40], x[40:])):
+            layer.moving_mean.assign(expected + 8.0)
+            frozen.kernel.assign(np.eye(3) * (number + 2))
+            model(x[:4], training=True)
+            expected = 0.5 * (expected + 8.0) + 0.5 * x[:4].astype(np.float64).mean(0)
+            if mode == "fit":
+                dataset = hvd.shard((rows, np.zeros_like(rows)), batch_size=8, shuffle=False)
+                model.fit(dataset, verbose=0, shuffle=False)
+            else:
+                for part in hvdlite.shard(rows, batch_size=8, shuffle=False):
+                    run(tf.constant(part))
+            expected = 0.5 * expected + 0.5 * rows.astype(np.float64).mean(0)
+            np.testing.assert_allclose(layer.moving_mean.numpy(), expected, rtol=1e-5)
+            np.testing.assert_array_equal(frozen.kernel.numpy(), np.eye(3) * (number + 2))
+
+
+@ALL
+@pytest.mark.parametrize("broadcast", ["callback", "call"])
+def test_random_layers_after_a_broadcast(broadcast):
+    """The masks are those of the virtual rank and the step, whatever has been drawn before."""
+    with virtual():
+        keras.utils.set_random_seed(1)
+        dropout = keras.layers.Dropout(0.5)
+        model = make_model(dropout)
+        wrap(model)
+        hvd.seed(1)
+        expected = hvd.allgather_object(dropout.seed_generator.state.numpy())
+        if broadcast == "callback":
+            model(data(), training=True)
+            callback = hvd.keras.callbacks.BroadcastGlobalVariablesCallback(0)
+            callback.set_model(model)
+            callback.on_train_begin()
+        else:
+            hvd.broadcast_variables(model.variables, 0)
+        found = hvd.allgather_object(dropout.seed_generator.state.numpy())
+        np.testing.assert_array_equal(found, expected)
+
+
+@ALL
+def test_buffers_that_differ_between_processes_are_found():
+    with virtual():
+        layer = keras.layers.BatchNormalization()
+        model = keras.Sequential([layer])
+        model.build((None, 3))
+        optimizer = wrap(model)
+        found = ""
+        for x in hvdlite.shard(data(80), batch_size=8, shuffle=False):
+            if virtual_ranks.step() == 1 and not virtual_ranks.is_within_step():
+                layer.moving_mean.assign(layer.moving_mean + float(hvd.rank()))
+            try:
+                optimizer.apply(gradients_of(model, tf.constant(x)), model.trainable_variables)
+            except hvd.MismatchError as error:
+                found = str(error)
+        assert ("moving_mean' is " in found) == (hvd.size() > 1)
+
+
 @ranks(1)
 def test_what_is_refused():
     with virtual():
         model = make_model()
+        scaling = keras.optimizers.LossScaleOptimizer
+        with pytest.raises(ValueError, match="a LossScaleOptimizer, by which parts"):
+            hvd.DistributedOptimizer(scaling(keras.optimizers.SGD(1.0)))
+        with pytest.raises(ValueError, match="a LossScaleOptimizer, by which parts"):
+            apply(scaling(wrap()), model)
+        with pytest.raises(ValueError, match="model= belongs to one model"):
+            type(optimizer := wrap(model)).from_config(optimizer.get_config())
         with pytest.raises(ValueError, match="has no weights yet"):
             wrap(keras.Sequential([keras.layers.Dense(2)]))
         with pytest.raises(ValueError, match="gradient_accumulation_steps cannot be used"):

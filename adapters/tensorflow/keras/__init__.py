@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import os as _os
+
 import tensorflow as _tensorflow
 
 from hvdlite import allgather_object, barrier, broadcast_object, common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
+from hvdlite.keras import _check_backend, _uses_legacy_keras
 from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._values import (
     allgather,
@@ -19,6 +22,10 @@ from hvdlite.keras._values import (
 )
 from hvdlite.tensorflow.data import shard, sharded
 from hvdlite.tensorflow.device import pin_device
+
+if not _uses_legacy_keras:
+    _check_backend(_os.environ.get("KERAS_BACKEND"))
+
 from hvdlite.tensorflow.keras import callbacks, elastic
 from hvdlite.tensorflow.optimizer import ADAPTER
 

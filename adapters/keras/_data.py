@@ -1,0 +1,84 @@
+"""Sharded data that ``fit`` of Keras 3 takes, on TensorFlow and on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite import recipe, virtual_ranks
+from hvdlite.recipe.batches import Batches, take
+
+
+def shard(
+    data: Any,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    rank: int | None = None,
+    size: int | None = None,
+    allow_empty: bool = False,
+) -> Any:
+    """Distribute a data set over the ranks, as `hvdlite.shard`, for ``fit`` and for loops.
+
+    ``fit``, ``evaluate`` and ``predict`` take what this returns. A pair of inputs and targets gets
+    weights of samples as a third part there: 1, except at the end of an epoch, where a remainder
+    may give one rank a sample more than another. They make the mean over the ranks that of all
+    samples. A loop over it is one over `hvdlite.recipe.batches.Batches`.
+
+    Args:
+        data: As for `hvdlite.shard`, like all other arguments.
+
+    Returns:
+        A ``keras.utils.PyDataset`` of this rank's batches, in a new order in each epoch, whether
+        or not ``fit`` shuffles; of an iterable without a length its `hvdlite.recipe.Stream`.
+
+    Raises:
+        ValueError, TypeError: As `hvdlite.shard`.
+
+    Example::
+
+        model.fit(hvd.shard((images, labels), batch_size=64), epochs=10)
+    """
+    batches = recipe.shard(data, batch_size, shuffle, seed, rank, size, allow_empty)
+    return ShardedData(data, batches) if isinstance(batches, Batches) else batches
+
+
+class ShardedData(keras.utils.PyDataset):
+    """One rank's batches, by their number in the epoch.
+
+    Args:
+        data: Arrays, or a sequence.
+        batches: Its batches; other attributes are those of it.
+    """
+
+    def __init__(self, data: Any, batches: Batches) -> None:
+        super().__init__()
+        self._data = data
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    def __getitem__(self, step: int) -> Any:
+        virtual_ranks.refuse("a hvdlite.keras.shard in fit", "use hvdlite.tensorflow.shard")
+        sharding = self._batches.upcoming
+        indices = sharding.indices(self._batches.position()[0])[step]
+        batch = take(self._data, indices)
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            return batch
+        return (*batch, np.full(len(indices), sharding.weights[step], np.float32))
+
+    def on_epoch_end(self) -> None:
+        """Go on to the next epoch's order."""
+        self._batches.set_epoch(self._batches.position()[0] + 1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)

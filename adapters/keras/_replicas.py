@@ -1,0 +1,130 @@
+"""What ranks compare of a Keras optimizer with each exchange of gradients; imports no Keras."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hvdlite.gradients import describe_optimizer, state_label
+from hvdlite.keras._values import to_array, unique, variables_of
+
+_PLAIN = (bool, int, float, str)
+
+
+class OptimizerReplica:
+    """An optimizer's options, and the variables that it keeps for weights.
+
+    Args:
+        optimizer: The optimizer; only a weak reference is kept.
+
+    Attributes:
+        read: Returns the number that a variable has; a framework may have a faster one.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.read: Callable[[Any], float] = _read
+        self._config: dict[str, Any] | None = None
+        self._current: dict[str, Any] = {}
+        self._described: list[tuple[str, Any]] = []
+
+    def options(self) -> list[tuple[str, Any]]:
+        """Return the class and the options, the rate as it is now; of schedules the steps."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return []
+        if self._config is None:
+            self._config = _config_of(optimizer)
+        current = {
+            name: self.read(value) if hasattr(value, "assign") else value
+            for name, value in self._changing(optimizer).items()
+        }
+        if current != self._current or not self._described:
+            self._current = current
+            # For a distributed optimizer, `__class__` is the class without hvdlite.
+            self._described = describe_optimizer(
+                optimizer.__class__.__name__, {**self._config, **current}
+            )
+        return self._described
+
+    def option_variables(self) -> list[Any]:
+        """Return the variables among the options, such as the rate."""
+        optimizer = self._optimizer()
+        changing = {} if optimizer is None else self._changing(optimizer)
+        return [value for value in changing.values() if hasattr(value, "assign")]
+
+    def _changing(self, optimizer: Any) -> dict[str, Any]:
+        """Return the options that may change, values or variables, and the steps of a schedule."""
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # which has the rate
+        attributes = vars(optimizer)
+        attributes = attributes.get("_hyper", attributes)  # of the older legacy optimizers
+        found = {}
+        for name in (*(self._config or ()), "learning_rate"):
+            value = attributes.get(name, attributes.get(f"_{name}"))
+            if isinstance(value, _PLAIN) or hasattr(value, "assign"):
+                found[name] = value
+            elif name == "learning_rate" and callable(value):
+                found["iterations"] = optimizer.iterations
+        return found
+
+    def state(self, weights: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """Return pairs of a label and a variable: all that the optimizer keeps for some weights.
+
+        Args:
+            weights: Pairs of a name and a variable.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or not hasattr(optimizer, "_kept_for"):
+            return []
+        found = [
+            (state_label(key.strip("_"), name), kept)
+            for name, weight in weights
+            for key, kept in optimizer._kept_for(weight).items()
+            if "accumulated" not in key  # this rank's own gradients
+        ]
+        common = optimizer._kept_in_common()
+        names = unique(_short_name(optimizer, variable) for variable in common)
+        pairs = zip(names, common, strict=True)
+        return [*found, *((state_label(name), kept) for name, kept in pairs)]
+
+
+def kept_in_common(optimizer: Any, kept: Iterable[Any]) -> list[Any]:
+    """Return the variables of an optimizer that belong to no weight; the rate is an option.
+
+    Args:
+        optimizer: An optimizer.
+        kept: Those that belong to a weight.
+    """
+    others = set(map(id, kept))
+    return [
+        each
+        for each in variables_of(optimizer)
+        if id(each) not in others and "learning_rate" not in each.name
+    ]
+
+
+def _short_name(optimizer: Any, variable: Any) -> str:
+    """Return a variable's name without the optimizer's, which may differ between ranks."""
+    name = str(variable.name).removesuffix(":0")
+    own = getattr(optimizer, "name", None) or getattr(optimizer, "_name", "")
+    return name.removeprefix(f"{own}/")
+
+
+def _config_of(optimizer: Any) -> dict[str, Any]:
+    if hasattr(optimizer, "get_config"):
+        try:
+            return dict(optimizer.get_config())
+        except Exception:  # user-defined classes may lack it
+            return {}
+    attributes = {name.lstrip("_"): value for name, value in vars(optimizer).items()}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, float) or (isinstance(value, bool) and name != "use_locking")
+    }
+
+
+def _read(variable: Any) -> float:
+    number: float = to_array(variable).item()
+    return number
