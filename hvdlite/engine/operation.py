@@ -59,6 +59,7 @@ class Operation(ABC):
         nbytes: Number of bytes that it moves, as far as that is known.
         lane: Name of the lane it was submitted to.
         submitted: Time of the submission, by ``time.monotonic``.
+        note: Added to the name in messages.
         memory: The device memory of its arrays; None: they are on the host.
         handle: Handle that delivers the result; set at the submission.
         stands_in: Whether ranks that have joined can take part in it, see `stand_in`.
@@ -69,6 +70,7 @@ class Operation(ABC):
     """
 
     handle: Handle
+    note = ""
     memory: Any = None
     nbytes = 0
     stands_in = False
@@ -103,7 +105,7 @@ class Operation(ABC):
     @property
     def title(self) -> str:
         """Its name for messages, with an addition for users who did not choose it."""
-        return repr(self.name)
+        return repr(self.name) + self.note
 
     @property
     def activity(self) -> str:
