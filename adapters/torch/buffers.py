@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvdlite.gradients import LEAST_ZERO_COPY, GradientExchange
-from hvdlite.torch.tensors import to_array, to_tensor
+from hvdlite.torch.tensors import gradient_dtype, to_array, to_tensor
 
 if TYPE_CHECKING:
     from hvdlite.torch.device_memory import CudaMemory
@@ -58,7 +58,10 @@ class GradientBuffers:
         self._memory = memory
         self._sparse_as_dense = sparse_as_dense
         self._names = names
-        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+        sizes = [
+            parameter.numel() * (gradient_dtype(parameter) or parameter.dtype).itemsize
+            for parameter in parameters
+        ]
         # On a device the cache does not matter, and the number of kernels does.
         self.large = [memory is None and size >= _LARGE for size in sizes]
         self._allows_zero_copy = [size >= LEAST_ZERO_COPY for size in sizes]
@@ -183,7 +186,8 @@ class GradientBuffers:
             for number in numbers:
                 if gradients[number] is None or gradients[number].layout is not torch.strided:
                     parameter = self._parameters[number]
-                    gradients[number] = parameter.grad = torch.empty_like(parameter)
+                    empty = torch.empty_like(parameter, dtype=self._slots[number].dtype)
+                    gradients[number] = parameter.grad = empty
         self._write_averages(gradients, numbers)
         for number in self._densified.keys() & numbers:  # SparseAdam takes no others
             self._parameters[number].grad = gradients[number].to_sparse(self._densified[number])

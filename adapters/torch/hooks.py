@@ -26,7 +26,9 @@ _MAX_MISSES = 3
 # With fewer gradients than this a bucket has no C hooks: they would not pay.
 _FEWEST = 4
 
-_gradient_of = attrgetter("grad")
+_gradient_of, _has_begun = attrgetter("grad"), attrgetter("has_begun")
+# By the identifiers of their handles, in the order of their registration, which torch keeps.
+_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 # The hook of each parameter, which belongs to the optimizer that was wrapped last.
 _hooks = WeakTensorKeyDictionary()
@@ -129,6 +131,8 @@ class GradientHooks:
         self._changes = ChangeDetector(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._bucket_hooks: list[BucketHooks] = []
+        self._takes_over = False  # from an optimizer that may still be used
+        self._behind: list[int] = []  # gradients of this step that other hooks come to later
         self._python_hooks = [self._make_hook(number) for number in range(len(parameters))]
         self._handles = [self._register(*pair) for pair in enumerate(self._python_hooks)]
         handles = self._handles
@@ -157,7 +161,11 @@ class GradientHooks:
     @property
     def in_flight(self) -> bool:
         """Return whether gradients have arrived for which `finish` has not been called."""
-        return self.exchange.in_flight or any(each.has_begun for each in self._bucket_hooks)
+        return (
+            self.exchange.in_flight
+            or bool(self._behind)
+            or any(map(_has_begun, self._bucket_hooks))
+        )
 
     # Registration
 
@@ -176,13 +184,17 @@ class GradientHooks:
         parameter = self.parameters[number]
         if parameter in _hooks:
             _hooks[parameter].remove()
+            owner = _hooks[parameter].owner()
+            self._takes_over = self._takes_over or owner not in (None, self)
         frozen = not parameter.requires_grad
         if frozen:  # torch takes no hooks then, but keeps those it has
             parameter.requires_grad_(True)
-        _hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        handle: Any = parameter.register_post_accumulate_grad_hook(hook)
         if frozen:
             parameter.requires_grad_(False)
-        return _hooks[parameter]
+        handle.owner = weakref.ref(self)
+        _hooks[parameter] = handle
+        return handle
 
     def _set_c_hooks(self, bucket_hooks: BucketHooks, chosen: list[int]) -> None:
         """Give some members of a bucket C hooks, and the others Python hooks."""
@@ -228,6 +240,9 @@ class GradientHooks:
         reducer.averaged = False
         passes = self._passes[number] = self._passes[number] + 1
         if passes == reducer.passes_per_step:
+            if next(reversed(_hooks_of(self.parameters[number]))) != self._handles[number].id:
+                self._behind.append(number)  # they may change the gradient: `collect` takes it
+                return
             if timeline.current is None:
                 self._take(number)
             else:
@@ -239,17 +254,25 @@ class GradientHooks:
             raise RuntimeError(self._too_often(number))
 
     def _too_often(self, number: int) -> str:
-        passes = self._reducer.passes_per_step
+        passes, owner = self._reducer.passes_per_step, ""
+        remedy = "raise backward_passes_per_step to add up gradients"
+        if self._takes_over:
+            owner = " of the DistributedOptimizer that was wrapped last over this parameter"
+            remedy += (
+                ", or, if it was the step() of an earlier one over the same parameters that you "
+                "called: only the last one's exchange goes on during backward(), so wrap an "
+                "optimizer when its turn begins, and discard the one before"
+            )
         return (
             f"the gradient of {self._names[number]!r} was computed more than {passes} times before "
-            "step() or synchronize(); raise backward_passes_per_step to add up gradients"
+            f"step() or synchronize(){owner}; {remedy}"
         )
 
     def _open_step(self) -> None:
         self._reducer.reconnect()
         self._is_open = True
         self._buffers.release()
-        if self.exchange.begin():
+        if self.exchange.begin(self._reducer.find_changes()):
             self._find_buffers()
         self._is_converted = properties_of(self.parameters) != self._properties
         if self._is_converted:
@@ -351,14 +374,18 @@ class GradientHooks:
         for index, bucket_hooks in enumerate(self._bucket_hooks):
             if bucket_hooks.absent or bucket_hooks.seen:
                 self._send_incomplete(index)
+        missing = [number for number in self._behind if self._gradients[number] is None]
+        if missing:
+            return [self._buffers.describe_missing(missing)]
         changed = self._changes.find(self._gradients, self._buffers.copies)
         if not changed:
             return self.repeated
         return [
             *self.repeated,
             f"the gradient of {self._names[changed[0]]!r} was changed after backward(), while it "
-            "was being exchanged, and the change would be lost; call optimizer.synchronize() "
-            "before you clip, unscale or otherwise change gradients, and step() inside "
+            "was being exchanged, and the change would be lost; to clip, call "
+            "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_; "
+            "before other changes, call optimizer.synchronize(), and then step() inside "
             "optimizer.skip_synchronize()",
         ]
 
@@ -455,6 +482,10 @@ class GradientHooks:
 
     def _begin_step(self) -> None:
         allowed = self._allows_c_hooks()
+        for number in self._behind:  # from now on behind the others
+            if _hooks.get(self.parameters[number]) is self._handles[number]:
+                self._handles[number] = self._register(number, self._python_hooks[number])
+        self._behind = []
         for bucket_hooks in self._bucket_hooks:
             chosen = bucket_hooks.choose_c_hooks() if allowed else []
             if chosen != bucket_hooks.c_hooks:

@@ -152,9 +152,19 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         remove_hooks(names)
         return change_class(optimizer, Outside, names)
     state = ExchangeState(StrategyState())
-    compared = optimizer if chosen is None else None
+    losses = next_label("the closure of DistributedOptimizer", process_set)
+    label = next_label("DistributedOptimizer", process_set)
     reducer = Reducer(
-        names, strategy, reduction, passes, sparse_as_dense, process_set, state.state, compared
+        names,
+        strategy,
+        reduction,
+        passes,
+        sparse_as_dense,
+        process_set,
+        state.state,
+        label,
+        optimizer,
+        compares=chosen is None,
     )
     wrapped = change_class(optimizer, Distributed if chosen is None else Scheduled, names)
     wrapped._reducer = reducer
@@ -162,13 +172,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapped._skipping = False
     wrapped._synchronized_by = ""
     wrapped._evaluating = False
-    label = next_label("the closure of DistributedOptimizer", process_set)
-    wrapped._losses = LossExchange(label, reduction.op, process_set)
+    wrapped._losses = LossExchange(losses, reduction.op, process_set)
     average_before_scaling()
     attach = reducer.attach
     if chosen is not None:
-        label = next_label("DistributedOptimizer", process_set)
-        state.steps = LocalSteps(chosen, strategy, reduction, label, process_set)
+        state.steps = LocalSteps(chosen, strategy, reduction, f"{label}, weights", process_set)
         wrapped._schedule = OptimizerSchedule(optimizer, state.steps, reducer)
         attach = wrapped._schedule.attach
     attach(wrapped._trainable())

@@ -82,7 +82,9 @@ def allreduce_in_place(
     made: list[Any] = []
 
     def describe(name: str) -> Operation:
-        array = to_array(tensor, device_converter([tensor], prescale, postscale))
+        # Detached: what is kept must not keep the tensor.
+        memory = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+        array = to_array(memory, device_converter([tensor], prescale, postscale))
         out = memory_of(tensor, array)
         chosen = reduction.choose(average, op)
         operation = describe_allreduce(array, name, chosen, prescale, postscale, out=out)

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,9 +22,10 @@ from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.hooks import GradientHooks
 from hvdlite.torch.replicas import make_check
-from hvdlite.torch.tensors import dtype_of
+from hvdlite.torch.tensors import dtype_of, gradient_dtype
 
 _in_flight, _is_converted = attrgetter("in_flight"), attrgetter("exchange.converted")
+_requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 # Ranks make their optimizers in one order, those of a process set among themselves. The numbers
 # outlive the engine, so that exchanges keep their names whichever is the first to use a new world.
@@ -42,7 +43,9 @@ class Reducer:
         sparse_as_dense: whether to exchange sparse gradients as dense ones.
         process_set: the ranks that take part.
         state: of the strategy.
-        optimizer: compared across ranks, with its weights; None: ranks may differ.
+        label: unique, and the same on all ranks; it begins the names of the exchanges.
+        optimizer: whose parameters they are.
+        compares: whether ranks compare the optimizer and its weights; else they may differ.
 
     Attributes:
         averaged: whether the gradients that `finish` wrote are the last.
@@ -57,7 +60,9 @@ class Reducer:
         sparse_as_dense: bool,
         process_set: ProcessSet,
         state: StrategyState,
-        optimizer: torch.optim.Optimizer | None,
+        label: str,
+        optimizer: torch.optim.Optimizer,
+        compares: bool,
     ) -> None:
         self.process_set = process_set
         self.names = names
@@ -70,35 +75,95 @@ class Reducer:
         self._engine = runtime.engine(process_set)
         self._reconnecting = threading.Lock()
         self._hooks: list[GradientHooks] = []  # a list for each device and each `attach`
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        # One rank's additions must not shift the labels of other optimizers.
+        self._label, self._exchanges = label, itertools.count(1)
+        self._optimizer = weakref.ref(optimizer)
+        self._compares = compares
         # While `finish` is not done: the hooks whose exchange has not ended yet, and its errors.
         self._unfinished: list[GradientHooks] | None = None
         self._errors: list[Exception] = []
         self._complaints: list[str] = []  # about gradients, once all exchanges have ended
+        self._trained: Sequence[torch.Tensor] = []
+        self._has_new = False  # parameters among these that are not attached
         self._attached: set[int] = set()  # by id; the hooks keep them alive
+        self._lost: set[int] = set()  # those that are detached after this step
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Exchange these parameters' gradients too, where that is not done yet.
+        """Exchange the gradients of these parameters; `finish` adds those that are new.
 
-        Parameters that come later (a new group, a layer that was frozen) get buckets of
-        their own. All ranks add the same ones between the same steps. A parameter that an
-        earlier optimizer was attached to is taken over from it.
+        A parameter that an earlier optimizer was attached to is taken over from it.
         """
-        if self._attached.issuperset(map(id, parameters)):
-            return
-        fresh = [parameter for parameter in parameters if id(parameter) not in self._attached]
+        self._trained = parameters
+        self._has_new = not self._attached.issuperset(map(id, parameters))
+        if self._has_new and not self._attached:
+            self._attach_new()
+
+    def _attach_new(self) -> list[GradientHooks]:
+        """Attach the parameters that are not attached yet, and return their hooks."""
+        fresh = [parameter for parameter in self._trained if id(parameter) not in self._attached]
+        added = []
         for memory, members in self._by_memory(self.in_order(fresh)):
-            label = next_label("DistributedOptimizer", self.process_set)
-            self._hooks.append(GradientHooks(self, label, members, memory))
+            number = next(self._exchanges)
+            label = self._label if number == 1 else f"{self._label}, exchange {number}"
+            added.append(GradientHooks(self, label, members, memory))
+        self._hooks += added
         self._attached.update(map(id, fresh))
+        self._has_new = False
+        return added
+
+    def find_changes(self) -> list[str]:
+        """Find the parameters that the optimizer has got or lost since the last step.
+
+        New ones (a new group, a layer that was frozen) get buckets of their own in this step, and
+        those that it has no longer, are detached after it. All ranks do so between the same steps:
+        they compare what this returns.
+
+        Returns:
+            Descriptions, in the order of the parameters' registration.
+        """
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        members = [*itertools.chain.from_iterable(map(_params, groups))]
+        trained = [*filter(_requires_grad, members)]
+        self._lost = self._attached.difference(map(id, members))
+        if not self._lost and self._attached.issuperset(map(id, trained)):
+            return []
+        fresh = [each for each in trained if id(each) not in self._attached]
+        lost = [name for each, name in self.names.items() if id(each) in self._lost]
+        return [
+            *(f"new: {self.names[each]!r}" for each in self.in_order(fresh)),
+            *(f"removed: {name!r}" for name in lost),
+        ]
+
+    def _begin_new(self) -> list[GradientHooks]:
+        """Begin to exchange the parameters that are new; return their hooks.
+
+        By now the other exchanges of the step have succeeded, so the other ranks do the same.
+        """
+        self._unfinished = self._attach_new()
+        for hooks in self._unfinished:
+            self._complaints += hooks.collect()
+        return self._unfinished
+
+    def _detach_lost(self) -> None:
+        """Forget the parameters that the optimizer has no longer, and what was kept of them."""
+        rest = [each for each in self._all_attached() if id(each) not in self._lost]
+        lost = [each for each in self.names if id(each) in self._lost]
+        self.detach()
+        self._state.load_state_dict({}, [self.names.pop(each) for each in lost])
+        self._lost = set()
+        self.attach(rest)
+
+    def _all_attached(self) -> list[torch.Tensor]:
+        return [parameter for hooks in self._hooks for parameter in hooks.parameters]
 
     def in_order(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sort parameters as they were registered; name those that have come since."""
         return in_order(self.names, parameters)
 
-    def describe(self, parameters: Sequence[torch.Tensor]) -> list[Parameter]:
+    def describe_weights(self, parameters: Sequence[torch.Tensor]) -> list[Parameter]:
         """Describe parameters, for comparison across ranks."""
-        return describe(self.names, parameters)
+        return [_describe(self.names[each], each, each.dtype) for each in parameters]
 
     def detach(self) -> None:
         """Exchange no gradients any more, until `attach` is called again."""
@@ -135,8 +200,8 @@ class Reducer:
             for hooks in self._hooks:
                 self._complaints += hooks.collect()
             self._unfinished = [*self._hooks]
-        while self._unfinished:  # to the last, whatever becomes of one
-            try:
+        while self._unfinished or (self._has_new and not self._errors and self._begin_new()):
+            try:  # to the last, whatever becomes of one
                 self._unfinished[0].finish(samples)
             except Exception as error:
                 self._errors.append(error)
@@ -145,13 +210,15 @@ class Reducer:
         if self._errors:
             raise self._errors[0]
         if any(map(_is_converted, self._hooks)):  # by model.double(), for example
-            parameters = [parameter for hooks in self._hooks for parameter in hooks.parameters]
+            parameters = self._all_attached()
             self.detach()
             self.attach(parameters)
             self._finish(samples)
             return
         if self._complaints:
             raise RuntimeError(self._complaints[0])
+        if self._lost:
+            self._detach_lost()
         self.averaged = True
 
     def reset_passes(self) -> None:
@@ -200,7 +267,7 @@ class Reducer:
 
     def make_check(self, parameters: Sequence[torch.Tensor]) -> ReplicaCheck | None:
         """Make the comparison of some parameters across ranks, and of the optimizer."""
-        return make_check(self._optimizer, self.names, parameters) if self._optimizer else None
+        return make_check(self._optimizer, self.names, parameters) if self._compares else None
 
     def make_exchange(
         self,
@@ -213,7 +280,7 @@ class Reducer:
         return GradientExchange(
             self._engine,
             label,
-            self.describe(parameters),
+            describe(self.names, parameters),
             self._strategy,
             self._reduction,
             check=check,
@@ -224,8 +291,14 @@ class Reducer:
 
 def in_order(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> list[Any]:
     """Sort parameters as they were registered; name those that have come since."""
-    for parameter in parameters:
-        names.setdefault(parameter, f"parameter.{len(names)}")
+    fresh = [parameter for parameter in parameters if parameter not in names]
+    taken = {*names.values()} if fresh else set()
+    for parameter in fresh:
+        number = len(names)  # or more: names of removed parameters are free
+        while f"parameter.{number}" in taken:
+            number += 1
+        names[parameter] = f"parameter.{number}"
+        taken.add(names[parameter])
     order = {parameter: number for number, parameter in enumerate(names)}
     return sorted(parameters, key=order.__getitem__)
 
@@ -233,11 +306,25 @@ def in_order(names: dict[torch.Tensor, str], parameters: Sequence[torch.Tensor])
 def describe(
     names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
 ) -> list[Parameter]:
-    """Describe parameters, for comparison across ranks."""
-    return [
-        Parameter(names[parameter], tuple(parameter.shape), dtype_of(parameter.dtype))
-        for parameter in parameters
-    ]
+    """Describe the gradients of parameters, for comparison across ranks.
+
+    Raises:
+        ValueError: gradients of a parameter may be of any dtype.
+    """
+    described = []
+    for parameter in parameters:
+        name, dtype = names[parameter], gradient_dtype(parameter)
+        if dtype is None:
+            raise ValueError(
+                f"the grad_dtype of {name!r} is None, and its gradients may be of another dtype "
+                f"on each rank; set its grad_dtype to one, such as {parameter.dtype}"
+            )
+        described.append(_describe(name, parameter, dtype))
+    return described
+
+
+def _describe(name: str, parameter: torch.Tensor, dtype: torch.dtype) -> Parameter:
+    return Parameter(name, tuple(parameter.shape), dtype_of(dtype))
 
 
 def next_label(kind: str, process_set: ProcessSet | None) -> str:

@@ -131,7 +131,7 @@ class OptimizerSchedule:
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Attach these parameters, too, if they are not yet; the same ones on all ranks."""
         if properties_of(self._parameters) != self._properties:
-            self.steps.convert(self._reducer.describe(self._parameters))
+            self.steps.convert(self._reducer.describe_weights(self._parameters))
         fresh = [each for each in parameters if id(each) not in self._attached]
         if fresh:
             fresh = self._reducer.in_order(fresh)
@@ -139,7 +139,7 @@ class OptimizerSchedule:
                 remove_hooks(fresh)
             self._parameters += fresh
             self._attached.update(map(id, fresh))
-            self.steps.add(self._reducer.describe(fresh))
+            self.steps.add(self._reducer.describe_weights(fresh))
         self._properties = properties_of(self._parameters)
         self.attach_reducer(parameters)
 

@@ -16,7 +16,14 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import ReduceOp
 from hvdlite.torch.collectives import allreduce_async
 from hvdlite.torch.device_memory import device_array
-from hvdlite.torch.tensors import dtype_of, on_current_stream, to_array, to_tensor, to_tensor_like
+from hvdlite.torch.tensors import (
+    dtype_of,
+    gradient_dtype,
+    on_current_stream,
+    to_array,
+    to_tensor,
+    to_tensor_like,
+)
 
 
 def sparse_allreduce_async(
@@ -24,6 +31,7 @@ def sparse_allreduce_async(
     name: str | None,
     op: ReduceOp | int | None,
     process_set: ProcessSet = global_process_set,
+    note: str = "",
 ) -> Callable[[], torch.Tensor]:
     """Start to reduce a sparse tensor over all ranks.
 
@@ -36,6 +44,7 @@ def sparse_allreduce_async(
         name: matches this call with those of the other ranks; None: calls are matched by order.
         op: Sum or Average.
         process_set: the ranks that take part.
+        note: on the operation, for messages.
 
     Returns:
         A function that waits, and returns the reduced tensor, coalesced. It raises
@@ -55,7 +64,9 @@ def sparse_allreduce_async(
 
     def describe(name: str) -> Operation:
         gather = functools.partial(describe_allgather, with_rows=True)
-        return describe_group("sparse allreduce", name, parts, gather)
+        operation = describe_group("sparse allreduce", name, parts, gather)
+        operation.note = note
+        return operation
 
     # As one unit: should a rank die, both parts are from the same ranks.
     handle = engine.submit("sparse_allreduce", name, describe)
@@ -70,12 +81,12 @@ def sparse_allreduce_async(
     return wait
 
 
-def empty_like(tensor: torch.Tensor, sparse_axes: int) -> torch.Tensor:
-    """Return a sparse tensor without entries."""
-    indices = torch.empty((sparse_axes, 0), dtype=torch.int64, device=tensor.device)
-    entry = tensor.shape[sparse_axes:]
-    values = torch.empty((0, *entry), dtype=tensor.dtype, device=tensor.device)
-    return _sparse(indices, values, tensor.shape, is_coalesced=True)
+def empty_gradient(parameter: torch.Tensor, sparse_axes: int) -> torch.Tensor:
+    """Return a sparse gradient without entries."""
+    indices = torch.empty((sparse_axes, 0), dtype=torch.int64, device=parameter.device)
+    entry = parameter.shape[sparse_axes:]
+    values = torch.empty((0, *entry), dtype=gradient_dtype(parameter), device=parameter.device)
+    return _sparse(indices, values, parameter.shape, is_coalesced=True)
 
 
 def _check(tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -180,6 +191,9 @@ def _sparse(
     )
 
 
+_NOTE = " (a sparse gradient; with sparse_as_dense=True it is reduced as a dense one)"
+
+
 def start_reduction(
     name: str,
     parameter: torch.Tensor,
@@ -200,7 +214,8 @@ def start_reduction(
         process_set: the ranks that take part.
     """
     if sparse_axes is not None:
-        own = empty_like(parameter, sparse_axes) if gradient is None else gradient
-        return sparse_allreduce_async(own, name, op, process_set)
-    own = torch.zeros_like(parameter) if gradient is None else gradient
-    return allreduce_async(own.detach(), name=name, op=op, process_set=process_set).wait
+        own = empty_gradient(parameter, sparse_axes) if gradient is None else gradient
+        return sparse_allreduce_async(own, name, op, process_set, _NOTE)
+    if gradient is None:
+        gradient = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    return allreduce_async(gradient.detach(), name=name, op=op, process_set=process_set).wait

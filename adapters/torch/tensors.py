@@ -16,6 +16,13 @@ from hvdlite.engine.device import DeviceArray, DeviceResult
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
+# Exports a tensor as numpy 2.1 imports it; neither public nor in all releases of torch. Without it
+# `Tensor.numpy` takes its place, which keeps the storage from being resized ever after.
+_export: Any = getattr(torch._C, "_to_dlpack_versioned", None)
+_can_export = _export is not None and np.lib.NumpyVersion(np.__version__) >= "2.1.0"
+_PLAIN = {torch.Tensor, torch.nn.Parameter}  # other classes may have no memory of their own
+_CPU = 1, 0  # the device, in DLPack's numbers
+
 
 def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
     """Return the numpy dtype of a torch dtype; bfloat16 is that of ``ml_dtypes``."""
@@ -34,7 +41,10 @@ def to_array(
 ) -> Any:
     """View a dense tensor as a numpy array of the same shape and strides.
 
-    A tensor on an accelerator is copied to the host first, unless ``on_device`` takes it.
+    The array keeps the tensor alive; where it may outlive the tensor, pass ``tensor.detach()``,
+    with which it keeps the memory alone. The tensor's storage can still be resized: its old memory
+    is gone then, and the array must not be used any more. A tensor on an accelerator is copied to
+    the host first, unless ``on_device`` takes it.
 
     Raises:
         TypeError: it is not a dense tensor, or of a dtype that numpy cannot hold.
@@ -45,8 +55,8 @@ def to_array(
         )
     if tensor.is_cpu:
         try:
-            return tensor.numpy()  # nearly always; what has to be done otherwise takes longer
-        except (TypeError, RuntimeError):
+            return _view(tensor)  # nearly always; what has to be done otherwise takes longer
+        except (TypeError, RuntimeError, BufferError):
             pass
     if tensor.layout is not torch.strided:
         raise TypeError(f"expected a dense tensor, found {tensor.layout}; call .to_dense() first")
@@ -66,8 +76,32 @@ def to_array(
         return array
     host = host.cpu().resolve_conj().resolve_neg()
     if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view(_BFLOAT16)
-    return host.numpy()
+        return _view(host.view(torch.int16)).view(_BFLOAT16)
+    return _view(host)
+
+
+class _Memory:
+    """The memory of a tensor, for numpy."""
+
+    __slots__ = ("tensor",)
+    tensor: torch.Tensor
+
+    def __dlpack__(
+        self, dl_device: object = None, copy: object = None, max_version: object = None
+    ) -> object:
+        return _export(self.tensor)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU
+
+
+def _view(tensor: torch.Tensor) -> Any:
+    """View the elements of a tensor that lie in memory as they are."""
+    if not _can_export or type(tensor) not in _PLAIN or tensor.is_conj() or tensor.is_neg():
+        return tensor.numpy()
+    memory: Any = _Memory()
+    memory.tensor = tensor
+    return np.from_dlpack(memory)
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -119,9 +153,18 @@ def on_current_stream(result: Any) -> Any:
     return result.take() if isinstance(result, DeviceResult) else result
 
 
-_dtype_and_place = operator.attrgetter("dtype", "is_cuda")
+# Since torch 2.10 gradients may be of another dtype than their parameter.
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+_properties = operator.attrgetter(
+    "dtype", "is_cuda", "shape", *(["grad_dtype"] if _HAS_GRAD_DTYPE else [])
+)
 
 
 def properties_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """Return the properties that an exchange depends on and ``model.double()`` changes, fast."""
-    return [*map(_dtype_and_place, tensors), *map(torch.Tensor.numel, tensors)]
+    return [*map(_properties, tensors)]
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype of a parameter's gradients; None: they may be of any."""
+    return parameter.grad_dtype if _HAS_GRAD_DTYPE else parameter.dtype

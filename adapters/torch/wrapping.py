@@ -239,7 +239,10 @@ class Distributed(Wrapped):
         if self._reducer.in_flight:
             raise RuntimeError(
                 f"{call} was called after backward() and before step() or synchronize(), "
-                "while gradients are being exchanged; call optimizer.synchronize() first"
+                "while gradients are being exchanged; call one of these first. If backward() has "
+                "failed half-way on this rank, leave all gradients as they are, and call "
+                "optimizer.step(batch_size=0): then those of the other ranks count alone, where "
+                "all ranks pass their batch_size in every step"
             )
 
     @property

@@ -38,6 +38,8 @@ class Strategy(ABC):
     tells_unsent: bool = False
     #: Whether all values arrive, except for rounding, so that it may carry weights, too.
     takes_weights: bool = False
+    #: Whether a value's result is the same in whatever bucket it travels, and wherever in it.
+    is_elementwise: bool = False
 
     @property
     def name(self) -> str:
@@ -118,6 +120,7 @@ class Dense(Strategy):
     ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
     tells_unsent = True
     takes_weights = True
+    is_elementwise = True
 
     def choose(self, parameter: Parameter) -> Strategy:
         """Return this strategy, for every dtype."""

@@ -55,6 +55,7 @@ class Cast(Strategy):
     ops = (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM)
     tells_unsent = True
     takes_weights = True
+    is_elementwise = True
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, *_DTYPES)
@@ -67,6 +68,7 @@ class Cast(Strategy):
                 " nor 'auto' or None"
             )
         if self.scale is not None:
+            object.__setattr__(self, "is_elementwise", self.scale != "auto")
             object.__setattr__(self, "on_device", False)
             object.__setattr__(self, "ops", (ReduceOp.AVERAGE, ReduceOp.SUM))
 

@@ -61,6 +61,7 @@ class Operation(ABC):
         sent: Number of bytes that its last execution has sent, as far as that is counted.
         lane: Name of the lane it was submitted to.
         submitted: Time of the submission, by ``time.monotonic``.
+        note: Added to the name in messages.
         memory: The device memory of its arrays; None: they are on the host.
         handle: Handle that delivers the result; set at the submission.
         stands_in: Whether ranks that have joined can take part in it, see `stand_in`.
@@ -73,6 +74,7 @@ class Operation(ABC):
 
     handle: Handle
     call: Call | None = None
+    note = ""
     memory: Any = None
     nbytes = 0
     sent = 0
@@ -110,7 +112,7 @@ class Operation(ABC):
         """Its name for messages, with an addition for users who did not choose it."""
         if self.call is not None and self.call.place.lines:
             return f"{self.name!r} ({self.call.place.lines[0]})"
-        return repr(self.name)
+        return repr(self.name) + self.note
 
     @property
     def activity(self) -> str:

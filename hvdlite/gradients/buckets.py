@@ -111,13 +111,16 @@ class GradientBuckets:
         """Make buckets for gradients that arrive in the reverse of an order.
 
         Args:
-            order: numbers of all parameters.
+            order: numbers of all parameters. With a strategy that is not ``is_elementwise``, that
+                of their registration counts, so that results depend on no framework and no step.
             sparse: numbers of parameters without a slot, of which the ranks only tell each other
                 whether they have gradients.
 
         Returns:
             Whether the plan has changed; else the buckets stay as they are.
         """
+        if not self._strategy.is_elementwise:
+            order = range(len(self.parameters))
         dense = [number for number in order if number not in sparse]
         planned = plan_for([self.parameters[n] for n in dense], self._strategy, self._settings)
         plan = [[dense[position] for position in members] for members in planned]

@@ -23,7 +23,7 @@ from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
-from hvdlite.gradients.bucket import Comparison
+from hvdlite.gradients.bucket import Comparison, GradientBucket
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
 from hvdlite.gradients.replicas import ReplicaCheck
@@ -32,6 +32,12 @@ from hvdlite.reduction import ReduceOp
 
 _ROW = "step"  # of the timeline
 _all_arrived = attrgetter("all_arrived")
+# The first entry of signatures.
+_CHANGE = (
+    "the change of the optimizer's parameters (add, remove and unfreeze them on all ranks, "
+    "between the same steps)"
+)
+_UNCHANGED = ((_CHANGE, "none"),)
 
 
 class State(Enum):
@@ -94,8 +100,9 @@ class GradientExchange:
         check: ReplicaCheck | None = None,
     ) -> None:
         self.buckets = GradientBuckets(
-            engine, label, parameters, strategy, reduction, (), memory, state, check
+            engine, label, parameters, strategy, reduction, _UNCHANGED, memory, state, check
         )
+        self._changed: GradientBucket | None = None  # which tells of changes in this step
         self.sparse_parameters: frozenset[int] = frozenset()
         self.sparse_axes: dict[int, int] = {}
         self.weight = 1.0
@@ -118,13 +125,17 @@ class GradientExchange:
         """Return whether the order in which gradients arrive is recorded."""
         return self._state is not State.STEADY
 
-    def begin(self) -> bool:
+    def begin(self, changes: Sequence[str] = ()) -> bool:
         """Open a step, before its first `mark`, or its `finish`; pack the buckets anew.
 
         After the first step, they follow the order in which rank 0's gradients arrived. After the
         first sparse gradients of a parameter, it is one of ``sparse_parameters``. Every rank
         begins every step, also one in which it has no gradients: it could not finish the others'
         buckets otherwise. If the ranks compare their replicas in this step, then as they are now.
+
+        Args:
+            changes: what the owner is to exchange from now on, beside or in place of these
+                parameters, in words. Ranks that differ fail together, with the first bucket.
 
         Returns:
             Whether slots are other arrays now.
@@ -143,6 +154,9 @@ class GradientExchange:
             packed = self.buckets.pack(self._order, self.sparse_parameters)
         if self.buckets.check is not None and self.buckets.all:
             self.buckets.all[0].snapshot = self.buckets.snapshot()
+        if changes:
+            self._changed = self.buckets.all[0]
+            self._changed.sign(_with_changes(self.buckets.signature, changes))
         return packed
 
     def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
@@ -420,5 +434,12 @@ class GradientExchange:
             self._comparison = None
             self._is_weighted = False
         self.in_flight = False
+        if self._changed is not None:
+            self._changed.sign(self.buckets.signature)
+            self._changed = None
         for bucket in self.buckets.all:
             bucket.begin_step()
+
+
+def _with_changes(signature: Signature, changes: Sequence[str]) -> Signature:
+    return Signature(((_CHANGE, ", ".join(changes)), *signature[len(_UNCHANGED) :]))

@@ -431,3 +431,32 @@ def test_horovods_compression_classes():
         model(torch.full((1, 2), 2.0 * hvd.rank())).sum().backward()
         optimizer.synchronize()
         assert model.weight.grad.tolist() == [[expected] * 2]
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        Compression.TopK(0.2),
+        Compression.QSGD(),
+        Compression.RandomK(0.3),
+        Compression.Cast("fp16", scale="auto"),
+        ErrorFeedback(Compression.Blockwise8()),
+        ErrorFeedback(Compression.PowerSGD(1)),
+        Compression.fp16,
+    ],
+    ids=str,
+)
+@ranks(2, 3)
+def test_results_do_not_depend_on_the_order_in_which_gradients_arrive(monkeypatch, compression):
+    monkeypatch.setenv("HVDLITE_FIRST_BUCKET_SIZE", "64")  # c and b, then a
+    new_world()
+    results = []
+    for order in (["a", "b", "c"], ["c", "b", "a"], ["b", "a", "c"]):
+        parameters, optimizer = make(compression)
+        for number in range(4):
+            optimizer.zero_grad()
+            for name in order:
+                (parameters[name] * gradient(name, number, hvd.rank())).sum().backward()
+            optimizer.step()
+        results.append([parameters[name].tolist() for name in SHAPES])
+    assert results[0] == results[1] == results[2]

@@ -605,3 +605,30 @@ def test_a_model_outlives_its_optimizer():
     for each in (model, reference):
         train(each, sgd(each), 5)
     assert torch.equal(weights(model), weights(reference))
+
+
+@ranks(1, 2)
+def test_storages_can_be_resized_after_every_collective(size):
+    """FSDP frees parameters in this way, and ``Tensor.numpy()`` would prevent it."""
+    hvd.init()
+    for dtype in (torch.float32, torch.bfloat16):
+        for number, call in enumerate(
+            (
+                lambda tensor: hvd.allreduce_(tensor, name=f"in place {tensor.dtype}"),
+                lambda tensor: hvd.broadcast_(tensor, 0),
+                lambda tensor: hvd.broadcast_parameters([("t", tensor)], 0),
+                lambda tensor: hvd.grouped_allreduce_([tensor]),
+                hvd.allreduce,
+                hvd.allgather,
+                hvd.alltoall,
+                hvd.reducescatter,
+            )
+        ):
+            tensor = torch.full((4, 2), 2.0 + number, dtype=dtype)
+            for _ in range(2):
+                call(tensor)
+                tensor.untyped_storage().resize_(0)
+                tensor.untyped_storage().resize_(tensor.nbytes)
+                tensor.fill_(2.0 + number)
+            call(tensor)
+            assert (tensor == 2.0 + number).all()

@@ -439,6 +439,149 @@ def test_layers_frozen_at_first_and_groups_added_later():
     assert identical_on_all_ranks(model)
 
 
+def unfreeze(model, optimizer):
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(True)
+
+
+def add_group(model, optimizer):
+    model.extra = torch.nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": [model.extra]})
+
+
+def replace(model, optimizer):
+    for parameters in (group["params"] for group in optimizer.param_groups):
+        old, parameters[-1] = parameters[-1], torch.nn.Parameter(parameters[-1].detach().clone())
+        model[3].bias = parameters[-1]
+        optimizer.state.pop(old, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (unfreeze, r"new: '0\.weight', new: '0\.bias'"),
+        (add_group, r"new: 'parameter\.6'"),
+        (replace, r"new: 'parameter\.6', removed: '3\.bias'"),
+    ],
+)
+@pytest.mark.parametrize("overlap", ["0", "1"])
+@ranks(2, 3)
+def test_parameters_that_one_rank_alone_changes_are_an_error(
+    monkeypatch, size, change, names, overlap
+):
+    """At once, on all ranks; and they train on when the others have done the same."""
+    monkeypatch.setenv("HVDLITE_OVERLAP", overlap)
+    hvd.init()
+    model = make_model()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    train(model, optimizer, 3)
+    is_last = hvd.rank() == size - 1
+    if is_last:
+        change(model, optimizer)
+    with pytest.raises(hvd.MismatchError, match=f"none on rank.*{names} on rank {size - 1};"):
+        train(model, optimizer, 1)
+    if not is_last:
+        change(model, optimizer)
+    optimizer.zero_grad()
+    train(model, optimizer, 3)
+    assert identical_on_all_ranks(model)
+    other = make_model(1)  # its exchange has the same label on all ranks
+    train(other, hvd.DistributedOptimizer(sgd(other), other.named_parameters()), 2)
+    assert identical_on_all_ranks(other)
+
+
+@pytest.mark.parametrize("within_step", [False, True])
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.singa("sparseTopK")])
+@ranks(2)
+def test_parameters_that_are_replaced_are_exchanged_no_longer(within_step, compression):
+    hvd.init()
+    model, reference = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression
+    )
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    known = []
+    for step in range(12):
+        x, y = batch(step)
+        for each, stepped, data in (
+            (model, optimizer, (own(x), own(y))),
+            (reference, plain, (x, y)),
+        ):
+            if not within_step:
+                replace(each, stepped)
+            stepped.zero_grad()
+            loss_of(each, *data).backward()
+            if within_step:
+                replace(each, stepped)  # the new one has no gradient in this step
+            stepped.step()
+        reducer = optimizer._reducer
+        known.append((len(reducer._hooks), len(reducer.names), len(reducer._state.state_dict())))
+    assert len(set(known[2:])) == 1
+    assert {len(model[0].weight._post_accumulate_grad_hooks)} == {1}
+    if compression is hvd.Compression.none:
+        assert relative_error(flat(model), flat(reference)) < 1e-5
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_an_earlier_optimizer_of_the_same_parameters():
+    hvd.init()
+    model = make_model()
+    earlier, later = (
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters()) for _ in range(2)
+    )
+    x, y = batch(0)
+    words = "DistributedOptimizer that was wrapped last.*raise backward_passes_per_step.*earlier"
+    train(model, earlier, 1)
+    with pytest.raises(RuntimeError, match=words):
+        loss_of(model, own(x), own(y)).backward()
+    with pytest.raises(RuntimeError, match="was changed after backward"):
+        later.step()
+    train(model, later, 2)
+    assert identical_on_all_ranks(model)
+
+
+@ranks(2)
+def test_a_backward_pass_that_fails_on_one_rank():
+    """The others' gradients count alone, and all weights stay the same."""
+    hvd.init()
+    model, reference = make_model(), make_model()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    plain = sgd(reference)
+    fails = []
+
+    def fail(gradient):
+        if fails:
+            raise ValueError("half-way")
+
+    for step in range(6):
+        x, y = batch(step)
+        is_good = step % 2 == 0 or hvd.rank() == 0
+        optimizer.zero_grad()
+        hidden = model[0](own(x))
+        hidden.register_hook(fail)
+        loss = (model[1:](hidden) - own(y)).square().mean()
+        if is_good:
+            loss.backward()
+            optimizer.step(batch_size=SAMPLES // 2)
+        else:
+            fails.append(step)
+            with pytest.raises(ValueError, match="half-way"):
+                loss.backward()
+            fails.clear()
+            with pytest.raises(RuntimeError, match=r"leave all .*step\(batch_size=0\)"):
+                optimizer.zero_grad()
+            optimizer.step(batch_size=0)
+        plain.zero_grad()
+        count = SAMPLES if step % 2 == 0 else SAMPLES // 2
+        loss_of(reference, x[:count], y[:count]).backward()
+        plain.step()
+    assert relative_error(flat(model), flat(reference)) < 1e-5
+    assert identical_on_all_ranks(model)
+
+
 @ranks(2)
 def test_closures_are_synchronized_each_time():
     hvd.init()

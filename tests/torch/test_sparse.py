@@ -298,3 +298,29 @@ def test_of_no_samples_it_counts_for_nothing_whatever_it_is():
         assert_close(table.weight.grad.to_dense(), expected)
         with optimizer.skip_synchronize():
             optimizer.step()
+
+
+@ranks(2)
+def test_a_sparse_gradient_beside_a_rank_that_has_joined():
+    hvd.init()
+    layer = torch.nn.Embedding(10, 4, sparse=True)
+    for sparse_as_dense in (False, True):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(layer.parameters(), lr=0.1), sparse_as_dense=sparse_as_dense
+        )
+
+        def step(optimizer=optimizer):
+            optimizer.zero_grad()
+            layer(torch.tensor([hvd.rank(), 3])).sum().backward()
+            optimizer.step()
+
+        step()
+        if hvd.rank() == 1 and sparse_as_dense:
+            step()
+        elif hvd.rank() == 1:
+            with pytest.raises(
+                hvd.HorovodInternalError,
+                match=r"rank 0.*join.*sparse_as_dense=True|sparse_as_dense=True.*join",
+            ):
+                step()
+        hvd.join()

@@ -1,5 +1,6 @@
 import collections
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -384,6 +385,28 @@ def test_a_file_of_torch_that_is_damaged_is_an_error_on_all_ranks(tmp_path):
             saved.path.write_bytes(damaged)
         with pytest.raises(hvd.CheckpointError, match=r"model\.pt is (damaged|not a ch|empty)"):
             saved.load()
+
+
+@ranks(2)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_file_of_torch_without_room_is_an_error_on_all_ranks(tmp_path, blocking):
+    hvd.init()
+    saved = hvd.checkpoint(tmp_path / "a.pt")
+    saved.save({"w": torch.zeros(3)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    words = r"a\.pt cannot be written.*: File too large: the file needs 4\.0 MB"
+
+    def save():
+        saved.save({"w": torch.ones(10**6)}, blocking)
+        saved.exists()  # raises what a thread could not do
+
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        with pytest.raises(hvd.CheckpointError, match=words):
+            save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert saved.load()["w"].tolist() == [0, 0, 0]
 
 
 @ranks(1, 2)

@@ -263,31 +263,31 @@ def double(parameter):
 
 
 @ranks(2)
-def test_a_hook_that_changes_the_gradient_after_ours_is_noticed():
-    hvd.init()
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model))
-    model[0].weight.register_post_accumulate_grad_hook(double)
-    for step in range(5):
-        optimizer.zero_grad()
-        model(own(data_of(step))).square().mean().backward()
-        with pytest.raises(RuntimeError, match="was changed after backward"):
-            optimizer.step()
+@pytest.mark.parametrize("first_step", [0, 1, 5])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("outputs", [2, 2**14], ids=["small", "large"])
+def test_a_hook_of_the_users_may_change_the_gradient_in_place(first_step, before, outputs):
+    """Whenever it is registered, before or after ours, and whenever it begins to do so."""
+    armed = []
 
+    def double(parameter):
+        if armed:
+            parameter.grad.mul_(2)
 
-@ranks(2)
-def test_a_hook_before_ours_may_change_the_gradient_in_place():
     def train(models, wrap, part):
         (model,) = models
+        armed.clear()
+        optimizer = None if before else wrap(sgd(model))
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(double)
-        optimizer = wrap(sgd(model))
-        for step in range(STEPS):
+        optimizer = optimizer or wrap(sgd(model))
+        for step in range(first_step + 5):
+            armed[:] = [step] * (step >= first_step)
             optimizer.zero_grad()
             model(part(data_of(step))).square().mean().backward()
             optimizer.step()
 
-    check_alike(train, make_model)
+    check_alike(train, lambda: make_model(outputs=outputs))
 
 
 def drop(parameter):
@@ -503,13 +503,62 @@ def test_a_model_that_is_converted_on_one_rank_only():
 
 
 @ranks(2)
-def test_a_parameter_of_another_size_after_wrapping():
+def test_a_parameter_of_another_shape_after_wrapping():
     hvd.init()
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = distribute(torch.optim.SGD([weight], lr=1.0))
-    for size in (4, 4, 1, 6):
-        weight.data = torch.zeros(size)
+
+    def step(shape):
+        weight.data = torch.zeros(shape)
         weight.grad = None
         (weight * (1 + hvd.rank())).sum().backward()
         optimizer.step()
-        assert weight.tolist() == [-1.5] * size
+
+    for shape in ((4,), (4,), (2, 2), (1,), (2, 3), (3, 2)):
+        step(shape)
+        assert torch.equal(weight, torch.full(shape, -1.5))
+    with pytest.raises(hvd.MismatchError, match=r"\[3, 2\] on rank 0, .*\[2, 3\] on rank 1"):
+        step((3, 2) if hvd.rank() == 0 else (2, 3))
+
+
+class Float32Gradient(torch.autograd.Function):
+    """The sum of x * weight, whose gradient is x in float32, whatever the weight's dtype is."""
+
+    @staticmethod
+    def forward(context, weight, x):
+        context.x = x
+        return (weight.float() * x).sum()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * context.x, None
+
+
+@ranks(2, 3)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="it came with torch 2.10")
+@pytest.mark.parametrize("numel", [3, 2**19])
+def test_gradients_of_another_dtype_than_their_weight(numel, size):
+    hvd.init()
+    weights = [torch.nn.Parameter(torch.ones(numel, dtype=torch.bfloat16)) for _ in range(2)]
+    always, at_times = weights
+    optimizer = distribute(torch.optim.SGD(weights, lr=1.0))
+    for step in range(5):
+        if step == 1:  # a conversion, as model.double() is
+            always.grad_dtype = at_times.grad_dtype = torch.float32
+        if step > 0:
+            optimizer.zero_grad()
+            x = torch.full((numel,), 1 + (hvd.rank() + 1) * 2**-15)
+            loss = Float32Gradient.apply(always, x)
+            if hvd.rank() == 0:
+                loss = loss + Float32Gradient.apply(at_times, x)
+            loss.backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        if step > 0:
+            assert (always.grad.dtype, at_times.grad.dtype) == (torch.float32, torch.float32)
+            assert_close(always.grad, torch.full((numel,), 1 + (size + 1) * 2**-16), 1e-7)
+            assert_close(at_times.grad, torch.full((numel,), (1 + 2**-15) / size), 1e-7)
+    at_times.grad_dtype = None
+    with pytest.raises(ValueError, match=r"grad_dtype of 'parameter\.1' is None.*torch.bfloat16"):
+        distribute(torch.optim.SGD(weights, lr=1.0))
