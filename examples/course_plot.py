@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+_COLOURS = ("#c2571a", "#2f6f9f", "#3b8054", "#8a5a9e")
+_GREY = "#7a8490"  # of text and axes: legible on white paper and on a dark screen
+
 
 class Accuracies(NamedTuple):
     """Accuracies after each epoch."""
@@ -39,16 +42,18 @@ def plot(curves: Mapping[str, Accuracies], title: str, files: Sequence[Path]) ->
 
     # Without a window: a node of a supercomputer has no screen.
     plt.switch_backend("agg")
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for (name, accuracies), colour in zip(curves.items(), ("C1", "C0", "C2", "C3"), strict=False):
-        for part, style in (("training", "--"), ("validation", "-")):
-            values = getattr(accuracies, part)
-            epochs = range(1, len(values) + 1)
-            axes.plot(epochs, values, style, marker="o", color=colour, label=f"{name}, {part}")
-    axes.set(title=title, xlabel="epoch", ylabel="accuracy")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
-    axes.legend()
+    grey = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    with plt.rc_context(dict.fromkeys(grey, _GREY)):
+        figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+        axes.set(title=title, xlabel="epoch", ylabel="accuracy")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        for (name, accuracies), colour in zip(curves.items(), _COLOURS, strict=False):
+            for part, style in (("training", "--"), ("validation", "-")):
+                values = getattr(accuracies, part)
+                epochs = range(1, len(values) + 1)
+                axes.plot(epochs, values, style, marker="o", color=colour, label=f"{name}, {part}")
+        axes.legend(framealpha=0)
     for file in files:
-        figure.savefig(file, dpi=150)
+        figure.savefig(file, dpi=150, transparent=True)
     plt.close(figure)

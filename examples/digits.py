@@ -79,6 +79,17 @@ def load(data_dir: str | Path | None = None) -> Digits:
     return digits
 
 
+def resize(images: np.ndarray, side: int) -> np.ndarray:
+    """Return images of shape (samples, side, side), by bilinear interpolation of smaller ones."""
+
+    def weights(pixels: int) -> np.ndarray:
+        places = np.clip((np.arange(side) + 0.5) * pixels / side - 0.5, 0, pixels - 1)
+        return np.maximum(0, 1 - np.abs(places[:, None] - np.arange(pixels))).astype(np.float32)
+
+    height, width = images.shape[1:]
+    return weights(height) @ images @ weights(width).T
+
+
 def _load_small() -> Digits:
     try:
         from sklearn.datasets import load_digits

@@ -4,7 +4,7 @@
     hvdliterun -np 2 python gluon_lenet.py --data-dir mnist --loss sum
     python gluon_lenet.py --devices cuda:0 cuda:1
 
-docs/tutorials/gluon.md explains it.
+docs/tutorials/gluon.md explains it; `gluon_lenet_tensorflow.py` is its form for TensorFlow.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Callable, Sequence
 
 import digits
 import failures
+import gluon_common
 
 try:
     import torch
     from torch import nn
     from torch.func import functional_call
-    from torch.nn.functional import cross_entropy, interpolate
+    from torch.nn.functional import cross_entropy
 
     import hvdlite.torch as hvd
 except ImportError as error:
     sys.exit(f"{error}: run `pip install 'hvdlite[torch]'`")
 
-SIDE = 28  # pixels of the images that the network is made for
 Replica = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -35,13 +35,7 @@ def train(options: argparse.Namespace) -> nn.Module:
     """Train, report accuracy and time after each epoch, and return the network."""
     hvd.init()
     devices = find_devices(options.devices)
-    ranks, parts = hvd.size(), hvd.size() * len(devices)
-    if options.batch_size % ranks or options.batch_size < 2 * parts:
-        failures.exit_all(
-            hvd,
-            f"--batch-size {options.batch_size}: found {ranks} ranks of {len(devices)} devices, "
-            f"expected a multiple of {ranks}, {2 * parts} or more",
-        )
+    gluon_common.check_batch_size(hvd, options, len(devices))
     data = failures.load_data(hvd, options.data_dir)
     images, labels = to_tensors(data.train)
     test_images, test_labels = to_tensors(data.test)
@@ -49,10 +43,11 @@ def train(options: argparse.Namespace) -> nn.Module:
 
     torch.manual_seed(options.seed)
     model = make_lenet().to(devices[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
+        compression=gluon_common.WAYS[options.compression],
         op=hvd.Sum if options.loss == "sum" else hvd.Average,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -82,31 +77,14 @@ def train(options: argparse.Namespace) -> nn.Module:
         seconds = time.perf_counter() - start
         training = metric.get()
         test = evaluate(model, devices[0], test_images, test_labels)
-        if hvd.rank() == 0:
-            print(
-                f"epoch {epoch + 1}: training accuracy {training:.4f}, "
-                f"test accuracy {test:.4f}, {seconds:.2f} s",
-                flush=True,
-            )
+        gluon_common.report(hvd, epoch, training, test, seconds)
     return model
 
 
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--data-dir", help="folder of MNIST's IDX files; without it: scikit-learn's digits")
-    add("--devices", nargs="+", help="of one rank, the same one twice too; default: one of its own")
-    add("--loss", choices=("mean", "sum"), default="mean", help="over a batch (%(default)s)")
-    add("--epochs", type=int, default=10, help="(%(default)s)")
-    add("--batch-size", type=int, default=128, help="images of all ranks per step (%(default)s)")
-    add("--lr", type=float, default=0.05, help="learning rate (%(default)s)")
-    add("--seed", type=int, default=1, help="of the weights and the order of the images")
-    options = parser.parse_args(arguments)
-    for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0)):
-        if (value := getattr(options, name)) < least:
-            parser.error(f"--{name.replace('_', '-')}: found {value}, expected {least} or more")
-    return options
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Add the option that only this form of the script has."""
+    own = "of one rank, the same one twice too; default: one of its own"
+    parser.add_argument("--devices", nargs="+", help=own)
 
 
 def find_devices(names: Sequence[str] | None) -> list[torch.device]:
@@ -216,27 +194,33 @@ def evaluate(
 
 def to_tensors(samples: digits.Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images of shape (samples, 1, 28, 28), smaller ones enlarged, and their labels."""
-    images = torch.from_numpy(samples.images).unsqueeze(1)
-    if images.shape[2:] != (SIDE, SIDE):
-        images = interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True)
+    images = torch.from_numpy(digits.resize(samples.images, gluon_common.SIDE)).unsqueeze(1)
     return images, torch.from_numpy(samples.labels)
 
 
 def make_lenet() -> nn.Module:
-    """Return LeNet as MXNet's tutorials have it, of 431,080 weights."""
-    return nn.Sequential(
-        nn.Conv2d(1, 20, kernel_size=5),
-        nn.Tanh(),
+    """Return Gluon's network, of 60,170 weights, drawn as its ``init.Xavier()`` does."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 6, kernel_size=5),
+        nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(20, 50, kernel_size=5),
-        nn.Tanh(),
+        nn.Conv2d(6, 16, kernel_size=3),
+        nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
-        nn.Linear(4 * 4 * 50, 500),
-        nn.Tanh(),
-        nn.Linear(500, digits.CLASSES),
+        nn.Linear(5 * 5 * 16, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, digits.CLASSES),
     )
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight"):
+            nn.init.xavier_uniform_(parameter)
+        else:
+            nn.init.zeros_(parameter)
+    return model
 
 
 if __name__ == "__main__":
-    train(parse_options())
+    train(gluon_common.parse_options(__doc__, add_more=add_devices))

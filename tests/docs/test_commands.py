@@ -14,6 +14,7 @@ _EXAMPLES = "\n".join(path.read_text() for path in (pages.ROOT / "examples").glo
 _PROGRAMS = {
     "bash",
     "cd",
+    "curl",
     "git",
     "jupyter",
     "pip",

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ for script, *arguments in json.loads(runs):
         runpy.run_path(os.path.join(folder, script), run_name="__main__")
 """
 
+PAGE = mpirun.ROOT / "docs" / "tutorials" / "course.md"
 PI = re.compile(r"2 ranks: pi = ([\d.]+), error ([+-][\d.]+) \(standard deviation ([\d.]+)\)")
 EPOCH = re.compile(r"epoch (\d+): [\d.]+ s, loss ([\d.]+), .*test accuracy ([\d.]+)")
 
@@ -139,10 +141,25 @@ def test_parallel_script_differs_by_the_eight_steps(framework):
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])
 def test_page_shows_the_difference(framework):
-    page = (mpirun.ROOT / "docs" / "tutorials" / "course.md").read_text()
-    blocks = re.findall(r"^```diff\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```diff\n(.*?)\n```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (shown,) = [block for block in blocks if f"course_mnist_{framework}.py" in block]
     assert shown.splitlines() == "\n".join(difference(framework)).strip().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "language", "first", "last"),
+    [
+        ("course_pi.py", "python", "    comm = MPI", "    seconds ="),
+        ("course_pbs.sh", "shell", "#PBS -N", "    python ${SCRIPT"),
+        ("course_slurm.sh", "shell", "#SBATCH --job-name", "exec hvdliterun"),
+    ],
+)
+def test_page_shows_what_is_in_the_script(name, language, first, last):
+    """A code host does not show files that a page includes."""
+    script, page = (EXAMPLES / name).read_text(), PAGE.read_text()
+    part = re.search(f"^{re.escape(first)}.*?^{re.escape(last)}.*?$", script, re.M | re.S)[0]
+    assert f"```{language}\n{textwrap.dedent(part)}\n```" in page
+    assert f"(../../examples/{name})" in page
 
 
 def test_missing_data_and_missing_matplotlib(example, monkeypatch, capsys, tmp_path):
@@ -180,6 +197,17 @@ def check_rates(lines, size, steps):
     assert reported["deviation"] == pytest.approx(math.sqrt(variance), abs=0.1)
 
 
+def check_homework(lines, size, folder):
+    rows = [line.strip("| ").split(" | ") for line in lines[2:]]
+    assert [row[:2] for row in rows] == [[str(size), "0"], [str(size), "0.5"]]
+    assert all(0 < float(row[-1]) <= 1 for row in rows)
+    # On one rank, there is nothing to warm up to.
+    assert (rows[0][-2:] != rows[1][-2:]) == (size > 1)
+    assert (folder / f"accuracy_{size}.pdf").read_bytes().startswith(b"%PDF")
+    assert (folder / f"accuracy_{size}.png").read_bytes().startswith(b"\x89PNG")
+
+
+HOMEWORK = ("--epochs", 1, "--warmup-epochs", 0, 0.5, "--formats", "pdf", "png")
 RESNET = ("--num_steps", 3, "--batch_size", 2, "--image_size", 32, "--width", 4, "--json")
 
 
@@ -196,10 +224,7 @@ def test_pytorch(tmp_path):
         2,
         ("course_mnist_torch.py", *TRAINING, "--checkpoint", checkpoints[0]),
         ("course_resnet_torch.py", *RESNET),
-        (
-            *("course_homework.py", "--epochs", 1, "--warmup-epochs", 0, 0.5),
-            *("--output-dir", tmp_path, "--formats", "pdf", "png"),
-        ),
+        ("course_homework.py", *HOMEWORK, "--output-dir", tmp_path),
         ("course_mnist_torch_sequential.py", *TRAINING, "--checkpoint", checkpoints[1]),
     )
     check_learned(parallel, 3)
@@ -210,27 +235,39 @@ def test_pytorch(tmp_path):
     ]
     assert shapes[0] == shapes[1]
     check_rates(resnet, 2, 3)
-    rows = [line.strip("| ").split(" | ") for line in homework[2:]]
-    assert [row[:2] for row in rows] == [["2", "0"], ["2", "0.5"]]
-    assert all(0 < float(row[-1]) <= 1 for row in rows)
-    assert rows[0][-2:] != rows[1][-2:], "the warm-up changes the training"
-    assert (tmp_path / "accuracy_2.pdf").read_bytes().startswith(b"%PDF")
-    assert (tmp_path / "accuracy_2.png").read_bytes().startswith(b"\x89PNG")
+    check_homework(homework, 2, tmp_path)
+
+
+def test_homework_without_mnist_has_steps_enough_for_a_warm_up(example, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    comparison = example("course_comparison")
+
+    def options(*arguments):
+        folder = ("--output-dir", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", ["course_homework.py", *folder, *arguments])
+        found = comparison.parse_options("Solve the homework.")
+        return found.epochs, found.warmup_epochs, found.lr
+
+    assert options() == (30, [0, 15], 0.05)
+    assert options("--data-dir", "mnist") == (6, [0, 3], 0.05)
+    assert options("--epochs", "2", "--warmup-epochs", "1") == (2, [1], 0.05)
 
 
 @pytest.mark.slow
 def test_tensorflow(tmp_path):
     """On one rank: `test_training` runs a script with the same calls on two."""
-    pytest.importorskip("tensorflow")
-    pytest.importorskip("sklearn")
+    for package in ("tensorflow", "matplotlib", "sklearn"):
+        pytest.importorskip(package)
     checkpoint = tmp_path / "model.keras"
-    parallel, resnet, sequential = run_in_turn(
+    parallel, resnet, homework, sequential = run_in_turn(
         1,
         ("course_mnist_tensorflow.py", *TRAINING, "--checkpoint", checkpoint),
         ("course_resnet_tensorflow.py", *RESNET),
+        ("course_homework_tensorflow.py", *HOMEWORK, "--output-dir", tmp_path),
         ("course_mnist_tensorflow_sequential.py", *TRAINING),
     )
     check_learned(parallel, 3)
     check_learned(sequential, 3)
     check_rates(resnet, 1, 3)
+    check_homework(homework, 1, tmp_path)
     assert checkpoint.exists()

@@ -204,3 +204,12 @@ def test_images_that_are_too_small(digits, tmp_path):
 def test_test_images_of_another_size(digits, tmp_path):
     path = _change(tmp_path, TEST_IMAGES, lambda _: idx.content(idx.images(3, side=6), 2051))
     assert f"{path}: found images of 6x6, expected 5x5" in _refusal(digits, tmp_path)
+
+
+def test_resize(digits):
+    """A ramp stays one between the middles of its outer pixels; an image of 28 pixels stays."""
+    images = np.random.default_rng(0).random((2, 28, 28), np.float32)
+    np.testing.assert_array_equal(digits.resize(images, 28), images)
+    ramp = np.broadcast_to(np.arange(8, dtype=np.float32), (1, 8, 8))
+    places = np.clip((np.arange(28) + 0.5) / 28 * 8 - 0.5, 0, 7)
+    np.testing.assert_allclose(digits.resize(ramp, 28)[0], np.tile(places, (28, 1)), atol=1e-5)

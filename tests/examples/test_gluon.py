@@ -1,4 +1,4 @@
-"""Gluon's LeNet: both kinds of loss and several devices give the gradients of whole batches."""
+"""Gluon's LeNet: losses of both kinds, devices and frameworks give whole batches' gradients."""
 
 import contextlib
 import io
@@ -7,28 +7,54 @@ import re
 import pytest
 
 import hvdlite as hvd
+from tests.benchmarks import traffic
 from tests.examples.conftest import EXAMPLES
 from tests.harness import ranks
 
 pytest.importorskip("torch")
 
+WEIGHTS = 156 + 880 + 48_120 + 10_164 + 850  # of two convolutions and three linear layers
 EPOCH = re.compile(
     r"epoch 1: training accuracy ([01]\.\d{4}), test accuracy ([01]\.\d{4}), \d+\.\d\d s\n"
 )
 
 
 def train(script, *arguments):
-    """Train for an epoch; return what is printed and the weights, in one tensor."""
-    import torch
+    """Train for an epoch; return what is printed, the network, and the bytes of a step."""
+    import gluon_common
 
     hvd.shutdown()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        model = script.train(script.parse_options(["--epochs", "1", *arguments]))
-    return printed.getvalue(), torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    add_more = getattr(script, "add_devices", lambda parser: None)
+    options = gluon_common.parse_options("", ["--epochs", "1", *arguments], add_more)
+    with traffic.counting() as counter, contextlib.redirect_stdout(io.StringIO()) as printed:
+        model = script.train(options)
+    return printed.getvalue(), model, counter.sent() / len(whole_batches())
+
+
+def whole_batches():
+    """Return the positions of the images of an epoch's batches, all ranks' together."""
+    # The last batches are no multiple of ranks and devices: their parts differ in size.
+    batches = list(hvd.Sharding(1437, 128, rank=0, size=1, seed=1).indices(0))
+    assert len(batches[-1]) % 4
+    return batches
+
+
+def check_printed(printed, correct):
+    if hvd.rank() == 1:
+        assert printed == ""
+    else:
+        accuracy, _ = map(float, EPOCH.fullmatch(printed).groups())
+        assert accuracy == pytest.approx(correct / 1437, abs=1e-4)
+
+
+def use_float64(monkeypatch, digits):
+    """Let images be float64: in float32, a ReLU near 0 tells a batch from the sum of its parts."""
+    resize = digits.resize
+    monkeypatch.setattr(digits, "resize", lambda *arguments: resize(*arguments).astype("float64"))
 
 
 @pytest.mark.slow
-@ranks(2)
+@ranks(2, timeout=120)
 def test_an_epoch_is_that_of_one_process_with_whole_batches(monkeypatch):
     import torch
     from torch.nn.functional import cross_entropy
@@ -37,30 +63,29 @@ def test_an_epoch_is_that_of_one_process_with_whole_batches(monkeypatch):
     import digits
     import gluon_lenet
 
-    images, labels = gluon_lenet.to_tensors(digits.load().train)
-    torch.manual_seed(1)
-    model = gluon_lenet.make_lenet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    correct = 0
-    # The last batches are no multiple of ranks and devices: their parts differ in size.
-    batches = list(hvd.Sharding(1437, 128, rank=0, size=1, seed=1).indices(0))
-    assert len(batches[-1]) % 4
-    for batch in batches:
-        optimizer.zero_grad()
-        output = model(images[batch])
-        cross_entropy(output, labels[batch]).backward()
-        optimizer.step()
-        correct += (output.argmax(dim=1) == labels[batch]).sum().item()
-    expected = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    use_float64(monkeypatch, digits)
+    torch.set_default_dtype(torch.float64)
+    try:
+        images, labels = gluon_lenet.to_tensors(digits.load().train)
+        torch.manual_seed(1)
+        model = gluon_lenet.make_lenet()
+        assert sum(parameter.numel() for parameter in model.parameters()) == WEIGHTS
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.04)
+        correct = 0
+        for batch in whole_batches():
+            optimizer.zero_grad()
+            output = model(images[batch])
+            cross_entropy(output, labels[batch]).backward()
+            optimizer.step()
+            correct += (output.argmax(dim=1) == labels[batch]).sum().item()
 
-    for arguments in (["--loss", "sum"], ["--loss", "mean", "--devices", "cpu", "cpu"]):
-        printed, weights = train(gluon_lenet, *arguments)
-        assert (weights - expected).abs().max() < 1e-4, arguments
-        if hvd.rank() == 1:
-            assert printed == ""
-        else:
-            accuracy, _ = map(float, EPOCH.fullmatch(printed).groups())
-            assert accuracy == pytest.approx(correct / 1437, abs=2 / 1437)
+        for arguments in (["--loss", "sum"], ["--loss", "mean", "--devices", "cpu", "cpu"]):
+            printed, trained, _ = train(gluon_lenet, *arguments)
+            for found, expected in zip(trained.parameters(), model.parameters(), strict=True):
+                assert (found - expected).abs().max() < 1e-12, arguments
+            check_printed(printed, correct)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
     for arguments, message in (
         (["--batch-size", "5"], "--batch-size 5: found 2 ranks of 1 devices, expected a multiple"),
@@ -71,6 +96,45 @@ def test_an_epoch_is_that_of_one_process_with_whole_batches(monkeypatch):
             train(gluon_lenet, *arguments)
         assert end.value.code == 1
         assert hvd.rank() == 1 or re.fullmatch(f"{message}.*\n", errors.getvalue())
+
+
+@pytest.mark.slow
+@ranks(2, timeout=120)
+def test_an_epoch_of_tensorflow_is_that_of_one_process_with_whole_batches(monkeypatch):
+    keras = pytest.importorskip("keras")
+    tf = pytest.importorskip("tensorflow")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import digits
+    import gluon_lenet_tensorflow as script
+
+    use_float64(monkeypatch, digits)
+    keras.config.set_floatx("float64")
+    try:
+        images, labels = script.to_arrays(digits.load().train)
+        keras.utils.set_random_seed(1)
+        model = script.make_lenet()
+        assert model.count_params() == WEIGHTS
+        optimizer = keras.optimizers.SGD(0.04)
+        correct = 0
+        for batch in whole_batches():
+            with tf.GradientTape() as tape:
+                outputs = model(images[batch])
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels[batch], outputs)
+                loss = tf.reduce_mean(losses)
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
+            correct += (outputs.numpy().argmax(axis=1) == labels[batch]).sum()
+
+        for loss in ("sum", "mean"):
+            printed, trained, _ = train(script, "--loss", loss)
+            for found, expected in zip(trained.get_weights(), model.get_weights(), strict=True):
+                assert abs(found - expected).max() < 1e-12, loss
+            check_printed(printed, correct)
+    finally:
+        keras.config.set_floatx("float32")
+    _, _, sent = train(script, "--compression", "1bit")
+    assert WEIGHTS / 8 <= sent < WEIGHTS / 8 + 1500
 
 
 def test_a_batch_is_split_and_an_accuracy_accumulates(example):

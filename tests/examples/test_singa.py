@@ -1,6 +1,7 @@
-"""SINGA's CNN: both ways to start it, its five modes, and their bytes."""
+"""SINGA's CNN: both ways to start it, its five modes, their bytes, and both frameworks."""
 
 import contextlib
+import importlib
 import io
 import re
 import subprocess
@@ -26,9 +27,12 @@ EPOCH = re.compile(
 
 def train(script, *arguments):
     """Train for an epoch; return what is printed and the bytes that a rank sends per step."""
+    import singa_common
+
     hvd.shutdown()
+    options = singa_common.parse_options("", ["--epochs", "1", *arguments])
     with traffic.counting() as counter, contextlib.redirect_stdout(io.StringIO()) as printed:
-        script.train(script.parse_options(["--epochs", "1", *arguments]))
+        script.train(options)
     return printed.getvalue(), counter.sent() / hvd.Sharding(1437, 64).steps
 
 
@@ -69,25 +73,43 @@ def test_an_epoch_is_that_of_one_process_with_the_union_of_the_batches(monkeypat
     assert accuracy == pytest.approx(correct / 1437, abs=2 / 1437)
 
 
+# The least and the most bytes of a step, the ranks' agreement left out.
+MODES = {
+    "fp16": (2 * WEIGHTS, 2 * WEIGHTS),
+    # The network is smaller than a part: all of it after each step and before the evaluation.
+    "partialUpdate": (4 * WEIGHTS * 13 / 12, 4 * WEIGHTS * 13 / 12),
+    # Of each entry its position and its value.
+    "sparseTopK": (8 * WEIGHTS / 20, 8 * WEIGHTS / 20),
+    "sparseThreshold": (1, 4 * WEIGHTS / 20),
+}
+
+
 @pytest.mark.slow
 @ranks(2)
-@pytest.mark.parametrize(
-    ("mode", "least", "most"),
-    [
-        ("fp16", 2 * WEIGHTS, 2 * WEIGHTS + 200),
-        # The network is smaller than a part: all of it after each step and before the evaluation.
-        ("partialUpdate", 4 * WEIGHTS * 13 / 12, 4 * WEIGHTS * 13 / 12 + 200),
-        # Of each entry its position and its value.
-        ("sparseTopK", 8 * WEIGHTS / 20, 8 * WEIGHTS / 20 + 200),
-        ("sparseThreshold", 1, 4 * WEIGHTS / 20),
-    ],
-)
-def test_modes(monkeypatch, mode, least, most):
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(monkeypatch, mode):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import singa_cnn
 
     printed, sent = train(singa_cnn, "--dist-option", mode)
-    assert least <= sent <= most
+    least, most = MODES[mode]
+    assert least <= sent <= most + 200
+    assert bool(EPOCH.fullmatch(printed)) == (hvd.rank() == 0)
+
+
+@pytest.mark.slow
+@ranks(2)
+@pytest.mark.parametrize("mode", ["partialUpdate", "sparseTopK"])
+def test_modes_of_tensorflow(monkeypatch, mode):
+    """They send what those of PyTorch send."""
+    pytest.importorskip("tensorflow")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import singa_cnn_tensorflow
+
+    assert singa_cnn_tensorflow.make_model().count_params() == WEIGHTS
+    printed, sent = train(singa_cnn_tensorflow, "--dist-option", mode)
+    least, most = MODES[mode]
+    assert least <= sent <= most + 200
     assert bool(EPOCH.fullmatch(printed)) == (hvd.rank() == 0)
 
 
@@ -95,12 +117,16 @@ def test_modes(monkeypatch, mode, least, most):
 def test_mistakes_end_the_script_with_one_line(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import singa_cnn
+    import singa_common
+
+    def start(*arguments):
+        options = singa_common.parse_options("", list(map(str, arguments)))
+        singa_common.start(singa_cnn.train, options)
 
     def end(*arguments):
-        monkeypatch.setattr(sys, "argv", ["singa_cnn.py", *map(str, arguments)])
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as caught:
-            singa_cnn.main()
+            start(*arguments)
         # Python prints a text that a script exits with.
         code = caught.value.code
         return code if isinstance(code, str) else errors.getvalue().splitlines()[-1:]
@@ -113,10 +139,11 @@ def test_mistakes_end_the_script_with_one_line(monkeypatch, tmp_path):
     (line,) = end("--epochs", 0)
     assert "--epochs: found 0, expected 1 or more" in line
 
-    monkeypatch.delitem(sys.modules, "singa_cnn")
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(SystemExit, match=r"run `pip install 'hvdlite\[torch\]'`"):
-        import singa_cnn
+    for script, framework in (("singa_cnn", "torch"), ("singa_cnn_tensorflow", "tensorflow")):
+        monkeypatch.delitem(sys.modules, script, raising=False)
+        monkeypatch.setitem(sys.modules, framework, None)
+        with pytest.raises(SystemExit, match=rf"run `pip install 'hvdlite\[{framework}\]'`"):
+            importlib.import_module(script)
 
 
 @pytest.mark.slow
