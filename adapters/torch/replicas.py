@@ -1,4 +1,4 @@
-"""What ranks compare of a PyTorch optimizer: its options, its state, and the weights."""
+"""The options, the state and the weights of a PyTorch optimizer, as ranks compare them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Gather = Callable[[Callable[["ReplicaCheck"], Any]], dict[int, Any]]
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank tells the others of a replica that differs."""
+    """A rank's message to the others about a replica that differs."""
 
     remedy: str
     options: Sequence[tuple[str, Any]]
