@@ -128,5 +128,5 @@ def test_replicas():
 
     cost = replicas.measure("layers", batch=2, count=3)
     assert min(*cost.slices, cost.all, *cost.steps) > 0
-    assert 1 < cost.rotation <= 256
+    assert 1 < cost.rotation <= 512
     assert cost.nbytes > 1000

@@ -80,9 +80,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     gradient, the average over its batch, is then weighted by its number of samples, and the result
     is the gradient of all samples.
 
-    With the second exchange of gradients the ranks compare their weights, and the class and the
-    options of their optimizers (``HVDLITE_CHECK_RANKS=error``, ``warn`` or ``off``): a forgotten
-    broadcast is an error. Schedules of local steps, and Adasum, let weights differ.
+    From the second step on the ranks compare the options of their optimizers, and, all in the
+    second and then a part of 512 in each step, their weights and their optimizers' states
+    (``HVDLITE_CHECK_RANKS=error``, ``warn`` or ``off``): a forgotten broadcast is an error, and so
+    is what one rank changes alone. Schedules of local steps, and Adasum, let ranks differ.
 
     What a compression remembers from step to step (error feedback, say) is a part of
     ``state_dict()``, and each rank's own. Before one rank saves it for all, call

@@ -65,13 +65,10 @@ class _Replica:
         items: list[Any] = [type(optimizer).__name__]
         for group in optimizer.param_groups:
             items += [item for item in group.items() if item[0] != "params"]
-        # Usually all are immutable, and the same as in the last step: that takes little time.
-        if not all(map(_is_plain, items)):
-            self._made_from = None
-        elif items == self._made_from:
+        # Usually all are as in the last step, and immutable.
+        if self._made_from is not None and _are_equal(items, self._made_from):
             return self._options
-        else:
-            self._made_from = items
+        self._made_from = items if all(map(_is_plain, items)) else None
         groups = map(_host_options, optimizer.param_groups)
         self._options = describe_optimizer(type(optimizer).__name__, *groups)
         return self._options
@@ -84,9 +81,10 @@ class _Replica:
         if optimizer is None:
             return
         for parameter in self._parameters:
+            name = self._names[parameter]
             for path in _paths(optimizer.state.get(parameter), ()):
                 find = partial(_find_state, self._find_optimizer, parameter, path)
-                yield state_label(_joined(path), self._names[parameter]), find
+                yield state_label(_joined(path), name), find
         for number, group in enumerate(optimizer.param_groups):
             for name in sorted(group):
                 if isinstance(group[name], torch.Tensor) and not _is_number(group[name]):
@@ -104,6 +102,13 @@ def _is_plain(item: Any) -> bool:
     value = item[1] if type(item) is tuple else item
     kind = type(value)
     return kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value)))
+
+
+def _are_equal(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    try:
+        return items == others
+    except RuntimeError:  # torch's, of a tensor that has taken a number's place
+        return False
 
 
 def _is_number(value: Any) -> bool:

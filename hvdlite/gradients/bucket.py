@@ -181,7 +181,7 @@ class GradientBucket(Operation):
             if any(digests):
                 replicas.compare(digests, self.snapshot, transport)
         elif self.snapshot is not None:
-            self.snapshot.check.succeed(self.snapshot.position, self.snapshot.step)
+            self.snapshot.succeed()
             payloads = [metadata.split_replica(self.payload, self._size)[0]] * len(payloads)
         is_usual = are_equal and self._is_usual
         found = self._everywhere if is_usual else None

@@ -12,8 +12,7 @@ import struct
 import weakref
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
@@ -21,28 +20,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.arrays import slice_bounds
-from hvdlite.engine.agreement import find_difference, ranks_text
-from hvdlite.engine.operation import Signature
 from hvdlite.errors import MismatchError
+from hvdlite.gradients.difference import WEIGHT, explain
 from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
 _log = logging.getLogger("hvdlite")
 
 #: After this many exchanges, at most, each element of each array has been compared.
-ROTATION = 256
-# Bytes in a slice, at least: the cost of a few arrays. An array costs as much as `_OVERHEAD` bytes.
-_LEAST, _OVERHEAD = 2**15, 2**13
+ROTATION = 512
+# Bytes in a slice, at least: the cost of two arrays. An array costs as much as `_OVERHEAD` bytes.
+_LEAST, _OVERHEAD = 2**16, 2**15
 _FULL = 2**32 - 1  # the position of a comparison of everything
 # Whether a difference is an error; the number of the exchange; the position in the rotation; the
 # digests of the options and of the arrays.
 _DIGEST = struct.Struct("<?QI8s8s")
 DIGEST_SIZE = _DIGEST.size
-_CHUNKS = 64  # in which the first element that differs is looked for
 
 _CLASS = "the optimizer's class"
-_WEIGHT = "the weight "
 # Options that are no hyperparameters, or that may differ between devices or ranks.
 _NOT_COMPARED = {
     "params",
@@ -63,7 +58,7 @@ Find = Callable[[], Any]
 
 def weight_label(name: str) -> str:
     """Return the label of a weight."""
-    return f"{_WEIGHT}{name!r}"
+    return f"{WEIGHT}{name!r}"
 
 
 def state_label(key: str, name: str = "") -> str:
@@ -91,23 +86,27 @@ def describe_optimizer(kind: str, *groups: Mapping[str, Any]) -> list[tuple[str,
     return [(_CLASS, kind), ("the number of the optimizer's groups", len(groups)), *options]
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A rank's part of a comparison.
 
     Attributes:
-        check: the comparison.
+        find_check: returns the comparison; None: it is gone with its optimizer, which an exchange
+            that has lost its waiter must not keep.
         step: the number of the exchange.
         position: of the slice in the rotation.
-        options: pairs of a label and a value.
         digest: bytes that stand for all of it.
     """
 
-    check: ReplicaCheck
+    find_check: Callable[[], ReplicaCheck | None]
     step: int
     position: int
-    options: Sequence[tuple[str, Any]]
     digest: bytes
+
+    def succeed(self) -> None:
+        """Record that all ranks have sent the same digest."""
+        check = self.find_check()
+        if check is not None:
+            check.succeed(self.position, self.step)
 
 
 class ReplicaCheck:
@@ -135,7 +134,7 @@ class ReplicaCheck:
 
     def __init__(
         self,
-        options: Callable[[], Sequence[tuple[str, Any]]],
+        options: Callable[[], Iterable[tuple[str, Any]]],
         values: Callable[[], Iterable[tuple[str, Find]]],
         remedy: str,
         uncompared: Callable[[], int] = lambda: 1,
@@ -153,7 +152,7 @@ class ReplicaCheck:
         self._until_all: float = 0  # the number of exchanges before one that compares everything
         self._rolls = False  # whether slices are compared
         self._every: float = math.inf
-        self._last_options: tuple[Sequence[tuple[str, Any]], bytes] = ((), b"")
+        self._last_options: tuple[tuple[tuple[str, Any], ...], bytes] = ((), b"")
         self._equal_options = 0  # the last step in which all ranks had the same
         self.rotation = Rotation((), to_array, 1, None)
         self._position = 0
@@ -172,7 +171,7 @@ class ReplicaCheck:
         if settings.check_ranks == "off" or not (is_full or self._rolls):
             return None
         self._every = settings.check_ranks_every or math.inf
-        options = self._options()
+        options = tuple(self._options())
         if options != self._last_options[0] or not self._last_options[1]:
             self._last_options = options, _hash(options)
         if is_full or self._position >= self.rotation.length:
@@ -181,7 +180,12 @@ class ReplicaCheck:
         position = _FULL if is_full else self._position
         values = self.rotation.digest(position)
         digest = _DIGEST.pack(raises, step, position, self._last_options[1], values)
-        return Snapshot(self, step, position, options, digest)
+        return Snapshot(weakref.ref(self), step, position, digest)
+
+    @property
+    def options(self) -> Sequence[tuple[str, Any]]:
+        """Return the options of the last `begin`."""
+        return self._last_options[0]
 
     def _begin_rotation(self) -> None:
         """Take the arrays that there are now."""
@@ -249,10 +253,10 @@ class _Entry(NamedTuple):
     def read(self, start: int, stop: int, to_array: Callable[[Any], Any]) -> Any:
         """Return some elements, flat, in the order of C; None: the array is another one now."""
         found = self.find()
-        if found is None or (tuple(found.shape), found.dtype) != (self.shape, self.dtype):
+        if found is None or found.shape != self.shape or found.dtype != self.dtype:
             return None
-        if not self.shape:
-            return to_array(found.reshape(1))
+        if stop - start == self.size:
+            return np.ascontiguousarray(to_array(found)).reshape(-1)
         row = self.size // self.shape[0]
         first, last = start // row, -(-stop // row)
         # Of an array that is not contiguous, these rows alone are copied.
@@ -279,28 +283,37 @@ class Rotation:
         stride: int,
         before: Rotation | None,
     ) -> None:
-        found = ((label, find, find()) for label, find in values)
-        shaped = ((*each, tuple(each[2].shape)) for each in found if each[2] is not None)
-        self._entries = [
-            _Entry(label, find, shape, array.dtype, array.itemsize, int(np.prod(shape)))
-            for label, find, array, shape in shaped
-        ]
+        self._entries: list[_Entry] = []
+        for label, find in values:
+            array = find()
+            if array is not None:
+                shape, dtype = array.shape, array.dtype
+                self._entries.append(
+                    _Entry(label, find, shape, dtype, array.itemsize, math.prod(shape))
+                )
         self._to_array = to_array
         self._stride = stride
         # An array's elements come after its overhead, on an axis of costs.
         self._first = [0]
         for entry in self._entries:
             self._first.append(self._first[-1] + _OVERHEAD + entry.size * entry.itemsize)
-        self._cost = max(_LEAST, -(-self._first[-1] * stride // ROTATION))
+        self._cost = stride * max(_LEAST, -(-self._first[-1] // ROTATION))
         count = max(1, -(-self._first[-1] // self._cost))
         self.length = count * stride
-        described = [(each.label, each.shape, str(each.dtype)) for each in self._entries]
-        self._structure = zlib.crc32(repr((described, stride)).encode())
+        # Found now, because it takes a step longer than this loop to find each of them.
+        self._slices = [[*self._slice(number)] for number in range(count)]
+        self._described = [(*each[:1], *each[2:], stride) for each in self._entries]
+        # The last step in which a slice has been equal; and an array, in earlier rotations.
+        self._equal: list[int] = [0] * count
         self._known: Mapping[str, int] = {}
-        self._equal = [0] * count  # the last step in which a slice has been equal
-        if before is not None and before._structure == self._structure:
+        self._structure: int
+        if before is not None and before._described == self._described:
+            self._structure = before._structure
             self._known, self._equal = before._known, before._equal
-        elif before is not None:
+            return
+        texts = [(label, *shape, str(dtype)) for label, shape, dtype, *_ in self._described]
+        self._structure = zlib.crc32(repr((texts, stride)).encode())
+        if before is not None:
             since = {each.label: before._since(n) for n, each in enumerate(before._entries)}
             self._known = {**before._known, **since}
 
@@ -315,14 +328,14 @@ class Rotation:
             checksum = _checksum(entry.read(start, stop, self._to_array), checksum)
         return struct.pack("<II", self._structure, checksum)
 
-    def _parts(self, position: int) -> Iterable[tuple[_Entry, int, int]]:
+    def _parts(self, position: int) -> Sequence[tuple[_Entry, int, int]]:
         """Return the arrays of a slice, and which elements of each."""
         if position == _FULL:
             return [(entry, 0, entry.size) for entry in self._entries if entry.size]
         number, between = divmod(position, self._stride)
-        return () if between else self._slice(number)
+        return () if between else self._slices[number]
 
-    def _slice(self, number: int) -> Iterable[tuple[_Entry, int, int]]:
+    def _slice(self, number: int) -> Iterator[tuple[_Entry, int, int]]:
         start, stop = number * self._cost, (number + 1) * self._cost
         index = max(0, bisect_right(self._first, start) - 1)
         while index < len(self._entries) and self._first[index] < stop:
@@ -362,9 +375,9 @@ class Rotation:
         """Return for each array its dtype and shape as text, its shape, and its checksum."""
         result = {}
         for entry in self._entries:
-            array = entry.read(0, entry.size, self._to_array) if entry.size else np.empty(0)
+            array = entry.read(0, entry.size, self._to_array)
             text = f"{array.dtype.name}{[*entry.shape]}"
-            result[entry.label] = text, entry.shape, _checksum(array)
+            result[entry.label] = text, tuple(entry.shape), _checksum(array)
         return result
 
     def checksums(self, label: str, bounds: Sequence[int]) -> list[int]:
@@ -395,29 +408,30 @@ def compare(digests: Sequence[bytes], snapshot: Snapshot | None, transport: Tran
     members = dict(zip(transport.members, digests, strict=False))
     known = {rank: _DIGEST.unpack(digest) for rank, digest in members.items() if digest}
     raises, steps, positions, options, values = map(set, zip(*known.values(), strict=True))
-    gather = partial(_gather, snapshot, transport)
+    check = None if snapshot is None else snapshot.find_check()
+    gather = partial(_gather, check, transport)
     position, step = min(positions), max(steps)
     if len(positions) > 1 or len(steps) > 1:
         position = _FULL
         values = {*gather(_digest_all).values()}
     if len(options) > 1 or len(values) > 1:
         behind = [rank for rank, (_, own, *_) in known.items() if own < step]
-        text = _explain(gather, behind, step)
+        text = explain(gather, behind, step)
         if any(raises):
             raise MismatchError(text)
         if transport.rank == 0:
             _log.warning(text)
-        if snapshot is not None:
-            snapshot.check.rest()
-    elif snapshot is not None:
-        snapshot.check.succeed(position, step)
+        if check is not None:
+            check.rest()
+    elif check is not None:
+        check.succeed(position, step)
 
 
 def _gather(
-    snapshot: Snapshot | None, transport: Transport, make: Callable[[Snapshot], Any]
+    check: ReplicaCheck | None, transport: Transport, make: Callable[[ReplicaCheck], Any]
 ) -> dict[int, Any]:
-    """Return what a function makes of each rank's snapshot, by rank; collective."""
-    own = None if snapshot is None else make(snapshot)
+    """Return what a function makes of each rank's comparison, by rank; collective."""
+    own = None if check is None else make(check)
     messages = map(pickle.loads, transport.gather(pickle.dumps(own)))
     return {
         rank: message
@@ -426,143 +440,8 @@ def _gather(
     }
 
 
-Gather = Callable[[Callable[[Snapshot], Any]], dict[int, Any]]
-
-
-def _digest_all(snapshot: Snapshot) -> bytes:
-    return snapshot.check.restart().digest(_FULL)
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a rank tells the others of a replica that differs."""
-
-    remedy: str
-    options: Sequence[tuple[str, Any]]
-    values: Mapping[str, tuple[str, tuple[int, ...], int]]
-
-
-def _explain(gather: Gather, behind: Sequence[int], step: int) -> str:
-    """Return the first difference, since when there is one, its causes and what to do."""
-    reports: dict[int, _Report] = gather(_report)
-    first = next(iter(reports.values()))
-    differing = _differing([each.values for each in reports.values()])
-    label: str | None = None
-    element = 0
-    if len({_hash(each.options) for each in reports.values()}) > 1:
-        what, found = find_difference(
-            {rank: Signature(each.options) for rank, each in reports.items()}
-        )
-    elif differing:
-        label = differing[0]
-        what, found, element = _first_element(label, reports, gather)
-    else:
-        what, found = "a weight or the optimizer's state", "being changed by another thread"
-    since = min(gather(lambda own: own.check.equal_since(label, element)).values())
-    history = f" (equal in step {since}, apart in step {step})" if since else ""
-    cause = _cause(label is None, bool(since), _count(differing, first.values), first.remedy)
-    if behind:
-        cause = (
-            f"{ranks_text(behind)} took part in fewer steps than the others, after join(), say. "
-            f"Before all go on together, call {first.remedy} on all ranks, with a root_rank that "
-            "has made all steps"
-        )
-    meant = (
-        "the optimizers are meant to differ"
-        if label is None
-        else ("processors of different kinds round differently")
-    )
-    return (
-        f"the ranks train replicas that differ: {what} is {found}{history}; {cause}. Where "
-        f"{meant}, HVDLITE_CHECK_RANKS=warn makes this error a warning, and "
-        "HVDLITE_CHECK_RANKS=off leaves the comparison out"
-    )
-
-
-def _count(differing: Sequence[str], labels: Iterable[str]) -> str:
-    """Return how many weights differ, and how many arrays of the optimizer's state."""
-    counts = {True: [0, 0], False: [0, 0]}  # those that differ, and all
-    for label in labels:
-        counts[label.startswith(_WEIGHT)][1] += 1
-    for label in differing:
-        counts[label.startswith(_WEIGHT)][0] += 1
-    nouns = {True: "weights", False: "arrays of the optimizer's state"}
-    return " and ".join(f"{n} of {of} {nouns[kind]}" for kind, (n, of) in counts.items() if n)
-
-
-def _cause(is_option: bool, were_equal: bool, count: str, remedy: str) -> str:
-    """Return likely causes of a difference, and what to do."""
-    if is_option and not were_equal:
-        also = f", and call {remedy}, because {count} differ, too" if count else ""
-        return f"make the same optimizer, with the same arguments, on all ranks{also}"
-    if not were_equal:
-        return (
-            f"{count} differ. Probably they were not broadcast, or were changed on some ranks "
-            f"afterwards: call {remedy} on all ranks, before training or after its first step"
-        )
-    if is_option:
-        return (
-            "some ranks have changed it between these steps, and others have not: by a scheduler "
-            "that decides by each rank's own metric (average the metric over the ranks first: "
-            "hvd.allreduce(loss), in Keras MetricAverageCallback before it), by an assignment, or "
-            f"by load_state_dict(). Do the same on all ranks, and call {remedy} once"
-            + (f": {count} differ by now" if count else "")
-        )
-    return (
-        f"{count} differ. They were equal before, so no broadcast is missing: some ranks have "
-        "changed values between these steps, and others have not, in place (a weight, "
-        "Embedding(max_norm=...), a gradient after its exchange, as a clip by the rank's own norm "
-        f"does) or by load_state_dict(). Do the same on all ranks, and call {remedy} once"
-    )
-
-
-def _report(snapshot: Snapshot) -> _Report:
-    check = snapshot.check
-    return _Report(check.remedy, snapshot.options, check.restart().describe())
-
-
-def _differing(values: Sequence[Mapping[str, tuple[Any, ...]]]) -> list[str]:
-    """Return the labels of the arrays that differ, in the ranks' common order."""
-    labels = dict.fromkeys(label for each in values for label in each)
-    return [label for label in labels if len({each.get(label) for each in values}) > 1]
-
-
-def _first_element(
-    label: str,
-    reports: Mapping[int, _Report],
-    gather: Gather,
-) -> tuple[str, str, int]:
-    """Return what differs in an array, which rank has which value, and the element's number."""
-    absent = "absent", (), 0
-    kinds = {rank: each.values.get(label, absent)[0] for rank, each in reports.items()}
-    if len(set(kinds.values())) > 1:
-        return label, _by_value(kinds), 0
-    shape = next(iter(reports.values())).values[label][1]
-    start, stop = 0, int(np.prod(shape))
-    while stop - start > 1:
-        count = min(_CHUNKS, stop - start)
-        bounds = [start + bound for bound in slice_bounds(stop - start, count)]
-        told = gather(partial(_checksums, label, bounds))
-        unequal = (n for n, each in enumerate(zip(*told.values(), strict=True)) if len({*each}) > 1)
-        chunk = next(unequal, 0)
-        start, stop = bounds[chunk : chunk + 2]
-    texts = gather(lambda own: own.check.rotation.text(label, start))
-    is_clear = len({text for text, _ in texts.values()}) == len({*texts.values()})
-    found = {rank: text if is_clear else f"{text} (0x{hex})" for rank, (text, hex) in texts.items()}
-    index = [int(each) for each in np.unravel_index(start, shape)]
-    what = f"element {index} of {label}" if index else label
-    return what, _by_value(found), start
-
-
-def _checksums(label: str, bounds: Sequence[int], own: Snapshot) -> list[int]:
-    return own.check.rotation.checksums(label, bounds)
-
-
-def _by_value(texts: Mapping[int, str]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        groups.setdefault(text, []).append(rank)
-    return ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in groups.items())
+def _digest_all(check: ReplicaCheck) -> bytes:
+    return check.restart().digest(_FULL)
 
 
 def _hash(options: Sequence[tuple[str, Any]]) -> bytes:

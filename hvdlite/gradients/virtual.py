@@ -290,7 +290,7 @@ class VirtualExchange:
                 rank is lost, or communication failed. The next step begins anew.
         """
         snapshot = None
-        if self.check is not None and self.size > 1:
+        if self.check is not None and len(self._engine.gradients.members) > 1:
             snapshot = self.check.begin(self._engine.gradients, self._engine.settings)
         keeps_copies = self._engine.recovery is not None
         while True:

@@ -5,6 +5,7 @@ import pytest
 
 from hvdlite import GradientError
 from hvdlite.gradients import metadata
+from hvdlite.gradients.replicas import DIGEST_SIZE
 
 MEMBERS = range(10)
 
@@ -50,3 +51,15 @@ def test_some_who_do_not_say():
 def test_nobody_has_samples():
     with pytest.raises(GradientError, match="batch_size is 0 on all ranks"):
         decode(metadata.encode(b"\x01\x01", None, 0), b"")
+
+
+@pytest.mark.parametrize("kinds", [b"\x01", b"\x01\x00\x02" * 15])
+@pytest.mark.parametrize("exchanges", [None, 3])
+@pytest.mark.parametrize("samples", [None, 7])
+def test_the_digest_of_a_replica_is_told_apart(kinds, exchanges, samples):
+    digest = bytes(range(DIGEST_SIZE))
+    plain = metadata.encode(kinds, exchanges, samples)
+    payload = metadata.encode(kinds, exchanges, samples, digest)
+    assert metadata.split_replica(payload, len(kinds)) == (plain, digest)
+    assert metadata.split_replica(plain, len(kinds)) == (plain, b"")
+    assert metadata.split_replica(b"", len(kinds)) == (b"", b"")

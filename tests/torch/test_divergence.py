@@ -1,0 +1,28 @@
+"""Jobs in which one rank parts from the others, and jobs in which none does."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.campaigns import divergence
+
+# All of them: python -m tests.campaigns.divergence
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "plain",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("set", "elastic", "virtual")),
+    ],
+)
+def test_every_rank_is_told_where_and_when_they_have_parted(variant):
+    found = divergence.run("torch", variant, seed=len(variant), cases=6)
+    assert len(found) == 6
+    assert max(each.steps for each in found) <= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", divergence.QUIET)
+def test_no_alarm(how):
+    divergence.run_quietly("torch", how, steps=60)
