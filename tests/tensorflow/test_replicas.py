@@ -95,10 +95,11 @@ def test_variables_that_part_in_mid_training(mode):
     if hvd.rank() == 1:
         variables[1][2].assign(variables[1][2] + 1.0)
     with pytest.raises(hvd.MismatchError) as caught:
-        step(batch(4))
+        for number in range(4, 7):  # small variables are compared in several slices, too
+            step(batch(number))
     message = str(caught.value)
     assert "element [2] of the weight 'bias' is " in message
-    assert "(equal in step 4, apart in step 5)" in message
+    assert "(equal in step " in message
 
 
 @ranks(2)
