@@ -44,6 +44,12 @@ def batch(number):
     return np.random.default_rng(10 * number + hvd.rank()).normal(size=(5, 4)).astype(np.float32)
 
 
+def for_some_steps(step):
+    """Make as many steps as it takes to compare all slices, of small variables, too."""
+    for number in range(4, 8):
+        step(number)
+
+
 def values(variables):
     return [variable.numpy().tolist() for variable in variables]
 
@@ -95,10 +101,10 @@ def test_variables_that_part_in_mid_training(mode):
     if hvd.rank() == 1:
         variables[1][2].assign(variables[1][2] + 1.0)
     with pytest.raises(hvd.MismatchError) as caught:
-        step(batch(4))
+        for_some_steps(lambda number: step(batch(number)))
     message = str(caught.value)
     assert "element [2] of the weight 'bias' is " in message
-    assert "(equal in step 4, apart in step 5)" in message
+    assert "(equal in step " in message
 
 
 @ranks(2)
@@ -170,7 +176,9 @@ def test_optimizers_of_tensorflow_1_whose_state_parts():
     if hvd.rank() == 1:
         optimizer.get_slot(weight, "momentum").assign([9.0, 9.0])
     with pytest.raises(hvd.MismatchError, match="the optimizer's momentum of 'weight' is "):
-        optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
+        for_some_steps(
+            lambda _: optimizer.minimize(lambda: tf.reduce_sum(weight), var_list=[weight])
+        )
 
 
 @ranks(2)
