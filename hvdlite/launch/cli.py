@@ -16,7 +16,7 @@ from hvdlite.errors import StartError
 from hvdlite.horovod.finder import with_bootstrap
 from hvdlite.launch import check_build, job, mpirun, protocol, rank
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
-from hvdlite.launch.environment import exported, on_this_host, with_own_package
+from hvdlite.launch.environment import BATCH, exported, on_this_host, with_own_package
 from hvdlite.launch.hosts import (
     Host,
     all_local,
@@ -94,7 +94,8 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     program = mpirun.detect(mpirun.find(settings))
     ssh = ssh_arguments(options)
     # Elastic jobs do without a host that does not answer.
-    uses_ssh = not here and sizes is None and settings.keys().isdisjoint(program.agent_variables)
+    others = {*program.agent_variables, *BATCH}
+    uses_ssh = not here and sizes is None and settings.keys().isdisjoint(others)
     if uses_ssh:
         check_names(hosts, shlex.split(ssh))
     if options.network_interfaces is not None and not here:

@@ -20,7 +20,7 @@ _STAYS = re.compile(
 )
 
 # Variables that say that a batch system may have given mpirun other hosts.
-_BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID")
+BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID")
 
 
 def exported(environment: Mapping[str, str]) -> list[str]:
@@ -38,7 +38,7 @@ def exported(environment: Mapping[str, str]) -> list[str]:
 
 def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
     """Return whether all ranks run here; without named hosts, a batch system may choose others."""
-    return all_local(hosts) and (bool(hosts) or not any(name in environment for name in _BATCH))
+    return all_local(hosts) and (bool(hosts) or not any(name in environment for name in BATCH))
 
 
 def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:

@@ -163,6 +163,8 @@ class Server:
         while self._has_more() and time.monotonic() < deadline:
             self.serve(_TICK)
         self.serve(0)
+        self._live.clear()  # of a rank that was killed together with the process around it
+        self.clear()
 
     def close(self) -> None:
         """Close all connections."""
