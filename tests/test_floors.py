@@ -1,0 +1,199 @@
+"""The rule of floors: a file imports from its own room, or from a room on a lower floor.
+
+Rooms beside the core may import from all of the core; only the facade imports them. Each room has
+a budget of lines, so that a feature gives back what it adds. ``EXCEPTIONS`` and the budgets may
+only shrink.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+_BESIDE, _FACADE = 10, 11
+
+# Each room's floor, its budget of lines, and its modules. A package stands for all in it, but for
+# what another room names.
+ROOMS: dict[str, tuple[int, int, str]] = {
+    "base": (1, 1586, "arguments arrays errors files float16 interrupts reduction settings"),
+    "world": (2, 801, "forming launchers membership mpi world"),
+    "observe": (2, 994, "failures status timeline trace_file"),
+    "transport": (3, 4089, "transport"),
+    "engine": (4, 4183, "bootstrap build engine process_sets runtime"),
+    "compression": (5, 3117, "compression"),
+    "collectives": (6, 2050, "collectives"),
+    "gradients": (7, 3098, "gradients keras._replicas keras._synchronizer"),
+    "recipe": (7, 2519, "recipe"),
+    "torch": (8, 4912, "torch"),
+    "tensorflow": (8, 3456, "tensorflow"),
+    "keras": (9, 2928, "keras tensorflow.keras"),
+    "elastic": (_BESIDE, 2192, "elastic recovery spares tensorflow.elastic torch.elastic"),
+    "virtual": (
+        _BESIDE,
+        2279,
+        "gradients.virtual gradients.virtual_state tensorflow.virtual torch.virtual "
+        "transport.virtual virtual_ranks",
+    ),
+    "schedule": (
+        _BESIDE,
+        1644,
+        "schedule tensorflow.exchange_state tensorflow.local_steps torch.scheduled",
+    ),
+    "horovod": (_BESIDE, 784, "horovod"),
+    "launch": (_BESIDE, 4274, "launch"),
+    "tools": (
+        _BESIDE,
+        4988,
+        "__main__ advice bench cli rehearsal tensorflow.benchmark torch.benchmark trace",
+    ),
+    "facade": (_FACADE, 216, "common exchange"),
+}
+_OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in modules.split()}
+
+# What breaks the rule: for each module, what it imports against it.
+EXCEPTIONS: dict[str, str] = {
+    "advice.__main__": "hvdlite",
+    "bench.allreduce_ranks": "hvdlite",
+    "bench.contenders": "launch.check_build",
+    "bench.job": "launch.environment launch.function launch.hosts launch.pickling",
+    "bootstrap": "recovery rehearsal spares virtual_ranks",
+    "cli.bench": "launch.hosts",
+    "cli.check": "hvdlite launch.check_build launch.hosts launch.mpirun",
+    "cli.main": "hvdlite launch.cli launch.options",
+    "cli.rehearse": "launch.cli",
+    "cli.scale": "launch.cli",
+    "cli.self_test": "hvdlite",
+    "elastic.rendezvous": "virtual_ranks",
+    "elastic.resizing": "launch.protocol launch.rank",
+    "elastic.state": "virtual_ranks",
+    "engine.lane": "rehearsal",
+    "engine.rounds": "rehearsal",
+    "failures": "hvdlite launch.rank",
+    "files": "rehearsal",
+    "gradients.buckets": "virtual_ranks",
+    "keras._callbacks": "virtual_ranks",
+    "keras._data": "virtual_ranks",
+    "keras._elastic": "elastic.state",
+    "keras._keras3": "virtual_ranks",
+    "keras._optimizer": "schedule",
+    "keras._public": "common hvdlite",
+    "keras._replicas": "keras._values",
+    "keras._synchronizer": "schedule virtual_ranks",
+    "keras._tensorflow": "schedule tensorflow.local_steps tensorflow.virtual",
+    "keras._torch": "schedule torch.scheduled virtual_ranks",
+    "keras._values": "virtual_ranks",
+    "keras.elastic": "elastic tensorflow.elastic",
+    "launch.check_build": "hvdlite",
+    "launch.cli": "horovod.finder",
+    "launch.options": "hvdlite",
+    "launch.status": "hvdlite",
+    "process_sets": "recovery",
+    "recipe.batches": "virtual_ranks",
+    "recipe.learning_rate": "virtual_ranks",
+    "recipe.resources": "virtual_ranks",
+    "recipe.seeding": "virtual_ranks",
+    "recipe.sharding": "virtual_ranks",
+    "recipe.streams": "virtual_ranks",
+    "recovery": "rehearsal",
+    "runtime": "rehearsal virtual_ranks",
+    "tensorflow": "common keras._seeding tensorflow.elastic tensorflow.exchange_state",
+    "tensorflow.checkpoint": "hvdlite",
+    "tensorflow.data": "virtual_ranks",
+    "tensorflow.elastic": "tensorflow.exchange_state",
+    "tensorflow.functions": "keras._values",
+    "tensorflow.gradients": "hvdlite tensorflow.exchange_state",
+    "tensorflow.keras": "common hvdlite",
+    "tensorflow.keras.elastic": "elastic tensorflow.elastic",
+    "tensorflow.optimizer": "keras._keras3 keras._legacy "
+    "keras._optimizer keras._tensorflow schedule",
+    "tensorflow.sync_batch_norm": "virtual_ranks",
+    "tensorflow.tape": "schedule tensorflow.local_steps",
+    "tensorflow.tensors": "hvdlite",
+    "tensorflow.variables": "keras._values",
+    "tensorflow.virtual": "hvdlite",
+    "torch": "common hvdlite torch.elastic",
+    "torch.optimizer": "gradients.virtual_state schedule "
+    "torch.scheduled torch.virtual virtual_ranks",
+    "torch.sampler": "virtual_ranks",
+    "torch.sync_batch_norm": "virtual_ranks",
+    "torch.wrapping": "horovod schedule",
+}
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """Return all files by module, without the package's name."""
+    paths = [
+        path
+        for top in ("hvdlite", "adapters")
+        for path in (_ROOT / top).glob("**/*.py")
+        if path.relative_to(_ROOT).parts[:2] not in _LINKS
+    ]
+    names = [path.relative_to(_ROOT).with_suffix("").parts[1:] for path in paths]
+    return {
+        ".".join(parts[:-1] if parts[-1] == "__init__" else parts): path
+        for parts, path in zip(names, paths, strict=True)
+    }
+
+
+_LINKS = [("hvdlite", name) for name in ("torch", "tensorflow", "keras")]
+
+
+def _room(module: str) -> str:
+    while module and module not in _OF:
+        module = module.rpartition(".")[0]
+    return _OF.get(module, "facade")
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield the modules of the package that a file imports, also in functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, module = name.partition(".")
+            if package == "hvdlite":
+                yield module if module in _files() else module.rpartition(".")[0]
+
+
+def _broken(module: str) -> set[str]:
+    """Return what a module imports against the rule."""
+    room = _room(module)
+    others = {each for each in _imports(_files()[module]) if _room(each) != room}
+    return {each or "hvdlite" for each in others if ROOMS[_room(each)][0] >= ROOMS[room][0]}
+
+
+def test_files_import_from_lower_floors_only():
+    found = {module: _broken(module) for module in _files() if _room(module) != "facade"}
+    found = {module: targets for module, targets in found.items() if targets}
+    new = {
+        module: sorted(targets - {*EXCEPTIONS.get(module, "").split()})
+        for module, targets in found.items()
+        if targets - {*EXCEPTIONS.get(module, "").split()}
+    }
+    assert not new, "these imports break the rule of floors (docs/contributing.md)"
+    gone = {
+        module: sorted({*targets.split()} - found.get(module, set()))
+        for module, targets in EXCEPTIONS.items()
+        if {*targets.split()} - found.get(module, set())
+    }
+    assert not gone, "take these out of EXCEPTIONS"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_keep_their_budgets(room):
+    lines = sum(
+        len(path.read_text().splitlines())
+        for module, path in _files().items()
+        if _room(module) == room
+    )
+    assert lines <= ROOMS[room][1], "what is added gives something else back"
