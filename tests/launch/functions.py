@@ -44,7 +44,7 @@ def work(number):
 
 
 def with_workers():
-    """What workers of multiprocessing return, by their start method, and a sum over the ranks."""
+    """Return the results of workers, one for each start method, and a sum over the ranks."""
     hvd.init()
     found = []
     for method in ("fork", "spawn", "forkserver"):
