@@ -37,7 +37,9 @@ class Victim:
             torch.nn.ReLU(),
             torch.nn.Linear(16, 2),
         )
-        self.model = torch.nn.ModuleDict({"table": self.table, "body": self.body})
+        self.model = torch.nn.Sequential()
+        self.model.add_module("table", self.table)
+        self.model.add_module("body", self.body)
         self._options = options
         self._set = options.get("process_set", hvd.global_process_set)
         chosen = {"lr": 0.01, **_OPTIONS.get(kind, {})}
@@ -61,8 +63,7 @@ class Victim:
             indices = torch.randint(6, (samples or 4,), generator=generator)
             if len(indices) == 1:
                 indices = indices.repeat(2)  # a batch normalisation needs two
-            output = self.body(self.table(indices))
-            torch.nn.functional.cross_entropy(output, indices % 2).backward()
+            torch.nn.functional.cross_entropy(self.model(indices), indices % 2).backward()
             self.optimizer.step(**({} if samples is None else {"batch_size": samples}))
             is_done = self.optimizer.stepped
 
