@@ -1,4 +1,4 @@
-"""What ranks compare of a Keras optimizer with each exchange of gradients; imports no Keras."""
+"""The options and variables of a Keras optimizer that ranks compare; imports no Keras."""
 
 from __future__ import annotations
 
