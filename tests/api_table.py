@@ -93,6 +93,8 @@ OTHER_VARIABLES = """
 Python, then the one on `PATH`. |
 | `HVDLITE_LAUNCHER` | the ranks | Set by `hvdliterun`, which ends the job when one rank ends \
 with an error; without it the rank calls `MPI_Abort`. |
+| `HVDLITE_LAUNCHED_BY` | processes that a rank starts | Set by a rank in `hvd.init()`: whose \
+identity they have inherited, so that they do not take its place in the job. |
 | `HVDLITE_LAUNCHER_FOLDER` | the ranks | Set by the launcher: the folder where a rank notes \
 that it has called `shutdown()`, and where `multiprocessing` keeps its files. |
 | `HVDLITE_LAUNCHER_STEPS` | the ranks | Set by the launcher: the file where a rank keeps the \
@@ -102,6 +104,8 @@ number of its last step, which is named when the rank dies. |
 | `HVDLITE_RESTART` | your script | Set by `hvdliterun`: how often it has started the job again \
 (`--restarts`); 0 in the first run. |
 | `HVDLITE_LAUNCH_KEY` | the ranks | Set by the launcher: the key with which they connect to it. |
+| `HVDLITE_LAUNCH_STDIN` | the process around rank 0 | Set by `hvdliterun`: the file or pipe that \
+rank 0 reads as its standard input. |
 | `HVDLITE_LAUNCH_ADDRESS` | the ranks | Set by `hvdliterun` if the number of ranks may change. |
 """
 
