@@ -162,7 +162,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sparse_as_dense,
         process_set,
         state.state,
-        label,
+        # Ranks with a schedule and ranks without meet under one name, and see the difference.
+        label if chosen is None else f"{label}, gradients",
         optimizer,
         compares=chosen is None,
     )
@@ -176,7 +177,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     average_before_scaling()
     attach = reducer.attach
     if chosen is not None:
-        state.steps = LocalSteps(chosen, strategy, reduction, f"{label}, weights", process_set)
+        state.steps = LocalSteps(chosen, strategy, reduction, label, process_set)
         wrapped._schedule = OptimizerSchedule(optimizer, state.steps, reducer)
         attach = wrapped._schedule.attach
     attach(wrapped._trainable())

@@ -71,7 +71,7 @@ def test_a_step_is_taken_up_again(overlap, monkeypatch):
             with stopping(0.1), pytest.raises(Stop):
                 optimizer.step()
             comm.bcast(None)
-            with pytest.raises(RuntimeError, match=r"call optimizer.synchronize\(\) first"):
+            with pytest.raises(RuntimeError, match="call one of these first"):
                 optimizer.zero_grad()
             if step % 2:
                 with pytest.raises(RuntimeError, match="computed more than 1 times"):
@@ -109,7 +109,7 @@ def test_a_backward_pass_is_ended_by_synchronize():
             middle.remove()
             arrived = [each.grad is not None for each in parameters]
             if any(arrived):
-                with pytest.raises(RuntimeError, match=r"call optimizer.synchronize\(\) first"):
+                with pytest.raises(RuntimeError, match="call one of these first"):
                     optimizer.zero_grad()
             optimizer.synchronize()
         else:

@@ -498,7 +498,7 @@ def test_a_forked_child_that_communicates_gets_an_error(monkeypatch):
         if handle is not None:
             calls += [lambda: hvd.synchronize(handle)]
         for call in calls:
-            with pytest.raises(hvd.HorovodInternalError, match=f"forked from rank {hvd.rank()}"):
+            with pytest.raises(hvd.HorovodInternalError, match=f"started by rank {hvd.rank()}"):
                 call()
         for parameter in model.parameters():  # in flight, some in their slots
             parameter.grad.zero_()
