@@ -131,12 +131,14 @@ class GradientAllreduce:
             for number, position in enumerate(spec.dense)
             if (gradient := gradients[position]) is not None
         }
-        check = None if self._checks is None else self._checks.of(sources, self._process_set)
+        check = None
+        if self._checks is not None:
+            check = self._checks.of(sources, self._process_set, spec.label)
         reduced: list[Gradient] = [None] * len(gradients)
         earlier: list[tf.Tensor] = []
         given = None
         if self._checks is not None and check is not None and not tf.executing_eagerly():
-            given = self._checks.given(sources)
+            given = self._checks.given(sources, self._process_set, spec.label)
             earlier = [] if given else _updates_before(check, self._checks, sources)
         with in_order(), tf.control_dependencies(earlier):
             exchange = _BucketExchange(spec, dense, weight, check, self._leaves_out)
@@ -146,7 +148,8 @@ class GradientAllreduce:
                 reduced[spec.dense[number]] = gradient
             for position, gradient in slices.items():
                 reduced[position] = _gather(spec, position, gradient)
-        if check is not None and not tf.executing_eagerly():
+        # A session orders nothing by variables, and gives the exchange the values to compare.
+        if check is not None and given is None and not tf.executing_eagerly():
             _hold_updates(sources, reduced)
         return reduced
 

@@ -105,8 +105,14 @@ class ReplicaChecks:
         self._checks: WeakVariablesDict[ReplicaCheck] = WeakVariablesDict()
         self._given: WeakVariablesDict[GivenWeights] = WeakVariablesDict()
 
-    def of(self, sources: Sequence[Any], process_set: ProcessSet) -> ReplicaCheck | None:
-        """Return the comparison of some variables; None: there is nothing to compare."""
+    def of(
+        self, sources: Sequence[Any], process_set: ProcessSet, label: str = ""
+    ) -> ReplicaCheck | None:
+        """Return the comparison of some variables; None: there is nothing to compare.
+
+        Exchanges of different labels may overlap in a graph for a session, in an order of its own
+        on each rank, so there each label has a comparison and a count of steps of its own.
+        """
         inner = [value_of(source) for source in sources]
         variables = [variable for variable in inner if isinstance(variable, tf.Variable)]
         if not variables:
@@ -116,20 +122,23 @@ class ReplicaChecks:
         def make() -> ReplicaCheck:
             return ReplicaCheck(
                 list if self._replica is None else self._replica.options,
-                self.given(sources) or self._lister(sources),
+                self.given(sources, process_set, label) or self._lister(sources),
                 _REMEDY,
                 self._uncompared,
                 stride=lambda: stride,
             )
 
-        return self._checks.of(variables, make, id(process_set))
+        own = [label] if for_session() else []
+        return self._checks.of(variables, make, id(process_set), *own)
 
-    def given(self, sources: Sequence[Any]) -> GivenWeights | None:
+    def given(
+        self, sources: Sequence[Any], process_set: ProcessSet, label: str
+    ) -> GivenWeights | None:
         """Return what keeps weights that a graph for a session gives; None: it is another one."""
         if not for_session():
             return None
         inner = [value_of(source) for _, source in _named_variables(sources)]
-        return self._given.of(inner, lambda: GivenWeights(sources))
+        return self._given.of(inner, lambda: GivenWeights(sources), id(process_set), label)
 
     def option_variables(self) -> list[tf.Variable]:
         """Return the variables that are options of the optimizer."""

@@ -131,7 +131,8 @@ def test_operations_that_nothing_orders(size):
         return tf.ensure_shape(tf.numpy_function(wait, [value], tf.float32), [1])
 
     with tf.Graph().as_default():
-        variable = tf.Variable([2.0 + rank])
+        variable = tf.Variable([2.0])
+        part_ways = variable.assign([2.0 + rank])
         with hvd.DistributedGradientTape(tf.GradientTape(), process_set=alone) as tape:
             loss = tf.reduce_sum(variable * (1.0 + rank))
         own = tape.gradient(loss, variable)
@@ -158,6 +159,7 @@ def test_operations_that_nothing_orders(size):
             fetched = [gradients, sums, grouped, rows, first, sent, slopes, part, own]
             for _ in range(2):
                 found = running.run(fetched)
+            running.run(part_ways)
             running.run(met)  # one after the other: a rank that joined meets no more
             running.run(joined)
             assert running.run([values, ranks_there]) == [[[3.0]], size]
