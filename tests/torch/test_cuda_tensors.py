@@ -15,7 +15,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite import runtime, world
 from hvdlite.compression import Compression, Strategy
-from hvdlite.torch import device_memory, reducer, tensors
+from hvdlite.torch import device_memory, tensors
 from tests.simulation import on_all_ranks
 from tests.transport.gpu.fake_memory import DeviceRanks
 
@@ -106,7 +106,7 @@ def run(monkeypatch):
     monkeypatch.setattr(runtime, "engine", lambda process_set=None: here.rank)
     monkeypatch.setattr(world, "rank", lambda: here.rank.rank)
     monkeypatch.setattr(world, "size", lambda: here.size)
-    monkeypatch.setattr(reducer, "next_label", next_label)
+    monkeypatch.setattr("hvdlite.torch.optimizer.next_label", next_label)
     monkeypatch.setattr(device_memory, "find", lambda tensor: here.rank.memory)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = []

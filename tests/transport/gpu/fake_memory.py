@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
-from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
 
 from hvdlite.engine import Engine, Lane
+from hvdlite.engine.calls import Calls
 from hvdlite.engine.device import DeviceArray
 from hvdlite.settings import Settings
 from tests.simulation import Simulation
@@ -118,8 +117,7 @@ class DeviceRanks:
         engine.gradients, engine.named = gradients, named
         engine.settings = self.settings
         engine.memory = make_memory(FakeCuda(self.node, str(rank)))
-        engine._counters = defaultdict(itertools.count)
-        engine._counting = threading.Lock()
+        engine._calls = Calls(named.operations)
         engine.recovery, engine._numbers = None, contextlib.nullcontext()
         return engine
 
