@@ -133,6 +133,7 @@ def test_an_epoch_of_tensorflow_is_that_of_one_process_with_whole_batches(monkey
             check_printed(printed, correct)
     finally:
         keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")  # which keeps the type of its first use
     _, _, sent = train(script, "--compression", "1bit")
     assert WEIGHTS / 8 <= sent < WEIGHTS / 8 + 1500
 
