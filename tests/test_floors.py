@@ -29,8 +29,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 2050, "collectives"),
     "gradients": (7, 3098, "gradients keras._replicas keras._synchronizer"),
     "recipe": (7, 2519, "recipe"),
-    "torch": (8, 4912, "torch"),
-    "tensorflow": (8, 3456, "tensorflow"),
+    "torch": (8, 4913, "torch"),
+    "tensorflow": (8, 3468, "tensorflow"),
     "keras": (9, 2928, "keras tensorflow.keras"),
     "elastic": (_BESIDE, 2192, "elastic recovery spares tensorflow.elastic torch.elastic"),
     "virtual": (
