@@ -152,7 +152,7 @@ def test_a_bar_in_a_terminal(tmp_path, columns):
     job = ["-np", "2", sys.executable, str(tmp_path / "script.py")]
     code, text = in_terminal([sys.executable, "-c", run, *job], columns)
     assert code == 0, text
-    pictures = [picture.rstrip() for picture in re.split(r"[\r\n]+", text) if picture.strip()]
+    pictures = [each.rstrip() for each in re.split(r"\x1b\[K|[\r\n]+", text) if each.strip()]
     assert len(pictures) >= 3
     assert all(picture.startswith("epoch 1") for picture in pictures)
     assert all(len(picture) < columns for picture in pictures)  # no picture takes two lines
