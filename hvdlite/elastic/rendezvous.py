@@ -98,6 +98,8 @@ class Rendezvous:
         return (rank for rank in range(self.comm.size) if rank != self.comm.rank)
 
     def _exchange(self, message: Any, deadline: float) -> list[Any]:
+        # One that nobody asks for keeps its communicator, and its number, for ever.
+        self._sent = [request for request in self._sent if not self._has_ended(request)]
         received: dict[int, Any] = {self.comm.rank: message}
         for rank in self._others():
             self._sent.append(self._try(rank, self.comm.isend, message, rank, self._meet_tag))
@@ -124,6 +126,12 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE)
         return [received[rank] for rank in range(self.comm.size)]
+
+    def _has_ended(self, request: Any) -> bool:
+        try:
+            return request is None or bool(request.Test())
+        except self._mpi.Exception:  # the other rank has died
+            return True
 
     def _try(self, rank: int, call: Any, *args: Any) -> Any:
         """Call a function that raises an MPI error if the other rank has died."""

@@ -27,7 +27,12 @@ def usage():
     maps = Path("/proc/self/maps").read_text()
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")),
-            maps.count("memfd:"), world.current().comm.py2f(), int(status["RssAnon"].split()[0])]
+            maps.count("memfd:"), number(), int(status["RssAnon"].split()[0])]
+
+def number():
+    "Return the highest of the world's communicators: it rises with any that stay from before."
+    now = world.current()
+    return max(comm.py2f() for comm in (now.comm, now.node, now.cross))
 
 @hvd.elastic.run
 def train(state):
