@@ -72,9 +72,12 @@ def mismatch():
     hvd.allreduce(np.ones(2 + hvd.rank()), name="x")
 
 
-def raise_one_after_the_other(first):
-    """All ranks raise, one of them before the others."""
+def raise_one_after_the_other(first, folder):
+    """All ranks raise, one of them before the others, when all have started."""
     rank = number()
+    (folder / str(rank)).touch()
+    while len(list(folder.iterdir())) < 3:
+        time.sleep(0.01)
     if rank != first:
         time.sleep(1)
     raise PlainError(rank)

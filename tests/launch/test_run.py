@@ -82,8 +82,10 @@ def test_a_disagreement_is_raised_here():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 2])
-def test_the_first_of_several_exceptions(first):
-    error = failure(functions.raise_one_after_the_other, (first,), kind=functions.PlainError)
+def test_the_first_of_several_exceptions(first, tmp_path):
+    error = failure(
+        functions.raise_one_after_the_other, (first, tmp_path), kind=functions.PlainError
+    )
     assert error.args == (first,)
 
 
