@@ -62,11 +62,13 @@ class Parting(NamedTuple):
         change: makes it.
         label: a regular expression that the error's first difference matches.
         at_once: whether it is found in the next step: an option.
+        follows: whether weights part with the step after it, and may be found in its place.
     """
 
     change: Callable[[], object]
     label: str
     at_once: bool = False
+    follows: bool = False
 
 
 class Found(NamedTuple):
@@ -116,7 +118,8 @@ def check(message: str, parting: Parting, at: int, number: int) -> None:
     assert found, f"expected {parting.label}: {message}"
     since, apart = map(int, found.groups()[-2:])
     assert at < number == apart, (at, number, message)
-    assert since == at if parting.at_once else since <= at, (at, number, message)
+    last = at + parting.follows
+    assert since == at if parting.at_once else since <= last, (at, number, message)
     assert "broadcast is missing" in message or parting.at_once, message
 
 
