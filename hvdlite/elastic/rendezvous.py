@@ -11,6 +11,7 @@ from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import RankGoneError
 from hvdlite.process_sets import ProcessSet
 from hvdlite.spares import Pool
+from hvdlite.transport.mpi import has_ended
 
 _MEET, _LEFT = 1, 2
 _FIRST_PAUSE, _MAX_PAUSE = 1e-3, 20e-3
@@ -32,6 +33,7 @@ class Rendezvous:
 
     Attributes:
         comm: as given; after `follow`, of the ranks that are left, and of spares that have come in.
+        has_pool: whether a pool forms worlds.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Rendezvous:
         first_tag: int = 0,
     ) -> None:
         self.comm = comm
-        self._pool = pool
+        self._pool, self.has_pool = pool, pool is not None
         self._mpi = MPI
         self._timeout = timeout
         self._sent: list[Any] = []
@@ -67,15 +69,11 @@ class Rendezvous:
             self._exchange(None, deadline + self._timeout)
         return messages
 
-    @property
-    def has_pool(self) -> bool:
-        """Return whether a pool forms worlds."""
-        return self._pool is not None
-
     def follow(self) -> None:
         """Go on with the world that the pool has formed."""
         assert self._pool is not None
         self.comm, self._meet_tag, self._left_tag = self._pool.world, _MEET, _LEFT
+        self._dead.clear()
 
     def leave(self, reason: str) -> None:
         """Tell all ranks that this one will not come any more, and why.
@@ -99,7 +97,7 @@ class Rendezvous:
 
     def _exchange(self, message: Any, deadline: float) -> list[Any]:
         # One that nobody asks for keeps its communicator, and its number, for ever.
-        self._sent = [request for request in self._sent if not self._has_ended(request)]
+        self._sent = [request for request in self._sent if not has_ended(self._mpi, request)]
         received: dict[int, Any] = {self.comm.rank: message}
         for rank in self._others():
             self._sent.append(self._try(rank, self.comm.isend, message, rank, self._meet_tag))
@@ -126,12 +124,6 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE)
         return [received[rank] for rank in range(self.comm.size)]
-
-    def _has_ended(self, request: Any) -> bool:
-        try:
-            return request is None or bool(request.Test())
-        except self._mpi.Exception:  # the other rank has died
-            return True
 
     def _try(self, rank: int, call: Any, *args: Any) -> Any:
         """Call a function that raises an MPI error if the other rank has died."""

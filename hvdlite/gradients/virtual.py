@@ -620,10 +620,9 @@ def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
     what, found = find_difference(dict(zip(transport.members, messages, strict=True)))
     raise MismatchError(
         f"the processes begin a step with other values: {what} is {found}; with virtual ranks they "
-        "have to be the same for any number of processes: call hvd.seed with the same number "
-        "everywhere, set the same number of threads, load the same on all ranks, and, outside of "
-        "the loop over hvd.shard, call a model in training mode with the same data on all ranks, or "
-        "after model.eval()"
+        "have to be the same for any number of processes: set the same seed (hvd.seed) and number "
+        "of threads, and load the same, everywhere; outside of the loop over hvd.shard, call a "
+        "model in training mode with the same data on all ranks, or after model.eval()"
     )
 
 

@@ -210,5 +210,4 @@ class CountingTransport(Transport):
 
     def _count_allreduce(self, arrays: Sequence[Any]) -> None:
         nbytes = sum(array.nbytes for array in arrays)
-        sent = allreduce_bytes(nbytes, arrays[0].itemsize, self.rank, self.size)
-        self.count("allreduce", sent)
+        self.count("allreduce", allreduce_bytes(nbytes, arrays[0].itemsize, self.rank, self.size))

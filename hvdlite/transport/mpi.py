@@ -265,6 +265,14 @@ class MPITransport(Transport):
         self._comm.Free()
 
 
+def has_ended(MPI: Any, request: Any) -> bool:  # noqa: N803
+    """Return whether a request has ended, with an error perhaps; None has, too."""
+    try:
+        return request is None or bool(request.Test())
+    except MPI.Exception:
+        return True
+
+
 def forget_ended(MPI: Any, comms: Sequence[Any]) -> bool:  # noqa: N803
     """Forget the abandoned collectives over some communicators that have ended; return if all have.
 
@@ -274,15 +282,8 @@ def forget_ended(MPI: Any, comms: Sequence[Any]) -> bool:  # noqa: N803
         MPI: the module ``mpi4py.MPI``.
         comms: the communicators.
     """
-
-    def has_ended(request: Any) -> bool:
-        try:
-            return bool(request.Test())
-        except MPI.Exception:
-            return True
-
     theirs = [each for each in _abandoned if any(each[-1] is comm for comm in comms)]
-    ended = [each for each in theirs if has_ended(each[0])]
+    ended = [each for each in theirs if has_ended(MPI, each[0])]
     for each in ended:  # the list's `remove` would compare arrays
         del _abandoned[next(i for i, other in enumerate(_abandoned) if other is each)]
     return len(ended) == len(theirs)
