@@ -15,8 +15,8 @@ from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
 from tests.simulation import on_all_ranks
 
-ALL = ranks(1, 2, 3, 4, timeout=30)
-TWO = ranks(2, timeout=20)
+ALL = ranks(1, 2, 3, 4)
+TWO = ranks(2)
 
 
 def still_works():
@@ -409,7 +409,7 @@ class Picky:
 
 
 class TestBarrier:
-    @ranks(2, 3, timeout=20)
+    @ranks(2, 3)
     def test_nobody_leaves_before_the_last_has_come(self):
         hvd.init()
         for last in range(hvd.size()):
@@ -457,7 +457,7 @@ class TestHandles:
         assert hvd.synchronize(handle).tolist() == [2.0] * 3
         still_works()
 
-    @ranks(1, 2, 3, 4, timeout=30)
+    @ranks(1, 2, 3, 4)
     def test_200_operations_in_another_order_on_each_rank_from_several_threads(self):
         hvd.init()
         rank, size, count = hvd.rank(), hvd.size(), 200
@@ -512,14 +512,14 @@ CALLS = {
 
 
 class TestCallsWithoutAName:
-    @ranks(2, 3, timeout=30)
+    @ranks(2, 3)
     @pytest.mark.parametrize("call", CALLS)
     def test_those_that_cross_fail_on_all_ranks(self, call):
         hvd.init()
         self.cross(CALLS[call])
         still_works()
 
-    @ranks(3, timeout=30)
+    @ranks(3)
     def test_those_of_a_process_set_that_cross(self):
         hvd.init()
         part = hvd.add_process_set([0, 2])
@@ -542,7 +542,7 @@ class TestCallsWithoutAName:
         with pytest.raises(hvd.MismatchError, match=r"cross, .*test_collectives\.py:\d+"):
             other()
 
-    @ranks(2, 3, timeout=30)
+    @ranks(2, 3)
     def test_barriers_may_be_anywhere(self):
         """Each rank in turn does something before the others."""
         hvd.init()
@@ -555,7 +555,7 @@ class TestCallsWithoutAName:
 
 
 class TestNames:
-    @ranks(1, 2, 3, timeout=20)
+    @ranks(1, 2, 3)
     def test_kinds_may_share_a_name(self):
         hvd.init()
         size, ones = hvd.size(), np.ones(2)
@@ -569,7 +569,7 @@ class TestNames:
             found = [hvd.synchronize(handle).tolist() for handle in handles]
             assert found == [[size] * 2, [1] * 2 * size, [0] * 2]
 
-    @ranks(2, 3, timeout=20)
+    @ranks(2, 3)
     def test_different_kinds_under_one_name_are_an_error_on_all_ranks_at_once(self):
         hvd.init()
         start = time.monotonic()
@@ -581,7 +581,7 @@ class TestNames:
 
 
 class TestDisagreement:
-    @ranks(2, 3, timeout=20)
+    @ranks(2, 3)
     def test_every_kind_is_an_error_on_all_ranks_and_the_next_call_works(self):
         hvd.init()
         last = hvd.size() - 1
@@ -672,7 +672,7 @@ class TestDisagreement:
 
 
 class TestUnnamed:
-    @ranks(2, 3, timeout=20)
+    @ranks(2, 3)
     def test_they_stay_paired_after_an_error_on_one_rank(self):
         hvd.init()
         array = np.ones(2)

@@ -21,7 +21,7 @@ hvd.runtime.failures._OTHERS = 2.0  # Time enough for ranks on busy cores.
 
 def job(np, body):
     """Run a script whose ranks fail; return the lines of its standard error."""
-    done = run_script(BEGIN + textwrap.dedent(body), np=np, timeout=40)
+    done = run_script(BEGIN + textwrap.dedent(body), np=np)
     assert done.returncode != 0, done.stderr
     return done.stderr.splitlines()
 
@@ -153,7 +153,7 @@ def test_closed_streams_do_not_keep_the_job_from_ending():
         hvd.barrier()
         """),
         np=2,
-        timeout=30,
+        timeout=240,
     )
     assert done.returncode != 0
 

@@ -23,8 +23,8 @@ from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
 from tests.simulation import on_all_ranks
 
-ALL = ranks(1, 2, 3, 4, timeout=30)
-TWO = ranks(2, timeout=20)
+ALL = ranks(1, 2, 3, 4)
+TWO = ranks(2)
 
 SHAPES = [(3, 4), (), (0, 2), (7,), (5, 1), (2, 2, 2)]
 DTYPES = ["float32", "float16", "bfloat16", "float64"]
@@ -137,7 +137,7 @@ class TestAverages:
             made.finish()
             check(made, step)
 
-    @ranks(1, 2, timeout=20)
+    @ranks(1, 2)
     def test_a_model_without_parameters(self):
         hvd.init()
         made = exchange("empty", [])
@@ -253,7 +253,7 @@ class TestMissing:
 
 
 class TestDisagreement:
-    @ranks(2, 3, timeout=20)
+    @ranks(2, 3)
     def test_it_names_what_differs_on_all_ranks_and_a_new_exchange_works(self):
         hvd.init()
         odd = hvd.rank() == hvd.size() - 1
@@ -331,7 +331,7 @@ class TestMistakes:
         assert all(made.finish())
         check(made, 0)
 
-    @ranks(1, timeout=20)
+    @ranks(1)
     def test_a_gradient_of_another_shape(self):
         hvd.init()
         buckets = exchange("model", model()).buckets

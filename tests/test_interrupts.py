@@ -75,7 +75,7 @@ TRANSPORTS = {
 }
 
 
-@ranks(3, timeout=60)
+@ranks(3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_the_operation_stays_submitted_and_communication_goes_on(monkeypatch, transport):
     start(monkeypatch, **TRANSPORTS[transport])
@@ -108,7 +108,7 @@ def test_the_operation_stays_submitted_and_communication_goes_on(monkeypatch, tr
     hvd.init()
 
 
-@ranks(3, timeout=60)
+@ranks(3)
 def test_every_wait_can_be_interrupted(monkeypatch, tmp_path):
     """Also that for a process set, for ranks to join, and for their shutdown; then all goes on."""
     start(monkeypatch)
@@ -163,7 +163,7 @@ def test_a_handler_that_returns_lets_the_wait_go_on():
         assert hvd.allreduce(1.0, name="outer", op=hvd.Sum) == 2
 
 
-@ranks(2, timeout=60)
+@ranks(2)
 def test_an_exception_may_come_at_any_moment():
     """Many are raised, wherever the ranks happen to be; what they retry, ends and is right."""
     hvd.init()

@@ -93,7 +93,7 @@ def test_init_refuses_in_one_line_unless_told_otherwise():
             env={**os.environ, "PYTHONPATH": str(ROOT), **FOREIGN["by hand"], **setting},
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=240,
         )
         if line:
             assert (done.returncode, done.stdout) == (1, "")

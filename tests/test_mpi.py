@@ -14,7 +14,7 @@ INIT = "import hvdlite as hvd; hvd.init()"
 def run(code, path=""):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [path, ROOT]))}
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240
     )
 
 

@@ -115,7 +115,7 @@ def by_tensorflow(strategy):
 
 
 @pytest.mark.slow
-@ranks(2, timeout=200)
+@ranks(2)
 def test_pytorch_and_tensorflow_send_the_same():
     for strategy in ONE_OF_EACH:
         with World() as of_pytorch:

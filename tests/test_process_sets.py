@@ -9,9 +9,9 @@ import hvdlite as hvd
 from hvdlite import mpi
 from tests.harness import ranks
 
-ALL = ranks(1, 2, 3, 4, timeout=60)
-SEVERAL = ranks(2, 3, 4, timeout=60)
-THREE = ranks(3, timeout=60)
+ALL = ranks(1, 2, 3, 4)
+SEVERAL = ranks(2, 3, 4)
+THREE = ranks(3)
 
 
 def new_world():
@@ -86,7 +86,7 @@ def test_collectives_of_the_members(size):
         hvd.barrier(process_set=mine)
 
 
-@ranks(3, 4, timeout=60)
+@ranks(3, 4)
 def test_sets_do_not_wait_for_each_other(size):
     new_world()
     mine, _ = halves()
@@ -256,7 +256,7 @@ def test_sets_given_to_init(size):
     assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
 
 
-@ranks(4, timeout=60, fresh=True, env={"HVDLITE_FORCE_LOCAL_SIZE": "2"})
+@ranks(4, fresh=True, env={"HVDLITE_FORCE_LOCAL_SIZE": "2"})
 def test_members_on_several_nodes():
     new_world()
     across = hvd.add_process_set([0, 3])

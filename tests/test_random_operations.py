@@ -143,11 +143,11 @@ def run(count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-@ranks(4, timeout=240)
+@ranks(4)
 def test_four_thousand():
     run(4_000)
 
 
-@ranks(2, 3, timeout=120)
+@ranks(2, 3)
 def test_a_thousand():
     run(1000)

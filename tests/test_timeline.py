@@ -197,7 +197,7 @@ class TestProcess:
             "    trace.complete('named', 'last', 0, 0)\n"
             "    if number == 5000: os.kill(os.getpid(), 9)\n"
         )
-        done = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, timeout=30)
+        done = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, timeout=240)
         assert done.returncode == -signal.SIGKILL
         # Whoever writes next finds the end of what the other has written.
         other = Timeline(path, 1, RUN)
@@ -247,7 +247,7 @@ class TestProcess:
 
 
 class TestInAJob:
-    @ranks(1, timeout=20)
+    @ranks(1)
     def test_the_order_of_calls(self, tmp_path):
         hvd.shutdown()
         with pytest.raises(hvd.NotInitializedError):
@@ -265,7 +265,7 @@ class TestInAJob:
             hvd.stop_timeline()
         assert os.listdir(tmp_path) == ["trace.json"]
 
-    @ranks(1, 2, timeout=20)
+    @ranks(1, 2)
     def test_off_it_does_nothing(self, monkeypatch):
         def refuse(*args, **kwargs):
             raise AssertionError("the timeline is off")
@@ -279,7 +279,7 @@ class TestInAJob:
         hvd.barrier()
         assert "hvdlite-timeline" not in {thread.name for thread in threading.enumerate()}
 
-    @ranks(2, 4, timeout=30)
+    @ranks(2, 4)
     def test_all_ranks_write_one_file(self, path, size):
         hvd.init()
         for _ in range(3):
@@ -308,7 +308,7 @@ class TestInAJob:
                 events[0]["args"]["start"]
             }
 
-    @ranks(2, timeout=20)
+    @ranks(2)
     def test_a_rank_that_is_ahead_is_not_overwritten(self, path):
         hvd.init()
         if hvd.rank() == 1:
@@ -325,7 +325,7 @@ class TestInAJob:
         assert kept == {(0, "start 1"), (1, "start 0"), (1, "start 1")}
         assert {e["pid"] for e in events if e["name"] == "process_name"} == {0, 1}
 
-    @ranks(1, 2, timeout=20)
+    @ranks(1, 2)
     def test_clocks_of_a_node_agree(self, path):
         hvd.init()
         hvd.start_timeline(path)
@@ -338,7 +338,7 @@ class TestInAJob:
         assert len(times) == hvd.size()
         assert max(times) - min(times) <= 50
 
-    @ranks(2, timeout=20)
+    @ranks(2)
     def test_the_variables(self, path, monkeypatch):
         hvd.shutdown()
         for prefix in ("HVDLITE", "HOROVOD"):
@@ -358,7 +358,7 @@ class TestInAJob:
             assert sorted(marks) == [(0, prefix), (1, prefix)]
             hvd.shutdown()
 
-    @ranks(1, 2, timeout=20)
+    @ranks(1, 2)
     @pytest.mark.parametrize("place", ["missing/trace.json", ""])
     def test_a_place_that_cannot_be_written(self, tmp_path, place, monkeypatch):
         path = tmp_path / place
@@ -377,7 +377,7 @@ class TestInAJob:
         hvd.stop_timeline()
         hvd.barrier()
 
-    @ranks(1, 2, timeout=20)
+    @ranks(1, 2)
     def test_tensors_have_the_names_of_horovod(self, path):
         hvd.init()
         hvd.start_timeline(path)
@@ -395,7 +395,7 @@ class TestInAJob:
         assert re.fullmatch(r"allreduce\.noname\.\d+", tensors["ALLREDUCE"][1])
         assert tensors["BROADCAST"] == ["broadcast.weights", "broadcast.broadcast"]
 
-    @ranks(2, timeout=20)
+    @ranks(2)
     def test_a_forked_child_cannot_start_one(self, path):
         hvd.init()
         with warnings.catch_warnings():
@@ -426,7 +426,7 @@ def test_what_is_recorded_before_the_end_of_a_script(path, end):
         "if hvd.rank() == 1:\n"
         f"    {end or 'pass'}\n"
     )
-    done = run_script(script, 2, env={"HVDLITE_TIMELINE": path}, timeout=30)
+    done = run_script(script, 2, env={"HVDLITE_TIMELINE": path})
     assert (done.returncode == 0) == (not end), done.stderr
     last = {event["pid"] for event in parsed(path) if event["name"] == "the last"}
     assert 1 in last

@@ -22,7 +22,7 @@ def places():
     }
 
 
-@ranks(1, 2, 3, 4, timeout=20)
+@ranks(1, 2, 3, 4)
 def test_one_node(size):
     hvd.init()
     assert hvd.size() == hvd.local_size() == size
@@ -32,7 +32,7 @@ def test_one_node(size):
     assert sorted(hvd.allgather_object(hvd.rank())) == list(range(size))
 
 
-@ranks(1, 3, 4, timeout=20)
+@ranks(1, 3, 4)
 def test_several_nodes_of_two(size, places, monkeypatch):
     hvd.shutdown()
     monkeypatch.setenv("HVDLITE_FORCE_LOCAL_SIZE", "2")
@@ -45,7 +45,7 @@ def test_several_nodes_of_two(size, places, monkeypatch):
     hvd.shutdown()
 
 
-@ranks(3, timeout=20)
+@ranks(3)
 def test_init_with_a_list_of_ranks():
     hvd.shutdown()
     me = mpi.load().COMM_WORLD.rank
@@ -65,7 +65,7 @@ def test_init_with_a_list_of_ranks():
     mpi.load().COMM_WORLD.Barrier()
 
 
-@ranks(4, timeout=20)
+@ranks(4)
 def test_init_with_a_communicator():
     hvd.shutdown()
     everyone = mpi.load().COMM_WORLD
@@ -79,7 +79,7 @@ def test_init_with_a_communicator():
     half.Free()
 
 
-@ranks(2, timeout=20)
+@ranks(2)
 @pytest.mark.parametrize("bad", [[], [0, 0], [0, 2], [-1, 0]])
 def test_a_wrong_list_is_refused(bad):
     hvd.shutdown()
@@ -88,7 +88,7 @@ def test_a_wrong_list_is_refused(bad):
     assert not hvd.is_initialized()
 
 
-@ranks(2, timeout=20)
+@ranks(2)
 def test_what_is_neither_list_nor_communicator_is_refused():
     hvd.shutdown()
     for bad in ("01", 3, {0, 1}, object()):

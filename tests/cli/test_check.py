@@ -38,7 +38,7 @@ def check(*arguments, code="", **environment):
         env={**mpirun.environment(), **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)

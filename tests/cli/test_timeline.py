@@ -461,7 +461,7 @@ def test_the_page_in_a_browser(planted, tmp_path, capsys):
         [BROWSER, *(f"--{flag}" for flag in flags.split()), (tmp_path / "page.html").as_uri()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert 'data-drawn="3"' in done.stdout, done.stderr
     assert "CONSOLE" not in done.stderr, done.stderr

@@ -11,8 +11,8 @@ from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction
 from hvdlite.gradients import GradientBuckets, GradientExchange
 from tests.harness import ranks
 
-ALL = ranks(1, 2, 3, 4, timeout=60)
-SEVERAL = ranks(2, 3, 4, timeout=60)
+ALL = ranks(1, 2, 3, 4)
+SEVERAL = ranks(2, 3, 4)
 
 
 def new_world():
@@ -96,7 +96,7 @@ def test_other_collectives_raise_where_they_are_called(size):
     assert hvd.allgather(np.array([hvd.rank()])).tolist() == list(range(size))
 
 
-@ranks(3, 4, timeout=60)
+@ranks(3, 4)
 def test_the_ranks_that_are_left_still_have_to_agree(size):
     new_world()
     if hvd.rank() != 0:
@@ -119,7 +119,7 @@ def test_a_rank_that_shuts_down_without_joining(size):
     assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
 
 
-@ranks(3, timeout=60)
+@ranks(3)
 def test_join_of_a_process_set():
     new_world()
     pair = hvd.add_process_set([0, 2])

@@ -45,7 +45,7 @@ def test_nobody_sends_anything():
     assert buckets.buckets[1].unsent.tolist() == [0.5] * 5
 
 
-@ranks(3, timeout=30)
+@ranks(3)
 def test_messages_of_different_lengths_between_processes():
     """Rank 0 has none to send; rank 1 has nearly all, which takes more than a chunk."""
     hvd.init()

@@ -65,7 +65,7 @@ told()
 
 def test_who_is_rank_0_by_then_saves_and_loads(tmp_path):
     path = tmp_path / "state.npz"
-    job = hvdliterun("--elastic", "-np", 6, sys.executable, "-c", CODE, path, timeout=90)
+    job = hvdliterun("--elastic", "-np", 6, sys.executable, "-c", CODE, path)
     assert job.returncode == 0, job.stderr
     lost = f"{path}: the rank that has read it died before it had sent all of it; load it again"
     refused = (

@@ -52,7 +52,7 @@ def test_the_next_rank_goes_first(tmp_path, how):
     job = hvdliterun(
         *("--elastic", "-np", 4, sys.executable, "-c", CODE, tmp_path, how),
         env=mpirun.environment(extra),
-        timeout=90,
+        timeout=240,
     )
     assert job.returncode == 0, job.stderr
     found = sorted(re.findall(r"^\d of .*", job.stdout, re.MULTILINE))

@@ -1,6 +1,5 @@
 """Recoveries and resets leave nothing in the processes, and a job leaves nothing on its host."""
 
-import functools
 import json
 import random
 import signal
@@ -9,9 +8,7 @@ import sys
 import pytest
 
 from tests.campaigns import soak
-from tests.launch import launcher
-
-hvdliterun = functools.partial(launcher.hvdliterun, timeout=240)
+from tests.launch.launcher import hvdliterun
 
 # Each step ends in a failure of one rank, so that all of them return to the commit before it.
 RESETS = """

@@ -1,6 +1,5 @@
 """hvdliterun --elastic: the other ranks go on in the same step when some have died."""
 
-import functools
 import json
 import random
 import re
@@ -12,11 +11,9 @@ from hvdlite.engine.lane import LaneState
 from hvdlite.recipe import Sharding
 from hvdlite.recovery import is_delivered
 from tests.campaigns import kill
-from tests.launch import launcher
-from tests.launch.launcher import running, survivors
+from tests.launch.launcher import hvdliterun, running, survivors
 
 # Three or four ranks that start together take long on a busy machine.
-hvdliterun = functools.partial(launcher.hvdliterun, timeout=90)
 NUMPY = """
 import os, signal, sys
 import numpy as np

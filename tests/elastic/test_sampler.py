@@ -180,7 +180,7 @@ def test_jobs_of_different_sizes_share_an_epoch(tmp_path):
     """A resize as one sees it from outside: jobs that pass the state on."""
     seen = []
     for size, batches in ((3, 3), (2, 5), (4, 100)):
-        done = run_script(JOB, np=size, args=[tmp_path / "state", str(batches)], timeout=120)
+        done = run_script(JOB, np=size, args=[tmp_path / "state", str(batches)])
         assert (done.returncode, done.stderr) == (0, "")
         mine = json.loads(done.stdout)
         assert not set(mine) & set(seen)

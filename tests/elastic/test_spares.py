@@ -1,6 +1,5 @@
 """hvdliterun --spares: processes that wait, and take the places of ranks that have died."""
 
-import functools
 import json
 import re
 import sys
@@ -11,9 +10,7 @@ import pytest
 from hvdlite import spares
 from hvdlite.errors import SettingsError
 from hvdlite.settings import Settings
-from tests.launch import launcher
-
-hvdliterun = functools.partial(launcher.hvdliterun, timeout=90)
+from tests.launch.launcher import hvdliterun
 
 # In each step every rank adds 2^n, n being its process's number, so a sum tells who is in it.
 CODE = """

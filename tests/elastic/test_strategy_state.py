@@ -1,18 +1,16 @@
 """The state of compressions and schedules, when ranks die and spares come in."""
 
 import copy
-import functools
 import json
 import sys
 
 import numpy as np
 import pytest
 
-from tests.launch import launcher
+from tests.launch.launcher import hvdliterun
 
 pytest.importorskip("torch")
 
-hvdliterun = functools.partial(launcher.hvdliterun, timeout=240)
 
 # As in strategies_torch.py: steps, those between two commits and between two exchanges of weights,
 # the step in which process 1 dies, and the one in which all fail.

@@ -338,7 +338,7 @@ def break_gradients():
 
 
 class TestTraining:
-    @ranks(2, 3, timeout=120)
+    @ranks(2, 3)
     @pytest.mark.parametrize("when", ["after backward", "before step", "after step"])
     @pytest.mark.parametrize("action", [fail, mismatch, break_gradients])
     def test_the_weights_are_those_of_an_undisturbed_run(self, action, when, size):
@@ -352,7 +352,7 @@ class TestTraining:
         for mine, theirs in zip(disturbed, undisturbed(), strict=True):
             assert torch.equal(mine, theirs)
 
-    @ranks(2, timeout=120)
+    @ranks(2)
     def test_in_the_middle_of_an_accumulation(self):
         hvd.init()
         action = fail if hvd.rank() == 0 else lambda: None

@@ -8,11 +8,10 @@ import pytest
 
 from tests.campaigns import kill
 from tests.harness import mpirun
-from tests.launch import launcher
+from tests.launch.launcher import hvdliterun
 
 pytest.importorskip("torch")
 
-hvdliterun = functools.partial(launcher.hvdliterun, timeout=90)
 
 JOBS = {
     "torch": "tests/elastic/virtual_torch.py",

@@ -32,7 +32,7 @@ def train(name: str, size: int, *arguments: object, **options: object) -> dict:
 def train_in_turn(name: str, size: int, *trainings: tuple, env: dict | None = None) -> list[dict]:
     """Run a script several times in one job, each time with other arguments."""
     lists = json.dumps([[str(argument) for argument in each] for each in trainings])
-    job = run_script(_IN_TURN, size, [EXAMPLES / name, lists], timeout=240, env=env)
+    job = run_script(_IN_TURN, size, [EXAMPLES / name, lists], env=env)
     return _results(job, size, len(trainings))
 
 

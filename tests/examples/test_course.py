@@ -37,7 +37,7 @@ EPOCH = re.compile(r"epoch (\d+): [\d.]+ s, loss ([\d.]+), .*test accuracy ([\d.
 def run_in_turn(size, *runs):
     """Run scripts with their arguments in one job, and return the lines of each."""
     texts = json.dumps([[str(word) for word in each] for each in runs])
-    job = run_script(_IN_TURN, size, [EXAMPLES, texts], timeout=200)
+    job = run_script(_IN_TURN, size, [EXAMPLES, texts])
     assert job.returncode == 0, job.stderr
     parts = re.split(r"^run .*\n", job.stdout, flags=re.MULTILINE)[1:]
     assert len(parts) == len(runs)
@@ -65,7 +65,7 @@ def batch_job(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
 
     return run

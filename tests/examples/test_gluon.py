@@ -54,7 +54,7 @@ def use_float64(monkeypatch, digits):
 
 
 @pytest.mark.slow
-@ranks(2, timeout=120)
+@ranks(2)
 def test_an_epoch_is_that_of_one_process_with_whole_batches(monkeypatch):
     import torch
     from torch.nn.functional import cross_entropy
@@ -99,7 +99,7 @@ def test_an_epoch_is_that_of_one_process_with_whole_batches(monkeypatch):
 
 
 @pytest.mark.slow
-@ranks(2, timeout=120)
+@ranks(2)
 def test_an_epoch_of_tensorflow_is_that_of_one_process_with_whole_batches(monkeypatch):
     keras = pytest.importorskip("keras")
     tf = pytest.importorskip("tensorflow")

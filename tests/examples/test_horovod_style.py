@@ -24,7 +24,7 @@ def output(command, environment):
         cwd=launcher.ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=240,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr

@@ -153,7 +153,7 @@ def test_spawn():
         env=mpirun.environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert job.returncode == 0, job.stderr
     lines = job.stdout.splitlines(keepends=True)

@@ -25,7 +25,7 @@ def _start():
     return hvd
 
 
-@ranks(1, 2, fresh=True, timeout=240)
+@ranks(1, 2, fresh=True)
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int32", "bool"])
 def test_collectives(size, name):
     hvd = _start()
@@ -67,7 +67,7 @@ def _train(hvd, device, streams=False, **options):
     return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
 
 
-@ranks(1, 2, fresh=True, timeout=240)
+@ranks(1, 2, fresh=True)
 @pytest.mark.parametrize("streams", [False, True])
 def test_training_on_the_device_equals_training_on_the_host(streams):
     hvd = _start()
@@ -80,7 +80,7 @@ def test_training_on_the_device_equals_training_on_the_host(streams):
     torch.testing.assert_close(compressed, expected, rtol=1e-2, atol=1e-2)
 
 
-@ranks(2, fresh=True, timeout=240)
+@ranks(2, fresh=True)
 def test_what_grad_scaler_changes_unseen_is_noticed_a_step_later():
     hvd = _start()
     model = torch.nn.Linear(64, 64).cuda()
@@ -100,7 +100,7 @@ def test_what_grad_scaler_changes_unseen_is_noticed_a_step_later():
             torch.cuda.synchronize()
 
 
-@ranks(2, fresh=True, timeout=240)
+@ranks(2, fresh=True)
 def test_a_tensor_on_the_host_of_one_rank_alone():
     hvd = _start()
     device = "cuda" if hvd.rank() == 0 else "cpu"

@@ -58,7 +58,7 @@ def test_nccl(nccl_ranks, check, size):
 
 
 # From 2.30 on NCCL lets ranks share a device where this says so.
-@ranks(2, fresh=True, timeout=240, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+@ranks(2, fresh=True, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
 @pytest.mark.parametrize("prefer_nccl", [True, False], ids=["nccl", "staged"])
 def test_two_processes_on_one_device_or_two(device_count, prefer_nccl):
     MPI = mpi.load()

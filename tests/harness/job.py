@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.harness import mpirun
 from tests.harness.messages import SECONDS_TO_LEAVE, Hello, Report, Request
 
-SECONDS_TO_START = 60.0
+SECONDS_TO_START = 240.0
 GRACE = 5.0
 """Seconds that the other ranks have to report after one has failed."""
 GRACE_AFTER_DEATH = 1.0

@@ -15,7 +15,7 @@ def run_script(
     np: int,
     args: Sequence[str | Path] = (),
     env: Mapping[str, str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on `np` ranks and wait for it.
 

@@ -22,7 +22,7 @@ def needs(*modules):
 
 
 @needs("keras", "tensorflow")
-@ranks(2, timeout=240)
+@ranks(2)
 @pytest.mark.parametrize(
     "check",
     checks_in(
@@ -58,7 +58,7 @@ def test_tensorflow(check):
 
 
 @needs("keras", "tensorflow")
-@ranks(3, timeout=240)
+@ranks(3)
 @pytest.mark.parametrize(
     "check", checks_in("optimizer", "loop", only=["every", "sum", "local", "uneven"], fast=())
 )
@@ -67,7 +67,7 @@ def test_tensorflow_on_an_odd_number_of_ranks(check):
 
 
 @needs("keras", "torch")
-@ranks(2, timeout=240, env={"KERAS_BACKEND": "torch"})
+@ranks(2, env={"KERAS_BACKEND": "torch"})
 @pytest.mark.parametrize(
     "check",
     checks_in(*KERAS_3, fast=()),
@@ -77,7 +77,7 @@ def test_torch(check):
 
 
 @needs("tensorflow", "tf_keras")
-@ranks(2, timeout=240, env={"TF_USE_LEGACY_KERAS": "1"})
+@ranks(2, env={"TF_USE_LEGACY_KERAS": "1"})
 @pytest.mark.parametrize("check", checks_in("legacy", fast=()))
 def test_legacy(check):
     run(check)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # A job of a few ranks takes seconds, and many on a busy machine.
-TIMEOUT = 60.0
+TIMEOUT = 240.0
 _REPORT_SECONDS = 20.0
 EXTRA: dict[str, str] = {}
 """Variables for all runs: which MPI to use."""

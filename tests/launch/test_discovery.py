@@ -1,6 +1,5 @@
 """hvdliterun with hosts that come and go: how many ranks a job has, and what it goes on with."""
 
-import functools
 import json
 import re
 import sys
@@ -15,8 +14,7 @@ from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.hosts import Host, host_key
 from tests.harness.hosts import network_hosts, why_unavailable
 from tests.launch import launcher
-
-hvdliterun = functools.partial(launcher.hvdliterun, timeout=120)
+from tests.launch.launcher import hvdliterun
 
 # At each commit, rank 0 writes the hosts that there are from then on.
 NUMPY = """

@@ -24,7 +24,7 @@ def python(*arguments, cwd=ROOT, path=(), **options):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         **options,
     )
 

@@ -141,7 +141,7 @@ def test_the_last_step_is_named_without_restarts_too():
         "    optimizer.step()\n"
         "    if step == 2 and hvd.rank() == 1: os._exit(7)\n"
     )
-    result = hvdliterun("-np", 2, sys.executable, "-c", code, timeout=60)
+    result = hvdliterun("-np", 2, sys.executable, "-c", code)
     assert result.returncode == 7
     assert f"rank 1 on host {HOST} exited with code 7 after step 3\n" in result.stderr
 

@@ -43,7 +43,7 @@ def failure(*args, kind=HorovodInternalError, match=None, num_proc=3, **options)
     started = time.monotonic()
     with pytest.raises(kind, match=match) as caught:
         hvdlite.run(*args, num_proc=num_proc, **options)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 240
     return caught.value
 
 
@@ -330,7 +330,7 @@ def test_a_script_is_not_run_again(how, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()

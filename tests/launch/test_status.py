@@ -141,7 +141,7 @@ def test_a_stall_that_ends_the_job_is_explained(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     variables = {"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1"}
-    done = hvdliterun("-np", 2, sys.executable, script, env=variables, timeout=60)
+    done = hvdliterun("-np", 2, sys.executable, script, env=variables)
     assert done.returncode == 1
     told = r"^hvdliterun: rank 0: \d s in 'accuracy', missing on rank 1\n"
     assert re.search(told, done.stderr, re.M)
@@ -185,7 +185,7 @@ def test_without_hvdliterun(own):
         env=mpirun.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0
     if own:

@@ -651,7 +651,7 @@ def test_the_end_of_the_process_waits_for_the_thread(path, fails):
     if fails:
         path.mkdir()
     ended = subprocess.run(
-        [sys.executable, "-c", END, path], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", END, path], capture_output=True, text=True, timeout=240, check=True
     )
     if fails:
         assert re.fullmatch(r".*state\.npz cannot be written.*\n", ended.stderr)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
 
-BOTH = ranks(2, 3, timeout=120)
+BOTH = ranks(2, 3)
 
 
 def both_ways(function):
@@ -152,7 +152,7 @@ def test_what_is_refused(size):
 
 
 @pytest.mark.slow
-@ranks(3, timeout=120)
+@ranks(3)
 def test_process_sets():
     hvd.shutdown()
     hvd.init()

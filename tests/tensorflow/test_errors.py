@@ -266,7 +266,7 @@ print("refused and alive")
 
 @pytest.mark.slow
 def test_strategies_with_several_replicas_are_refused():
-    done = run_script(STRATEGY, 1, timeout=120)
+    done = run_script(STRATEGY, 1)
     assert done.returncode == 0, done.stderr
     assert "refused and alive" in done.stdout
 

@@ -16,7 +16,7 @@ class Stop(ValueError):  # noqa: N818
     """The exception of a user's signal handler; hvdlite translates its own ValueErrors only."""
 
 
-@ranks(2, timeout=60)
+@ranks(2)
 def test_a_tape_after_an_interrupted_one():
     hvd.init()
     rank, comm = hvd.rank(), world.current().comm

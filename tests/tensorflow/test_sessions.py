@@ -73,7 +73,7 @@ def build(sparse_as_dense=False):
     return {"w": w, "b": b, "table": table}, (x, rows, y), (train, hvd.allreduce(loss), loss)
 
 
-@ranks(2, 3, timeout=120)
+@ranks(2, 3)
 def test_training_equals_one_process(size, tmp_path):
     """Start with a hook, resume from rank 0's checkpoint; with one thread and with two."""
     hvd.init()
@@ -246,7 +246,7 @@ with tf.Session(config=tf.ConfigProto(inter_op_parallelism_threads=1)) as sessio
 @pytest.mark.slow
 def test_script_of_tensorflow_1():
     """Disable eager mode, resource variables and new control flow; use names of old scripts."""
-    done = run_script(SCRIPT, 2, timeout=120)
+    done = run_script(SCRIPT, 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines().count("trained [-1.25, -1.25]") == 2
 

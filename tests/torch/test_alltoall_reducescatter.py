@@ -9,8 +9,8 @@ import torch
 
 import hvdlite.torch as hvd
 
-ALL = ranks(1, 2, 3, 4, timeout=60)
-SEVERAL = ranks(2, 3, timeout=60)
+ALL = ranks(1, 2, 3, 4)
+SEVERAL = ranks(2, 3)
 DTYPES = [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 
 
@@ -190,7 +190,7 @@ def test_what_is_refused(size):
 
 
 @pytest.mark.slow
-@ranks(3, timeout=60)
+@ranks(3)
 def test_process_sets():
     hvd.shutdown()
     hvd.init()
@@ -243,7 +243,7 @@ def test_join(size):
 
 
 @pytest.mark.slow
-@ranks(3, timeout=60)
+@ranks(3)
 def test_optimizers_of_process_sets():
     hvd.shutdown()
     hvd.init()

@@ -52,12 +52,12 @@ def check(backend, size, batch_norm=False):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@ranks(2, timeout=240)
+@ranks(2)
 def test_a_compiled_model_trains_like_one_process(size, backend):
     check(backend, size)
 
 
-@ranks(2, timeout=240)
+@ranks(2)
 def test_a_compiled_model_with_synchronised_batch_normalisation(size):
     check("aot_eager", size, batch_norm=True)
 
@@ -76,7 +76,7 @@ def communicate(x):
 
 
 @pytest.mark.slow
-@ranks(2, timeout=240)
+@ranks(2)
 def test_collectives_and_steps_in_compiled_functions(size):
     """Graphs break at them, and what they compute is the same."""
     hvd.init()

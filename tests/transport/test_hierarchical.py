@@ -130,23 +130,23 @@ class Promises:
 
 
 @pytest.mark.slow
-@ranks(3, timeout=60)
+@ranks(3)
 class TestTwoAndOne(Promises):
     local_size = 2
 
 
-@ranks(4, timeout=60)
+@ranks(4)
 class TestTwoAndTwo(Promises):
     local_size = 2
 
 
 @pytest.mark.slow
-@ranks(4, timeout=60)
+@ranks(4)
 class TestThreeAndOne(Promises):
     local_size = 3
 
 
-@ranks(3, 4, fresh=True, timeout=60)
+@ranks(3, 4, fresh=True)
 def test_ranks_learn_that_one_has_left():
     MPI = mpi.load()
     made = connect(MPI, World.split(MPI, MPI.COMM_WORLD.Dup(), 2))
@@ -154,7 +154,7 @@ def test_ranks_learn_that_one_has_left():
     checks.leave(made)
 
 
-@ranks(4, timeout=60)
+@ranks(4)
 @pytest.mark.parametrize("local_size", [2, 3])
 def test_sums_of_floats_have_the_same_bits_on_all_ranks(local_size):
     with transport(local_size) as made:

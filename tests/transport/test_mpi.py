@@ -26,19 +26,19 @@ def transport():
     made.close()
 
 
-@ranks(1, 2, 3, 4, timeout=30)
+@ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
 def test_it_keeps_every_promise(check):
     with transport() as made:
         check(made)
 
 
-@ranks(2, 3, fresh=True, timeout=30)
+@ranks(2, 3, fresh=True)
 def test_ranks_learn_that_one_has_left():
     checks.leave(MPITransport(mpi.load(), mpi.load().COMM_WORLD))
 
 
-@ranks(1, 2, 3, timeout=30)
+@ranks(1, 2, 3)
 @pytest.mark.parametrize("count", [1, 5])
 def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, count):
     def no_room(*_):
@@ -61,20 +61,20 @@ def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, count):
             assert set(result.tolist()) == {total}
 
 
-@ranks(1, 2, 3, 4, timeout=60)
+@ranks(1, 2, 3, 4)
 def test_every_reduction_of_every_dtype_is_right_and_repeatable():
     with transport() as made:
         first = checks.reductions(made, SIZES)
         assert checks.reductions(made, SIZES) == first
 
 
-@ranks(1, 2, 3, 4, timeout=60)
+@ranks(1, 2, 3, 4)
 def test_large_reductions_are_right_and_repeatable():
     with transport() as made:
         assert checks.large_reductions(made) == checks.large_reductions(made)
 
 
-@ranks(3, 4, timeout=60)
+@ranks(3, 4)
 @pytest.mark.parametrize("length", [1, 7, 1000, 1023, 100_003, 1_000_000])
 def test_sums_of_floats_have_the_same_bits_on_all_ranks(length):
     """MPI only recommends this; checked on values whose sum depends on the order."""
@@ -88,7 +88,7 @@ def test_sums_of_floats_have_the_same_bits_on_all_ranks(length):
             checks.agree(made, hashlib.sha256(total.tobytes()).digest())
 
 
-@ranks(1, 2, 3, timeout=60)
+@ranks(1, 2, 3)
 def test_pieces_when_an_array_is_beyond_the_limit(monkeypatch):
     with transport() as made:
         whole = checks.reductions(made, (7, 100))
@@ -99,7 +99,7 @@ def test_pieces_when_an_array_is_beyond_the_limit(monkeypatch):
             check(made)
 
 
-@ranks(2, timeout=20)
+@ranks(2)
 def test_transports_of_one_world_do_not_mix():
     with transport() as first, transport() as second:
         ones, tens = np.ones(5), np.full(5, 10.0)
@@ -110,7 +110,7 @@ def test_transports_of_one_world_do_not_mix():
         assert sums[1].tolist() == [20.0] * 5
 
 
-@ranks(2, timeout=20)
+@ranks(2)
 def test_a_wait_that_is_abandoned_leaves_mpi_its_memory():
     def end(elapsed):
         raise InterruptedError

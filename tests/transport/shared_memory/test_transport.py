@@ -71,19 +71,19 @@ def wild(size, dtype, count):
 
 
 class TestPromises:
-    @ranks(2, 3, timeout=30)
+    @ranks(2, 3)
     def test_ranks_learn_that_one_has_left(self):
         with transport() as made:
             checks.leave(made)
 
-    @ranks(2, 3, 4, timeout=30)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all(self, check):
         with transport() as made:
             check(made)
 
     @pytest.mark.slow
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_where_now_and_then_a_rank_is_slow_to_read(self, check, monkeypatch):
         """Data must not be overwritten before it has read them, whichever call wrote them."""
@@ -106,7 +106,7 @@ class TestPromises:
                 monkeypatch.setattr(shared_memory, "_SMALL", 0)
                 check(made)
 
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_with_tiny_chunks(self, check, monkeypatch):
         with transport(chunk=67) as made:
@@ -116,7 +116,7 @@ class TestPromises:
                 made.chunk = 6700
             check(made)
 
-    @ranks(3, timeout=60)
+    @ranks(3)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_in_slices(self, check, monkeypatch):
         always_in_slices(monkeypatch)
@@ -128,7 +128,7 @@ class TestPromises:
     def test_all_among_threads(self, check, size):
         on_all_ranks(check, threads(size))
 
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     def test_every_reduction_of_every_dtype_is_right_and_repeatable(self):
         with transport() as made:
             first = checks.reductions(made, SIZES)
@@ -136,7 +136,7 @@ class TestPromises:
         with transport() as made:
             assert checks.reductions(made, SIZES) == first
 
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("chunk", [64, 1001])
     def test_the_bits_do_not_depend_on_chunks(self, chunk):
         sizes = (1, 7, 333)
@@ -145,19 +145,19 @@ class TestPromises:
             made.chunk = chunk
             assert checks.reductions(made, sizes) == whole
 
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     def test_the_bits_do_not_depend_on_slices(self, monkeypatch):
         with transport() as made:
             whole = checks.reductions(made, SIZES)
             always_in_slices(monkeypatch)
             assert checks.reductions(made, SIZES) == whole
 
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     def test_large_reductions_are_right_and_repeatable(self):
         with transport() as made:
             assert checks.large_reductions(made) == checks.large_reductions(made)
 
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("sliced", [False, True])
     @pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "bool"])
     def test_results_may_lie_on_their_inputs(self, dtype, sliced, monkeypatch):
@@ -183,7 +183,7 @@ class TestPromises:
 
 
 class TestPlaces:
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("chunk", [64, 2**20])
     def test_wherever_arrays_lie_the_bits_are_the_same(self, chunk):
         with transport(chunk) as made:
@@ -199,7 +199,7 @@ class TestPlaces:
             assert len(values) == 1
             checks.agree(made, values.pop())
 
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("piece", [8, 2**18])
     def test_in_place_in_a_segment(self, monkeypatch, piece):
         monkeypatch.setattr(shared_memory, "_PIECE", piece)
@@ -211,7 +211,7 @@ class TestPlaces:
                     made.allreduce(array, array, op, Scaling())
                 assert array.tobytes() == reduced(made, arrays, op).tobytes()
 
-    @ranks(3, 4, timeout=30)
+    @ranks(3, 4)
     @pytest.mark.parametrize(
         "place",
         [
@@ -226,7 +226,7 @@ class TestPlaces:
             made.allreduce(array[:], array[:], Sum, Scaling())
             np.testing.assert_array_equal(array, sum(arrays))
 
-    @ranks(2, 3, timeout=30)
+    @ranks(2, 3)
     def test_parts_of_a_segment_at_any_place(self):
         with transport() as made:
             whole, others = (made.empty(1000, np.dtype(np.uint8)) for _ in range(2))
@@ -242,7 +242,7 @@ class TestPlaces:
                 rest = np.delete(others, np.s_[2 * start : 2 * start + nbytes])
                 assert (rest == 255).all()
 
-    @ranks(2, 3, 4, timeout=30)
+    @ranks(2, 3, 4)
     def test_averages_wherever_they_lie(self):
         with transport(chunk=100) as made:
             for dtype, places in itertools.product(
@@ -253,7 +253,7 @@ class TestPlaces:
                 with np.errstate(all="ignore"):
                     check_reduction(result, arrays, Average)
 
-    @ranks(2, 3, timeout=30)
+    @ranks(2, 3)
     def test_many_arrays_take_few_maps_and_no_descriptors(self):
         with transport() as made:
             before = len(os.listdir("/proc/self/fd"))
@@ -271,7 +271,7 @@ class TestPlaces:
 
 
 class TestOrder:
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
     def test_sums_go_through_the_ranks_in_their_order(self, dtype, monkeypatch):
         """By chunks, by slices and in segments, so all of them give these bits."""
@@ -291,7 +291,7 @@ class TestOrder:
                     made.chunk = 1 << 13
                     assert reduced(made, arrays, Sum).tobytes() == expected.tobytes()
 
-    @ranks(2, 3, 4, timeout=60)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("chunk", [100, 2**20])
     def test_arrays_reduced_together_have_the_bits_of_each_alone(self, chunk):
         """Timing decides which ones are fused."""
@@ -313,7 +313,7 @@ class TestOrder:
 
 
 class TestMovement:
-    @ranks(2, 3, 4, timeout=30)
+    @ranks(2, 3, 4)
     @pytest.mark.parametrize("chunk", [64, 67, 1000])
     def test_bytes_in_many_rounds(self, chunk):
         with transport(chunk) as made:
@@ -322,7 +322,7 @@ class TestMovement:
             long = sample(0, "uint8", 5000).tobytes()
             assert made.gather(long if made.rank else b"") == [b"", *[long] * (made.size - 1)]
 
-    @ranks(2, 3, 4, timeout=30)
+    @ranks(2, 3, 4)
     def test_only_one_rank_sends_and_only_one_receives(self):
         with transport(64) as made:
             for one, length in itertools.product(range(made.size), (1, 63, 64, 65, 1000)):
@@ -339,7 +339,7 @@ class TestMovement:
                 if sends:
                     np.testing.assert_array_equal(received, everything)
 
-    @ranks(2, 3, timeout=30)
+    @ranks(2, 3)
     def test_all_at_random_in_one_stream(self):
         """Whatever follows whatever: nobody reads what is written for another generation."""
         with transport() as made:
@@ -362,7 +362,7 @@ class TestMovement:
                     places = PLACES[int(generator.integers(4))]
                     check_reduction(reduced(made, arrays, Sum, places), arrays, Sum)
 
-    @ranks(2, timeout=30)
+    @ranks(2)
     def test_transports_of_one_world_do_not_mix(self):
         with transport() as first, transport() as second:
             for step in range(100):
@@ -451,7 +451,7 @@ class TestDataWithDigests:
 
 
 class TestWaiting:
-    @ranks(2, timeout=30)
+    @ranks(2)
     @pytest.mark.slow
     def test_a_rank_that_waits_for_a_late_one_uses_no_processor(self):
         with transport() as made:
@@ -463,7 +463,7 @@ class TestWaiting:
             used = time.process_time() - before
             assert made.rank == 1 or used < 0.05 * 2
 
-    @ranks(2, 3, timeout=60)
+    @ranks(2, 3)
     def test_who_sleeps_is_woken_by_whoever_comes(self, monkeypatch):
         """One that is not woken would sleep for 20 seconds."""
         monkeypatch.setattr(barrier, "_SPIN_SECONDS", 0.0)
@@ -475,7 +475,7 @@ class TestWaiting:
             assert time.monotonic() - start < 15
             assert (array == made.size).all()
 
-    @ranks(3, timeout=30)
+    @ranks(3)
     def test_who_is_absent_is_known_at_once(self):
         with transport() as made:
             checks.agree(made, b"")
@@ -489,7 +489,7 @@ class TestWaiting:
             made.meet([bytes(16)], ask)
             assert made.rank == 1 or told[:3] == [[1]] * 3
 
-    @ranks(3, timeout=30)
+    @ranks(3)
     def test_who_waits_in_an_exchange_is_told_who_has_left(self):
         with transport() as made:
             checks.agree(made, b"")
