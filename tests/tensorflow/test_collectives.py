@@ -29,7 +29,7 @@ DTYPES = [
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 3)]
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 @each_mode
 def test_sum_of_every_dtype_and_shape(size, mode):
     hvd.init()
@@ -46,7 +46,7 @@ def test_sum_of_every_dtype_and_shape(size, mode):
         assert equal(tensor, np.full(tensor.shape, hvd.rank() + 1))
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 @each_mode
 def test_min_max_product_and_bool(size, mode):
     hvd.init()
@@ -107,7 +107,7 @@ def test_compression_rounds_what_travels(size, mode):
         hvd.allreduce(tensor, compression="fp16")
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 @each_mode
 def test_allgather_of_uneven_rows_and_scalars(size, mode):
     hvd.init()
@@ -122,7 +122,7 @@ def test_allgather_of_uneven_rows_and_scalars(size, mode):
     assert empty.dtype == tf.bfloat16
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 @each_mode
 def test_broadcast_from_every_root(size, mode):
     hvd.init()

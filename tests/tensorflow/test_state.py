@@ -12,7 +12,7 @@ import hvdlite.tensorflow as hvd
 from tests.tensorflow.modes import each_mode, equal, in_mode
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 @each_mode
 def test_broadcast_of_nested_variables_of_every_dtype(size, mode):
     hvd.init()

@@ -54,7 +54,7 @@ def train(model, mode, distributed):
     return flat(model)
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 @each_mode
 def test_twenty_steps_equal_one_process_on_the_whole_batch(mode):
     hvd.init()

@@ -9,7 +9,7 @@ import torch
 
 import hvdlite.torch as hvd
 
-ALL = ranks(1, 2, 3, 4)
+ALL = ranks(1, 2, 3)
 SEVERAL = ranks(2, 3)
 DTYPES = [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
 

@@ -33,7 +33,7 @@ DTYPES = [
 ]
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 def test_sum_of_every_dtype_and_shape(size):
     hvd.init()
     for dtype in DTYPES:
@@ -46,7 +46,7 @@ def test_sum_of_every_dtype_and_shape(size):
             assert torch.equal(tensor, torch.full(shape, hvd.rank() + 1, dtype=dtype))
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 def test_bool_is_any_and_all(size):
     hvd.init()
     mine = torch.tensor([hvd.rank() == 0, True, False])
@@ -54,7 +54,7 @@ def test_bool_is_any_and_all(size):
     assert hvd.allreduce(mine, op=hvd.Min).tolist() == [size == 1, True, False]
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 def test_average_is_the_default_and_scales(size):
     hvd.init()
     tensor = torch.full((5,), float(hvd.rank()))
@@ -97,7 +97,7 @@ def test_asynchronous_operations_and_handles(size):
         hvd.synchronize(17)
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 def test_allgather_of_uneven_rows(size):
     hvd.init()
     rank = hvd.rank()
@@ -109,7 +109,7 @@ def test_allgather_of_uneven_rows(size):
     assert hvd.synchronize(handle).tolist() == list(range(size))
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 def test_broadcast_from_every_root(size):
     hvd.init()
     for root in range(size):

@@ -284,7 +284,7 @@ def lend_all(monkeypatch):
     return found
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 @pytest.mark.parametrize("passes", [1, 2])
 def test_what_no_other_rank_reads_needs_no_copy(monkeypatch, passes):
     lent = lend_all(monkeypatch)

@@ -29,7 +29,7 @@ def make_model(seed):
     )
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 def test_broadcast_parameters_in_every_form(size):
     hvd.init()
     root = size - 1
@@ -440,7 +440,7 @@ def weights_of_bfloat16(model):
     return [parameter.detach().float().numpy().tobytes() for parameter in model.parameters()]
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 def test_shard_sampler_deals_every_sample_once(size):
     hvd.init()
     for samples in (size, 17, 64, 101):

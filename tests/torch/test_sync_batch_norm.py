@@ -47,7 +47,7 @@ def sync_layer(plain, **options):
     return layer
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3)
 @pytest.mark.parametrize("shape", [(), (4,), (3, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize(
     "options",
