@@ -624,7 +624,7 @@ class TestStall:
         monkeypatch.setattr(lane_module, "_ELSEWHERE_SECONDS", 0.1)
         monkeypatch.setattr(rounds, "ASTRAY_SECONDS", 0.3)
         monkeypatch.setattr(stall, "_LOOK_SECONDS", 0.05)
-        both = [Lanes(size, stall_shutdown_time_seconds=1.0) for _ in range(2)]
+        both = [Lanes(size, stall_shutdown_time_seconds=4.0) for _ in range(2)]
         gradients, named = both
         for rank in range(size):
             pair = [lanes[rank] for lanes in both]
