@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 
+from hvdlite import status
 from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
@@ -624,7 +625,8 @@ class TestStall:
         monkeypatch.setattr(lane_module, "_ELSEWHERE_SECONDS", 0.1)
         monkeypatch.setattr(rounds, "ASTRAY_SECONDS", 0.3)
         monkeypatch.setattr(stall, "_LOOK_SECONDS", 0.05)
-        both = [Lanes(size, stall_shutdown_time_seconds=4.0) for _ in range(2)]
+        monkeypatch.setattr(status, "steps", lambda: 0)  # of other tests in this process
+        both = [Lanes(size, stall_shutdown_time_seconds=2.0) for _ in range(2)]
         gradients, named = both
         for rank in range(size):
             pair = [lanes[rank] for lanes in both]
