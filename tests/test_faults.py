@@ -205,7 +205,7 @@ survive(action)
 @linux
 class TestStopped:
     @pytest.mark.slow
-    @ranks(2, 3)
+    @ranks(2, 3, timeout=60)
     @pytest.mark.parametrize("stream", ["allreduce", "buckets"])
     def test_a_rank_that_stops_for_five_seconds_only_delays(self, stream, size):
         hvd.init()
@@ -261,7 +261,7 @@ def _exchange_step(size):
 
 class TestFailed:
     @pytest.mark.slow
-    @ranks(3, 4, fresh=True, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
+    @ranks(3, 4, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
     @pytest.mark.parametrize("elements", [1, 10**6])
     def test_a_rank_that_raises_between_meeting_and_data(self, monkeypatch, elements, size):
         hvd.init()
@@ -284,7 +284,7 @@ class TestFailed:
                 hvd.allreduce(array, name="a")
             assert time.monotonic() - start < 2
 
-    @ranks(2, 3, fresh=True, env={"HVDLITE_SHARED_MEMORY": "0"})
+    @ranks(2, 3, fresh=True, timeout=30, env={"HVDLITE_SHARED_MEMORY": "0"})
     @pytest.mark.parametrize("count", [1, 4])
     def test_a_rank_that_cannot_allocate_for_a_sum_over_mpi(self, monkeypatch, count, size):
         hvd.init()
@@ -313,7 +313,7 @@ class TestFailed:
             assert handle.wait().tolist() == [size] * 999
 
     @pytest.mark.slow
-    @ranks(3, fresh=True, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
+    @ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
     def test_it_is_heard_of_by_who_waits_for_a_third_rank(self, monkeypatch):
         hvd.init()
         hvd.barrier()
@@ -336,7 +336,7 @@ class TestFailed:
             "while True: hvd.allreduce(np.ones(10**6))\n"
         )
         start = time.monotonic()
-        done = run_script(script, np=3, args=["unused", "0"])
+        done = run_script(script, np=3, args=["unused", "0"], timeout=30)
         assert done.returncode != 0
         assert "KeyError: 'first'" in done.stderr
         assert time.monotonic() - start < 20
@@ -344,7 +344,7 @@ class TestFailed:
 
 class TestProcessorTime:
     @pytest.mark.slow
-    @ranks(2)
+    @ranks(2, timeout=40)
     def test_an_idle_job_uses_less_than_a_hundredth_of_a_core(self):
         hvd.init()
         step, reduce = _exchange_step(2), _allreduce_step(2)
@@ -361,7 +361,7 @@ class TestProcessorTime:
         assert time.process_time() - before < 0.04
 
     @pytest.mark.slow
-    @ranks(2, 3)
+    @ranks(2, 3, timeout=40)
     @pytest.mark.parametrize("how", ["run", "submit", "bucket"])
     def test_a_rank_that_waits_two_seconds_uses_less_than_a_twentieth_of_a_core(self, how, size):
         hvd.init()

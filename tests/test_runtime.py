@@ -25,7 +25,7 @@ def total(value=1.0):
 
 
 class TestInit:
-    @ranks(1, 2, 3)
+    @ranks(1, 2, 3, timeout=20)
     def test_a_second_call_does_nothing(self, size):
         hvd.init()
         engine = runtime.engine()
@@ -34,7 +34,7 @@ class TestInit:
         assert runtime.engine() is engine
         assert hvd.size() == size
 
-    @ranks(1, 2, 3)
+    @ranks(1, 2, 3, timeout=20)
     def test_it_works_again_after_shutdown(self, size):
         for step in range(5):
             hvd.init()
@@ -44,7 +44,7 @@ class TestInit:
             assert not hvd.is_initialized()
             hvd.shutdown()
 
-    @ranks(2)
+    @ranks(2, timeout=40)
     def test_communicators_are_given_back(self):
         # An MPI library has room for some thousands at most, and each init makes several.
         everyone = mpi.load().COMM_WORLD
@@ -62,7 +62,7 @@ class TestInit:
         assert last.py2f() <= used
         last.Free()
 
-    @ranks(1, 2)
+    @ranks(1, 2, timeout=20)
     def test_calls_before_it_tell_the_remedy(self):
         hvd.shutdown()
         calls = [
@@ -93,7 +93,7 @@ class TestInit:
             hvd.init()
         assert not hvd.is_initialized()
 
-    @ranks(1)
+    @ranks(1, timeout=20)
     def test_the_log_level_is_set(self, monkeypatch):
         logger = logging.getLogger("hvdlite")
         for text, level in (("trace", 10), ("ERROR", 40), ("fatal", 50), ("warning", 30)):
@@ -105,7 +105,7 @@ class TestInit:
 
 
 class TestShutdown:
-    @ranks(2)
+    @ranks(2, timeout=20)
     def test_it_waits_for_a_late_rank(self):
         hvd.init()
         if hvd.rank() == 1:
@@ -116,7 +116,7 @@ class TestShutdown:
         waited = time.monotonic() - start
         assert waited < 0.4 if late else waited > 0.3
 
-    @ranks(2)
+    @ranks(2, timeout=20)
     def test_who_still_waits_is_told_who_has_left(self):
         hvd.init()
         if hvd.rank() == 0:
@@ -130,7 +130,7 @@ class TestShutdown:
         hvd.init()
         assert total() == [2.0] * 3
 
-    @ranks(2, fresh=True, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
+    @ranks(2, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
     def test_it_leaves_without_a_rank_that_does_not_come(self, monkeypatch):
         hvd.init()
         messages = []
@@ -164,7 +164,7 @@ class TestExit:
                 time.sleep(2)  # late to the exit
             assert handle.wait().tolist() == [2.0] * 3
         """
-        done = run_script(_source(script), np=2)
+        done = run_script(_source(script), np=2, timeout=20)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     @pytest.mark.parametrize("when", ["compute", "communicate"])
@@ -184,7 +184,7 @@ class TestExit:
                 hvd.allreduce(np.ones(3))
             step()
         """
-        done = run_script(_source(script), np=3)
+        done = run_script(_source(script), np=3, timeout=30)
         ended = time.time() - float((tmp_path / "raised").read_text())
         assert done.returncode != 0
         assert ended < 5
@@ -204,7 +204,7 @@ class TestExit:
             hvd.allreduce(np.ones(3), name="loss")
         """
         start = time.monotonic()
-        done = run_script(_source(script), np=2)
+        done = run_script(_source(script), np=2, timeout=20)
         assert done.returncode != 0
         assert time.monotonic() - start < 12
         assert "rank 1 shut down without submitting 'loss'" in done.stderr
@@ -223,7 +223,7 @@ class TestExit:
                 raise ValueError("first")
             time.sleep(60)
         """
-        done = run_script(_source(script), np=2)
+        done = run_script(_source(script), np=2, timeout=20)
         assert done.returncode != 0
         assert "ValueError: first" in done.stderr
 
@@ -306,7 +306,7 @@ class TestForks:
                 assert hvd.allreduce(np.full(3, step), op=hvd.Sum).tolist() == [2 * step] * 3
             print("done", flush=True)
         """
-        done = run_script(_source(script), np=2)
+        done = run_script(_source(script), np=2, timeout=40)
         assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
 
 
@@ -331,7 +331,7 @@ class TestProcessesOfARank:
                 code = "import hvdlite as hvd; hvd.init(); print(hvd.size(), hvd.allreduce(1))"
                 return subprocess.run(
                     [sys.executable, "-c", code], env={**os.environ, **variables},
-                    capture_output=True, text=True, timeout=240,
+                    capture_output=True, text=True, timeout=30,
                 )
 
             if __name__ == "__main__":
@@ -346,7 +346,7 @@ class TestProcessesOfARank:
                 assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [hvd.size()]
                 print("done", flush=True)
         """
-        done = run_script(_source(script), np=2)
+        done = run_script(_source(script), np=2, timeout=60)
         assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
 
     @pytest.mark.slow
@@ -361,12 +361,12 @@ class TestProcessesOfARank:
                 sys.exit()
             program = [sys.executable, __file__, "inner"]
             for launcher in ([sys.executable, "-m", "hvdlite.launch"], [os.environ["MPIRUN"]]):
-                out = subprocess.check_output([*launcher, "-np", "2", *program], timeout=240)
+                out = subprocess.check_output([*launcher, "-np", "2", *program], timeout=40)
                 assert out.count(b"[2.]") == 2, out
             assert hvd.run(hvd.is_initialized, num_proc=2) == [False] * 2
         """
         mpirun = {"MPIRUN": command(2)[0]}
-        done = run_script(_source(script), np=1, env=mpirun)
+        done = run_script(_source(script), np=1, env=mpirun, timeout=100)
         assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -396,7 +396,7 @@ class TestImport:
 
 class TestProcessorTime:
     @pytest.mark.slow
-    @ranks(2)
+    @ranks(2, timeout=40)
     def test_an_idle_engine_uses_none(self):
         hvd.init()
         for step in range(10):
@@ -406,7 +406,7 @@ class TestProcessorTime:
         assert _seconds_of_processor(lambda: time.sleep(5)) < 0.05
 
     @pytest.mark.slow
-    @ranks(2)
+    @ranks(2, timeout=40)
     def test_a_rank_that_waits_for_a_late_one_uses_little(self):
         hvd.init()
         hvd.barrier()
@@ -417,7 +417,7 @@ class TestProcessorTime:
             total()
 
     @pytest.mark.slow
-    @ranks(2)
+    @ranks(2, timeout=40)
     def test_ranks_that_wait_for_different_operations_use_little(self):
         hvd.init()
         mine = hvd.allreduce_async(np.ones(3), name=f"only {hvd.rank()}")
@@ -449,5 +449,5 @@ def _python(code):
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=30,
     )

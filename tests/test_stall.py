@@ -138,7 +138,7 @@ def test_a_rank_that_left_long_ago_is_noticed():
 
 
 @pytest.mark.slow
-@ranks(3, fresh=True, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
+@ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
 @pytest.mark.parametrize("late", [False, True], ids=["current", "next"])
 def test_a_rank_that_fails_in_an_operation_is_noticed(monkeypatch, late):
     """By those that wait for it already, and by those that come to it later."""
@@ -162,7 +162,7 @@ def test_a_rank_that_fails_in_an_operation_is_noticed(monkeypatch, late):
         hvd.allreduce(1.0, name="loss")
 
 
-@ranks(2)
+@ranks(2, timeout=20)
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, op):
     hvd.init()

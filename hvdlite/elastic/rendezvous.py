@@ -96,7 +96,7 @@ class Rendezvous:
         return (rank for rank in range(self.comm.size) if rank != self.comm.rank)
 
     def _exchange(self, message: Any, deadline: float) -> list[Any]:
-        # One that nobody asks for keeps its communicator, and its number, for ever.
+        # A request that is never tested keeps its communicator, and its number, for ever.
         self._sent = [request for request in self._sent if not has_ended(self._mpi, request)]
         received: dict[int, Any] = {self.comm.rank: message}
         for rank in self._others():

@@ -282,7 +282,7 @@ KINDS = [
 ]
 
 
-@ranks(2, 3)
+@ranks(2, 3, timeout=60)
 class TestJob:
     def test_hundreds_of_all_kinds_in_different_orders(self, size):
         hvd.init()
@@ -330,7 +330,7 @@ class TestJob:
             assert (found == np.float32(n + (size - 1) / 2)).all()
 
 
-@ranks(2, fresh=True, env={"HVDLITE_FUSION_THRESHOLD": "0"})
+@ranks(2, fresh=True, timeout=30, env={"HVDLITE_FUSION_THRESHOLD": "0"})
 def test_fusion_can_be_switched_off(monkeypatch):
     together = Allreduce.execute_together
 
@@ -365,7 +365,7 @@ except (hvd.HorovodInternalError, ValueError) as error:
     assert "HVDLITE_FUSION_THRESHOLD" in str(error), error
 print("fine", flush=True)
 """
-    done = run_script(script, np=2)
+    done = run_script(script, np=2, timeout=20)
     assert done.stdout.count("fine") == 2, done.stderr
 
 
