@@ -205,7 +205,7 @@ survive(action)
 @linux
 class TestStopped:
     @pytest.mark.slow
-    @ranks(2, 3, timeout=60)
+    @ranks(2, 3)
     @pytest.mark.parametrize("stream", ["allreduce", "buckets"])
     def test_a_rank_that_stops_for_five_seconds_only_delays(self, stream, size):
         hvd.init()
@@ -344,7 +344,7 @@ class TestFailed:
 
 class TestProcessorTime:
     @pytest.mark.slow
-    @ranks(2, timeout=40)
+    @ranks(2)
     def test_an_idle_job_uses_less_than_a_hundredth_of_a_core(self):
         hvd.init()
         step, reduce = _exchange_step(2), _allreduce_step(2)
@@ -361,7 +361,7 @@ class TestProcessorTime:
         assert time.process_time() - before < 0.04
 
     @pytest.mark.slow
-    @ranks(2, 3, timeout=40)
+    @ranks(2, 3)
     @pytest.mark.parametrize("how", ["run", "submit", "bucket"])
     def test_a_rank_that_waits_two_seconds_uses_less_than_a_twentieth_of_a_core(self, how, size):
         hvd.init()

@@ -25,7 +25,7 @@ def total(value=1.0):
 
 
 class TestInit:
-    @ranks(1, 2, 3, timeout=20)
+    @ranks(1, 2, 3)
     def test_a_second_call_does_nothing(self, size):
         hvd.init()
         engine = runtime.engine()
@@ -34,7 +34,7 @@ class TestInit:
         assert runtime.engine() is engine
         assert hvd.size() == size
 
-    @ranks(1, 2, 3, timeout=20)
+    @ranks(1, 2, 3)
     def test_it_works_again_after_shutdown(self, size):
         for step in range(5):
             hvd.init()
@@ -44,7 +44,7 @@ class TestInit:
             assert not hvd.is_initialized()
             hvd.shutdown()
 
-    @ranks(2, timeout=40)
+    @ranks(2)
     def test_communicators_are_given_back(self):
         # An MPI library has room for some thousands at most, and each init makes several.
         everyone = mpi.load().COMM_WORLD
@@ -62,7 +62,7 @@ class TestInit:
         assert last.py2f() <= used
         last.Free()
 
-    @ranks(1, 2, timeout=20)
+    @ranks(1, 2)
     def test_calls_before_it_tell_the_remedy(self):
         hvd.shutdown()
         calls = [
@@ -93,7 +93,7 @@ class TestInit:
             hvd.init()
         assert not hvd.is_initialized()
 
-    @ranks(1, timeout=20)
+    @ranks(1)
     def test_the_log_level_is_set(self, monkeypatch):
         logger = logging.getLogger("hvdlite")
         for text, level in (("trace", 10), ("ERROR", 40), ("fatal", 50), ("warning", 30)):
@@ -105,7 +105,7 @@ class TestInit:
 
 
 class TestShutdown:
-    @ranks(2, timeout=20)
+    @ranks(2)
     def test_it_waits_for_a_late_rank(self):
         hvd.init()
         if hvd.rank() == 1:
@@ -116,7 +116,7 @@ class TestShutdown:
         waited = time.monotonic() - start
         assert waited < 0.4 if late else waited > 0.3
 
-    @ranks(2, timeout=20)
+    @ranks(2)
     def test_who_still_waits_is_told_who_has_left(self):
         hvd.init()
         if hvd.rank() == 0:
@@ -396,7 +396,7 @@ class TestImport:
 
 class TestProcessorTime:
     @pytest.mark.slow
-    @ranks(2, timeout=40)
+    @ranks(2)
     def test_an_idle_engine_uses_none(self):
         hvd.init()
         for step in range(10):
@@ -406,7 +406,7 @@ class TestProcessorTime:
         assert _seconds_of_processor(lambda: time.sleep(5)) < 0.05
 
     @pytest.mark.slow
-    @ranks(2, timeout=40)
+    @ranks(2)
     def test_a_rank_that_waits_for_a_late_one_uses_little(self):
         hvd.init()
         hvd.barrier()
@@ -417,7 +417,7 @@ class TestProcessorTime:
             total()
 
     @pytest.mark.slow
-    @ranks(2, timeout=40)
+    @ranks(2)
     def test_ranks_that_wait_for_different_operations_use_little(self):
         hvd.init()
         mine = hvd.allreduce_async(np.ones(3), name=f"only {hvd.rank()}")

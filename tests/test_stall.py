@@ -162,7 +162,7 @@ def test_a_rank_that_fails_in_an_operation_is_noticed(monkeypatch, late):
         hvd.allreduce(1.0, name="loss")
 
 
-@ranks(2, timeout=20)
+@ranks(2)
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, op):
     hvd.init()

@@ -282,7 +282,7 @@ KINDS = [
 ]
 
 
-@ranks(2, 3, timeout=60)
+@ranks(2, 3)
 class TestJob:
     def test_hundreds_of_all_kinds_in_different_orders(self, size):
         hvd.init()
