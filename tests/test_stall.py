@@ -15,6 +15,7 @@ from hvdlite.engine import lane, rounds
 from hvdlite.engine.operation import Barrier
 from hvdlite.gradients import GradientExchange
 from tests.harness import ranks
+from tests.transport.worlds import connected
 
 
 def collect_warnings(monkeypatch):
@@ -165,19 +166,16 @@ def test_a_rank_that_fails_in_an_operation_is_noticed(monkeypatch, late):
 @ranks(2)
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
 def test_a_lack_of_memory_is_met_before_the_other_ranks_are(monkeypatch, op):
-    hvd.init()
-
     def no_room(*_):
         raise MemoryError
 
     operation = Allreduce("loss", np.ones(3, np.float32), op, 2.0)
-    with monkeypatch.context() as patch:
+    with connected() as transport, monkeypatch.context() as patch:
         patch.setattr(np, "empty", no_room)
         patch.setattr(np, "ascontiguousarray", no_room)
         with pytest.raises(MemoryError):
             Allreduce("loss", np.ones(3), op)
-        whole = runtime.engine().named
-        operation.execute(whole._transport, [b"", b""])  # which allocates nothing any more
+        operation.execute(transport, [b"", b""])  # which allocates nothing any more
     assert operation._out.tolist() == [4.0 if op is hvd.Sum else 2.0] * 3
 
 
