@@ -47,7 +47,9 @@ class Victim:
 
     def broadcast(self, root: int) -> None:
         """Give all ranks the weights and the state of one."""
-        hvd.broadcast_variables([*self.model.variables, *self.optimizer.variables], root)
+        callback = hvd.callbacks.BroadcastGlobalVariablesCallback(root)
+        callback.set_model(self.model)
+        callback.on_train_begin()
 
     def partings(self) -> dict[str, Parting]:
         """Return an option each, a weight, a state, a schedule and weights that are loaded."""
