@@ -20,6 +20,9 @@ ARGS ?=
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# Tests start a thousand processes, which would each compile the package anew.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 # Tests often wait, for ranks and processes to start; so several processes run them.
 test: lint
 	$(BIN)/python -m pytest --fast -n 4 --dist loadgroup $(ARGS)

@@ -94,21 +94,20 @@ def test_a_hook_that_was_there_prints_the_traceback():
     assert count(lines, "theirs: KeyError('boom')") == 1
 
 
-@pytest.mark.parametrize("np", [2, 3])
-def test_an_error_on_all_ranks_has_one_traceback(np):
+def test_an_error_on_all_ranks_has_one_traceback():
     lines = job(
-        np,
+        3,
         """
         hvd.init()
         hvd.allreduce(np.ones(2 + hvd.rank() % 2), name="loss")
         """,
     )
     assert count(lines, "Traceback") == 1
-    assert count(lines, "ends the job:") == np
+    assert count(lines, "ends the job:") == 3
     assert lines[0].startswith("hvdlite: rank")
     assert count(lines, "ends the job: hvdlite.errors.MismatchError: the ranks disagree") == 1
     assert count(lines, "MismatchError") == 1
-    assert count(lines, "ends the job: the same error (", "script.py:") == np - 1
+    assert count(lines, "ends the job: the same error (", "script.py:") == 2
     assert count(lines, 'File "', "hvdlite") == 0
 
 

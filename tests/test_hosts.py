@@ -74,6 +74,7 @@ def test_a_failing_rank_on_the_other_host_ends_the_job(network):
     assert "AssertionError: the reason" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_allreduce_goes_through_the_network_once(network):
     before = [(host.received(), host.sent()) for host in network.hosts]
     output = passes(network, (1, 1), "traffic", "4")
@@ -85,6 +86,7 @@ def test_an_allreduce_goes_through_the_network_once(network):
         assert host.sent() - sent > 2 * 4e6
 
 
+@pytest.mark.slow
 def test_an_exchange_takes_the_time_that_its_bytes_need():
     rate, size = 100e6, 4e6
     with network_hosts(2, rate) as network:

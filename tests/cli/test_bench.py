@@ -51,6 +51,7 @@ def check(record):
         assert ratio["median"] == pytest.approx(np.median(samples[name] / samples["hvdlite"]))
 
 
+@pytest.mark.slow
 def test_sums_of_numpy_arrays(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     result, plot = tmp_path / "result.json", tmp_path / "plot.png"

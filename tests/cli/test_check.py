@@ -71,6 +71,7 @@ def test_a_machine_without_faults():
     assert document["software"]["Python"] == ".".join(map(str, sys.version_info[:3]))
 
 
+@pytest.mark.slow
 def test_no_mpirun_two_versions_of_nccl_and_a_host_that_does_not_answer(tmp_path):
     script(tmp_path / "ssh", "#!/bin/sh\nexec sleep 60\n")
     folders = []

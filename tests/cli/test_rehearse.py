@@ -87,11 +87,13 @@ def test_without_a_fault_there_are_four_runs(run, capsys):
     assert [line.split("exit code ")[1].split(",")[0] for line in lines] == ["0", "137", "137", "0"]
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_by_itself(run):
     with pytest.raises(StartError, match="fails without a fault"):
         run("--", "--fail")
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_is_ended(run, capsys):
     assert run("--timeout", 3, "--fault", "delay:rank=0,step=2,seconds=60") == 1
     told = re.match(r"delay:rank=0,step=2,seconds=60: timed out, (\S+) s", capsys.readouterr().out)
@@ -162,6 +164,7 @@ def test_corruption_where_it_means_nothing(text, reason):
         rehearsal.parse(text)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_told(run, capsys, monkeypatch):
     monkeypatch.setenv("HVDLITE_NOT_FINITE", "raise")
     assert run("--fault", "corrupt:rank=1,step=3,name=weight", script=TRAINING) == 1

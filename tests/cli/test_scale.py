@@ -94,6 +94,7 @@ class TestComparison:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_a_script_on_one_and_two_ranks(self, script, tmp_path, capsys):
         pytest.importorskip("matplotlib")
         plot = tmp_path / "scaling.pdf"

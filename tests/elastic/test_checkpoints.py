@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from tests.launch.launcher import hvdliterun
 
 CODE = """
@@ -63,6 +65,7 @@ told()
 """
 
 
+@pytest.mark.slow
 def test_who_is_rank_0_by_then_saves_and_loads(tmp_path):
     path = tmp_path / "state.npz"
     job = hvdliterun("--elastic", "-np", 6, sys.executable, "-c", CODE, path)

@@ -48,6 +48,7 @@ def test_others_go_on_more_points(seed):
     _share(seed, _SLOW_SHARE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("delivers", "turn"), [(False, 5), (True, 2)])
 def test_simulation_finds_a_mistake_in_the_protocol(delivers, turn, monkeypatch):
     monkeypatch.setattr(recovery, "is_delivered", lambda own, states: delivers)

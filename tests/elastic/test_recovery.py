@@ -135,6 +135,7 @@ def test_what_the_user_is_told():
     assert len(lines) == 2
 
 
+@pytest.mark.slow
 def test_an_exception_is_the_death_of_its_rank():
     code = f"{NUMPY}if start == 0: raise KeyError('mine')\nprint(hvd.allreduce(2.0, op=hvd.Sum))\n"
     job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code)
@@ -176,6 +177,7 @@ print(hvd.allreduce(1.0, op=hvd.Sum))
     ]
 
 
+@pytest.mark.slow
 def test_a_broadcast_follows_its_root_to_its_new_number():
     """Rank 3 gets the number that the root had."""
     code = f"""{NUMPY}
@@ -264,6 +266,7 @@ def test_another_mpi_is_refused(tmp_path):
     assert "--elastic needs Open MPI 5 or later" in job.stderr
 
 
+@pytest.mark.slow
 def test_without_the_launcher_the_remedy_is_told():
     code = f"{NUMPY}"
     job = hvdliterun("-np", 2, sys.executable, "-c", code, env={"HVDLITE_ELASTIC": "1"})
@@ -352,6 +355,7 @@ print(start, hvd.rank(), hvd.size(), state.step, state.total)
     assert "communication has failed on rank 1: RuntimeError(" in job.stderr
 
 
+@pytest.mark.slow
 def test_who_gives_up_waiting_lets_the_others_know():
     """Rank 3 dies, and rank 0 has given up waiting for rank 2 when that comes."""
     code = f"""{NUMPY}
@@ -379,6 +383,7 @@ print(start, hvd.rank(), hvd.size())
     assert sorted(job.stdout.splitlines()) == ["0 0 3", "1 1 3", "2 2 3"]
 
 
+@pytest.mark.slow
 def test_messages_after_a_reset_name_ranks_by_their_numbers_at_the_start():
     code = f"""{NUMPY}
 @hvd.elastic.run
@@ -439,7 +444,8 @@ print(life, hvd.size(), weights)
     assert job.stdout.splitlines() == ["1 3 7"] * 3
 
 
-@pytest.mark.parametrize("longer", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("longer", [0, 2])
 def test_an_unequal_number_of_steps_does_not_hang(longer):
     code = f"""{NUMPY}
 for step in range(4 + (start == {longer})):
@@ -495,9 +501,10 @@ print("done", start, flush=True)
 @pytest.mark.parametrize(
     ("point", "count"),
     [
-        *((point, 1) for point in ("meet", "delivered")),
+        ("meet", 1),
+        pytest.param("delivered", 1, marks=pytest.mark.slow),
         *(pytest.param(point, 2, marks=pytest.mark.slow) for point in ("meet", "delivered")),
-        ("recover", 1),
+        pytest.param("recover", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_set_is_made_of_those_that_live(point, count):
@@ -542,6 +549,7 @@ print(start, hvd.size(), recovery.epoch >= 11, recovery.has_lost_ranks, sorted(s
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables", [{}, {"HVDLITE_SHARED_MEMORY": "0"}, {"HVDLITE_FORCE_LOCAL_SIZE": "2"}]
 )
@@ -565,6 +573,7 @@ print("done")
     assert (job.returncode, job.stdout) == (0, "done\n" * 3), job.stderr
 
 
+@pytest.mark.slow
 def test_process_sets_of_init_are_those_of_its_ranks():
     """Rank 0 dies while the first is added, so the others have other numbers for the second."""
     code = """

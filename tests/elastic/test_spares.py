@@ -143,6 +143,7 @@ plant, rehearsal.reach = rehearsal.reach, reach
     assert found[0][3][-1] == sum(2.0**process for process in left)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_communicate_ends_the_job_though_none_has_died():
     planted = """
 from hvdlite import rehearsal
@@ -205,6 +206,7 @@ def test_torch(fault):
     assert all(number <= 84 for number in repeated)
 
 
+@pytest.mark.slow
 def test_the_ends_of_the_ranks_reach_the_spares():
     code = """import sys, time, hvdlite as hvd
 from hvdlite import spares
@@ -230,7 +232,7 @@ def test_spares_need_a_job_that_goes_on():
         spares.check(Settings(spares=3, elastic=True), 3)
 
 
-@pytest.mark.parametrize("np", [2, 3])
+@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_arguments_that_do_not_fit_are_told_as_without_elastic(np):
     code = """
 import hvdlite as hvd
@@ -254,6 +256,7 @@ def test_a_spare_that_communicates_before_the_function_is_told():
     assert "'early' cannot be submitted: this process has come in as a spare, and the" in stderr
 
 
+@pytest.mark.slow
 def test_init_takes_the_same_ranks_again():
     code = """
 import json
@@ -281,6 +284,7 @@ for comm in (MPI.COMM_WORLD, None, [0, 1]):
     assert len(found) == 6
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_communicate_do_not_try_for_ever():
     code = """
 import pickle

@@ -88,14 +88,8 @@ def simulate(kind, has_spare, fails):
     return {process: rank.weight for process, rank in ranks.items()}
 
 
-@pytest.mark.parametrize(
-    ("has_spare", "fails"),
-    [
-        (True, False),
-        pytest.param(True, True, marks=pytest.mark.slow),
-        pytest.param(False, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("has_spare", "fails"), [(True, False), (True, True), (False, True)])
 def test_every_compression_and_schedule_goes_on(has_spare, fails):
     """The job itself checks in each step that nothing is lost, see there."""
     job = hvdliterun(

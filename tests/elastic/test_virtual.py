@@ -51,13 +51,12 @@ def at(rank, point="exchange", step=3):
     return f"kill:rank={rank},step={step},point={point}"
 
 
+@slow
 @pytest.mark.parametrize(
     ("compression", "faults", "left"),
     [
         ("powersgd", [at(0, "meet"), at(1, "meet")], [2, 3]),
-        pytest.param(
-            "topk", [at(2), "kill:rank=3,point=recover", at(1, "deliver", 5)], [0], marks=slow
-        ),
+        ("topk", [at(2), "kill:rank=3,point=recover", at(1, "deliver", 5)], [0]),
     ],
 )
 def test_a_death_does_not_change_the_weights(compression, faults, left, monkeypatch):
@@ -106,7 +105,8 @@ print("done", hvd.size())
 """
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=slow), 1])
+@slow
+@pytest.mark.parametrize("workers", [0, 1])
 def test_batches_that_were_prefetched_are_noticed(workers):
     job = hvdliterun(
         *("--elastic", "-np", 2, sys.executable, "-c", PREFETCHING, workers),

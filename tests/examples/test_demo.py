@@ -73,6 +73,7 @@ def test_failure(demo, monkeypatch, capfd):
     assert "hvdliterun: rank" in err
 
 
+@pytest.mark.slow
 def test_framework_that_is_not_installed(demo, monkeypatch, capfd):
     frameworks = (("Missing", "no_such_module", "none.py"), *demo.FRAMEWORKS)
     monkeypatch.setattr(demo, "FRAMEWORKS", frameworks)

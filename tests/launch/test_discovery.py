@@ -185,6 +185,7 @@ def test_too_few_ranks_wait_for_hosts(hosts):
     assert "found 1 of 2 slots (localhost:1) within 3 s (--elastic-timeout)" in stderr
 
 
+@pytest.mark.slow
 def test_there_may_be_a_limit_to_the_resets(hosts):
     options = discovered(hosts, "-np", 2, "--max-np", 3, "--reset-limit", 1)
     found, stderr = run(hosts, {"4": "localhost:3", "150": "localhost:2"}, *options, returncode=1)

@@ -299,6 +299,7 @@ print(hvd.size(), hidden.found, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_hvdliterun_with_any_command(tmp_path, another_horovod):
     # A Horovod beside the script, and a sitecustomize that the user has.
     (another_horovod / "script.py").write_text(_ANY)
@@ -312,6 +313,7 @@ def test_hvdliterun_with_any_command(tmp_path, another_horovod):
     assert result.stdout.splitlines() == ["2 True"] * 2
 
 
+@pytest.mark.slow
 def test_a_folder_that_python_takes_for_hvdlite(tmp_path):
     (tmp_path / "hvdlite").mkdir()
     launch = f"""

@@ -77,6 +77,7 @@ def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monke
     assert 0.4 <= time.monotonic() - started < 3
 
 
+@pytest.mark.slow
 def test_the_state_is_there_until_all_ranks_have_it_and_from_when_they_hand_it_over(server):
     def end(code):
         ended = job.run([sys.executable, "-c", f"raise SystemExit({code})"], {}, server, None)

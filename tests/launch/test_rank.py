@@ -243,6 +243,7 @@ def test_the_command_dies_with_its_shim():
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_command_dies_some_time_after_the_launcher():
     with serving() as server:
         process = shim(*python(_SHOW_FAMILY), address=server.address)

@@ -108,6 +108,7 @@ def test_output_files_keep_what_earlier_runs_printed(lives, tmp_path):
     assert (tmp_path / "logs" / "rank.0" / "stdout").read_text() == "new\n"
 
 
+@pytest.mark.slow
 def test_nothing_is_left_between_runs(lives, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -127,6 +128,7 @@ def test_a_number_is_expected(text):
     assert f"found {text}, expected a number from 0 on" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_last_step_is_named_without_restarts_too():
     pytest.importorskip("torch")
     code = (

@@ -112,9 +112,8 @@ def test_all_ranks_are_asked_and_go_on(script):
         assert process.wait(15) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("to the launcher", marks=pytest.mark.slow), "at a terminal"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["to the launcher", "at a terminal"])
 def test_the_job_ends_after_the_report(script, how):
     controller, terminal = os.openpty()
     stdin = terminal if how == "at a terminal" else subprocess.DEVNULL
