@@ -162,8 +162,8 @@ def hunt(framework: str, variant: str, seed: int, cases: int) -> Iterator[Found]
             yield Found(f"{kind}: {name} on rank {culprit}", number - at)
 
 
-def stay_quiet(framework: str, how: str, steps: int) -> None:
-    """Train in a way that must raise no alarm; in a job."""
+def stay_quiet(framework: str, hows: Sequence[str], steps: int) -> None:
+    """Train in ways that must raise no alarm, one after the other; in a job."""
     module = importlib.import_module(_VICTIMS[framework][0])
     hvd = module.hvd
     hvd.init()
@@ -172,15 +172,20 @@ def stay_quiet(framework: str, how: str, steps: int) -> None:
         "topk": hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.1)),
         "powersgd": hvd.Compression.PowerSGD(2),
     }
-    options = {"compression": compression[how]} if how in compression else {}
-    victim = module.make(module.KINDS[0], options)
     epoch = 25
-    for number in range(1, steps + 1):
-        victim.step(number, 1 + (number + hvd.rank()) % 5 if how == "batches" else None)
-        if how == "join" and number % epoch == 0:
-            for more in range(hvd.rank()):  # each rank has more data than the last
-                victim.step(number + more)
-            victim.broadcast(hvdlite.join())  # which hvdlite.keras has not
+    for how in hows:
+        began = time.perf_counter()
+        options = {"compression": compression[how]} if how in compression else {}
+        victim = module.make(module.KINDS[0], options)
+        for number in range(1, steps + 1):
+            victim.step(number, 1 + (number + hvd.rank()) % 5 if how == "batches" else None)
+            if how == "join" and number % epoch == 0:
+                for more in range(hvd.rank()):  # each rank has more data than the last
+                    victim.step(number + more)
+                victim.broadcast(hvdlite.join())  # which hvdlite.keras has not
+        if hvd.rank() == 0:
+            seconds = time.perf_counter() - began
+            print(f"{how}: {steps} steps without an alarm; {seconds:.0f} s", flush=True)
 
 
 # Around the job
@@ -197,20 +202,21 @@ def run(framework: str, variant: str, seed: int = 0, cases: int = 0) -> list[Fou
     return [Found(*json.loads(line)) for line in re.findall(r"^(\[.*\])$", output, re.MULTILINE)]
 
 
-def run_quietly(framework: str, how: str, steps: int) -> None:
-    """Run a job of `stay_quiet`.
+def run_quietly(framework: str, hows: Sequence[str], steps: int) -> str:
+    """Run the jobs of `stay_quiet`: one with a death, and one for all else. Return their output.
 
     Raises:
-        AssertionError: it failed.
+        AssertionError: one failed.
     """
-    faults = {"HVDLITE_REHEARSE": f"kill:rank=1,step={steps // 2},point=exchange"}
-    is_death = how == "death"
-    _launch(
-        framework,
-        ("--elastic",) if is_death else (),
-        ("--job", how, "--steps", steps),
-        faults if is_death else {},
-    )
+    death = {"HVDLITE_REHEARSE": f"kill:rank=1,step={steps // 2},point=exchange"}
+    output = ""
+    for names, launch, faults in (
+        ([how for how in hows if how != "death"], (), {}),
+        ([how for how in hows if how == "death"], ("--elastic",), death),
+    ):
+        if names:
+            output += _launch(framework, launch, ("--steps", steps, "--job", *names), faults)
+    return output
 
 
 def _launch(
@@ -235,15 +241,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quiet", nargs="*", choices=QUIET, default=[*QUIET])
     parser.add_argument("--steps", type=int, default=1000, help="without an alarm")
-    parser.add_argument("--job", choices=[*VARIANTS, *QUIET], help=argparse.SUPPRESS)
+    parser.add_argument("--job", nargs="+", choices=[*VARIANTS, *QUIET], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.job in VARIANTS:
-        for found in hunt(options.framework, options.job, options.seed, options.cases):
-            print(json.dumps(found), flush=True)
-        return
-    if options.job:
+    if not options.job:
+        _run_campaign(options)
+    elif options.job[0] in QUIET:
         stay_quiet(options.framework, options.job, options.steps)
-        return
+    else:
+        for found in hunt(options.framework, options.job[0], options.seed, options.cases):
+            print(json.dumps(found), flush=True)
+
+
+def _run_campaign(options: argparse.Namespace) -> None:
     for variant in options.variant:
         if variant == "virtual" and options.framework in _WITHOUT_VIRTUAL:
             continue
@@ -253,10 +262,7 @@ def main() -> None:
             print(f"{options.framework}, {variant}: {each.case}: found after {each.steps} steps")
         seconds, most = time.perf_counter() - began, max(each.steps for each in found)
         print(f"{variant}: all {len(found)} found, in {most} steps or less; {seconds:.0f} s")
-    for how in options.quiet:
-        began = time.perf_counter()
-        run_quietly(options.framework, how, options.steps)
-        print(f"{how}: {options.steps} steps without an alarm; {time.perf_counter() - began:.0f} s")
+    print(run_quietly(options.framework, options.quiet, options.steps), end="")
 
 
 if __name__ == "__main__":
