@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvdlite import mpi, rehearsal, settings, spares, status, world
-from hvdlite import virtual_ranks as parts
+from hvdlite import virtual_ranks as virtual
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError
 from hvdlite.forming import Forming, require_survival
@@ -165,7 +165,7 @@ def form(
         HorovodInternalError: A rank cannot, and none has died.
         ValueError: The ranks' settings or arguments do not fit.
     """
-    step = parts.take_kept()
+    step = virtual.take_kept()
     if _pool is None or comm.size == 1:
         chosen = world.choose(MPI, comm)
         return _connect(MPI, chosen, values, step, enter, world.create_at_once)
@@ -211,7 +211,7 @@ def _connect(
         create: Makes further communicators.
     """
     settings.compare(values, comm)
-    parts.check(values.virtual_ranks, comm.size)
+    virtual.check(values.virtual_ranks, comm.size)
     whole = world.World.split(MPI, comm, values.force_local_size, create)
     if rehearsal.reach is not None:
         rehearsal.reach("form")

@@ -26,6 +26,7 @@ from hvdlite.errors import (
     SettingsError,
 )
 from hvdlite.launch.function import run, spawn
+from hvdlite.parts import virtual_rank, virtual_size
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import (
     Sharding,
@@ -51,7 +52,6 @@ from hvdlite.runtime import (
 )
 from hvdlite.schedule import Schedule, singa
 from hvdlite.transport.counting import traffic
-from hvdlite.virtual_ranks import virtual_rank, virtual_size
 from hvdlite.world import (
     cross_rank,
     cross_size,

@@ -25,7 +25,7 @@ from hvdlite import (
     timeline,
     world,
 )
-from hvdlite import virtual_ranks as parts
+from hvdlite import virtual_ranks as virtual
 from hvdlite.arguments import check_count
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, NotInitializedError
@@ -176,7 +176,7 @@ def _start(
     parent = launchers.find_parent()
     if parent is not None and _is_worker():
         world.enter_of_parent(parent.place)
-        parts.configure(values.virtual_ranks, 0)
+        virtual.configure(values.virtual_ranks, 0)
         return []
     failures.install(_job_rank)
     if parent is not None:
@@ -198,7 +198,7 @@ def _start(
     _note_leaving(False)
     _keep_files_together()
     world.enter(whole)
-    parts.configure(values.virtual_ranks, step)
+    virtual.configure(values.virtual_ranks, step)
     _sets = ProcessSets(MPI, whole, _engine, recovery)
     if not _hooked:
         _hooked = True

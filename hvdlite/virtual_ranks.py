@@ -13,20 +13,19 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from hvdlite import world
+from hvdlite import parts, world
 from hvdlite.arrays import slice_bounds
 
 _log = logging.getLogger("hvdlite")
 
 
-class Turns:
+class Turns(parts.Parts):
     """The virtual ranks that this process has to play in the step in progress, in their order.
 
     Args:
         size: The number of virtual ranks.
 
     Attributes:
-        size: As given.
         step: The number of steps that have been taken.
         done: The virtual ranks whose part of the step this process has computed.
         loaded: The virtual rank whose data have been loaded last; None: unknown.
@@ -37,8 +36,10 @@ class Turns:
         failure: Why the next part cannot be computed; empty: it can.
     """
 
+    are_fixed = True
+
     def __init__(self, size: int) -> None:
-        self.size = size
+        self._size = size
         self.step = 0
         self.done: list[int] = []
         self.loaded: int | None = None
@@ -52,6 +53,11 @@ class Turns:
         self._added: list[int] = []  # parts of processes that have died, not loaded yet
         self._left: list[int] = []
         self._optimizer: weakref.ref[object] | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of virtual ranks."""
+        return self._size
 
     @property
     def share(self) -> list[int]:
@@ -69,6 +75,11 @@ class Turns:
     def rank(self) -> int:
         """The virtual rank whose turn it is."""
         return (self._left or self.share)[0]
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The step in progress and the virtual rank whose turn it is."""
+        return self.step, self.rank
 
     def load(self, rank: int | None, source: object) -> None:
         """Record that the data of a virtual rank have been loaded; None: data of a later one."""
@@ -171,6 +182,34 @@ class Turns:
         self.done, self._left, self._added = [], [], []
         self._share = None
 
+    def is_within_step(self) -> bool:
+        """Return whether this process has computed a part of a step that has not been taken yet."""
+        return bool(self.done)
+
+    def check_taken(self, step: int) -> None:
+        """Require that the whole job has taken a number of steps, if it has taken any.
+
+        Raises:
+            ValueError: It has not.
+        """
+        if self.ended and step > self.step:
+            raise ValueError(
+                f"step={step}, but {self.step} steps have been taken: with virtual ranks a loop "
+                "has several turns for a step; count those with optimizer.stepped"
+            )
+
+    def refuse(self, what: str, remedy: str) -> None:
+        """Refuse what does not know virtual ranks."""
+        raise ValueError(
+            f"{what} cannot be used with virtual ranks (virtual_ranks={self.size}); {remedy}"
+        )
+
+    def batches(self) -> type:
+        """Return those of all virtual ranks that this process plays."""
+        from hvdlite.virtual_batches import BatchesInTurns
+
+        return BatchesInTurns
+
 
 class Listener(Protocol):
     """An object that wants to know when the data of a part are asked for."""
@@ -179,8 +218,6 @@ class Listener(Protocol):
         """Hear who asks: a loader, or None for a program's own call of `virtual_rank`."""
 
 
-#: None: there are no virtual ranks.
-current: Turns | None = None
 #: They hear of requests for data for as long as they live.
 listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 _kept = 0
@@ -202,22 +239,29 @@ def check(size: int, processes: int) -> None:
 
 def configure(size: int, step: int) -> None:
     """Set the number of virtual ranks, and of steps that have been taken; 0: there are none."""
-    global current
-    current = Turns(size) if size else None
-    if current is not None:
-        current.step = step
+    turns = Turns(size) if size else None
+    if turns is not None:
+        turns.step = step
+    parts.enter(turns)
+
+
+def current() -> Turns | None:
+    """Return the turns of this process; None: there are no virtual ranks."""
+    return parts.current if isinstance(parts.current, Turns) else None
 
 
 def step() -> int:
     """Return the number of steps that have been taken; without virtual ranks 0."""
-    return 0 if current is None else current.step
+    turns = current()
+    return 0 if turns is None else turns.step
 
 
 def keep() -> int | None:
     """Have the next `configure` go on with the steps taken; return the number of virtual ranks."""
     global _kept
     _kept = step()
-    return None if current is None else current.size
+    turns = current()
+    return None if turns is None else turns.size
 
 
 def take_kept() -> int:
@@ -236,54 +280,14 @@ def turns_of(size: int) -> Turns:
     Raises:
         RuntimeError: ``init()`` has been called again, with another number.
     """
-    if current is None or current.size != size:
+    turns = current()
+    if turns is None or turns.size != size:
         raise RuntimeError(
             f"rank {world.rank()}: the optimizer was wrapped for {size} virtual ranks, and there "
-            f"are {current.size if current else 0}; call hvd.init(virtual_ranks={size}) before it "
+            f"are {turns.size if turns else 0}; call hvd.init(virtual_ranks={size}) before it "
             "goes on"
         )
-    return current
-
-
-def refuse(what: str, remedy: str) -> None:
-    """Refuse something that does not know virtual ranks, if there are any.
-
-    Args:
-        what: What is refused.
-        remedy: What to do instead.
-
-    Raises:
-        ValueError: There are virtual ranks.
-    """
-    if current is not None:
-        raise ValueError(
-            f"{what} cannot be used with virtual ranks (virtual_ranks={current.size}); {remedy}"
-        )
-
-
-def is_within_step() -> bool:
-    """Return whether this process has computed a part of a step that has not been taken yet."""
-    return current is not None and bool(current.done)
-
-
-def virtual_rank() -> int:
-    """Return the virtual rank whose part of the step is computed next; without any: `rank`.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-    """
-    return world.rank() if current is None else current.ask()
-
-
-def virtual_size() -> int:
-    """Return the number of virtual ranks; without any: `size`.
-
-    Unlike `size` it does not depend on the number of processes, so learning rates are scaled by it.
-
-    Raises:
-        NotInitializedError: Before ``init()``.
-    """
-    return world.size() if current is None else current.size
+    return turns
 
 
 def distribute(missing: Sequence[int], done: Sequence[Collection[int]]) -> Mapping[int, list[int]]:

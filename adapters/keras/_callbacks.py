@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, files, status, virtual_ranks, world
+from hvdlite import collectives, files, parts, status, world
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
@@ -263,7 +263,7 @@ class LearningRateScheduleCallback:
                 which a batch is only a part of a step.
         """
         if not self.staircase:
-            virtual_ranks.refuse(
+            parts.current.refuse(
                 type(self).__name__, "use a schedule of keras.optimizers.schedules, by steps"
             )
         if not self.staircase and not self._given_steps:

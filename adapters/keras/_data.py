@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdlite import recipe, virtual_ranks
+from hvdlite import parts, recipe
 from hvdlite.recipe.batches import Batches, take
 
 
@@ -66,7 +66,7 @@ class ShardedData(keras.utils.PyDataset):
         return iter(self._batches)
 
     def __getitem__(self, step: int) -> Any:
-        virtual_ranks.refuse("a hvdlite.keras.shard in fit", "use hvdlite.tensorflow.shard")
+        parts.current.refuse("a hvdlite.keras.shard in fit", "use hvdlite.tensorflow.shard")
         sharding = self._batches.upcoming
         indices = sharding.indices(self._batches.position()[0])[step]
         batch = take(self._data, indices)

@@ -17,7 +17,7 @@ from typing import Any
 import keras as keras
 from keras import ops
 
-from hvdlite import virtual_ranks, world
+from hvdlite import parts, world
 from hvdlite.keras import _check_backend
 from hvdlite.keras._optimizer import (
     Distributed,
@@ -121,7 +121,7 @@ class DistributedKeras3(Distributed):
         _build(self, variables)  # ranks compare its variables
         if synchronizer.virtual is not None:
             if accumulates:
-                virtual_ranks.refuse("gradient_accumulation_steps", "leave one of the two out")
+                parts.current.refuse("gradient_accumulation_steps", "leave one of the two out")
             synchronizer.virtual.step(
                 gradients, variables, batch_size, lambda chosen: apply(chosen, variables)
             )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from hvdlite import runtime, virtual_ranks
+from hvdlite import parts, runtime
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.gradients import check_not_local
 from hvdlite.keras._replicas import OptimizerReplica
@@ -64,7 +64,7 @@ class Options:
             ValueError: Ranks make local steps, or there are virtual ranks.
         """
         if scales_loss:
-            virtual_ranks.refuse(
+            parts.current.refuse(
                 "a LossScaleOptimizer, by which parts of one step get different factors,",
                 "use mixed_bfloat16, which needs no loss scaling",
             )
@@ -240,7 +240,7 @@ class Synchronizer:
         self._steps: Steps | None = None
         self._backend = backend(self)
         self.virtual: Any = None
-        if virtual_ranks.current is not None:
+        if parts.current.are_fixed:
             self.virtual = self._backend.virtual_steps()
             self.state = self.virtual.state()
         self.local = LocalVariables(options.scale_local)

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hvdlite import runtime, virtual_ranks
+from hvdlite import parts, runtime
 from hvdlite.compression import Parameter
 from hvdlite.engine import Engine
 from hvdlite.gradients import (
@@ -99,7 +99,7 @@ class Backend:
 
     def virtual_steps(self) -> NoReturn:
         """Refuse virtual ranks."""
-        virtual_ranks.refuse(
+        parts.current.refuse(
             "Keras on PyTorch", "use Keras on TensorFlow, or hvdlite.torch without Keras"
         )
         raise AssertionError

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, runtime, virtual_ranks, world
+from hvdlite import collectives, parts, runtime, world
 from hvdlite.arrays import describe
 from hvdlite.compression import Compression, Strategy
 from hvdlite.keras._seeding import different_on, is_seed
@@ -204,14 +204,14 @@ def broadcast_arrays(
     values = [handle.wait() for handle in handles]
     for number, each in enumerate(names):
         if is_seed(each):
-            own = virtual_ranks.current is not None
+            own = parts.current.are_fixed
             values[number] = arrays[number] if own else different_on(world.rank(), values[number])
     return values
 
 
 def differ_by_rank(variables: Sequence[Any]) -> None:
     """Give the seeds of random layers among the variables other values on each rank."""
-    if virtual_ranks.current is not None:
+    if parts.current.are_fixed:
         seed_frameworks()  # whatever has drawn from them
         return
     for variable in variables:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import recipe, runtime, virtual_ranks, world
+from hvdlite import parts, recipe, runtime, world
 from hvdlite.arguments import check_count
 from hvdlite.recipe import Sharding
 from hvdlite.tensorflow.tensors import unconverted
@@ -87,11 +87,11 @@ def shard(
     dataset = tf.data.Dataset.from_generator(
         lambda: batches, output_signature=tf.nest.map_structure(_spec, arrays)
     )
-    turns = virtual_ranks.current
-    if batches.sharding.done or (turns is not None and runtime.engine().settings.elastic):
+    may_grow = parts.current.are_fixed and runtime.engine().settings.elastic
+    if batches.sharding.done or may_grow:
         return dataset  # the first iteration has fewer batches than the others, or a later one more
-    parts = 1 if turns is None else len(turns.share)
-    return dataset.apply(tf.data.experimental.assert_cardinality(len(batches) * parts))
+    cardinality = len(batches) * len(parts.current.share)
+    return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
 
 
 def _arrays(data: Any) -> Any:
@@ -136,7 +136,7 @@ def sharded(batch_size: int) -> Callable[[tf.data.Dataset], tf.data.Dataset]:
 
     @unconverted
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
-        virtual_ranks.refuse("hvd.sharded", "give hvd.shard arrays")
+        parts.current.refuse("hvd.sharded", "give hvd.shard arrays")
         samples = int(dataset.cardinality())
         if samples < 0:
             return _by_turns(dataset, batch_size)

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import virtual_ranks
+from hvdlite import parts
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Sum
 from hvdlite.tensorflow.collectives import allgather, allreduce
@@ -75,7 +75,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[n
         if not training or not self.trainable:
             return super().call(inputs, training=False)
         refuse_session("SyncBatchNormalization in training")
-        virtual_ranks.refuse(
+        parts.current.refuse(
             "SyncBatchNormalization",
             "use keras.layers.BatchNormalization, and pass model= to DistributedOptimizer",
         )

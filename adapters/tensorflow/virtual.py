@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 
-from hvdlite import HorovodInternalError, runtime, virtual_ranks
+from hvdlite import HorovodInternalError, parts, runtime
 from hvdlite.compression import Parameter
 from hvdlite.errors import NotFiniteError
 from hvdlite.gradients.finite import tell_left_out
@@ -47,7 +47,7 @@ class VirtualSteps:
         self.exchange = VirtualExchange(
             runtime.engine(),
             label,
-            virtual_ranks.virtual_size(),
+            parts.current.size,
             [],
             options.strategy,
             options.reduction,
@@ -85,7 +85,7 @@ class VirtualSteps:
         engine()
         dense = densified(gradients) if self._options.sparse_as_dense else list(gradients)
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in dense):
-            virtual_ranks.refuse("a gradient of tf.IndexedSlices", "pass sparse_as_dense=True")
+            parts.current.refuse("a gradient of tf.IndexedSlices", "pass sparse_as_dense=True")
         here = [number for number, gradient in enumerate(dense) if gradient is not None]
         own = [tf.convert_to_tensor(dense[number]) for number in here]
         buffers, begins = self._buffers.variables, self._buffers.begins
@@ -134,7 +134,7 @@ class VirtualSteps:
         }
         for argument, is_given in refused.items():
             if is_given:
-                virtual_ranks.refuse(argument, "leave one of the two out")
+                parts.current.refuse(argument, "leave one of the two out")
 
     def _end_part(
         self,

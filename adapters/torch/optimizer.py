@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdlite import virtual_ranks
+from hvdlite import parts
 from hvdlite.arguments import check_count, check_groups
 from hvdlite.compression import Compression, Reduction, Strategy, StrategyState
 from hvdlite.gradients import LossExchange
@@ -145,7 +145,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     )
     if reduction.op is ReduceOp.ADASUM:
         chosen = EACH_CHANGE
-    if virtual_ranks.current is not None:
+    if parts.current.are_fixed:
         _check_virtual(reduction, passes, chosen, process_set)
         return _wrap_virtual(optimizer, names, strategy, reduction, sparse_as_dense, model)
     if is_outside(process_set):
@@ -219,7 +219,7 @@ def _check_virtual(
     }
     for argument, is_given in refused.items():
         if is_given:
-            virtual_ranks.refuse(argument, "leave one of the two out")
+            parts.current.refuse(argument, "leave one of the two out")
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 
-from hvdlite import virtual_ranks, world
-from hvdlite.recipe import Batches, Sharding, Stream
+from hvdlite import parts, world
+from hvdlite.recipe import Sharding, Stream, batches
 
 
 class ShardSampler(Sampler[list[int]]):
@@ -52,7 +52,7 @@ class ShardSampler(Sampler[list[int]]):
         sharding = Sharding(
             samples, batch_size, shuffle=shuffle, seed=seed, allow_empty=allow_empty
         )
-        self._batches = Batches(range(samples), sharding, is_ahead=True)
+        self._batches = batches.load(range(samples), sharding, is_ahead=True)
 
     @property
     def sharding(self) -> Sharding:
@@ -196,7 +196,7 @@ class ElasticSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        virtual_ranks.refuse("ElasticSampler", "use hvd.ShardSampler")
+        parts.current.refuse("ElasticSampler", "use hvd.ShardSampler")
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed

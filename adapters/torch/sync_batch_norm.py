@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdlite import runtime, virtual_ranks, world
+from hvdlite import parts, runtime, world
 from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Sum
 from hvdlite.torch.collectives import allgather, allreduce
@@ -65,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
         """
         self._check_input_dim(input)
         if self.training:
-            virtual_ranks.refuse(
+            parts.current.refuse(
                 "SyncBatchNorm", "use torch.nn.BatchNorm, and pass model= to DistributedOptimizer"
             )
         if not self.training or runtime.engine(self.process_set).size == 1:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvdlite import runtime, virtual_ranks, world
+from hvdlite import parts, runtime, virtual_ranks, world
 from hvdlite.compression import Parameter, Reduction, Strategy
 from hvdlite.engine import Signature
 from hvdlite.gradients.virtual import Outcome, VirtualExchange
@@ -87,7 +87,7 @@ class VirtualReducer:
         self.exchange = VirtualExchange(
             runtime.engine(),
             next_label("DistributedOptimizer", None),
-            virtual_ranks.virtual_size(),
+            parts.current.size,
             [],
             strategy,
             reduction,
@@ -186,7 +186,7 @@ class VirtualReducer:
         for parameter in self._parameters:
             name = f"the version of the weight {self.names[parameter]!r}"
             constants[name, id(parameter)] = parameter._version
-        if virtual_ranks.is_within_step():
+        if parts.current.is_within_step():
             for key, value in self._constants.items():
                 if constants.get(key, value) != value:
                     raise RuntimeError(
@@ -340,7 +340,7 @@ class ModelBuffers:
         if self._has_begun and is_own_loop and self._is_loaded:
             return  # it asks whose turn it is, after a batch has been loaded
         found = self._read()
-        if not (self._has_begun or virtual_ranks.is_within_step()):
+        if not (self._has_begun or parts.current.is_within_step()):
             self._start = found
         elif other := _find_change(self._start, found):
             self._failure = (

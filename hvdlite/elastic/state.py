@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import bootstrap, collectives, runtime, virtual_ranks
+from hvdlite import bootstrap, collectives, parts, runtime
 from hvdlite.arrays import describe
 from hvdlite.elastic import resizing
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
@@ -56,7 +56,7 @@ class State(abc.ABC):
             HostsUpdatedInterrupt: the set of hosts has changed; the state has been kept.
             HorovodInternalError: a rank is gone or has given up; nothing has been kept.
         """
-        if virtual_ranks.is_within_step():
+        if parts.current.is_within_step():
             return
         try:
             self.check_host_updates()

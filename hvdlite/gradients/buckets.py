@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvdlite import compression, status, virtual_ranks
+from hvdlite import compression, parts, status
 from hvdlite.arrays import describe
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine
@@ -76,7 +76,7 @@ class GradientBuckets:
         state: StrategyState | None = None,
         check: ReplicaCheck | None = None,
     ) -> None:
-        virtual_ranks.refuse(
+        parts.current.refuse(
             label,
             "use hvd.DistributedOptimizer of PyTorch, or of Keras 3 on TensorFlow, wrapped after "
             "hvd.init()",

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import membership, virtual_ranks, world
-from hvdlite.engine.agreement import ranks_text
+from hvdlite import membership, parts, world
 from hvdlite.membership import Member
-from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.sharding import Sharding
 from hvdlite.recipe.streams import Stream
-from hvdlite.virtual_ranks import Turns
 
 
 class Batches(Member):
@@ -58,10 +54,6 @@ class Batches(Member):
         self._is_over = False  # whether the sharding is that of an epoch that has ended
         self._is_at_end = False  # whether a loop over that epoch has yet to ask for another batch
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
-        self._turns = virtual_ranks.current if follows else None
-        self._yielded = self._before = 0  # batches, and parts that had ended before the first
-        self._first_step = 0  # of the iteration
-        self._surplus: int | None = None  # batches for which there was no step, with the last one
         self._follows = follows
         if follows:
             fields = sharding.samples, sharding.batch_size, sharding.shuffle, sharding.seed
@@ -71,12 +63,6 @@ class Batches(Member):
         return self.upcoming.steps
 
     def __iter__(self) -> Iterator[Any]:
-        turns = self._turns if virtual_ranks.current is None else virtual_ranks.current
-        if self._turns is not None and turns is not None:
-            return self._iterate_in_turns(turns)
-        return self._iterate()
-
-    def _iterate(self) -> Iterator[Any]:
         self._begin(self._next_epoch, self.upcoming)
         epoch, sharding = self._next_epoch, self.sharding
         indices = sharding.indices(epoch)
@@ -93,70 +79,9 @@ class Batches(Member):
             yield take(self._data, indices[step - 1])
         self._end(epoch)
 
-    def _iterate_in_turns(self, turns: Turns) -> Iterator[Any]:
-        """Yield the batches of all virtual ranks that this process plays."""
-        if self.is_ahead and self.trains and turns.done:
-            raise RuntimeError(
-                f"rank {world.rank()}: a new iteration begins in the middle of step {turns.step}, "
-                f"after the batches of virtual {ranks_text(turns.done)}; leave a loop only after a "
-                "step (optimizer.stepped), and evaluate under torch.no_grad()"
-            )
-        self._begin(self._next_epoch, self.upcoming)
-        epoch, sharding = self._next_epoch, self.sharding
-        self._turns, self._first_step, self._before = turns, turns.step, turns.ended
-        self._yielded = 0
-        self._surplus = None if self.is_ahead else 1
-        for step, batch in enumerate(sharding.global_batches(epoch), start=1):
-            share = turns.share
-            for rank in share:
-                if rank == share[-1] and (self._next_epoch, self.sharding) == (epoch, sharding):
-                    self._count(epoch, step)
-                yield self._part(turns, sharding.share(batch, rank), rank)
-            while (added := turns.take_added(self)) is not None:
-                yield self._part(turns, sharding.share(batch, added), added)
-        turns.loaded = None  # those of an evaluation belong to no part
-        self._end(epoch)
-
-    def _part(self, turns: Turns, indices: npt.NDArray[np.int64], rank: int) -> Any:
-        """Return the batch of a virtual rank."""
-        turns.load(None if self.is_ahead else rank, self)
-        self._yielded += 1
-        self._check_skipped(turns)
-        seed_part()
-        return take(self._data, indices)
-
-    @property
-    def _left(self) -> int:
-        """The number of batches of the iteration whose parts have not ended."""
-        turns = self._turns
-        return 0 if turns is None else self._yielded - (turns.ended - self._before)
-
-    def _check_skipped(self, turns: Turns) -> None:
-        """Require that a loop with steps makes one for each batch."""
-        if turns.ended == self._before or turns.thread != threading.get_ident():
-            return  # no steps, as in an evaluation; or a thread takes batches in advance
-        if self._surplus is None:
-            self._surplus = self._left
-        if self._left > self._surplus:
-            raise RuntimeError(
-                f"rank {world.rank()}: a loop over batches has taken a batch without a step; with "
-                "virtual ranks each batch is the part of another one, so call optimizer.step() "
-                "for each, with batch_size=0 for one to be left out; to accumulate gradients, "
-                "raise batch_size instead"
-            )
-
     def requests(self) -> Iterator[Any]:
-        """Return an iteration for a loader that asks for another batch whenever it returns one.
-
-        If it loads in advance, it asks in vain for as long as it has batches left. These are
-        requests for data, too.
-        """
-        return iter(self) if self._turns is None else _Requests(self)
-
-    def announce_rest(self) -> None:
-        """Announce that a loader returns a batch that it has loaded in advance, if it has one."""
-        if self._turns is not None and self.trains and self._left > 0:
-            self._turns.announce(self)
+        """Return an iteration for a loader that asks for another batch whenever it returns one."""
+        return iter(self)
 
     def _count(self, epoch: int, step: int) -> None:
         """Count a step of the iteration in progress as taken."""
@@ -178,27 +103,11 @@ class Batches(Member):
 
     def begin(self, rank: int, size: int) -> None:
         """Take the rank and the number of ranks to begin with."""
-        if self._turns is None:
-            self.sharding = dataclasses.replace(self.sharding, rank=rank, size=size)
+        self.sharding = dataclasses.replace(self.sharding, rank=rank, size=size)
 
     def renumber(self, after: tuple[int, int], rank: int, size: int) -> None:
         """Take on a new rank and a new number of ranks after an epoch's step."""
-        if self._turns is not None:
-            self._check_ahead()
-            return
         self._changes.append((after, rank, size))
-
-    def _check_ahead(self) -> None:
-        """Stop the training if batches have been taken for parts that others compute now."""
-        turns = virtual_ranks.current
-        if turns is None or not (self.is_ahead and self.trains):
-            return
-        if self._yielded - (turns.ended - self._before) > 1:
-            turns.failure = (
-                f"rank {world.rank()}: a rank has died, and the workers of a DataLoader have "
-                "loaded batches of this rank's part in advance, which has changed; with virtual "
-                "ranks and --elastic, use num_workers=0, or hvd.shard"
-            )
 
     def _numbered(self, sharding: Sharding, at: tuple[int, int]) -> Sharding:
         """Return the sharding with the rank and the number of ranks of an epoch's step."""
@@ -213,7 +122,7 @@ class Batches(Member):
         Raises:
             ValueError: There are virtual ranks.
         """
-        virtual_ranks.refuse("epoch()", "iterate over the batches, after set_epoch(n)")
+        parts.current.refuse("epoch()", "iterate over the batches, after set_epoch(n)")
         whole = dataclasses.replace(self.sharding, done=0)
         return (take(self._data, indices) for indices in whole.indices(epoch))
 
@@ -248,10 +157,6 @@ class Batches(Member):
 
             hvd.checkpoint(path).save({"weights": weights, "data": batches.state_dict()})
         """
-        counted = self.sharding.steps if self._is_over else self._taken
-        made = counted if self._turns is None else self._count_made(self._turns, counted)
-        if step is None and made < counted:  # the others are prefetched
-            return self.sharding.position(self._next_epoch - self._is_over, made)
         if step is None and self._is_at_end:
             return self.sharding.position(self._next_epoch - 1, self.sharding.steps)
         if step is None:
@@ -260,19 +165,7 @@ class Batches(Member):
             raise ValueError(
                 f"step={step}: expected at least 1; leave it out before the first step"
             )
-        if self._turns is not None and step > made:
-            raise ValueError(
-                f"step={step}, but {made} steps have been taken in this iteration: with virtual "
-                "ranks a loop has several turns for a step; leave step= out, or count the turns "
-                "with optimizer.stepped"
-            )
         return self.sharding.position(self._next_epoch - self._is_over, step)
-
-    def _count_made(self, turns: Turns, counted: int) -> int:
-        """Return the steps that have been taken, of which a loader may have taken more batches."""
-        if self.is_ahead and self.trains and turns.ended > self._before:
-            return min(counted, max(turns.step - self._first_step, 0))
-        return counted
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` has returned, on any number of ranks.
@@ -286,7 +179,7 @@ class Batches(Member):
         """
         with membership.lock:
             sharding = self.sharding
-            if self._follows and self._turns is None:
+            if self._follows:
                 sharding = sharding.taken_over(world.rank(), world.size())
                 self._changes.clear()
             self._begin(state["epoch"], sharding.at(state))
@@ -300,21 +193,6 @@ class Batches(Member):
         self.sharding = sharding
         self._next_epoch, self._taken, self._is_over = epoch, 0, False
         self._is_at_end = False
-
-
-class _Requests(Iterator[Any]):
-    """The iteration of `Batches.requests`."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._parts = iter(batches)
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._parts)
-        except StopIteration:
-            self._batches.announce_rest()
-            raise
 
 
 def shard(
@@ -372,7 +250,13 @@ def shard(
         raise ValueError(f"data is an empty {type(data).__name__}: expected at least one array")
     samples = next(iter(lengths.values()))
     sharding = Sharding(samples, batch_size, rank, size, shuffle, seed, allow_empty)  # type: ignore[arg-type]
-    return Batches(data, sharding, follows=rank is None)
+    return load(data, sharding) if rank is None else Batches(data, sharding, follows=False)
+
+
+def load(data: Any, sharding: Sharding, is_ahead: bool = False) -> Batches:
+    """Return the batches of this process's parts; arguments as for `Batches`."""
+    kind = parts.current.batches() or Batches
+    return cast(Batches, kind(data, sharding, is_ahead=is_ahead))
 
 
 def _lengths(data: Any, name: str) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hvdlite import virtual_ranks
+from hvdlite import parts
 
 _RULES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
 
@@ -28,7 +28,7 @@ def scale_lr(lr: float, rule: str = "linear", size: int | None = None) -> float:
         raise ValueError(f"rule={rule!r}: expected one of {', '.join(map(repr, _RULES))}")
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"lr={lr!r}: expected a finite number that is not negative")
-    ranks = virtual_ranks.virtual_size() if size is None else size
+    ranks = parts.current.size if size is None else size
     if ranks < 1:
         raise ValueError(f"size={ranks!r}: expected at least one rank")
     return lr * _RULES[rule](ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hvdlite import collectives, virtual_ranks, world
+from hvdlite import collectives, parts, world
 
 
 def threads_per_rank() -> int:
@@ -18,7 +18,7 @@ def threads_per_rank() -> int:
     Returns:
         At least 1.
     """
-    if virtual_ranks.current is not None:
+    if parts.current.are_fixed:
         return 1
     own = (world.node_index(), frozenset(os.sched_getaffinity(0)))
     return _fair_share(own, collectives.allgather_object(own, name="threads_per_rank"))

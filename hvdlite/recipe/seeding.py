@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
-from hvdlite import virtual_ranks, world
+from hvdlite import parts, world
 from hvdlite.arguments import check_count
 
 # Seed a framework's generators with an integer below 2 ** 64; and whether for each part of a step,
@@ -71,7 +71,7 @@ def _equal_inside(n: int) -> Iterator[None]:
 
 def _seed_differently(n: int) -> None:
     rank = world.rank()  # raises where there is none
-    if virtual_ranks.current is None:
+    if parts.current.place is None:
         _seed_all(n, _BY_RANK, rank)
     else:
         seed_frameworks()
@@ -85,17 +85,17 @@ def seed_part() -> int:
     Returns:
         The seed, for frameworks that are not seeded by this; 0: there are no virtual ranks.
     """
-    turns = virtual_ranks.current
-    if turns is None:
+    place = parts.current.place
+    if place is None:
         return 0
-    return _seed_all(_last, _BY_PART, turns.step, turns.rank, is_part=True)
+    return _seed_all(_last, _BY_PART, *place, is_part=True)
 
 
 def seed_frameworks() -> None:
     """Do what `seed_part` does, for all frameworks."""
-    turns = virtual_ranks.current
-    if turns is not None:
-        _seed_all(_last, _BY_PART, turns.step, turns.rank)
+    place = parts.current.place
+    if place is not None:
+        _seed_all(_last, _BY_PART, *place)
 
 
 def seed_too(framework: Callable[[int], object], parts: bool = True) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import virtual_ranks, world
+from hvdlite import parts
 from hvdlite.arguments import check_count
 
 _FROM_WORLD: Any = None
@@ -68,9 +68,8 @@ class Sharding:
                 f"rank={self.rank} and size={self.size}: give both, or neither to take the world's"
             )
         if self.rank is None:
-            turns = virtual_ranks.current
-            object.__setattr__(self, "rank", world.rank() if turns is None else turns.rank)
-            object.__setattr__(self, "size", virtual_ranks.virtual_size())
+            object.__setattr__(self, "rank", parts.current.rank)
+            object.__setattr__(self, "size", parts.current.size)
         for name, least in (
             ("samples", 0),
             ("batch_size", 1),
@@ -171,12 +170,7 @@ class Sharding:
         """
         if not 0 <= step <= self.steps:
             raise ValueError(f"step={step}: expected 0 to {self.steps}, the steps of the epoch")
-        turns = virtual_ranks.current
-        if turns is not None and turns.ended and step > turns.step:
-            raise ValueError(
-                f"step={step}, but {turns.step} steps have been taken: with virtual ranks a loop "
-                "has several turns for a step; count those with optimizer.stepped"
-            )
+        parts.current.check_taken(step)
         done = self.done + sum(self.global_batch_sizes[:step])
         return {"epoch": epoch, "done": done} | {name: getattr(self, name) for name in _ORDER}
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdlite import collectives, runtime, virtual_ranks, world
+from hvdlite import collectives, parts, runtime, world
 from hvdlite.arguments import check_count
 from hvdlite.engine import Handle
 from hvdlite.errors import HorovodInternalError
@@ -46,7 +46,7 @@ class Stream:
         if (rank is None) != (size is None):
             raise ValueError(f"rank={rank} and size={size}: give both, or neither")
         if rank is None:
-            virtual_ranks.refuse(
+            parts.current.refuse(
                 f"data of unknown length (a {type(data).__name__})", "give them a length and items"
             )
         self.data, self.batch_size, self.allow_empty = data, batch_size, allow_empty
@@ -102,7 +102,7 @@ def lockstep(iterable: Iterable[_Item]) -> Iterator[_Item]:
         HorovodInternalError: Another rank's iterable has raised an exception.
         ValueError: There are virtual ranks.
     """
-    virtual_ranks.refuse("lockstep", "take the batches of hvd.shard, which has as many for all")
+    parts.current.refuse("lockstep", "take the batches of hvd.shard, which has as many for all")
     if world.size() == 1:
         yield from iterable
         return

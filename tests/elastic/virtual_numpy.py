@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import hvdlite as hvd
-from hvdlite import runtime, virtual_ranks
+from hvdlite import parts, runtime, virtual_ranks
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.errors import GradientError
 from hvdlite.gradients.virtual import VirtualExchange
@@ -56,7 +56,7 @@ def train(stop):
         except GradientError:
             if step != REFUSED:
                 raise
-            virtual_ranks.current.begin_step(step + 1)
+            parts.current.begin_step(step + 1)
             continue
         if outcome is not None:
             for number, average in enumerate(outcome.averages):

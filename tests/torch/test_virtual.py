@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from hvdlite import rehearsal, virtual_ranks
+from hvdlite import parts, rehearsal, virtual_ranks
 from tests.harness import ranks
 
 pytest.importorskip("torch")
@@ -259,7 +259,7 @@ def test_a_sampler_of_torch():
                 assert sum(map(len, loader)) == sum(
                     len(sampler.sharding.share(each, rank))
                     for each in sampler.sharding.global_batches(0)
-                    for rank in virtual_ranks.current.share
+                    for rank in parts.current.share
                 )
             sampler.set_epoch(virtual_ranks.step() // 2)
         _, expected = expected_training()
@@ -271,7 +271,7 @@ def test_evaluation_takes_the_parts_of_this_process():
     with virtual():
         own = [len(x) for x in hvd.shard(data(), batch_size=4, shuffle=False)]
         assert sum(hvd.allgather_object(sum(own))) == 37
-        assert virtual_ranks.current.done == []
+        assert parts.current.done == []
 
 
 @ALL
@@ -303,7 +303,7 @@ def test_the_number_of_virtual_ranks():
     with virtual():
         processes = hvd.size()
         assert hvd.virtual_size() == SIZE
-        assert hvd.virtual_rank() == virtual_ranks.current.share[0]
+        assert hvd.virtual_rank() == parts.current.share[0]
         assert hvd.scale_lr(0.1) == pytest.approx(0.1 * SIZE)
     with pytest.raises(ValueError, match="virtual_ranks=-1"), virtual(-1):
         pass
@@ -377,7 +377,7 @@ def test_an_iteration_of_a_sampler_in_the_middle_of_a_step():
         model = make_model()
         optimizer = wrap(model)
         sampler = hvd.ShardSampler(37, batch_size=4)
-        if len(virtual_ranks.current.share) > 1:
+        if len(parts.current.share) > 1:
             next(iter(sampler))
             backward(model, data()[:3])
             optimizer.step()
@@ -431,13 +431,13 @@ def test_weights_that_were_not_broadcast_are_noticed():
 def test_different_optimizers_are_noticed():
     with virtual():
         optimizer = wrap(torch.nn.Linear(FEATURES, 2 + (hvd.rank() == 1)))
-        for _ in virtual_ranks.current.share[1:]:
+        for _ in parts.current.share[1:]:
             hvd.virtual_rank()
             optimizer.step()
         hvd.virtual_rank()
         with pytest.raises(MismatchError, match="parameter"):
             optimizer.step()
-        assert virtual_ranks.current.done == []
+        assert parts.current.done == []
 
 
 @ALL
@@ -445,7 +445,7 @@ def test_batch_sizes_of_some_only():
     with virtual():
         model = make_model()
         optimizer = wrap(model)
-        share = virtual_ranks.current.share
+        share = parts.current.share
         for x in hvd.shard(data(), batch_size=4):
             backward(model, x)
             given = {} if hvd.virtual_rank() else {"batch_size": 4}
@@ -464,7 +464,7 @@ def test_gradients_that_are_not_finite(reaction):
         model = make_model()
         optimizer = wrap(model)
         before = digest(torch.nn.ParameterList(model.parameters()))
-        share = len(virtual_ranks.current.share)
+        share = len(parts.current.share)
         for number, x in enumerate(hvd.shard(data(), batch_size=4)):
             bad = float("nan") if hvd.virtual_rank() == 3 else 1.0
             backward(model, x * np.float32(bad))

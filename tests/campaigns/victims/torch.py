@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite import virtual_ranks
+from hvdlite import parts
 from tests.campaigns.divergence import Parting
 
 KINDS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")
@@ -48,7 +48,7 @@ class Victim:
 
     def wrap(self) -> Victim:
         """Make the optimizer a distributed one."""
-        model = {"model": self.model} if virtual_ranks.current is not None else {}
+        model = {"model": self.model} if parts.current.are_fixed else {}
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer, self.model.named_parameters(), **model, **self._options
         )
