@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         1644,
         "schedule tensorflow.exchange_state tensorflow.local_steps torch.scheduled",
     ),
-    "horovod": (_BESIDE, 784, "horovod"),
+    "horovod": (_BESIDE, 515, "horovod"),
     "launch": (_BESIDE, 4274, "launch"),
     "tools": (
         _BESIDE,
