@@ -45,7 +45,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.exchange_state tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 515, "horovod"),
-    "launch": (_BESIDE, 4274, "launch"),
+    "launch": (_BESIDE, 4263, "launch"),
     "tools": (
         _BESIDE,
         4988,
