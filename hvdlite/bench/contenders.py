@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from hvdlite.errors import StartError
-from hvdlite.launch.check_build import ask, importable
+from hvdlite.launch.check_build import ask
 
 #: By benchmark and framework, in the order of the tables.
 KNOWN = {
@@ -32,7 +33,7 @@ def choose_framework(benchmark: str, asked: str | None) -> str:
     """
     names = list(KNOWN[benchmark]) if asked is None else [asked]
     for name in names:
-        if importable(name):
+        if find_spec(name) is not None:
             return name
     missing = " and ".join(f"{_TITLES[name]} (pip install 'hvdlite[{name}]')" for name in names)
     raise StartError(f"the {benchmark} benchmark needs {missing}, which cannot be found")
@@ -63,7 +64,7 @@ def choose(benchmark: str, framework: str, asked: Sequence[str] | None) -> tuple
 
 def _no_horovod(framework: str) -> str:
     """Return why Horovod cannot be imported; empty: it can. An import may crash, so elsewhere."""
-    if not importable("horovod"):
+    if find_spec("horovod") is None:
         return "it is not installed"
     code = f"import sys; sys.path[:] = {sys.path!r}; import horovod.{framework}"
     works, line = ask([sys.executable, "-c", code])

@@ -23,9 +23,7 @@ from typing import Any
 
 from hvdlite import __version__
 from hvdlite.cli.self_test import NBYTES, TRANSPORTS
-from hvdlite.errors import StartError
-from hvdlite.launch import mpirun
-from hvdlite.launch.check_build import FRAMEWORKS, ask_library, version_of
+from hvdlite.launch.check_build import FRAMEWORKS, ask_library, find_mpirun, version_of
 from hvdlite.launch.hosts import all_local, login, parse_hosts
 
 HELP = "report what is installed, what works here, and the remedy for what does not"
@@ -99,9 +97,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _software() -> dict[str, str | None]:
-    names: dict[str, tuple[str, ...]] = {"numpy": ("numpy",), "mpi4py": ("mpi4py",)}
-    names |= {name: distributions for name, (_, distributions) in FRAMEWORKS.items()}
-    names["CuPy"] = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+    cupy = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+    names = {"numpy": ("numpy",), "mpi4py": ("mpi4py",), **FRAMEWORKS, "CuPy": cupy}
     return {
         "hvdlite": __version__,
         "Python": platform.python_version(),
@@ -122,12 +119,10 @@ def _mpi() -> tuple[list[Finding], dict[str, float]]:
         return [Finding("MPI library", _FAULT, f"mpi4py loads none: {library}", remedy)], {}
     library = library.partition(",")[0]  # without who built it
     findings = [Finding("MPI library", _OK, f"mpi4py loads {library}")]
-    try:
-        program = mpirun.detect(mpirun.find(os.environ))
-    except StartError as error:
-        found, _, remedy = str(error).partition("; ")
+    works, name = find_mpirun(os.environ)
+    if not works:
+        found, _, remedy = name.partition("; ")
         return [*findings, Finding("mpirun", _FAULT, found, remedy)], {}
-    name = f"{mpirun.name_of(program)} {program.version}, {program.path}"
     findings.append(Finding("mpirun", _OK, name))
     load = os.getloadavg()[0]  # of others, before the self test adds its own
     ranks, printed = _self_test()

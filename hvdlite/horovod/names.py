@@ -42,15 +42,9 @@ MODULES: dict[str, Module] = {
     "horovod.common": Module(""),
     "horovod.common.basics": Module("hvdlite", _BASICS),
     "horovod.common.elastic": Module("hvdlite.elastic"),
-    "horovod.common.exceptions": Module(
-        "hvdlite",
-        "HorovodInternalError HostsUpdatedInterrupt",
-        util="HorovodVersionMismatchError get_version_mismatch_message",
-    ),
+    "horovod.common.exceptions": Module("hvdlite", "HorovodInternalError HostsUpdatedInterrupt"),
     "horovod.common.process_sets": Module("hvdlite", _PROCESS_SETS),
     "horovod.common.util": Module("hvdlite.horovod.util"),
-    "horovod.data": Module("hvdlite.horovod.data"),
-    "horovod.data.data_loader_base": Module("hvdlite.horovod.data"),
     # PyTorch
     "horovod.torch": Module("hvdlite.torch", util=_UTIL),
     "horovod.torch.compression": Module("hvdlite.compression", _COMPRESSORS),
@@ -98,6 +92,7 @@ MODULES: dict[str, Module] = {
 }
 
 REASONS: dict[str, str] = {
+    "horovod.data": "read ahead with the framework's own loader: DataLoader's workers, prefetch()",
     "horovod.mxnet": "MXNet is no longer developed; move the model to PyTorch, TensorFlow or Keras",
     "horovod.ray": "start the job with hvdliterun, or call hvdlite.run()",
     "horovod.spark": "start the job with hvdliterun, or call hvdlite.run()",

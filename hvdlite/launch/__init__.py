@@ -4,7 +4,7 @@
 
     cli          hvdliterun: the job that the command line describes
     options      its options, also those of horovodrun
-    check_build  --check-build
+    check_build  what is installed, for --check-build and `hvdlite check`
     function     hvdlite.run and hvdlite.spawn: a Python function in the place of the command
     hosts        -H and --hostfile
     environment  the variables that the ranks get

