@@ -37,8 +37,7 @@ from hvdlite.recipe import (
     checkpoint,
     shard,
 )
-
-__version__ = "0.1.0"
+from hvdlite.version import __version__ as __version__
 
 __all__ = [
     *common.__all__,

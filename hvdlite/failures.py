@@ -24,7 +24,6 @@ from functools import partial
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
-import hvdlite
 from hvdlite import status, timeline
 from hvdlite.errors import HorovodInternalError, LauncherError, RankGoneError
 from hvdlite.launch.rank import rank_here
@@ -36,7 +35,7 @@ _CONSEQUENCE = "consequence"
 _OMITTED = "(HVDLITE_LOG_LEVEL=debug shows the lines of hvdlite, too)\n"
 
 _log = logging.getLogger("hvdlite")
-_OWN = tuple(os.path.join(path, "") for path in hvdlite.__path__)
+_OWN = os.path.join(os.path.dirname(__file__), "")
 
 
 class JobRank(NamedTuple):
@@ -256,7 +255,7 @@ def is_users(file: str) -> bool:
     """Return whether a file belongs to the program, not to Python, a package or hvdlite."""
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
     others = ("<frozen", *(os.path.join(path, "") for path in installed))
-    return not file.startswith((*others, *_OWN))
+    return not file.startswith((*others, _OWN))
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import CheckpointError, world
+from hvdlite import world
 from hvdlite.arrays import describe
+from hvdlite.errors import CheckpointError
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.tensorflow.functions import flat_variables

@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import HorovodInternalError, MismatchError, collectives, runtime, world
+from hvdlite import collectives, runtime, world
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
+from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients import (
     GradientBuckets,
     ReplicaCheck,

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import NotInitializedError, runtime
+from hvdlite import runtime
 from hvdlite.compression import Conversion
 from hvdlite.compression.custom import cast
 from hvdlite.engine import Engine
+from hvdlite.errors import NotInitializedError
 from hvdlite.tensorflow.errors import ArgumentError, translated
 from hvdlite.tensorflow.graphs import call_python, call_python_in_session, for_session
 

@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 
-from hvdlite import HorovodInternalError, parts, runtime
+from hvdlite import parts, runtime
 from hvdlite.compression import Parameter
-from hvdlite.errors import NotFiniteError
+from hvdlite.errors import HorovodInternalError, NotFiniteError
 from hvdlite.gradients.finite import tell_left_out
 from hvdlite.gradients.virtual import VirtualExchange
 from hvdlite.gradients.virtual_state import VirtualState

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdlite import __version__
 from hvdlite.cli.self_test import NBYTES, TRANSPORTS
 from hvdlite.launch.check_build import FRAMEWORKS, ask_library, find_mpirun, version_of
 from hvdlite.launch.hosts import all_local, login, parse_hosts
+from hvdlite.version import __version__
 
 HELP = "report what is installed, what works here, and the remedy for what does not"
 _EXAMPLES = """\

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hvdlite import __version__
 from hvdlite.errors import StartError
 from hvdlite.launch import cli as launcher
 from hvdlite.launch import options as launcher_options
+from hvdlite.version import __version__
 
 #: The modules of the subcommands beside ``run`` and ``completion``. Each has ``HELP``, a line;
 #: ``add_arguments(parser)``; and ``main(options)``, which returns the exit code.

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
-from hvdlite import __version__
 from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
+from hvdlite.version import __version__
 
 #: By name: the distributions that bring it.
 FRAMEWORKS = {

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from hvdlite import __version__, settings
+from hvdlite import settings
 from hvdlite.errors import SettingsError, StartError
 from hvdlite.launch import job
+from hvdlite.version import __version__
 
 
 @dataclasses.dataclass(frozen=True)

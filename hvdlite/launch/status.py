@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import hvdlite
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.status import ANSWER, FILE, SIGNAL, Pending, process_line
 
@@ -22,7 +21,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*\(most recent call firs
 # Where the threads of lanes wait for work, or have none.
 _IDLE = re.compile(r'/engine/lane\.py", line \d+ in (?:_sleep|_attend)\n')
 _IMPORT = re.compile(r'  File "<frozen importlib.*\n')
-_OWN = re.compile(rf'(?:  File "{re.escape(os.path.dirname(hvdlite.__file__))}/.*\n)+')
+_OWN = re.compile(rf'(?:  File "{re.escape(os.path.dirname(os.path.dirname(__file__)))}/.*\n)+')
 _IN_HVDLITE = re.compile(rf"{_OWN.pattern}|  \.\.\. .*\n")
 # The frames that are shown of a deep stack: of hvdlite or a framework, and of the program.
 _INNERMOST, _OUTERMOST = 16, 8
