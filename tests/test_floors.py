@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "compression": (5, 3117, "compression"),
     "collectives": (6, 2050, "collectives"),
     "gradients": (7, 3098, "gradients keras._replicas keras._synchronizer"),
-    "recipe": (7, 2397, "recipe"),
+    "recipe": (7, 2360, "recipe"),
     "torch": (8, 4913, "torch"),
     "tensorflow": (8, 3471, "tensorflow"),
     "keras": (9, 2928, "keras tensorflow.keras"),

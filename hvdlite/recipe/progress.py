@@ -1,15 +1,14 @@
-"""One progress bar for all ranks, drawn by rank 0."""
+"""One progress bar for all ranks, drawn by rank 0: tqdm's, or lines."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
-from typing import Any, Generic, TypeVar
-
-from tqdm import tqdm
+from collections.abc import Callable, Iterable, Iterator, Sized
+from datetime import timedelta
+from typing import Any, Generic, TypeVar, cast
 
 from hvdlite import runtime, world
 from hvdlite.arguments import check_count, check_ratio
@@ -20,8 +19,6 @@ _Batch = TypeVar("_Batch")
 
 # Seconds between two pictures in a terminal, and between two lines elsewhere.
 _FRAME_SECONDS, _LINE_SECONDS = 0.25, 10.0
-# A bar of fewer columns says nothing.
-_LEAST_BAR = 8
 
 
 def progress(
@@ -38,8 +35,8 @@ def progress(
 
     It shows images per second of all ranks, the figures of `Progress.set_postfix`, the time left,
     the share of the time that rank 0 waits for exchanges, and what it sends in a step (`traffic`).
-    Where there is no terminal it writes a line every ten seconds and one at the end; `hvdliterun`
-    passes the width of its terminal on (HVDLITE_TERMINAL_COLUMNS).
+    Where there is no terminal, or no tqdm, it writes a line every ten seconds and one at the end;
+    `hvdliterun` passes the width of its terminal on (HVDLITE_TERMINAL_COLUMNS).
 
     Not collective, so it costs no exchange, and ranks may end at different steps: rank 0 counts its
     own samples. The first step, in which frameworks compile, does not count for the rates. Time
@@ -69,7 +66,18 @@ def progress(
         ValueError: A number is out of range.
         NotInitializedError: hvdlite is not initialized.
     """
-    return Progress(iterable, desc, total, initial, unit, samples or count_samples, share)
+    check_count("initial", initial, 0)
+    if share is not None:
+        check_ratio("share", share)
+    if isinstance(iterable, int):
+        check_count("the number of steps", iterable, 0)
+        total = iterable if total is None else total
+        iterable = cast(Iterable[_Batch], range(initial, iterable))
+    elif total is None:
+        with contextlib.suppress(TypeError):  # the length of a stream is unknown
+            total = len(cast(Sized, iterable))
+    whole = world.size() if share is None else 1 / share
+    return Progress(iterable, desc, total, initial, unit, samples or count_samples, whole)
 
 
 class Progress(Generic[_Batch]):
@@ -77,41 +85,27 @@ class Progress(Generic[_Batch]):
 
     def __init__(
         self,
-        iterable: Iterable[_Batch] | int,
+        iterable: Iterable[_Batch],
         desc: str,
         total: int | None,
         initial: int,
         unit: str,
         samples: Callable[[_Batch], int],
-        share: float | None,
+        whole: float,
     ) -> None:
-        check_count("initial", initial, 0)
-        if isinstance(iterable, int):
-            check_count("the number of steps", iterable, 0)
-            total = iterable if total is None else total
-        elif total is None:
-            total = _length(iterable)
-        if share is not None:
-            check_ratio("share", share)
-        self._iterable = iterable
-        self._samples_in = samples
-        self._whole = world.size() if share is None else 1 / share
-        self._unit = unit
-        self._total, self._steps, self._initial = total, initial, initial
-        self._samples = 0
+        self._iterable, self._samples_in = iterable, samples
+        self._prefix, self._unit, self._whole = f"{desc} " if desc else "", unit, whole
+        self._total, self._initial, self._steps = total, initial, initial
         self._figures: dict[str, Any] = {}
         self._opened = time.perf_counter()
         self._ended: float | None = None
         self._begin()
-        self._columns = _columns()
-        self._bar: Any = None
         self._is_open = world.rank() == 0
         if self._is_open:
             waits.users += 1
-            self._prefix = f"{desc} " if desc else ""
-            self._due = self._began + (_FRAME_SECONDS if self._columns else _LINE_SECONDS)
-            if self._columns:
-                self._bar = _bar(self._columns, total, initial)
+            self._bar = _bar(self._prefix, total, initial)
+            self._interval = _LINE_SECONDS if self._bar is None else _FRAME_SECONDS
+            self._due = self._opened + self._interval
 
     @property
     def steps(self) -> int:
@@ -121,19 +115,13 @@ class Progress(Generic[_Batch]):
     @property
     def samples_per_s(self) -> float:
         """Samples per second of all ranks after the first step, as seen from this rank."""
-        end = time.perf_counter() if self._ended is None else self._ended
-        return self._samples * self._whole / max(end - self._began, 1e-9)
+        return self._samples * self._whole / self._seconds()
 
     def __iter__(self) -> Iterator[_Batch]:
-        batches: Any = self._iterable
-        if isinstance(batches, int):
-            batches = range(self._initial, batches)
-        try:
-            for batch in batches:
+        with self:
+            for batch in self._iterable:
                 yield batch
-                self.update(0 if batches is not self._iterable else self._samples_in(batch))
-        finally:
-            self.close()
+                self.update(self._samples_in(batch))
 
     def update(self, samples: int = 0) -> None:
         """Count a step of this rank; iterating does it by itself.
@@ -145,10 +133,10 @@ class Progress(Generic[_Batch]):
         self._samples += samples
         if self._steps == self._initial + 1 and self._total != 1:
             self._begin()
-        # The end is shown by `close`.
+        # The end is drawn by `close`.
         if self._is_open and self._steps != self._total and time.perf_counter() >= self._due:
-            self._show()
-            self._due = time.perf_counter() + (_FRAME_SECONDS if self._bar else _LINE_SECONDS)
+            self._draw()
+            self._due = time.perf_counter() + self._interval
 
     def set_postfix(self, **figures: Any) -> None:
         """Show figures of this rank, such as the loss.
@@ -166,83 +154,60 @@ class Progress(Generic[_Batch]):
         """Draw the end; later calls do nothing."""
         if self._ended is None:
             self._ended = time.perf_counter()
-        if not self._is_open:
-            return
-        self._is_open = False
-        try:
-            self._show(last=True)
-        finally:
-            waits.users -= 1
-            if self._bar is not None:
-                self._bar.close()
+        if self._is_open:
+            self._is_open = False
+            try:
+                self._draw()
+            finally:
+                waits.users -= 1
+                if self._bar is not None:
+                    self._bar.close()
 
     def __enter__(self) -> Progress[_Batch]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _begin(self) -> None:
         """Begin to measure rates."""
-        self._began = time.perf_counter()
-        self._samples = 0
-        self._steps_before = self._steps
-        self._waited_before = waits.seconds
-        self._sent_before = traffic().sent
+        self._began, self._first, self._samples = time.perf_counter(), self._steps, 0
+        self._waited_before, self._sent_before = waits.seconds, traffic().sent
 
-    def _show(self, last: bool = False) -> None:
+    def _seconds(self) -> float:
+        end = time.perf_counter() if self._ended is None else self._ended
+        return max(end - self._began, 1e-9)
+
+    def _draw(self) -> None:
+        parts = ", ".join(self._parts())
         if self._bar is None:
-            print(self._line(last), file=sys.stderr, flush=True)
+            done = f"{self._steps} of {self._total}" if self._total else f"{self._steps}"
+            print(f"{self._prefix}step {done}{parts and ', '}{parts}", file=sys.stderr, flush=True)
         else:
-            self._bar.bar_format = self._format(last)
+            parts = parts.replace("{", "{{").replace("}", "}}")
+            done = "{percentage:3.0f}% |{bar}| " if self._total else "step {n} "
+            # Without a total, tqdm's bar is blank; with a bar, tqdm cuts what is too long.
+            self._bar.bar_format = f"{{desc}}{done}{parts}{'' if self._total else '{bar}'}"
             self._bar.n = self._steps
             self._bar.refresh()
 
-    def _line(self, last: bool) -> str:
-        done = f"{self._steps} of {self._total}" if self._total else f"{self._steps}"
-        return f"{self._prefix}{', '.join([f'step {done}', *self._parts(last)])}"
-
-    def _format(self, last: bool) -> str:
-        """Return tqdm's format of this picture: whatever fits, the most important first."""
-        done = "{percentage:3.0f}%" if self._total else f"step {self._steps}"
-        # A space, and the last column, which tqdm leaves free.
-        free = self._columns - len(self._prefix) - (4 if self._total else len(done)) - 2
-        text = ""
-        for part in self._parts(last):
-            longer = f"{text}, {part}" if text else part
-            if len(longer) > free:
-                break
-            text = longer
-        has_bar = self._total and free - len(text) >= _LEAST_BAR + 3
-        parts = (self._prefix, text)
-        prefix, text = (part.replace("{", "{{").replace("}", "}}") for part in parts)
-        return f"{prefix}{done} {'|{bar}| ' if has_bar else ''}{text}"
-
-    def _parts(self, last: bool) -> list[str]:
-        seconds = max(time.perf_counter() - self._began, 1e-9)
-        steps = self._steps - self._steps_before
-        if self._samples:
-            rate = f"{_short(self.samples_per_s)} {self._unit}/s"
-        else:
-            rate = f"{_short(steps / seconds)} steps/s"
-        figures = [f"{name} {_readable(figure)}" for name, figure in self._figures.items()]
-        parts = [rate, *figures] if steps else figures
-        if self._total and steps and not last:
+    def _parts(self) -> list[str]:
+        seconds, steps = self._seconds(), self._steps - self._first
+        parts = [f"{name} {_readable(figure)}" for name, figure in self._figures.items()]
+        if steps and self._samples:
+            parts.insert(0, f"{_readable(self.samples_per_s)} {self._unit}/s")
+        elif steps:
+            parts.insert(0, f"{_readable(steps / seconds)} steps/s")
+        if not self._is_open:
+            parts.append(f"in {_clock(time.perf_counter() - self._opened)}")
+        elif self._total and steps:
             left = max(self._total - self._steps, 0) * seconds / steps
-            parts.append(f"{tqdm.format_interval(left)} left")
-        if last:
-            parts.append(f"in {tqdm.format_interval(time.perf_counter() - self._opened)}")
+            parts.append(f"{_clock(left)} left")
         if world.is_initialized() and world.size() > 1:
             share = (waits.seconds - self._waited_before) / seconds
             parts.append(f"exchange {min(share, 1.0):.0%}")
-            sent = traffic().sent - self._sent_before
-            if sent and steps:
-                parts.append(f"sent {tqdm.format_sizeof(sent / steps, 'B')}/step")
+            if steps and (sent := traffic().sent - self._sent_before):
+                parts.append(f"sent {_readable(sent / steps / 1e6)} MB/step")
         return parts
 
 
@@ -257,30 +222,28 @@ def count_samples(batch: Any) -> int:
     return len(batch) if hasattr(batch, "__len__") else 0
 
 
-def _columns() -> int:
-    """Return the columns of the terminal that shows what this process writes; 0: there is none."""
+def _bar(prefix: str, total: int | None, initial: int) -> Any:
+    """Return tqdm's bar; None if it is missing, or no terminal shows what this process writes."""
+    columns = runtime.engine().settings.terminal_columns
     if sys.stderr.isatty():
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    return runtime.engine().settings.terminal_columns
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    if columns:
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            # The last column stays free: some terminals go to the next line when it is filled.
+            return tqdm(
+                desc=prefix, total=total, initial=initial, ncols=columns - 1, bar_format=" "
+            )
+    return None
 
 
-def _bar(columns: int, total: int | None, initial: int) -> Any:
-    # The last column stays free, since some terminals go to the next line when it is filled.
-    return tqdm(initial=initial, total=total, ncols=columns - 1, file=sys.stderr, bar_format=" ")
-
-
-def _length(iterable: Any) -> int | None:
-    try:
-        return len(iterable)
-    except TypeError:  # that of a stream is unknown
-        return None
-
-
-def _short(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=int(seconds))).removeprefix("0:")
 
 
 def _readable(figure: Any) -> str:
     if isinstance(figure, (str, int)):
         return str(figure)
-    return f"{float(figure):.3g}"
+    number = float(figure)
+    return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.3g}"

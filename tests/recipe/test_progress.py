@@ -129,7 +129,7 @@ def test_bytes_of_a_step():
         for _ in hvd.progress(6):
             hvd.allreduce(np.zeros(1000, np.float32), compression=hvd.Compression.fp16)
     if hvd.rank() == 0:
-        assert lines[-1].endswith(", sent 2.00kB/step")
+        assert lines[-1].endswith(", sent 0.002 MB/step")
 
 
 SCRIPT = """
@@ -161,8 +161,22 @@ def test_a_bar_in_a_terminal(tmp_path, columns):
         assert re.fullmatch(rf"epoch 1 100% \|█+\| {rate}, in 00:0\d, exchange \d+%", pictures[-1])
         assert len(pictures[-1]) == 79
     else:
-        assert re.fullmatch(rf"epoch 1 100% {rate}", pictures[-1])  # whole parts only
+        # What is too long is cut.
+        assert re.fullmatch(r"epoch 1 100% \|█\| \d[\d,]* images/s.*", pictures[-1])
     assert text.count("\n") == 1  # one bar, of one rank
+
+
+def test_lines_in_a_terminal_without_tqdm(tmp_path):
+    (tmp_path / "script.py").write_text(f"import sys\nsys.modules['tqdm'] = None\n{SCRIPT}")
+    run = "import sys; from hvdlite.launch.cli import main; sys.exit(main())"
+    job = ["-np", "2", sys.executable, str(tmp_path / "script.py")]
+    code, text = in_terminal([sys.executable, "-c", run, *job], 80)
+    assert code == 0, text
+    words = r"epoch 1 step 40 of 40, \d[\d,]* images/s, loss 0\.025, in 00:0\d, exchange \d+%"
+    # The launcher may show a line's beginning before its end.
+    pictures = [each for each in re.split(r"\x1b\[K|[\r\n]+", text) if each]
+    assert re.fullmatch(words, pictures[-1])
+    assert text.count("\n") == 1
 
 
 def in_terminal(command, columns):
