@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hvdlite import mpi, rehearsal, settings, spares, status, world
+from hvdlite import mpi, points, settings, spares, status, world
 from hvdlite import virtual_ranks as virtual
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError
@@ -213,8 +213,8 @@ def _connect(
     settings.compare(values, comm)
     virtual.check(values.virtual_ranks, comm.size)
     whole = world.World.split(MPI, comm, values.force_local_size, create)
-    if rehearsal.reach is not None:
-        rehearsal.reach("form")
+    if points.reach is not None:
+        points.reach("form")
     step = max(whole.comm.allgather(step))
     run = Run(whole.comm.bcast(os.urandom(8).hex()), 0)
     recovery = None

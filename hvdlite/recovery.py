@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hvdlite import membership, rehearsal
+from hvdlite import membership, points
 from hvdlite.engine import Engine
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.lane import Lane, LaneState
@@ -228,8 +228,8 @@ class Recovery:
         states = {lane.name: lane.halt() for lane in lanes}
         self._wait_for_others(lanes, began)
         self._revoke(lanes)  # so that what is still going on ends, and can be freed
-        if rehearsal.reach is not None:
-            rehearsal.reach("recover")
+        if points.reach is not None:
+            points.reach("recover")
         with membership.lock:
             failed: list[Any] = []
             attempt = None

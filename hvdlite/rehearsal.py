@@ -60,7 +60,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import IO, Any, Protocol
 
-from hvdlite import status
+from hvdlite import points, status
 from hvdlite.errors import SettingsError
 
 VARIABLE = "HVDLITE_REHEARSE"
@@ -79,10 +79,6 @@ POINTS = (
 
 _CORRUPTIBLE = ("exchange", "checkpoint")
 
-#: Called with the name of a point that this rank gets to, and at ``checkpoint`` with the path of
-#: the new file; None: no fault is planted here.
-reach: Callable[..., object] | None = None
-
 
 class Contributing(Protocol):
     """An operation to which this rank contributes data; see `hvdlite.engine.operation`."""
@@ -96,9 +92,6 @@ class Contributing(Protocol):
 
 # The faults of this rank that have not come.
 _left: list[Fault] = []
-
-#: Called with an operation that this rank is about to submit; None: none is to be corrupted here.
-corrupt: Callable[[Contributing], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -200,14 +193,14 @@ def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
     Raises:
         SettingsError: It cannot be read, or names a rank that does not exist.
     """
-    global reach, corrupt, _left
+    global _left
     is_first = environment.get("HVDLITE_RESTART", "0") == "0"
     planned = parse(environment.get(VARIABLE, ""), ranks) if is_first else []
     faults = [fault for fault in planned if fault.rank == rank]
     corrupting = [fault for fault in faults if fault.corrupts_exchange]
     others = [fault for fault in faults if not fault.corrupts_exchange]
-    reach = _Planted() if others else None
-    corrupt = _Corruption() if corrupting else None
+    points.reach = _Planted() if others else None
+    points.submit = _Corruption() if corrupting else None
     atexit.unregister(_tell_what_is_left)
     if faults:
         atexit.register(_tell_what_is_left)

@@ -19,6 +19,7 @@ from hvdlite import (
     interrupts,
     launchers,
     mpi,
+    points,
     rehearsal,
     settings,
     status,
@@ -215,8 +216,8 @@ def _start(
             pool = bootstrap.pool()
             place = pool.place if pool else (whole.comm.rank, whole.comm.size)
             rehearsal.plant(os.environ, *place)
-        if rehearsal.reach is not None:
-            rehearsal.reach("start")
+        if points.reach is not None:
+            points.reach("start")
     except (ValueError, OSError, HorovodInternalError):
         shutdown()
         raise

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdlite import rehearsal, world
+from hvdlite import points, world
 from hvdlite.engine.device import DeviceExecutor
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
@@ -204,8 +204,8 @@ class Lane:
         if world.is_child:
             raise world.child_error()
         handle = Handle(operation.name)
-        if rehearsal.corrupt is not None:
-            rehearsal.corrupt(operation)
+        if points.submit is not None:
+            points.submit(operation)
         with self._lock:
             self._queue.add(operation)
             operation.is_protected = False

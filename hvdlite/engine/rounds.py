@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import rehearsal, status, timeline
+from hvdlite import points, status, timeline
 from hvdlite.engine.agreement import (
     LIKELY,
     Decision,
@@ -122,8 +122,8 @@ class Rounds:
         digests = [operation.digest for operation in operations]
         digests = digests or [_CLOSING_DIGEST if self._closes else _IDLE_DIGEST]
         began = trace.now() if trace is not None else 0
-        if rehearsal.reach is not None and not self.waiting:
-            rehearsal.reach("meet")
+        if points.reach is not None and not self.waiting:
+            points.reach("meet")
         self.waiting = True
         try:
             agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
@@ -176,16 +176,16 @@ class Rounds:
         """
         if self._transport.confirms:
             self.in_doubt = outcome
-            if rehearsal.reach is not None:
-                rehearsal.reach("confirm")
+            if points.reach is not None:
+                points.reach("confirm")
             self._transport.confirm()
             self.in_doubt = None
             self.confirmed += 1
-        if rehearsal.reach is not None:
-            rehearsal.reach("deliver")
+        if points.reach is not None:
+            points.reach("deliver")
         outcome()
-        if rehearsal.reach is not None:
-            rehearsal.reach("delivered")
+        if points.reach is not None:
+            points.reach("delivered")
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
         report = self._queue.report(*self._elsewhere())
@@ -308,8 +308,8 @@ class Rounds:
                 for operation in group:
                     operation.protect()
                     operation.is_protected = True
-            if rehearsal.reach is not None:
-                rehearsal.reach("exchange")
+            if points.reach is not None:
+                points.reach("exchange")
             trace = timeline.current
             began = trace.now() if trace is not None else 0
             try:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from hvdlite import rehearsal, status
+from hvdlite import points, rehearsal, status
 from hvdlite.cli import rehearse
 from hvdlite.errors import SettingsError, StartError
 from hvdlite.rehearsal import Fault
@@ -184,13 +184,13 @@ def test_a_fault_comes_once_and_at_its_point(monkeypatch):
     try:
         for step in (1, 2, 3):
             for point in ("meet", "exchange", "meet", "meet"):
-                rehearsal.reach(point)
+                points.reach(point)
                 expected = (step, point) > (2, "exchange") or step > 2
                 assert len(killed) <= expected
         assert killed == [(os.getpid(), signal.SIGKILL)]
     finally:
         rehearsal.plant({}, rank=1, ranks=2)
-    assert rehearsal.reach is None
+    assert points.reach is None
 
 
 def test_a_fault_that_has_not_come_is_told(run, capsys):

@@ -580,9 +580,9 @@ def test_process_sets_of_init_are_those_of_its_ranks():
 import os, signal
 import numpy as np
 import hvdlite as hvd
-from hvdlite import rehearsal
+from hvdlite import points
 if os.environ["OMPI_COMM_WORLD_RANK"] == "0":  # faults are planted later
-    rehearsal.reach = lambda point: point == "recover" and os.kill(os.getpid(), signal.SIGKILL)
+    points.reach = lambda point: point == "recover" and os.kill(os.getpid(), signal.SIGKILL)
 sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2]), hvd.ProcessSet([2, 3])]
 hvd.init(process_sets=sets)
 print([each.ranks for each in sets])

@@ -121,16 +121,16 @@ def test_who_is_left(faults, count, left):
 )
 def test_a_death_while_a_world_is_formed(victims, count, left):
     planted = """
-from hvdlite import rehearsal
+from hvdlite import points
 formed = 0
 def reach(point, *args):
     global formed
     formed += point == "form"
     point == "form" and VICTIMS.get(me) == formed and os.kill(os.getpid(), signal.SIGKILL)
     plant and plant(point, *args)
-plant, rehearsal.reach = None, reach
+plant, points.reach = None, reach
 hvd.init(process_sets=sets)
-plant, rehearsal.reach = rehearsal.reach, reach
+plant, points.reach = points.reach, reach
 """.replace("VICTIMS", repr(victims))
     code = CODE.replace("hvd.init(process_sets=sets)\n", planted)
     faults = [] if 1 in [victims.get(0)] else [at(1, 8)]
@@ -146,14 +146,14 @@ plant, rehearsal.reach = rehearsal.reach, reach
 @pytest.mark.slow
 def test_a_rank_that_cannot_communicate_ends_the_job_though_none_has_died():
     planted = """
-from hvdlite import rehearsal
+from hvdlite import points
 hvd.init(process_sets=sets)
-planted = rehearsal.reach
+planted = points.reach
 def reach(point, *args):
     if point == "form" and me == 0:
         raise OSError("no memory left")
     planted and planted(point, *args)
-rehearsal.reach = reach
+points.reach = reach
 """
     code = CODE.replace("hvd.init(process_sets=sets)\n", planted)
     found, stderr = run([at(1, 8)], 0, 3, code, returncode=1)
