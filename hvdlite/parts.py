@@ -60,6 +60,10 @@ class Parts:
             remedy: What to do instead.
         """
 
+    def keep(self) -> int | None:
+        """Keep for a world formed anew what is to be kept; return the number of fixed parts."""
+        return None
+
     def batches(self) -> Any:
         """Return the kind of `hvdlite.recipe.Batches` for these parts; None: that one itself."""
 

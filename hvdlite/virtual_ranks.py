@@ -204,6 +204,12 @@ class Turns(parts.Parts):
             f"{what} cannot be used with virtual ranks (virtual_ranks={self.size}); {remedy}"
         )
 
+    def keep(self) -> int:
+        """Have the next `configure` go on with the steps taken; return the number of parts."""
+        global _kept
+        _kept = self.step
+        return self.size
+
     def batches(self) -> type:
         """Return those of all virtual ranks that this process plays."""
         from hvdlite.virtual_batches import BatchesInTurns
@@ -256,16 +262,8 @@ def step() -> int:
     return 0 if turns is None else turns.step
 
 
-def keep() -> int | None:
-    """Have the next `configure` go on with the steps taken; return the number of virtual ranks."""
-    global _kept
-    _kept = step()
-    turns = current()
-    return None if turns is None else turns.size
-
-
 def take_kept() -> int:
-    """Return the steps that `keep` has kept, once; 0: it has not been called."""
+    """Return the steps that `Turns.keep` has kept, once; 0: it has not been called."""
     global _kept
     kept, _kept = _kept, 0
     return kept

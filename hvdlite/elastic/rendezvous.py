@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from hvdlite import runtime, virtual_ranks, world
+from hvdlite import parts, runtime, world
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import RankGoneError
 from hvdlite.process_sets import ProcessSet
@@ -163,7 +163,7 @@ def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
     if world.is_initialized():
         rank, added = world.rank(), runtime.process_sets().added
     process_sets = [each for each in added if each.ranks]  # not those whose ranks have all died
-    virtual_size = virtual_ranks.keep()
+    virtual_size = parts.current.keep()
     runtime.leave_world()
     reports = rendezvous.meet(report)
     if rendezvous.has_pool:
