@@ -458,7 +458,7 @@ def run(kind: str, chance: random.Random, plan: Plan, extra: Mapping[str, str]) 
             kill_one(job, chance, "hvdlite.launch" if kind == "hvdliterun" else "prterun")
         gone = job.wait_until_gone()
         left = job.leftovers()
-        if kind == "all":
+        if kind in ("all", "hvdliterun"):
             job.next_start()
             text = f"{len(left)} files were left until the next start; "
             left = job.leftovers()
