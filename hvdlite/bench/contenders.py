@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from hvdlite.bench.compression_ranks import CANDIDATES
 from hvdlite.errors import StartError
 from hvdlite.launch.check_build import ask, importable
 
@@ -14,13 +15,14 @@ KNOWN = {
         "torch": ("hvdlite", "bucket", "mpi", "gloo", "horovod", "memcpy"),
         "numpy": ("hvdlite", "bucket", "mpi", "memcpy"),
     },
+    "compression": dict.fromkeys(("torch", "tensorflow"), tuple(CANDIDATES)),
     "training": {
         "torch": ("alone", "hvdlite", "mpi", "ddp", "ddp-no-buffers", "horovod"),
         "tensorflow": ("alone", "hvdlite", "horovod"),
     },
 }
 #: All others are compared with these.
-ALWAYS = {"allreduce": ("hvdlite",), "training": ("alone", "hvdlite")}
+ALWAYS = {"allreduce": ("hvdlite",), "compression": ("none",), "training": ("alone", "hvdlite")}
 _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
