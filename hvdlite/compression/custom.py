@@ -76,7 +76,6 @@ class Custom(Strategy):
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """Return this strategy, for every dtype."""
         return self
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:

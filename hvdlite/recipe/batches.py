@@ -177,7 +177,6 @@ class Batches(Member):
         return self._next_epoch, self._taken
 
     def begin(self, rank: int, size: int) -> None:
-        """Take the rank and the number of ranks to begin with."""
         if self._turns is None:
             self.sharding = dataclasses.replace(self.sharding, rank=rank, size=size)
 
