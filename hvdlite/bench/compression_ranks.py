@@ -80,7 +80,7 @@ class Advice:
 
     def __str__(self) -> str:
         """Return a table and a recommendation."""
-        if not self.measurements:
+        if self.size == 1:
             return self._sentence()
         dense = self.measurements[0].seconds
         lines = [f"{self.size} ranks, {self.nbytes / 1e6:.1f} MB of gradients in a step"]
