@@ -3,7 +3,7 @@
     python pytorch_compression.py
     mpirun -np 2 python pytorch_compression.py --compression powersgd --data-dir mnist
 
-It pays where the network between the processes is slow: `hvdliterun --check-compression -np 2` says
+It pays where the network between the processes is slow: `hvdlite bench compression` says
 whether it does here. The numbered comments are the steps that make a script for one process one
 for N.
 """

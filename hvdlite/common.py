@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.advice import advise
+from hvdlite.bench.compression_ranks import advise
 from hvdlite.build import (
     ccl_built,
     cuda_built,

@@ -56,7 +56,6 @@ class Turns(parts.Parts):
 
     @property
     def size(self) -> int:
-        """The number of virtual ranks."""
         return self._size
 
     @property
@@ -183,7 +182,6 @@ class Turns(parts.Parts):
         self._share = None
 
     def is_within_step(self) -> bool:
-        """Return whether this process has computed a part of a step that has not been taken yet."""
         return bool(self.done)
 
     def check_taken(self, step: int) -> None:
@@ -199,7 +197,6 @@ class Turns(parts.Parts):
             )
 
     def refuse(self, what: str, remedy: str) -> None:
-        """Refuse what does not know virtual ranks."""
         raise ValueError(
             f"{what} cannot be used with virtual ranks (virtual_ranks={self.size}); {remedy}"
         )
@@ -211,7 +208,6 @@ class Turns(parts.Parts):
         return self.size
 
     def batches(self) -> type:
-        """Return those of all virtual ranks that this process plays."""
         from hvdlite.virtual_batches import BatchesInTurns
 
         return BatchesInTurns

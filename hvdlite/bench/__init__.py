@@ -14,6 +14,8 @@ On the ranks::
     allreduce_ranks  sums of one array, and of many at once
     training_ranks   training steps; `hvdlite.torch.benchmark` and `hvdlite.tensorflow.benchmark`
                      have the models
+    compression_ranks
+                     exchanges of a model's gradients, also for `hvdlite.advise`
 
 All contenders live in the same processes and take turns in an order that changes. Before each turn
 all ranks sleep until the last has arrived and then leave a barrier together; the time of a turn is

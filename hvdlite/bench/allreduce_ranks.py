@@ -14,7 +14,7 @@ import hvdlite as hvd
 from hvdlite import runtime
 from hvdlite.bench import statistics
 from hvdlite.bench.job import naming, say
-from hvdlite.bench.measurement import Contender, Limit, interleave, meet
+from hvdlite.bench.measurement import Contender, Limit, Ranks, interleave
 from hvdlite.bench.report import count_text, size_text
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
@@ -101,7 +101,7 @@ def _measure(
         with naming(contender.name):
             _check(comm, contender)
     calls = _CALLS_IF_SMALL if tensors == 1 and nbytes <= _SMALL else 1
-    times = interleave(comm, contenders, limit, calls)
+    times = interleave(Ranks(comm), contenders, limit, calls)
     return {
         "case": "allreduce" if tensors == 1 else "burst",
         "ranks": comm.size,
@@ -118,7 +118,7 @@ def _check(comm: MPI.Comm, contender: Contender) -> None:
     expected = comm.size * (comm.size + 1) / 2
     for _ in range(2):
         contender.prepare(comm.rank + 1)
-        meet(comm)
+        Ranks(comm).meet()
         contender.call()
         for output in contender.outputs():
             if not (output == expected).all():

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from hvdlite.bench.compression_ranks import CANDIDATES
 from hvdlite.errors import StartError
 from hvdlite.launch.check_build import ask
 
@@ -15,13 +16,14 @@ KNOWN = {
         "torch": ("hvdlite", "bucket", "mpi", "gloo", "horovod", "memcpy"),
         "numpy": ("hvdlite", "bucket", "mpi", "memcpy"),
     },
+    "compression": dict.fromkeys(("torch", "tensorflow"), tuple(CANDIDATES)),
     "training": {
         "torch": ("alone", "hvdlite", "mpi", "ddp", "ddp-no-buffers", "horovod"),
         "tensorflow": ("alone", "hvdlite", "horovod"),
     },
 }
 #: All others are compared with these.
-ALWAYS = {"allreduce": ("hvdlite",), "training": ("alone", "hvdlite")}
+ALWAYS = {"allreduce": ("hvdlite",), "compression": ("none",), "training": ("alone", "hvdlite")}
 _TITLES = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from hvdlite.bench.measurement import watch
 from hvdlite.bench.report import count_text
 from hvdlite.errors import StartError
 from hvdlite.launch import function as launch
@@ -18,7 +19,6 @@ from hvdlite.launch.environment import on_this_host
 from hvdlite.launch.hosts import choose_hosts
 from hvdlite.launch.pickling import RemoteTraceback
 
-_PATIENCE = 300.0
 _PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch", "tensorflow", "keras", "horovod")
 _QUIET = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
 
@@ -111,11 +111,6 @@ def say(comm: Any, text: str) -> None:
     watch()
     if comm.rank == 0:
         print(text, file=sys.stderr, flush=True)
-
-
-def watch(seconds: float = _PATIENCE) -> None:
-    """Print the stacks and end this rank, and so the job, unless called again within that time."""
-    faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def _on_rank(size: int, function: str, arguments: dict[str, Any]) -> Outcome | None:

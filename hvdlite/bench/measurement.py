@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
-from hvdlite.bench.job import watch
-
+_PATIENCE = 300.0
 _SHORTEST_SLEEP, _MAX_SLEEP = 5e-5, 0.02
 
 
@@ -47,40 +46,45 @@ class Limit:
     at_least: int
 
 
-class Rounds:
-    """Count rounds until the limit; all ranks iterate, and rank 0's clock decides."""
+class Ranks:
+    """The ranks of a communicator, which measure together; all methods are collective."""
 
-    def __init__(self, comm: MPI.Comm, limit: Limit) -> None:
+    def __init__(self, comm: Any) -> None:
         self._comm = comm
-        self._limit = limit
 
-    def __iter__(self) -> Rounds:
-        self._done = 0
-        self._end = time.monotonic() + self._limit.seconds
-        return self
+    def meet(self) -> None:
+        """Wait for all ranks, and leave together.
 
-    def __next__(self) -> int:
+        A rank that is early sleeps between looks, an eighth of the time waited so far: in MPI's
+        barrier it would spin, and take a core from those that still compute. It has to look,
+        because another rank's collective may need this one to make progress. The barrier at the end
+        makes up for unequal sleeps.
+        """
+        request, start = self._comm.Ibarrier(), time.monotonic()
+        while not request.Test():
+            waited = time.monotonic() - start
+            time.sleep(min(max(waited / 8, _SHORTEST_SLEEP), _MAX_SLEEP))
+        self._comm.Barrier()
+
+    def slowest(self, times: Any) -> np.ndarray[Any, Any]:
+        """Return the greatest of all ranks' times, one by one."""
         watch()
-        late = time.monotonic() > self._end and self._done >= self._limit.at_least
-        if self._comm.bcast(late or self._done >= self._limit.rounds):
-            raise StopIteration
-        self._done += 1
-        return self._done - 1
+        found: np.ndarray[Any, Any] = np.max(self._comm.allgather(times), axis=0)
+        return found
 
 
-def meet(comm: MPI.Comm) -> None:
-    """Wait for all ranks, and leave together.
+def watch(seconds: float = _PATIENCE) -> None:
+    """Print the stacks and end this rank, and so the job, unless called again within that time."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
 
-    A rank that is early sleeps between looks, an eighth of the time waited so far: in MPI's
-    barrier it would spin, and take a core from those that still compute. It has to look, because
-    another rank's collective may need this one to make progress. The barrier at the end makes up
-    for unequal sleeps.
-    """
-    request, start = comm.Ibarrier(), time.monotonic()
-    while not request.Test():
-        waited = time.monotonic() - start
-        time.sleep(min(max(waited / 8, _SHORTEST_SLEEP), _MAX_SLEEP))
-    comm.Barrier()
+
+def rounds(ranks: Ranks, limit: Limit) -> Iterator[int]:
+    """Yield the number of each round until the limit; the first rank's clock to run out decides."""
+    end = time.monotonic() + limit.seconds
+    for done in range(limit.rounds):
+        if ranks.slowest([time.monotonic() > end and done >= limit.at_least])[0]:
+            return
+        yield done
 
 
 def order(count: int, turn: int) -> list[int]:
@@ -101,12 +105,12 @@ def timed(call: Callable[[], object], calls: int = 1) -> float:
 
 
 def interleave(
-    comm: MPI.Comm, contenders: Sequence[Contender], limit: Limit, calls: int = 1
+    ranks: Ranks, contenders: Sequence[Contender], limit: Limit, calls: int = 1
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Let the contenders take turns; collective.
 
     Args:
-        comm: all ranks that take part.
+        ranks: all that take part.
         contenders: the same on all ranks.
         limit: when to stop.
         calls: in a row within a turn.
@@ -115,14 +119,13 @@ def interleave(
         For each contender the seconds of one call in each round, on the slowest rank.
     """
     rows = []
-    for turn in Rounds(comm, limit):
+    for turn in rounds(ranks, limit):
         row = np.empty(len(contenders))
         for index in order(len(contenders), turn):
             contenders[index].prepare()
-            meet(comm)
+            ranks.meet()
             row[index] = timed(contenders[index].call, calls)
-            meet(comm)  # else the next inputs are filled on cores that slower ranks still need
+            ranks.meet()  # else the next inputs are filled on cores that slower ranks still need
         rows.append(row)
-    slowest = np.array(rows)
-    comm.Allreduce(MPI.IN_PLACE, slowest, MPI.MAX)
+    slowest = ranks.slowest(rows)
     return {contender.name: slowest[:, index] for index, contender in enumerate(contenders)}

@@ -12,23 +12,22 @@ Samples = np.ndarray[Any, Any]
 _RESAMPLES = 2000
 
 
-def compare(times: Mapping[str, Samples]) -> dict[str, Any]:
+def compare(times: Mapping[str, Samples], than: str = "hvdlite") -> dict[str, Any]:
     """Return the part of a record that has the times of all contenders.
 
     Args:
-        times: by contender, hvdlite among them: seconds in each round.
+        times: by contender: seconds in each round.
+        than: the contender that the others are compared with.
 
     Returns:
-        ``rounds``; ``seconds`` and ``ratios`` (how many times as long as hvdlite) as `summary`;
+        ``rounds``; ``seconds`` and ``ratios`` (how many times as long as ``than``) as `summary`;
         and ``samples``, the times themselves.
     """
     return {
-        "rounds": len(times["hvdlite"]),
+        "rounds": len(times[than]),
         "seconds": {name: summary(samples) for name, samples in times.items()},
         "ratios": {
-            name: ratio(samples, times["hvdlite"])
-            for name, samples in times.items()
-            if name != "hvdlite"
+            name: ratio(samples, times[than]) for name, samples in times.items() if name != than
         },
         "samples": {name: samples.tolist() for name, samples in times.items()},
     }

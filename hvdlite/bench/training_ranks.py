@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from hvdlite.bench import statistics
 from hvdlite.bench.job import naming, say
-from hvdlite.bench.measurement import Contender, Limit, interleave
+from hvdlite.bench.measurement import Contender, Limit, Ranks, interleave
 from hvdlite.bench.report import count_text
 from hvdlite.bench.workloads import WORKLOADS
 
@@ -44,7 +44,7 @@ def measure(
     with adapter.replicas(comm, contenders, workload, chosen.batch) as replicas:
         _warm_up(comm, replicas)
         steps = [Contender(replica.name, replica.step) for replica in replicas]
-        times = interleave(comm, steps, Limit(**limit), chosen.steps)
+        times = interleave(Ranks(comm), steps, Limit(**limit), chosen.steps)
         _check_losses(comm, replicas)
     record = {
         "framework": framework,

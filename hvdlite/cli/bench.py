@@ -16,15 +16,16 @@ from hvdlite.cli.arguments import numbers, positive
 from hvdlite.errors import StartError
 from hvdlite.launch.hosts import choose_hosts
 
-HELP = "measure allreduce and training steps beside PyTorch's DDP, plain MPI and others"
+HELP = "measure allreduce, training steps and compression beside DDP, plain MPI and others"
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _RANKS = "hvdlite.bench.{}_ranks:measure"
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   hvdlite bench allreduce --plot allreduce.png
   hvdlite bench training --models resnet --plot training.pdf
+  hvdlite bench compression -H node1,node2
 
-`hvdlite bench allreduce --help` and `hvdlite bench training --help` have the options.
+`hvdlite bench allreduce --help` and the like have the options.
 """
 _ALLREDUCE_EXAMPLES = """\
 examples:
@@ -47,13 +48,19 @@ alone is the step without an exchange, on all ranks at once; mpi an MPI_Allreduc
 after the backward pass; ddp DistributedDataParallel on gloo, which also broadcasts the buffers of
 batch normalisation; ddp-no-buffers the same without these broadcasts.
 """
+_COMPRESSION_EXAMPLES = """\
+examples:
+  hvdlite bench compression -H node1,node2                    between two hosts
+  hvdlite bench compression --models mlp --contenders fp16,powersgd --plot compression.png
+
+Exchanges alone are timed: if the backward pass hides a part of them, there is less to gain.
+hvdlite.advise(model), in a script, measures a model of your own.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hvdlite bench``."""
     parser.description = "Measure hvdlite beside the other libraries that are installed."
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(
         title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True
     )
@@ -76,14 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Time training steps, and how much longer they take with the exchange of gradients.",
         _TRAINING_EXAMPLES,
     )
-    training.add_argument(
-        "--models",
-        type=_models,
-        default=list(WORKLOADS),
-        metavar="NAMES",
-        help=f"some of {', '.join(WORKLOADS)} (all)",
+    _add_common(training, "training", seconds=20.0, models=list(WORKLOADS))
+    compression = _add(
+        commands,
+        "compression",
+        "Time exchanges of a model's gradients, and tell which compression pays on these links.",
+        _COMPRESSION_EXAMPLES,
     )
-    _add_common(training, "training", seconds=20.0)
+    _add_common(compression, "compression", seconds=5.0, models=["resnet"])
 
 
 def _add(commands: Any, name: str, description: str, examples: str) -> argparse.ArgumentParser:
@@ -98,10 +105,15 @@ def _add(commands: Any, name: str, description: str, examples: str) -> argparse.
     return parser
 
 
-def _add_common(parser: argparse.ArgumentParser, benchmark: str, seconds: float) -> None:
+def _add_common(
+    parser: argparse.ArgumentParser, benchmark: str, seconds: float, models: Sequence[str] = ()
+) -> None:
     known = contenders.KNOWN[benchmark]
     names = dict.fromkeys(name for each in known.values() for name in each)
     add = parser.add_argument
+    if models:
+        text = f"some of {', '.join(WORKLOADS)} ({', '.join(models)})"
+        add("--models", type=_models, default=models, metavar="NAMES", help=text)
     add("--np", type=numbers, default=[2], metavar="2,4", help="numbers of ranks (2)")
     add("--framework", choices=tuple(known), help="default: the first of them that is installed")
     add(
@@ -177,7 +189,7 @@ def main(options: argparse.Namespace) -> int:
     choose_hosts(options.hosts, options.hostfile, max(options.np))
     document = measure(options)
     if options.plot:
-        draw = {"allreduce": plots.allreduce, "training": plots.training}[options.benchmark]
+        draw = plots.allreduce if options.benchmark == "allreduce" else plots.models
         plots.save(draw(document), options.plot)
     text = json.dumps(document, indent=2)
     if options.json == "-":
@@ -209,9 +221,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     framework = contenders.choose_framework(benchmark, options.framework)
     names, remark = contenders.choose(benchmark, framework, options.contenders)
     facts = report.machine()
+    is_sum = benchmark == "allreduce"
     cases: list[dict[str, Any]] = (
         [{"sizes": options.sizes, "burst": options.burst}]
-        if benchmark == "allreduce"
+        if is_sum
         else [{"workload": name} for name in options.models]
     )
     common = {
@@ -236,9 +249,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": benchmark,
         "machine": {**facts, "versions": versions},
-        "options": {**common, **{key: value for case in cases for key, value in case.items()}}
-        if benchmark == "allreduce"
-        else {**common, "models": options.models},
+        "options": {**common, **(cases[0] if is_sum else {"models": options.models})},
         "notes": [*([remark] if remark else []), *_crowded(options.np, facts["cores"], is_local)],
         "results": results,
     }
@@ -260,7 +271,7 @@ def describe(document: Mapping[str, Any]) -> Iterator[str]:
         own = [record for record in records if record["ranks"] == ranks]
         hosts = own[0]["hosts"]
         where = f"{report.count_text(ranks, 'rank')} on {report.count_text(hosts, 'host')}"
-        yield from _sums(own, where) if document["benchmark"] == "allreduce" else _steps(own, where)
+        yield from _TABLES[document["benchmark"]](own, where)
     yield report.describe(document)
     yield ", ".join(f"{name} {text}" for name, text in document["machine"]["versions"].items())
     yield from (f"note: {note}" for note in document["notes"])
@@ -327,3 +338,12 @@ def _steps(records: Sequence[Mapping[str, Any]], where: str) -> Iterator[str]:
                 f"{name} {text}" for name, text in shares.items()
             )
         yield ""
+
+
+def _advice(records: Sequence[Mapping[str, Any]], where: str) -> Iterator[str]:
+    for record in records:
+        yield f"{record['title']}, {where}, {record['rounds']} rounds: {record['advice']}"
+        yield ""
+
+
+_TABLES = {"allreduce": _sums, "training": _steps, "compression": _advice}

@@ -27,7 +27,7 @@ from hvdlite.launch.hosts import all_local, login, parse_hosts
 from hvdlite.version import __version__
 
 HELP = "report what is installed, what works here, and the remedy for what does not"
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   hvdlite check                       this machine; the exit code is 1 if there is a fault
   hvdlite check -H node1:4,node2:4    also, whether these hosts answer
@@ -66,8 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Report the installed software, run every collective on two ranks over every transport "
         "that works here, measure its bandwidth, and name what is wrong with its remedy."
     )
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-H", "--hosts", metavar="HOST[:SLOTS],...", help="hosts that must answer")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -15,7 +15,7 @@ from hvdlite.launch import options as launcher_options
 from hvdlite.version import __version__
 
 #: The modules of the subcommands beside ``run`` and ``completion``. Each has ``HELP``, a line;
-#: ``add_arguments(parser)``; and ``main(options)``, which returns the exit code.
+#: ``EXAMPLES``; ``add_arguments(parser)``; and ``main(options)``, which returns the exit code.
 COMMANDS = ("check", "bench", "scale", "timeline", "rehearse")
 
 _SHELLS = ("bash", "zsh", "tcsh")
@@ -89,7 +89,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for name in COMMANDS:
         module = importlib.import_module(f"hvdlite.cli.{name}")
-        command = commands.add_parser(name, help=module.HELP, allow_abbrev=False)
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         module.add_arguments(command)
         command.set_defaults(main=module.main)
     command = commands.add_parser(

@@ -170,11 +170,11 @@ def _over_size(axes: Any, records: Sequence[Mapping[str, Any]], key: str, factor
     axes.grid(alpha=0.3)
 
 
-def training(document: Mapping[str, Any]) -> Any:
-    """Return a figure: the time of a step, with what the exchange adds; a panel for each model.
+def models(document: Mapping[str, Any]) -> Any:
+    """Return a figure: the times of contenders over a line for the first; a panel for each model.
 
     Args:
-        document: what ``hvdlite bench training --json`` writes.
+        document: what ``hvdlite bench training --json`` writes, or ``compression``.
     """
     records = document["results"]
     numbers = list(dict.fromkeys(record["ranks"] for record in records))
@@ -185,10 +185,11 @@ def training(document: Mapping[str, Any]) -> Any:
         seconds = record["seconds"]
         added = {
             name: f"{'+' if value['median'] >= 0 else ''}{report.time_text(value['median'])}"
-            for name, value in record["overhead_seconds"].items()
+            for name, value in record.get("overhead_seconds", {}).items()
         }
         _bars(axes, seconds, added)
-        axes.axhline(_MILLISECONDS * seconds["alone"]["median"], color="black", linewidth=0.8)
+        first = next(iter(seconds.values()))["median"]
+        axes.axhline(_MILLISECONDS * first, color="black", linewidth=0.8)
         axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
         axes.set_title(f"{record['title']}\n{record['framework']}, {record['ranks']} ranks")
     return _signed(made, document)
@@ -200,7 +201,7 @@ def _bars(
     """Draw bars of medians with their spread, in milliseconds, and texts above them."""
     for position, (name, value) in enumerate(seconds.items()):
         median, low, high = (_MILLISECONDS * value[key] for key in ("median", "p10", "p90"))
-        axes.bar(position, median, color=COLORS[name], width=0.65)
+        axes.bar(position, median, color=COLORS.get(name, COLORS["hvdlite"]), width=0.65)
         spread = [[median - low], [high - median]]
         axes.errorbar(position, median, yerr=spread, color="black", capsize=4, linewidth=1)
         text = "\n".join(filter(None, [report.time_text(value["median"]), (added or {}).get(name)]))

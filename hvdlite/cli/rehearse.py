@@ -28,7 +28,7 @@ _LOGGED = (
     "NotFiniteError: ",
     "loaded the generation before it",
 )
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   hvdlite rehearse -np 4 --elastic train.py --epochs 1
   hvdlite rehearse -np 2 --restarts 1 --step 100 train.py
@@ -65,8 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Run a training script once for each failure, planted in one of its ranks, and print what "
         "became of the job: its exit code, its time, and what its user was told."
     )
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("-np", type=positive, default=2, metavar="N", help="number of ranks (%(default)s)")
     add("--elastic", action="store_true", help="as for hvdliterun: go on without a rank")

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import IO, Any
 
+from hvdlite.bench.report import count_text
 from hvdlite.cli import plots
 from hvdlite.cli.arguments import numbers, positive
 from hvdlite.errors import StartError
@@ -27,7 +28,7 @@ SPEEDS = ("images_per_s", "samples_per_s")
 WALL = "wall time"
 _LAST_LINES = 15
 _SECONDS_BETWEEN_NEWS = 60.0
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   hvdlite scale --np 1,2,4 --runs 3 examples/pytorch_mnist.py --epochs 1 --json
   hvdlite scale --np 1,2 --plot scaling.png train.py
@@ -68,8 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Run a training script on several numbers of ranks, in turns, and print its speed, "
         "speed-up and efficiency."
     )
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--np", type=numbers, metavar="1,2,4", help="numbers of ranks (1,2)")
     add("--runs", type=positive, default=3, metavar="K", help="at each number (%(default)s)")
@@ -170,8 +169,7 @@ class Run:
 
 def _run(number: int, turn: int, command: Sequence[str], options: argparse.Namespace) -> Run:
     """Run the job once, and read its speed from its output."""
-    ranks = "1 rank" if number == 1 else f"{number} ranks"
-    title = f"{ranks}, run {turn} of {options.runs}"
+    title = f"{count_text(number, 'rank')}, run {turn} of {options.runs}"
     words = [sys.executable, "-m", "hvdlite.launch", "-np", str(number)]
     words += ["-H", options.hosts] if options.hosts else []
     words += ["--hostfile", options.hostfile] if options.hostfile else []

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 import hvdlite as hvd
 from hvdlite import runtime
+from hvdlite.bench.measurement import Contender, Limit, Ranks, interleave
 
 #: The transports to try, with the settings that lead to them.
 TRANSPORTS: dict[str, dict[str, str]] = {
@@ -44,7 +44,7 @@ def main(folder: str) -> None:
     write(rank=MPI.COMM_WORLD.rank, size=MPI.COMM_WORLD.size, library=library)
     if MPI.COMM_WORLD.size < 2:
         return
-    memcpy = _seconds(_copying(), alone=True)
+    memcpy = _seconds(_copying())
     results: dict[str, Any] = {}
     for name, settings in TRANSPORTS.items():
         results[name] = {"state": "began"}
@@ -129,19 +129,13 @@ def _memory() -> Any:
     return np.full(NBYTES // 4, 0.0, np.float32)  # written, so that it is real memory
 
 
-def _seconds(call: Callable[[], object], alone: bool = False) -> float:
-    """Return the median of some calls, as many on each rank."""
-    times: list[float] = []
-    end = time.monotonic() + _SECONDS
-    going = True
-    while going:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-        going = len(times) < _MAX_ROUNDS and time.monotonic() < end
-        if not alone:
-            going = hvd.broadcast_object(going, 0)
-    return float(np.median(times[1:] or times))
+def _seconds(call: Callable[[], object]) -> float:
+    """Return the median time of some calls, on all ranks at once."""
+    from mpi4py import MPI
+
+    limit = Limit(_MAX_ROUNDS, _SECONDS, at_least=2)
+    (times,) = interleave(Ranks(MPI.COMM_WORLD), [Contender("", call)], limit).values()
+    return float(np.median(times[1:]))
 
 
 if __name__ == "__main__":

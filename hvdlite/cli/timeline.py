@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hvdlite.bench.report import table
 from hvdlite.errors import StartError
 from hvdlite.files import replacing
 from hvdlite.trace import page
@@ -16,7 +17,7 @@ from hvdlite.trace.analysis import Analysis, Share, Tensor, read
 from hvdlite.trace.page import share_text, time_text
 
 HELP = "show who waited for whom in a recorded timeline"
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   hvdliterun -np 2 --timeline-filename trace.json python train.py
   hvdlite timeline trace.json                    shares, the slowest rank, the worst buckets
@@ -44,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Tell from a timeline how much of each rank's time goes into compute, exchange and "
         "waiting, which rank the others wait for, and which buckets take longest."
     )
-    parser.epilog = _EXAMPLES
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", metavar="FILE", help="hvdlite's timeline, or Horovod's")
     parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     parser.add_argument("--html", metavar="PAGE", help="write a page that needs no network")
@@ -97,11 +96,8 @@ def describe(analysis: Analysis) -> str:
             f"time of a step: median {time_text(steps.seconds_median)}, "
             f"mean {time_text(steps.seconds_mean)}, longest {time_text(steps.seconds_max)}"
         )
-    rows: list[tuple[str, ...]] = [
-        ("rank", "seconds", "compute", "exchange", "waiting", "hidden exchange")
-    ]
-    rows += [_share(share) for share in analysis.shares]
-    lines += ["", *_table(rows)]
+    heads = ("rank", "seconds", "compute", "exchange", "waiting", "hidden exchange")
+    lines += ["", table(heads, map(_share, analysis.shares))]
     if analysis.slowest is not None:
         slowest = analysis.slowest
         waited, per_step = time_text(slowest.waited), slowest.waited_per_step
@@ -111,7 +107,7 @@ def describe(analysis: Analysis) -> str:
             f"slowest: rank {slowest.rank}, last at {slowest.last:.0%} of the operations",
             f"the others waited {waited} for it{each}",
         ]
-    lines += ["", *_table([_TENSOR_HEADS, *map(_tensor, analysis.tensors)])]
+    lines += ["", table(_TENSOR_HEADS, map(_tensor, analysis.tensors))]
     lines += ["", *(f"hint: {hint}" for hint in advise(analysis))]
     return "\n".join(lines)
 
@@ -135,15 +131,3 @@ def _tensor(tensor: Tensor) -> tuple[str, ...]:
         time_text(tensor.late),
         last,
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return rows in columns; the first is text, the others numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.rjust(width) if number else text.ljust(width)
-            for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

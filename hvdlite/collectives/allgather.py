@@ -132,7 +132,6 @@ class Allgather(Operation):
         return Gathered(whole, rows, transport.rank) if self._with_rows else whole
 
     def extents(self) -> Sequence[Extent]:
-        """Return the memory of the array."""
         return extents_of(self, self._array)
 
 
@@ -161,7 +160,6 @@ class DeviceAllgather(DeviceOperation):
         self.value = Gathered(whole, rows, rank) if self._with_rows else whole
 
     def exchange(self, transport: DeviceTransport) -> None:
-        """Receive every rank's rows in their place."""
         whole = as_bytes(self._whole.flat)
         pieces = [whole[start:stop] for start, stop in itertools.pairwise(self._bounds)]
         transport.allgather(as_bytes(self._array.flat), pieces)

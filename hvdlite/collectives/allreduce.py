@@ -255,7 +255,6 @@ class Allreduce(Operation):
         self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
 
     def stand_in(self) -> Callable[[], Operation]:
-        """Return a function that makes an allreduce of zeros."""
         return partial(
             _allreduce_zeros,
             self.name,
@@ -266,7 +265,6 @@ class Allreduce(Operation):
         )
 
     def extents(self) -> Sequence[Extent]:
-        """Return the memory of the array, and of the result where the caller has given it."""
         if not self._extents:
             self._extents = extents_of(self, self._send, self._given)
         return self._extents
@@ -291,12 +289,10 @@ class Allreduce(Operation):
             self._kept = self._send.copy()
 
     def restore(self) -> None:
-        """Restore the array."""
         if self._result is self._send:
             self._send[...] = self._kept
 
     def contribution(self, name: str) -> str:
-        """Return the operation's name, if that is the name."""
         is_meant = name == self.name and self._send.size and is_floating(self._send.dtype)
         return name if is_meant else ""
 
@@ -413,12 +409,10 @@ class CompressedAllreduce(Operation):
         self._out = out
 
     def stand_in(self) -> Callable[[], Operation]:
-        """Return a function that makes a compressed allreduce of zeros."""
         parameter, reduction = self._bucket.parameters[0], self._bucket.reduction
         return partial(_compressed_zeros, parameter, self._strategy, reduction)
 
     def contribution(self, name: str) -> str:
-        """Return the operation's name, if that is the name."""
         return name if name == self.name and self._array.size else ""
 
     def corrupt(self, name: str, value: float) -> None:
@@ -427,7 +421,6 @@ class CompressedAllreduce(Operation):
         set_first(self._array, value)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return the reduced array, of the input's shape and dtype."""
         bucket = self._bucket
         bucket.send_slot(0)[...] = self._array
         bucket.send[...] = self._prescale.apply(bucket.send)
@@ -440,7 +433,6 @@ class CompressedAllreduce(Operation):
         return self._out
 
     def extents(self) -> Sequence[Extent]:
-        """Return the memory of the array, and of the result where the caller has given it."""
         return extents_of(self, self._array, self._out)
 
 
@@ -489,7 +481,6 @@ class DeviceAllreduce(DeviceOperation):
         self.follow(array.memory.stream())
 
     def exchange(self, transport: DeviceTransport) -> None:
-        """Scale, reduce and scale the array."""
         prescale, postscale = self._factors
         dtype, send, out = self._array.dtype, self._array.flat, self._out.flat
         if prescale != 1.0:

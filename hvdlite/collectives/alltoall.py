@@ -232,7 +232,6 @@ class Alltoall(Operation):
         return result, received
 
     def extents(self) -> Sequence[Extent]:
-        """Return the memory of the array."""
         return extents_of(self, self._array)
 
 
@@ -258,7 +257,6 @@ class DeviceAlltoall(DeviceOperation):
         self.value = self._result.tensor, self._received
 
     def exchange(self, transport: DeviceTransport) -> None:
-        """Send and receive the rows."""
         row = prod(self._array.shape[1:]) * self._array.dtype.itemsize
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.alltoall(

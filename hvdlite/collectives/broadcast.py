@@ -147,7 +147,6 @@ class Broadcast(Operation):
             self.failure = lost_root(self.title, self._root)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return the root's array."""
         root = transport.members.index(self._root)
         if self._out is not self._array and transport.rank == root:
             self._out[...] = self._array
@@ -155,7 +154,6 @@ class Broadcast(Operation):
         return self._out
 
     def extents(self) -> Sequence[Extent]:
-        """Return the memory of the array, and of the result where the caller has given it."""
         return extents_of(self._writer, self._array, self._given)
 
 
@@ -174,7 +172,6 @@ class DeviceBroadcast(DeviceOperation):
         self.follow(array.memory.stream())
 
     def exchange(self, transport: DeviceTransport) -> None:
-        """Send the root's array."""
         out, root = as_bytes(self._out.flat), transport.members.index(self._root)
         if self._out is not self._array and transport.rank == root:
             transport.copy(as_bytes(self._array.flat), out)

@@ -228,11 +228,9 @@ class Group(Operation):
         return [results[id(operation)] for operation in self._operations]
 
     def extents(self) -> Sequence[Extent]:
-        """Return the memory of all."""
         return [extent for operation in self._operations for extent in operation.extents()]
 
     def stand_in(self) -> Callable[[], Operation]:
-        """Return a function that makes a group of stand-ins."""
         label = self.signature[0][1]
         makers = [operation.stand_in() for operation in self._operations]
         return partial(_group_of, self.name, label, makers)
@@ -253,7 +251,6 @@ class DeviceGroup(DeviceOperation):
         self.nbytes = sum(operation.nbytes for operation in operations)
 
     def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
-        """Prepare all."""
         known = _split(payloads, self._operations)
         for operation in self._operations:
             operation.lane = self.lane
@@ -265,7 +262,6 @@ class DeviceGroup(DeviceOperation):
         self.value = [operation.value for operation in self._operations]
 
     def exchange(self, transport: DeviceTransport) -> None:
-        """Enqueue all on the device, one after the other."""
         for operation in self._operations:
             operation.exchange(transport)
 

@@ -138,7 +138,6 @@ class BroadcastBytes(Operation):
             self.failure = lost_root(self.title, self._root)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> bytes:
-        """Return the root's bytes."""
         root = transport.members.index(self._root)
         (length,) = struct.unpack("<q", payloads[root])
         buffer = np.empty(length, np.uint8)

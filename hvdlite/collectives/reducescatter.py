@@ -217,7 +217,6 @@ class Reducescatter(Operation):
         return scaled.astype(dtype)
 
     def extents(self) -> Sequence[Extent]:
-        """Return the memory of the array."""
         return extents_of(self, self._array)
 
 
@@ -255,7 +254,6 @@ class DeviceReducescatter(DeviceOperation):
         self.value = self._result.tensor
 
     def exchange(self, transport: DeviceTransport) -> None:
-        """Scale, round, reduce, widen and scale the array."""
         dtype, wire_dtype = self._array.dtype, self._wire_dtype
         narrows = wire_dtype != dtype
         before, after = _scalings(self._op, self._factors, transport.size, narrows)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hvdlite.compression.base import DENSE, Dense, Strategy, check_op, exchange_bucket
 from hvdlite.compression.bucket import Bucket, Parameter, Reduction
 from hvdlite.compression.cast import Cast
-from hvdlite.compression.custom import (
-    Compressor,
-    Conversion,
-    Custom,
-    FP16Compressor,
-    NoneCompressor,
-)
+from hvdlite.compression.custom import Compressor, Conversion, Custom
 from hvdlite.compression.low_rank import PowerSGD
 from hvdlite.compression.quantized import QSGD, Blockwise8, Float8, Natural
-from hvdlite.compression.registry import Compression, check_strategy, registered
+from hvdlite.compression.registry import (
+    Compression,
+    FP16Compressor,
+    NoneCompressor,
+    check_strategy,
+    registered,
+)
 from hvdlite.compression.signs import MajorityVote, Sign, TernGrad, TwoBit
 from hvdlite.compression.sparse import DeepGradientCompression, RandomK, Threshold, TopK
 from hvdlite.compression.state import StrategyState

@@ -123,11 +123,9 @@ class Dense(Strategy):
     is_elementwise = True
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """Return this strategy, for every dtype."""
         return self
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the same dtype."""
         return dtype
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
@@ -159,7 +157,6 @@ class Dense(Strategy):
         reduction: Reduction,
         transport: DeviceTransport,
     ) -> None:
-        """Do the same on the device."""
         before, after = reduction.scalings(dtype, transport.size)
         if not before.is_identity:
             transport.scale(send, result, before, dtype)

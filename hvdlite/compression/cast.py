@@ -82,11 +82,9 @@ class Cast(Strategy):
         return _DTYPES[self.kind]
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """Return this strategy for wider floats."""
         return self if self._narrows(parameter.dtype) else DENSE
 
     def wire_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the 16-bit type for wider floats."""
         return self.dtype if self._narrows(dtype) else dtype
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
@@ -125,7 +123,6 @@ class Cast(Strategy):
         reduction: Reduction,
         transport: DeviceTransport,
     ) -> None:
-        """Do the same on the device."""
         if not self._narrows(dtype):
             DENSE.exchange_on_device(send, result, dtype, reduction, transport)
             return
@@ -170,7 +167,6 @@ class _Rounding(Codec):
         self._clipped = 0
 
     def body(self, count: int) -> int:
-        """Return two bytes per value."""
         return 2 * count
 
     def encode(self, values: Any, out: Any) -> None:
@@ -190,7 +186,6 @@ class _Rounding(Codec):
             self._clipped = 0
 
     def write(self, values: Any, head: Any, out: Any) -> None:
-        """Scale and round."""
         scaled = values
         if self._clips or not self._scaling.is_identity:
             is_single = values.dtype == np.float32
@@ -202,7 +197,6 @@ class _Rounding(Codec):
             float16.narrow(scaled, out.view(self._dtype))
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        """Widen and undo the scaling."""
         float16.widen(body.view(self._dtype), out)
         Scaling(1.0 / self._scaling.factor).apply(out)
 

@@ -1,4 +1,4 @@
-"""Compression classes with ``compress`` and ``decompress``: Horovod's, and the user's own."""
+"""Compression classes of the user's own, with ``compress`` and ``decompress``."""
 
 from __future__ import annotations
 
@@ -31,34 +31,6 @@ class Compressor:
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Return the tensor, of its original shape, that an averaged one stands for."""
         raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Send tensors unchanged."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor, and None."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor."""
-        return tensor
-
-
-class FP16Compressor(Compressor):
-    """Send floats as 16-bit floats."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return the tensor in 16 bits, if it holds floats, and its dtype."""
-        return cast(tensor, "float16"), tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Return the tensor in its original dtype."""
-        return cast(tensor, ctx)
 
 
 @singledispatch
@@ -104,7 +76,6 @@ class Custom(Strategy):
         return f"{kind.__module__}.{kind.__qualname__}"
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """Return this strategy, for every dtype."""
         return self
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:

@@ -102,7 +102,6 @@ class BlockCodec(Codec):
         self._dtype = dtype
 
     def body(self, count: int) -> int:
-        """Return the number of bytes of scales and codes."""
         return self._scales(count) + packed_size(count, self._bits)
 
     def write(self, values: Any, head: Any, out: Any) -> None:
@@ -117,7 +116,6 @@ class BlockCodec(Codec):
         out[:end] = scales.view(np.uint8)
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        """Multiply by the scales."""
         end = self._scales(out.size)
         scales = np.frombuffer(body[:end].tobytes(), self._dtype)
         self.read_ratios(body[end:], out)
@@ -169,7 +167,6 @@ class _EightBits(Quantized):
         check_count("block", self.block, 1, _LARGEST_BLOCK)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """Return the same codec on all ranks."""
         return self.block_codec(self.block, 8, bucket.send.dtype)
 
 
@@ -191,7 +188,6 @@ class _Float8Codec(BlockCodec):
         return greatest
 
     def read_ratios(self, codes: Any, out: Any) -> None:
-        """Look up the ratios."""
         unpack(_float8_ratios(), codes, out)
 
 
@@ -231,7 +227,6 @@ class Float8(_EightBits):
 
 class _IntegerCodec(BlockCodec):
     def write_ratios(self, ratios: Any, greatest: Any, out: Any) -> Any:
-        """Round to integers."""
         ratios *= _LARGEST_INTEGER
         np.rint(ratios, out=ratios)
         np.copyto(out.view(np.int8), ratios, casting="unsafe")
@@ -293,7 +288,6 @@ class QSGD(Quantized):
         check_count("seed", self.seed, 0)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """Return a codec with the rank's random numbers."""
         generator = bucket.generator(self.seed, rank)
         return _LevelCodec(self.levels, self.block, bucket.send.dtype, generator)
 
@@ -317,7 +311,6 @@ class _LevelCodec(BlockCodec):
         return greatest * norms
 
     def read_ratios(self, codes: Any, out: Any) -> None:
-        """Look up the ratios."""
         unpack(self._values, codes, out)
 
 
@@ -351,7 +344,6 @@ class Natural(Quantized):
         check_count("seed", self.seed, 0)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """Return a codec with the rank's random numbers."""
         return _PowerCodec(bucket.send.dtype, bucket.generator(self.seed, rank))
 
 
@@ -368,7 +360,6 @@ class _PowerCodec(Codec):
         self._generator = generator
 
     def body(self, count: int) -> int:
-        """Return one byte per value."""
         return count
 
     def measure(self, values: Any, head: Any) -> None:
@@ -391,7 +382,6 @@ class _PowerCodec(Codec):
         np.take(_power_codes(_top(head), self._exponent), bits, out=out, mode="clip")
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        """Look up the powers of two."""
         unpack(_powers(_top(head), self._exponent), body, out)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdlite.compression.base import DENSE, Strategy
 from hvdlite.compression.cast import Cast
-from hvdlite.compression.custom import Conversion, Custom, FP16Compressor, NoneCompressor
+from hvdlite.compression.custom import Compressor, Conversion, Custom
 from hvdlite.compression.low_rank import PowerSGD
 from hvdlite.compression.quantized import QSGD, Blockwise8, Float8, Natural
 from hvdlite.compression.signs import MajorityVote, Sign, TernGrad, TwoBit
@@ -26,9 +26,9 @@ class Compression:
     the documentation.
     """
 
-    none: Strategy = DENSE
-    fp16: Strategy = Cast("fp16")
-    bf16: Strategy = Cast("bf16")
+    none = DENSE
+    fp16 = Cast("fp16")
+    bf16 = Cast("bf16")
 
     Cast = Cast
     Float8 = Float8
@@ -54,7 +54,21 @@ def registered() -> Mapping[str, type[Strategy]]:
     return {name: each for name, each in vars(Compression).items() if isinstance(each, type)}
 
 
-# Horovod's classes, and the strategies that do the same; a class that derives from them is custom.
+class NoneCompressor(Compressor):
+    """Send tensors unchanged; Horovod's name for `Compression.none`, to derive from."""
+
+    compress = staticmethod(Compression.none.compress)
+    decompress = staticmethod(Compression.none.decompress)
+
+
+class FP16Compressor(Compressor):
+    """Send floats as 16-bit floats; Horovod's name for `Compression.fp16`, to derive from."""
+
+    compress = staticmethod(Compression.fp16.compress)
+    decompress = staticmethod(Compression.fp16.decompress)
+
+
+# As they are, they stand for the strategies; a class that derives from them is custom.
 _HOROVODS: Mapping[Any, Strategy] = {
     NoneCompressor: Compression.none,
     FP16Compressor: Compression.fp16,

@@ -42,7 +42,6 @@ class Sign(Quantized):
         check_choice("per", self.per, "tensor", "bucket")
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """Return the same codec on all ranks."""
         return _SignCodec(bucket.send.dtype)
 
 
@@ -52,11 +51,9 @@ class _SignCodec(Codec):
         self.head = dtype.itemsize
 
     def body(self, count: int) -> int:
-        """Return one bit per value, in bytes."""
         return packed_size(count, 1)
 
     def measure(self, values: Any, head: Any) -> None:
-        """Write the mean magnitude."""
         mean = self._mean(values, 1)
         if not mean < np.inf:  # the sum, not the mean, is out of the type's range
             greatest = greatest_magnitude(values)
@@ -68,7 +65,6 @@ class _SignCodec(Codec):
         pack(values < 0, 1, out)
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        """Multiply signs by the mean."""
         unpack((1.0, -1.0), body, out)
         out *= np.frombuffer(head.tobytes(), self._dtype)
 
@@ -86,15 +82,12 @@ class TernaryCodec(Codec):
     """Encoding of each value as -1, 0 or 1 times one magnitude, in 2 bits."""
 
     def body(self, count: int) -> int:
-        """Return two bits per value, in bytes."""
         return packed_size(count, 2)
 
     def write(self, values: Any, head: Any, out: Any) -> None:
-        """Pack the codes."""
         pack(self.codes(values, head), 2, out)
 
     def read(self, body: Any, head: Any, out: Any) -> None:
-        """Multiply by the magnitude."""
         unpack(_TERNARY, body, out)
         out *= self.magnitude(head)
 
@@ -135,7 +128,6 @@ class TwoBit(Quantized):
         check_positive("threshold", self.threshold)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """Return the same codec on all ranks."""
         return _ThresholdCodec(self.threshold)
 
 
@@ -144,11 +136,9 @@ class _ThresholdCodec(TernaryCodec):
         self._threshold = threshold
 
     def codes(self, values: Any, head: Any) -> Any:
-        """Compare with the threshold."""
         return _ternary(values >= self._threshold, values <= -self._threshold)
 
     def magnitude(self, head: Any) -> Any:
-        """Return the threshold."""
         return self._threshold
 
 
@@ -183,7 +173,6 @@ class MajorityVote(Quantized):
         check_positive("scale", self.scale)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """Return the same codec on all ranks."""
         return _VoteCodec()
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
@@ -194,7 +183,6 @@ class MajorityVote(Quantized):
 
 class _VoteCodec(TernaryCodec):
     def codes(self, values: Any, head: Any) -> Any:
-        """Return the signs."""
         return _ternary(values > 0, values < 0)
 
     def magnitude(self, head: Any) -> Any:
@@ -236,7 +224,6 @@ class TernGrad(Quantized):
         check_count("seed", self.seed, 0)
 
     def codec(self, bucket: Bucket, rank: int) -> Codec:
-        """Return a codec with the rank's random numbers."""
         generator = bucket.generator(self.seed, rank)
         return _RandomSignCodec(self.clip, bucket.send.dtype, generator)
 
@@ -263,11 +250,9 @@ class _RandomSignCodec(TernaryCodec):
         head[...] = np.array([greatest], self._dtype).view(np.uint8)
 
     def codes(self, values: Any, head: Any) -> Any:
-        """Clip and round."""
         greatest = self.magnitude(head)
         ratios = values / np.where(greatest > 0, greatest, 1)
         return round_stochastically(ratios, 1, self._generator)
 
     def magnitude(self, head: Any) -> Any:
-        """Return the greatest magnitude."""
         return np.frombuffer(head.tobytes(), self._dtype)

@@ -98,7 +98,6 @@ class TopK(Sparse):
             check_ratio("ratio", self.ratio)
 
     def select(self, bucket: Bucket) -> Any:
-        """Return the greatest entries of all, or of each parameter."""
         if self.per == "bucket":
             return greatest(bucket.send, self._count(bucket.send.size))
         counts = [self._count(parameter.size) for parameter in bucket.parameters]
@@ -129,7 +128,6 @@ class Threshold(Sparse):
         check_positive("value", self.value)
 
     def select(self, bucket: Bucket) -> Any:
-        """Return all entries that reach the threshold."""
         return at_least(bucket.send, self.value)
 
 

@@ -262,9 +262,7 @@ class Gather(Operation):
     stands_in = True
 
     def stand_in(self) -> Callable[[], Operation]:
-        """Return a function that makes the same without a payload."""
         return partial(Gather, self.name, self.signature)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the payloads."""
         return payloads

@@ -204,19 +204,16 @@ class GradientBucket(Operation):
         return ""
 
     def corrupt(self, name: str, value: float) -> None:
-        """Set the first entry of a gradient."""
         names = [parameter.name for parameter in self.arrays.parameters]
         self.arrays.copy_zero_copy_parts()
         set_first(self.arrays.send_slot(names.index(name)), value)
         self.corrupted = True
 
     def protect(self) -> None:
-        """Keep what the strategy remembers."""
         if self.strategy.stateful:
             self._state_before = self.arrays.state.copy()
 
     def restore(self) -> None:
-        """Restore it."""
         if self.strategy.stateful:
             self.arrays.state.restore(self._state_before)
 
@@ -246,7 +243,6 @@ class GradientBucket(Operation):
         return None
 
     def stand_in(self) -> Callable[[], Operation]:
-        """Return what makes the exchange of this bucket without any gradient."""
         described = self.strategy, self.arrays.parameters, self.arrays.reduction
         return partial(EmptyBucket, self.name, self.signature, *described, self.checks_finite)
 
@@ -318,7 +314,6 @@ class Comparison(Operation):
         self._on_end = on_end
 
     def stand_in(self) -> Callable[[], Operation]:
-        """Return what makes the same comparison."""
         return partial(Comparison, self.name, self.signature)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> None:

@@ -47,7 +47,6 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         self.keeps_result = True
 
     def begin_step(self) -> None:
-        """Reset the progress."""
         super().begin_step()
         # The streams that copy averages from the result do so before it is written again.
         self._streams: set[int] = set(self._behind)
@@ -64,17 +63,14 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
             self._behind.add(stream)
 
     def mark(self, position: int, sparse_axes: int = 0) -> None:
-        """Record a gradient that the current stream brings."""
         super().mark(position, sparse_axes)
         self._use_stream()
 
     def mark_all(self) -> None:
-        """Record that the current stream brings all gradients."""
         super().mark_all()
         self._use_stream()
 
     def fill_gaps(self) -> None:
-        """Zero the slots of gradients that are absent or sparse, on the current stream."""
         self.order_writes()
         super().fill_gaps()
         self._streams.add(self.memory.stream())
@@ -119,7 +115,6 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         return DeviceOperation.execute(self, transport, payloads)
 
     def exchange(self, transport: DeviceTransport) -> None:
-        """Exchange the bucket, unless no rank has a dense gradient in it."""
         if self._metadata.is_empty:
             return
         arrays, memory = self.arrays, self.memory

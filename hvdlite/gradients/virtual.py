@@ -489,11 +489,9 @@ class _Exchange(Operation):
         return next((part for part in parts if number in part.present), None)
 
     def protect(self) -> None:
-        """Keep what strategies remember."""
         self._before = {rank: each.state_dict() for rank, each in self._owner.states.items()}
 
     def restore(self) -> None:
-        """Restore it."""
         states = self._owner.states
         for rank in [*states]:
             states[rank].load_state_dict(self._before.get(rank, {}))

@@ -83,8 +83,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     if options.timeline_filename is not None:
         asked["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
     settings = {**without_rank(os.environ), **asked}
-    own = [sys.executable, "-m", "hvdlite.advice"] if options.check_compression else None
-    command, settings = resolve(own or _command(options), settings)
+    command, settings = resolve(_command(options), settings)
     here = on_this_host(hosts, settings)
     if all_local(hosts):
         check(command, settings)

@@ -131,7 +131,6 @@ class OpenMPI(Mpirun):
         return [word for name in names for word in ("-x", name)]
 
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
-        """Return the variables that it needs and that the user may override."""
         allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
         # One host needs no network. The search for a fast one takes a second, and the part for TCP
         # listens on all interfaces, whichever it is told to use.
@@ -150,7 +149,6 @@ class OpenMPI(Mpirun):
         }
 
     def close_ports(self, pid: int, has_ranks: bool, are_connected: bool) -> None:
-        """Close the ports that mpirun does not need any more, in a job on one host."""
         ports.close(pid, to_this_host=are_connected)
 
 
@@ -214,7 +212,6 @@ class IntelMPI(MPICH):
         return words
 
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
-        """Return the variables that it needs and that the user may override."""
         return {"I_MPI_PIN": "0"}
 
 

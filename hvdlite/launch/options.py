@@ -253,10 +253,7 @@ _GROUPS: dict[str, Sequence[Option]] = {
             setting="STALL_SHUTDOWN_TIME_SECONDS",
         ),
     ),
-    "instead of a job": (
-        Option("--check-compression", "measure which compression pays on the links of N processes"),
-        Option("-cb --check-build", "print what is installed, and exit"),
-    ),
+    "instead of a job": (Option("-cb --check-build", "print what is installed, and exit"),),
     "options of horovodrun without effect here": [
         Option(usage, "ignored") for usage in _WITHOUT_EFFECT
     ],

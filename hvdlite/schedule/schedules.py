@@ -94,11 +94,9 @@ class PartialSync(ExchangeSchedule):
             check_count("bytes", self.bytes)
 
     def is_local(self, steps: int) -> bool:
-        """Return True."""
         return True
 
     def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
-        """Return the parameters of the next part."""
         parts = self._partition(tuple(parameter.nbytes for parameter in parameters))
         return parts[(steps - 1) % len(parts)] if parts else ()
 
@@ -160,11 +158,9 @@ class LocalSGD(ExchangeSchedule):
         check_count("start", self.start, 0)
 
     def is_local(self, steps: int) -> bool:
-        """Return True from ``start`` on."""
         return steps >= self.start
 
     def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
-        """Return all parameters or none."""
         local = steps - self.start
         return range(len(parameters)) if local > 0 and local % self.every == 0 else ()
 
@@ -214,11 +210,9 @@ class DiLoCo(ExchangeSchedule):
         return self.every > 1 or self.outer_momentum > 0
 
     def is_local(self, steps: int) -> bool:
-        """Return True."""
         return True
 
     def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
-        """Return all parameters or none."""
         return range(len(parameters)) if steps % self.every == 0 else ()
 
     def __repr__(self) -> str:

@@ -88,8 +88,7 @@ def _on_bytes(analysis: Analysis) -> str:
     if is_one_host:  # where nothing is sent, and every strategy takes longer than it saves
         return ""
     return (
-        "send fewer bytes (compression=; `hvdliterun --check-compression` compares the "
-        "strategies), or "
+        "send fewer bytes (compression=; `hvdlite bench compression` compares the strategies), or "
     )
 
 

@@ -122,27 +122,21 @@ class CountingTransport(Transport):
         return self._inner.meet(digests, on_wait, data)
 
     def absent(self) -> list[int] | None:
-        """Ask the inner one."""
         return self._inner.absent()
 
     def check_alive(self) -> None:
-        """Ask the inner one."""
         self._inner.check_alive()
 
     def leave(self) -> None:
-        """Leave the inner one."""
         self._inner.leave()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array of the inner one."""
         return self._inner.empty(size, dtype)
 
     def release(self, array: Any) -> None:
-        """Release it in the inner one."""
         self._inner.release(array)
 
     def zero_copy_range(self, size: int) -> slice:
-        """Ask the inner one."""
         return self._inner.zero_copy_range(size)
 
     def gather(self, message: bytes) -> list[bytes]:
@@ -198,7 +192,6 @@ class CountingTransport(Transport):
         self._inner.broadcast(array, root)
 
     def close(self) -> None:
-        """Close the inner one."""
         self._inner.close()
 
     def _count_to_all(self, collective: str, nbytes: int) -> None:

@@ -64,16 +64,13 @@ class HierarchicalTransport(MPITransport):
         return self._node.arena
 
     def revoke(self) -> None:
-        """Revoke the communicators over the nodes, too."""
         super().revoke()
         self._node.revoke()
 
     def check_alive(self) -> None:
-        """Check this node's ranks."""
         self._node.check_alive()
 
     def leave(self) -> None:
-        """Leave within the node and beyond."""
         self._node.leave()
         super().leave()
 
@@ -82,7 +79,6 @@ class HierarchicalTransport(MPITransport):
         return self._node.empty(size, dtype)
 
     def release(self, array: Any) -> None:
-        """Release it within the node."""
         self._node.release(array)
 
     def _reserve(self, data: Sequence[Any]) -> None:
@@ -111,10 +107,8 @@ class HierarchicalTransport(MPITransport):
 
     @property
     def communicators(self) -> list[Any]:
-        """Return those over the nodes, too."""
         return [*self._node.communicators, *super().communicators]
 
     def close(self) -> None:
-        """Close all of them."""
         self._node.close()
         super().close()

@@ -40,17 +40,14 @@ class Loopback(Transport):
         """Do nothing: this rank has it."""
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the one message."""
         return [message]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Copy and scale."""
         if result is not send:
             result[...] = send
         result[...] = scaling.apply(result)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Copy the one piece."""
         result[0][...] = pieces[0]
 
     def broadcast(self, array: Any, root: int) -> None:

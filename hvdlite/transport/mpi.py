@@ -211,7 +211,6 @@ class MPITransport(Transport):
         self._complete(self._comm.Ibarrier(), None)
 
     def revoke(self) -> None:
-        """Revoke the communicator."""
         with contextlib.suppress(self._mpi.Exception):
             self._comm.Revoke()
 
@@ -250,17 +249,14 @@ class MPITransport(Transport):
         self._complete_all(requests)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Use ``MPI_Bcast``, piece by piece."""
         for part in _parts(array):
             self._comm.Bcast([part, self._mpi.BYTE], root)
 
     @property
     def communicators(self) -> list[Any]:
-        """Return those of the collectives and of the side channel."""
         return [self._liveness.comm, self._comm]
 
     def close(self) -> None:
-        """Free the communicators."""
         self._liveness.close()
         self._comm.Free()
 

@@ -323,7 +323,6 @@ class VirtualTransport(Transport):
         return self._ranks.call(self._position, method, *arguments)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return every virtual rank's message."""
         messages: list[bytes] = self._call("gather", message)
         return messages
 
@@ -335,15 +334,12 @@ class VirtualTransport(Transport):
         self._call("allreduce", send, result, op, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Send a piece to every virtual rank."""
         self._call("alltoall", pieces, result)
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
-        """Receive every virtual rank's piece."""
         self._call("allgather", piece, result)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Overwrite the array with that of virtual rank ``root``."""
         self._call("broadcast", array, root)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> NoReturn:
@@ -351,7 +347,6 @@ class VirtualTransport(Transport):
         raise NotImplementedError("virtual ranks meet as processes")
 
     def leave(self) -> NoReturn:
-        """Refuse, too."""
         raise NotImplementedError("virtual ranks leave as processes")
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.bench import statistics
-from hvdlite.bench.measurement import Contender, Limit, interleave, meet, timed
+from hvdlite.bench.measurement import Contender, Limit, Ranks, interleave, timed
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Loopback, Transport
@@ -125,9 +125,9 @@ def on_all_ranks(
     ]
     for contender in contenders:
         contender.call()
-    meet(comm)
+    Ranks(comm).meet()
     limit = Limit(rounds=rounds, seconds=60.0, at_least=1)
-    found = interleave(comm, contenders, limit)
+    found = interleave(Ranks(comm), contenders, limit)
     return {name: statistics.summary(seconds) for name, seconds in found.items()}
 
 

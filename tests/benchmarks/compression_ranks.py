@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 import hvdlite.torch as hvd
 from hvdlite import world
-from hvdlite.bench.job import say, watch
-from hvdlite.bench.measurement import meet
+from hvdlite.bench.job import say
+from hvdlite.bench.measurement import Ranks, watch
 from hvdlite.transport import connect
 from tests.benchmarks import compression_cost, traffic
 from tests.benchmarks.compression_training import Data, accuracy, bytes_per_step
@@ -81,7 +81,7 @@ def measure(
 def _cost(comm: MPI.Comm, entry: Entry, rounds: int) -> dict[str, Any]:
     """Measure first on one rank while the others sleep, then on all."""
     found = compression_cost.on_one_core(entry, rounds) if comm.rank == 0 else None
-    meet(comm)
+    Ranks(comm).meet()
     transport = connect(MPI, world.current())
     whole = compression_cost.on_all_ranks(comm, transport, entry, rounds)
     transport.close()

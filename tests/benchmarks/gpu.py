@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.bench import job, report, statistics
-from hvdlite.bench.measurement import Limit, Rounds, meet, order, timed
+from hvdlite.bench.measurement import Limit, Ranks, order, rounds, timed
 from hvdlite.cli.arguments import positive
 from hvdlite.reduction import Scaling, Sum
 from hvdlite.transport import connect
@@ -107,12 +107,12 @@ def _measure_size(
         for name, call in contenders.items():
             _check(comm, name, call, array, stream)
         rows = []
-        for turn in Rounds(comm, Limit(**limit)):
+        for turn in rounds(Ranks(comm), Limit(**limit)):
             row = np.empty(len(contenders))
             for index in order(len(contenders), turn):
                 array.fill(0)  # sums stay what they are
                 stream.synchronize()
-                meet(comm)
+                Ranks(comm).meet()
                 row[index] = timed(list(contenders.values())[index], calls)
             rows.append(row)
     slowest = np.array(rows)

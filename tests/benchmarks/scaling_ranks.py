@@ -12,7 +12,7 @@ from mpi4py import MPI
 import hvdlite.torch as hvd
 from hvdlite.bench import statistics
 from hvdlite.bench.job import say
-from hvdlite.bench.measurement import Limit, Rounds, meet, order, timed
+from hvdlite.bench.measurement import Limit, Ranks, order, rounds, timed
 from hvdlite.torch import benchmark
 from hvdlite.torch.benchmark import Replica
 
@@ -44,14 +44,14 @@ def measure(
     replicas = _replicas(comm, batch)
     teams = {number: _team(comm, number) for number in processes}
     rows = []
-    for turn in Rounds(comm, Limit(**limit)):
+    for turn in rounds(Ranks(comm), Limit(**limit)):
         say(comm, f"round {turn + 1}")
         row = np.zeros((len(processes), len(replicas)))
         for index in order(len(processes), turn):
             number = processes[index]
             if comm.rank < number:
                 row[index] = _train(teams[number], replicas, steps, turn)
-            meet(comm)
+            Ranks(comm).meet()
         rows.append(row)
     seconds = np.array(rows)
     comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
@@ -88,7 +88,7 @@ def _train(team: MPI.Comm, replicas: Sequence[Replica], steps: int, turn: int) -
         by_name["hvdlite"].step()
     seconds = [0.0] * len(replicas)
     for index in order(len(replicas), turn):
-        meet(team)
+        Ranks(team).meet()
         seconds[index] = steps * timed(replicas[index].step, steps)
     hvd.shutdown()
     return seconds

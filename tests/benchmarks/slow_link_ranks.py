@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import hvdlite.torch as hvd
 from hvdlite.bench import statistics
-from hvdlite.bench.measurement import Contender, Limit, interleave
+from hvdlite.bench.measurement import Contender, Limit, Ranks, interleave
 from tests.benchmarks import traffic
 from tests.benchmarks.compression_training import distributed, make_model, train_step
 from tests.benchmarks.strategies import BY_NAME, DENSE, Entry
@@ -44,7 +44,7 @@ def measure(comm: MPI.Comm, names: Sequence[str], limit: dict[str, Any]) -> list
     entries = [DENSE, *(BY_NAME[name] for name in names if name != DENSE.name)]
     contenders = [Contender(entry.name, _step_of(entry, comm.rank)) for entry in entries]
     sent = {each.name: _bytes_per_step(comm, each, counter) for each in contenders}
-    seconds = interleave(comm, contenders, Limit(**limit), calls=_STEPS)
+    seconds = interleave(Ranks(comm), contenders, Limit(**limit), calls=_STEPS)
     hvd.shutdown()
     return [
         {

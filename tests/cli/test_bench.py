@@ -37,7 +37,7 @@ def refused(capsys, *words):
     return code, lines[-1]
 
 
-def check(record):
+def check(record, than="hvdlite"):
     """Check that the numbers of a record follow from its samples."""
     samples = {name: np.array(times) for name, times in record["samples"].items()}
     for name, times in samples.items():
@@ -46,9 +46,9 @@ def check(record):
         found = record["seconds"][name]
         assert found["median"] == pytest.approx(np.median(times))
         assert found["p10"] <= found["median"] <= found["p90"]
-    assert set(record["ratios"]) == set(samples) - {"hvdlite"}
+    assert set(record["ratios"]) == set(samples) - {than}
     for name, ratio in record["ratios"].items():
-        assert ratio["median"] == pytest.approx(np.median(samples[name] / samples["hvdlite"]))
+        assert ratio["median"] == pytest.approx(np.median(samples[name] / samples[than]))
 
 
 @pytest.mark.slow
@@ -109,6 +109,7 @@ class TestMistakes:
             (["allreduce", "--seconds", "nan"], "found 'nan', expected a number above 0"),
             (["allreduce", "--rounds", "0"], "found '0', expected a number from 1 on"),
             (["training", "--models", "vgg"], "found 'vgg', expected some of layers, resnet, mlp"),
+            (["compression", "--contenders", "fp17"], "expected some of none, bf16, fp16, blockwi"),
             (["training", "--contenders", "nccl"], "expected some of alone, hvdlite, mpi, ddp"),
             ([*NUMPY, "--contenders", "mpi,gloo"], "found 'gloo', expected some of hvdlite, buck"),
             ([*NUMPY, "--np", "4", "-H", "localhost:2"], "-np 4 is more than the 2 slots of local"),
@@ -187,6 +188,27 @@ class TestTraining:
         assert document["machine"]["versions"][framework]
         text = "\n".join(bench.describe(document))
         assert f"200 small layers in {framework}, 2 ranks on 1 host, 2 rounds" in text
+
+
+@pytest.mark.slow
+def test_compression(tmp_path, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    result, plot = tmp_path / "result.json", tmp_path / "plot.png"
+    words = ("--framework", "torch", "--json", str(result), "--plot", str(plot))
+    assert main(["bench", "compression", *words, "--rounds", "3"]) == 0
+    (record,) = json.loads(result.read_text())["results"]
+    check(record, "none")
+    assert list(record["seconds"]) == ["none", "bf16", "fp16", "blockwise8", "powersgd", "topk"]
+    assert record["bytes"] == 4 * 11_173_962
+    assert not is_empty(plot)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(
+        "gradients of ResNet-18, 32x32, batch 8 in torch, 2 ranks on 1 host, 3"
+    )
+    assert "2 ranks, 44.7 MB of gradients in a step; a rank sends" in lines[0]
+    assert lines[2].endswith("1.00 x as fast")
+    assert lines[8] == "use no compression: on these links it costs more than it saves"
 
 
 @pytest.mark.slow

@@ -322,11 +322,3 @@ def test_python_of_an_environment_that_is_not_activated():
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.strip() == sys.executable
-
-
-@pytest.mark.slow
-def test_check_compression():
-    result = hvdliterun("--check-compression", "-np", 2)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("Gradients of a ResNet-50: 2 ranks, 102.2 MB")
-    assert "use no compression: on these links it costs more than it saves" in result.stdout

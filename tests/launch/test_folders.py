@@ -1,4 +1,4 @@
-"""Folders that go with their process, whatever ends it."""
+"""Folders that go with their process, or else with the next one."""
 
 import os
 import signal
@@ -12,23 +12,20 @@ import pytest
 from hvdlite.launch import folders
 
 HOLD = """
-import sys, time
+import os, sys, time
 from hvdlite.launch import folders
-if sys.argv[2] == "guarded":
-    context = folders.temporary(sys.argv[1], sys.argv[3])
-    path = context.__enter__()
-else:
-    path, _ = folders.make(sys.argv[1])
-open(path + "/file", "w")
-print(path, flush=True)
-time.sleep(60)
+with folders.temporary(sys.argv[1], sys.argv[1]) as path:
+    open(path + "/file", "w")
+    os.makedirs(path + "/inner/folder")
+    print(path, flush=True)
+    time.sleep(60)
 """
 
 
-def killed(*arguments):
+def killed(parent):
     """Have a process make a folder, kill it, and return the folder."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(parent)], stdout=subprocess.PIPE, text=True
     ) as process:
         path = Path(process.stdout.readline().strip())
         assert (path / "file").exists()
@@ -47,37 +44,40 @@ def test_a_folder_is_there_for_as_long_as_the_context(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_guard_follows_the_process(tmp_path):
-    others = tmp_path / "others"
-    others.mkdir()
-    abandoned, lock = folders.make(str(others))
-    os.close(lock)
-    path = killed(tmp_path, "guarded", others)
-    deadline = time.monotonic() + 20
-    while path.exists() or Path(abandoned).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_the_next_process_sweeps(tmp_path):
-    path = killed(tmp_path, "alone")
+    """Before it makes a folder, and in the other folder at its end."""
+    parent, others = tmp_path / "parent", tmp_path / "others"
+    parent.mkdir()
+    others.mkdir()
+    first, second = killed(parent), killed(others)
+    assert (first / "file").exists()
+    with folders.temporary(str(parent), str(others)):
+        assert not first.exists()
+        assert second.exists()
+    assert [*parent.iterdir(), *others.iterdir()] == []
+
+
+def test_what_resists_stays_for_the_next(tmp_path, monkeypatch):
+    with folders.temporary(str(tmp_path), str(tmp_path)) as path:
+        Path(path, "file").touch()
+        monkeypatch.setattr(os, "rmdir", os.unlink)
+    assert Path(path).exists()
+    monkeypatch.undo()
+    folders.sweep(str(tmp_path))
+    assert not Path(path).exists()
+
+
+def test_other_users_folders_stay(tmp_path, monkeypatch):
+    path = killed(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    folders.sweep(str(tmp_path))
     assert path.exists()
-    folders.sweep(str(tmp_path))
-    assert not path.exists()
 
 
-def test_a_folder_without_a_lock_is_removed_if_it_is_empty(tmp_path):
-    empty, kept = tmp_path / "hvdlite-01234567", tmp_path / "hvdlite-89abcdef"
-    empty.mkdir()
-    kept.mkdir()
-    (kept / "mine").touch()
-    folders.sweep(str(tmp_path))
-    assert not empty.exists()
-    assert (kept / "mine").exists()
-
-
-@pytest.mark.parametrize("name", ["hvdlite-experiments", "hvdlite-0123456", "other-01234567"])
+@pytest.mark.parametrize("name", ["hvdlite-experiments", "hvdlite-01234567-89abcdef", "{}0", "o{}"])
 def test_other_folders_stay(name, tmp_path):
+    """They may be another host's."""
+    name = name.format(Path(killed(tmp_path)).name)
     (tmp_path / name).mkdir()
     folders.sweep(str(tmp_path))
     assert (tmp_path / name).exists()
@@ -88,7 +88,7 @@ def test_a_link_is_not_followed(tmp_path):
     target.mkdir()
     path, lock = folders.make(str(target))
     os.close(lock)
-    (tmp_path / "hvdlite-01234567").symlink_to(path)
+    (tmp_path / Path(path).name).symlink_to(path)
     folders.sweep(str(tmp_path))
     assert Path(path).exists()
 

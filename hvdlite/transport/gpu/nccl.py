@@ -180,7 +180,6 @@ class NCCLTransport(DeviceTransport):
                 self._cuda.copy(part, source)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Use ``ncclBroadcast``."""
         self._check_entered()
         pointer, nbytes = self._place(array)
         if nbytes:

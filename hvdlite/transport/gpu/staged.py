@@ -58,13 +58,11 @@ class HostStaged(DeviceTransport):
         return cls(cuda, control, device, timeout)
 
     def check(self) -> None:
-        """Check the owner, too."""
         super().check()
         if self._owner is not None:
             self._owner.check()
 
     def abort(self, reason: str) -> None:
-        """Abort the owner, if there is one."""
         if self._owner is not None:
             self._owner.abort(reason)
         super().abort(reason)
@@ -97,7 +95,6 @@ class HostStaged(DeviceTransport):
         self._copy_out(result, parts)
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
-        """Exchange all pieces at once."""
         (outgoing,) = self._copy_in([piece])
         incoming = self._buffers[1].take(sum(part.nbytes for part in result))
         parts = _split(incoming, result)
@@ -106,7 +103,6 @@ class HostStaged(DeviceTransport):
         self._copy_out(result, parts)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Send chunk by chunk."""
         is_root = self.rank == root
         self._through_host(
             array if is_root else None,

@@ -401,7 +401,6 @@ class SharedMemoryTransport(Transport):
 
     @property
     def communicators(self) -> list[Any]:
-        """Return those over the nodes."""
         return [] if self._cross is None else self._cross.communicators
 
     def close(self) -> None:

@@ -1,17 +1,22 @@
-"""Measurement of how long strategies take to exchange a model's gradients."""
+"""Ranks of the compression benchmark, and of `hvdlite.advise`, which measures the same way."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from hvdlite import collectives, runtime
+from hvdlite.bench import statistics
+from hvdlite.bench.job import say
+from hvdlite.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.bench.report import count_text, table, time_text
+from hvdlite.bench.workloads import WORKLOADS
 from hvdlite.compression import DENSE, Compression, ErrorFeedback, Parameter, Reduction, Strategy
 from hvdlite.engine import Engine
 from hvdlite.gradients import GradientBuckets
@@ -19,14 +24,14 @@ from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.reduction import Max
 
 #: The strategies that are compared, from the one that loses least to the one that loses most.
-CANDIDATES: tuple[Strategy, ...] = (
-    DENSE,
-    Compression.bf16,
-    Compression.fp16,
-    ErrorFeedback(Compression.Blockwise8()),
-    ErrorFeedback(Compression.PowerSGD(4)),
-    ErrorFeedback(Compression.TopK(0.01)),
-)
+CANDIDATES: Mapping[str, Strategy] = {
+    "none": DENSE,
+    "bf16": Compression.bf16,
+    "fp16": Compression.fp16,
+    "blockwise8": ErrorFeedback(Compression.Blockwise8()),
+    "powersgd": ErrorFeedback(Compression.PowerSGD(4)),
+    "topk": ErrorFeedback(Compression.TopK(0.01)),
+}
 
 # A strategy that loses more must be faster by this factor.
 _GAIN = 1.15
@@ -75,19 +80,18 @@ class Advice:
 
     def __str__(self) -> str:
         """Return a table and a recommendation."""
-        if not self.measurements:
+        if self.size == 1:
             return self._sentence()
         dense = self.measurements[0].seconds
         lines = [f"{self.size} ranks, {self.nbytes / 1e6:.1f} MB of gradients in a step"]
         if self.measured < 1:
             lines[0] += f", measured on {100 * self.measured:.0f} % of them"
         lines[0] += f"; a rank sends {self.bandwidth / 1e6:.0f} MB/s"
-        width = max(len(repr(each.strategy)) for each in self.measurements)
-        for each in self.measurements:
-            faster = dense / each.seconds
-            name = f"{each.strategy!r:{width}}"
-            lines.append(f"  {name}  {1e3 * each.seconds:9.2f} ms  {faster:6.2f} x as fast")
-        return "\n".join([*lines, self._sentence()])
+        rows = [
+            (repr(each.strategy), time_text(each.seconds), f"{dense / each.seconds:.2f} x as fast")
+            for each in self.measurements
+        ]
+        return "\n".join([*lines, table(["compression", "exchange", ""], rows), self._sentence()])
 
     def _sentence(self) -> str:
         if self.size == 1:
@@ -97,9 +101,37 @@ class Advice:
         return f"use compression={self.compression!r}, and see what accuracy you get"
 
 
+def measure(
+    comm: Any, framework: str, contenders: Sequence[str], workload: str, limit: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Time exchanges of one model's gradients; collective.
+
+    Args, and the record: as in `hvdlite.bench.training_ranks`; contenders are `CANDIDATES`.
+    """
+    title = f"gradients of {WORKLOADS[workload].title} in {framework}"
+    say(comm, f"{title} on {count_text(comm.size, 'rank')}")
+    runtime.init(comm)
+    parameters = parameters_of(import_module(f"hvdlite.{framework}.benchmark").build(workload))
+    candidates = {name: CANDIDATES[name] for name in contenders}
+    exchanges = _exchanges(runtime.engine(), "bench", parameters, candidates)
+    times = interleave(Ranks(comm), exchanges, Limit(**limit))
+    advice = _choose(comm.size, parameters, 1.0, candidates, times)
+    runtime.shutdown()
+    record = {
+        "framework": framework,
+        "workload": workload,
+        "title": title,
+        "ranks": comm.size,
+        "bytes": advice.nbytes,
+        **statistics.compare(times, "none"),
+        "advice": str(advice),
+    }
+    return [record]
+
+
 def advise(
     model: Any,
-    candidates: Sequence[Strategy] = CANDIDATES,
+    candidates: Sequence[Strategy] = tuple(CANDIDATES.values()),
     seconds: float = 20.0,
     process_set: ProcessSet = global_process_set,
 ) -> Advice:
@@ -129,28 +161,39 @@ def advise(
     if not candidates:
         raise ValueError("candidates is empty; leave it out for those that there are")
     parameters = parameters_of(model)
-    engine = runtime.engine(process_set)
+    engine, ranks = runtime.engine(process_set), _Ranks(process_set)
+    by_name = {repr(strategy): strategy for strategy in candidates}
     nbytes = sum(parameter.nbytes for parameter in parameters)
     if engine.size == 1:
         return Advice(1, nbytes, 0.0, (), candidates[0])
-    probe = _times(engine, "advise: probe", [_PROBE], candidates[:1], 0.0, process_set)[0]
-    step = probe * nbytes / _PROBE.nbytes  # about as long as a dense step takes
+    probe = _exchanges(engine, "advise: probe", [_PROBE], {"": candidates[0]})
+    (found,) = interleave(ranks, probe, Limit(_LEAST_ROUNDS, seconds, _LEAST_ROUNDS)).values()
+    step = float(np.median(found)) * nbytes / _PROBE.nbytes  # about as long as a dense step takes
     dense_steps = len(candidates) * (_LEAST_ROUNDS + 1)
     sampled = _sample(parameters, min(1.0, seconds / dense_steps / step))
+    limit = Limit(_MOST_ROUNDS, seconds, _LEAST_ROUNDS)
+    times = interleave(ranks, _exchanges(engine, "advise", sampled, by_name), limit)
     part = sum(parameter.nbytes for parameter in sampled) / nbytes
-    times = _times(engine, "advise", sampled, candidates, seconds, process_set)
+    return _choose(engine.size, parameters, part, by_name, times)
+
+
+def _choose(
+    size: int,
+    parameters: Sequence[Parameter],
+    measured: float,
+    candidates: Mapping[str, Strategy],
+    times: Mapping[str, Any],
+) -> Advice:
     measurements = tuple(
-        Measurement(strategy, each / part) for strategy, each in zip(candidates, times, strict=True)
+        Measurement(strategy, float(np.median(times[name])) / measured)
+        for name, strategy in candidates.items()
     )
-    return Advice(engine.size, nbytes, part, measurements, _choose(measurements))
-
-
-def _choose(measurements: Sequence[Measurement]) -> Strategy:
     best = measurements[0]
     for each in measurements[1:]:
         if each.seconds * _GAIN < best.seconds:
             best = each
-    return best.strategy
+    nbytes = sum(parameter.nbytes for parameter in parameters)
+    return Advice(size, nbytes, measured, measurements, best.strategy)
 
 
 def _sample(parameters: Sequence[Parameter], part: float) -> list[Parameter]:
@@ -166,45 +209,39 @@ def _sample(parameters: Sequence[Parameter], part: float) -> list[Parameter]:
     return [parameters[number] for number in sorted(chosen)]
 
 
-def _times(
-    engine: Engine,
-    label: str,
-    parameters: Sequence[Parameter],
-    candidates: Sequence[Strategy],
-    seconds: float,
-    process_set: ProcessSet,
-) -> list[float]:
-    """Return the median time of an exchange on the slowest rank, for each candidate, in turns.
+class _Ranks(Ranks):
+    """The ranks of a process set, by collectives that tell of a rank that does not come."""
 
-    There are as many rounds as ``seconds`` allow, within limits.
-    """
+    def __init__(self, process_set: ProcessSet) -> None:
+        self._process_set = process_set
 
-    def slowest(times: Sequence[float], what: str) -> list[float]:
-        own, name = np.array(times), f"{label}: {what}"
-        found = collectives.allreduce(own, name=name, op=Max, process_set=process_set)
-        return [float(each) for each in found]
+    def meet(self) -> None:
+        collectives.barrier(process_set=self._process_set)
 
-    exchanges = [
-        GradientBuckets(engine, f"{label}: {strategy!r}", parameters, strategy, Reduction())
-        for strategy in candidates
-    ]
+    def slowest(self, times: Any) -> Any:
+        own = np.array(times, np.float64)
+        return collectives.allreduce(own, name="advise", op=Max, process_set=self._process_set)
+
+
+def _exchanges(
+    engine: Engine, label: str, parameters: Sequence[Parameter], candidates: Mapping[str, Strategy]
+) -> list[Contender]:
+    """Return contenders that exchange random gradients and have done so once; collective."""
     draw = np.random.default_rng(engine.rank).standard_normal
     gradients = [draw(p.shape, np.float32).astype(p.dtype) for p in parameters]
-    warm_up = slowest([_seconds(each, gradients) for each in exchanges], "warm-up")
-    rounds = int(seconds / sum(warm_up)) - 1
-    rounds = min(max(rounds, _LEAST_ROUNDS), _MOST_ROUNDS)
-    taken = [[_seconds(each, gradients) for each in exchanges] for _ in range(rounds)]
-    return slowest([median(column) for column in zip(*taken, strict=True)], "times")
+    contenders = []
+    for name, strategy in candidates.items():
+        buckets = GradientBuckets(engine, f"{label}: {name}", parameters, strategy, Reduction())
+        contenders.append(Contender(name, partial(_exchange, buckets, gradients)))
+        contenders[-1].call()
+    return contenders
 
 
-def _seconds(exchange: GradientBuckets, gradients: Sequence[Any]) -> float:
-    exchange.compare()  # so that ranks begin together
-    began = time.perf_counter()
-    for index, members in enumerate(exchange.plan):
-        exchange.start_bucket(index, {number: gradients[number] for number in members})
-    for index in range(len(exchange.plan)):
-        exchange.finish_bucket(index)
-    return time.perf_counter() - began
+def _exchange(buckets: GradientBuckets, gradients: Sequence[Any]) -> None:
+    for index, members in enumerate(buckets.plan):
+        buckets.start_bucket(index, {number: gradients[number] for number in members})
+    for index in range(len(buckets.plan)):
+        buckets.finish_bucket(index)
 
 
 def parameters_of(model: Any) -> list[Parameter]:
