@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "gradients": (7, 3088, "gradients keras._replicas keras._synchronizer"),
     "recipe": (7, 2360, "recipe"),
     "torch": (8, 4913, "torch"),
-    "tensorflow": (8, 3471, "tensorflow"),
+    "tensorflow": (8, 3473, "tensorflow"),
     "keras": (9, 2928, "keras tensorflow.keras"),
     "elastic": (_BESIDE, 2192, "elastic recovery spares tensorflow.elastic torch.elastic"),
     "virtual": (

@@ -83,8 +83,10 @@ def translated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
             kind = _kind_of(error)
             if kind is None or is_from_handler(error):
                 raise
-            # Without "from None" all of it would be printed twice, into a graph's status too.
-            raise kind(None, None, str(error)).with_traceback(error.__traceback__) from None
+            # Into a graph's status, too: hence "from None", without which all of it would come
+            # twice, and without hvdlite's own lines.
+            trace = error.__traceback__ if _log.isEnabledFor(logging.DEBUG) else None
+            raise kind(None, None, str(error)).with_traceback(trace) from None
 
     return call
 

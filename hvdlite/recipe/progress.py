@@ -231,10 +231,10 @@ def _bar(prefix: str, total: int | None, initial: int) -> Any:
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
-            # The last column stays free: some terminals go to the next line when it is filled.
-            return tqdm(
-                desc=prefix, total=total, initial=initial, ncols=columns - 1, bar_format=" "
-            )
+            # The last column stays free: some terminals go to the next line when it is filled. A
+            # terminal that does not say its size has 0 rows, in which tqdm draws nothing.
+            size = {"ncols": columns - 1, "nrows": 20}
+            return tqdm(desc=prefix, total=total, initial=initial, bar_format=" ", **size)
     return None
 
 
