@@ -122,6 +122,7 @@ class TestStates:
             state.restore()
             assert values(everything) == before
 
+    @pytest.mark.slow
     @ranks(1, timeout=PATIENCE)
     @pytest.mark.parametrize("is_tape", [False, True])
     def test_a_schedule_begins_anew_with_its_variables(self, is_tape):

@@ -52,6 +52,10 @@ def needs(*modules):
             "overflow",
             "seeded_layers",
             "around_accumulation",
+            "that_part",
+            "own_loss",
+            "sums_and_compression",
+            "train_on_batch",
         ],
     ),
 )
