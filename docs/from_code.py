@@ -13,8 +13,8 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from hvdlite.cli import main
 from hvdlite.launch import options
+from hvdlite.tools.cli import main
 from tests.api_table import ROOT, SECTIONS
 
 _BLOCK = re.compile(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hvdlite.bench.compression_ranks import advise
-from hvdlite.build import (
+from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from hvdlite.compression import Compression
+from hvdlite.engine.build import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -15,7 +16,15 @@ from hvdlite.build import (
     nccl_built,
     rocm_built,
 )
-from hvdlite.compression import Compression
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.engine.runtime import (
+    add_process_set,
+    init,
+    remove_process_set,
+    shutdown,
+    start_timeline,
+    stop_timeline,
+)
 from hvdlite.errors import (
     CheckpointError,
     GradientError,
@@ -26,8 +35,6 @@ from hvdlite.errors import (
     SettingsError,
 )
 from hvdlite.launch.function import run, spawn
-from hvdlite.parts import virtual_rank, virtual_size
-from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import (
     Sharding,
     average_metrics,
@@ -41,18 +48,11 @@ from hvdlite.recipe import (
     sum_metrics,
     warmup,
 )
-from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from hvdlite.runtime import (
-    add_process_set,
-    init,
-    remove_process_set,
-    shutdown,
-    start_timeline,
-    stop_timeline,
-)
 from hvdlite.schedule import Schedule, singa
+from hvdlite.tools.bench.compression_ranks import advise
 from hvdlite.transport.counting import traffic
-from hvdlite.world import (
+from hvdlite.world.parts import virtual_rank, virtual_size
+from hvdlite.world.world import (
     cross_rank,
     cross_size,
     is_homogeneous,

@@ -20,10 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hvdlite.base.settings import SAME_EVERYWHERE, Settings
 from hvdlite.compression import Compression, Strategy, registered
+from hvdlite.engine.process_sets import global_process_set
 from hvdlite.launch.options import OPTIONS
-from hvdlite.process_sets import global_process_set
-from hvdlite.settings import SAME_EVERYWHERE, Settings
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "api.md"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import hvdlite as hvd
-from hvdlite import world
+from hvdlite.world import world
 from tests.references import Digest, check_reduction, sample, samples
 
 SECONDS = 200

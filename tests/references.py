@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hvdlite.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
 INTEGERS = ["uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]

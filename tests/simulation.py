@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hvdlite.base.interrupts import Interrupted
 from hvdlite.errors import HorovodInternalError, RankGoneError
-from hvdlite.interrupts import Interrupted
 from hvdlite.transport.base import OnWait, Transport, common_prefix
 
 SECONDS = 20.0

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import runtime
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
+from hvdlite.engine import runtime
 from hvdlite.gradients import GradientExchange
 from hvdlite.transport.shared_memory import futex
 from tests.harness import mpirun, ranks, run_script

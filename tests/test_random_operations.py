@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite.reduction import ReduceOp
+from hvdlite.base.reduction import ReduceOp
 from tests.harness import ranks
 from tests.references import DTYPES, cases, check_reduction, sample
 

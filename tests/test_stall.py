@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import runtime
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
-from hvdlite.engine import lane, rounds
+from hvdlite.engine import lane, rounds, runtime
 from hvdlite.engine.operation import Barrier
 from hvdlite.gradients import GradientExchange
 from tests.harness import ranks

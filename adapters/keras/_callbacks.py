@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, files, parts, status, world
+from hvdlite import collectives
+from hvdlite.base import files
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
@@ -19,7 +20,9 @@ from hvdlite.keras._values import (
     to_array,
     variables_of,
 )
+from hvdlite.observe import status
 from hvdlite.recipe import average_metrics
+from hvdlite.world import parts, world
 
 _log = logging.getLogger("hvdlite")
 

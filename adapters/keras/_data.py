@@ -8,8 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdlite import parts, recipe
+from hvdlite import recipe
 from hvdlite.recipe.batches import Batches, take
+from hvdlite.world import parts
 
 
 def shard(

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvdlite import collectives, world
+from hvdlite import collectives
 from hvdlite.elastic.state import State, VariableState
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._synchronizer import Synchronizer
 from hvdlite.keras._values import batches_per_call, variables_of
+from hvdlite.world import world
 
 
 class KerasState(VariableState):

@@ -17,7 +17,6 @@ from typing import Any
 import keras as keras
 from keras import ops
 
-from hvdlite import parts, world
 from hvdlite.keras import _check_backend
 from hvdlite.keras._optimizer import (
     Distributed,
@@ -32,6 +31,7 @@ from hvdlite.keras._optimizer import (
 )
 from hvdlite.keras._replicas import kept_in_common
 from hvdlite.keras._synchronizer import Options, Synchronizer
+from hvdlite.world import parts, world
 
 _log = logging.getLogger("hvdlite")
 

@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from hvdlite import runtime
-from hvdlite.arguments import check_count, check_groups
+from hvdlite.base.arguments import check_count, check_groups
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Conversion, Reduction
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.keras._synchronizer import LocalVariables, Options, Synchronizer
-from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
-from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 
 

@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from hvdlite import parts, runtime
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet, is_outside
 from hvdlite.gradients import check_not_local
 from hvdlite.keras._replicas import OptimizerReplica
-from hvdlite.process_sets import ProcessSet, is_outside
-from hvdlite.reduction import ReduceOp
 from hvdlite.schedule import ExchangeSchedule, ExchangeState, LocalSteps, check_unweighted
+from hvdlite.world import parts
 
 LABEL = "DistributedOptimizer of Keras"
 """The same for all optimizers, so that ranks with different variables meet and report it."""

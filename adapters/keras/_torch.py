@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hvdlite import parts, runtime
+from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.compression import Parameter
-from hvdlite.engine import Engine
+from hvdlite.engine import Engine, runtime
 from hvdlite.gradients import (
     GradientBuckets,
     ReplicaCheck,
@@ -21,13 +21,13 @@ from hvdlite.gradients import (
     describe_sources,
     weight_label,
 )
-from hvdlite.interrupts import leave, uninterrupted
 from hvdlite.keras._synchronizer import LABEL, Synchronizer
 from hvdlite.keras._values import unique
 from hvdlite.schedule import LocalSteps
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.scheduled import TensorWeights
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
+from hvdlite.world import parts
 
 __all__ = ["CONVERSION", "Backend", "after", "as_dense", "unconverted", "is_traced", "pin_device"]
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, parts, runtime, world
-from hvdlite.arrays import describe
+from hvdlite import collectives
+from hvdlite.base.arrays import describe
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Compression, Strategy
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.keras._seeding import different_on, is_seed
-from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe.seeding import seed_frameworks
-from hvdlite.reduction import ReduceOp
+from hvdlite.world import parts, world
 
 
 def allreduce(

@@ -14,8 +14,8 @@ from keras import layers
 from mpi4py import MPI
 
 import hvdlite.tensorflow as hvd
-from hvdlite.bench.job import naming
-from hvdlite.bench.workloads import (
+from hvdlite.tools.bench.job import naming
+from hvdlite.tools.bench.workloads import (
     CLASSES,
     LAYER_WIDTH,
     LAYERS,

@@ -7,14 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import world
-from hvdlite.arrays import describe
+from hvdlite.base.arrays import describe
 from hvdlite.errors import CheckpointError
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.tensorflow.functions import flat_variables
 from hvdlite.tensorflow.tensors import to_array, to_tensor
 from hvdlite.tensorflow.variables import is_variable, name_of
+from hvdlite.world import world
 
 
 class TensorCheckpoint(Checkpoint):

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import collectives, reduction, world
+from hvdlite import collectives
+from hvdlite.base import reduction
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.collectives import Route, describe_allgather, run_alltoall
 from hvdlite.compression import Compression, Strategy, check_strategy
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import Average, ReduceOp
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.tensors import (
@@ -28,6 +29,7 @@ from hvdlite.tensorflow.tensors import (
     to_tensor,
     unconverted,
 )
+from hvdlite.world import world
 
 _Factors = tuple[float, float]
 

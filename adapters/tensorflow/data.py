@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import parts, recipe, runtime, world
-from hvdlite.arguments import check_count
+from hvdlite import recipe
+from hvdlite.base.arguments import check_count
+from hvdlite.engine import runtime
 from hvdlite.recipe import Sharding
 from hvdlite.tensorflow.tensors import unconverted
+from hvdlite.world import parts, world
 
 
 def shard(

@@ -7,8 +7,8 @@ import os
 
 import tensorflow as tf
 
-from hvdlite import world
 from hvdlite.recipe.resources import local_device_index, threads_per_rank
+from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 

@@ -28,8 +28,8 @@ from typing import Any, ParamSpec, TypeVar
 import tensorflow as tf
 
 from hvdlite import errors
-from hvdlite.failures import is_users
-from hvdlite.interrupts import is_from_handler
+from hvdlite.base.interrupts import is_from_handler
+from hvdlite.observe.failures import is_users
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

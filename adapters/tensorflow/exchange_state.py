@@ -7,13 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import collectives, world
+from hvdlite import collectives
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import StrategyState
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import Average, ReduceOp
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.schedule import ExchangeState
 from hvdlite.tensorflow.tensors import value_of
 from hvdlite.tensorflow.variables import WeakVariablesDict
+from hvdlite.world import world
 
 _states: WeakVariablesDict[ExchangeState] = WeakVariablesDict()
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import collectives, world
+from hvdlite import collectives
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.keras._values import broadcast_arrays
-from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.tensors import engine, like, run, to_tensor, unconverted
 from hvdlite.tensorflow.variables import is_variable, name_of
+from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 

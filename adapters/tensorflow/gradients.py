@@ -18,10 +18,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import collectives, runtime, world
+from hvdlite import collectives
+from hvdlite.base.interrupts import leave, uninterrupted
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
-from hvdlite.engine import Engine
+from hvdlite.engine import Engine, runtime
 from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients import (
     GradientBuckets,
@@ -31,15 +34,13 @@ from hvdlite.gradients import (
     describe_sources,
     plan_for,
 )
-from hvdlite.interrupts import leave, uninterrupted
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import ReduceOp
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together
 from hvdlite.tensorflow.rank_ops import set_size
 from hvdlite.tensorflow.tensors import engine, run, value_of
 from hvdlite.tensorflow.variables import GivenWeights, ReplicaChecks, parameters_of, read
+from hvdlite.world import world
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 

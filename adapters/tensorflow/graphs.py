@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.ops.script_ops import _py_funcs
 
 from hvdlite.engine import calls, naming
-from hvdlite.process_sets import ProcessSet
+from hvdlite.engine.process_sets import ProcessSet
 
 _FOREIGN = (
     "hvdlite operation {}: the graph calls a Python function of the process that traced it, and "

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.compression import Reduction, Strategy
-from hvdlite.process_sets import ProcessSet
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.schedule import ExchangeSchedule, LocalSteps
 from hvdlite.schedule.local_steps import Moment
 from hvdlite.tensorflow.exchange_state import exchange_state

@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.keras._optimizer import Distributed, KerasAdapter, make_distributed
 from hvdlite.keras._replicas import kept_in_common
 from hvdlite.keras._synchronizer import Options, Synchronizer
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted
 

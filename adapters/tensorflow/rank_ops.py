@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import runtime, world
-from hvdlite.process_sets import ProcessSet
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.tensorflow.tensors import engine, run, unconverted
+from hvdlite.world import world
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import world
+from hvdlite.world import world
 
 
 def summary_writer(log_dir: Any, **options: Any) -> tf.summary.SummaryWriter:

@@ -7,13 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import parts
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import Sum
+from hvdlite.base.reduction import Sum
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.collectives import allgather, allreduce
 from hvdlite.tensorflow.errors import ArgumentError
 from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.tensors import to_tensor, unconverted
+from hvdlite.world import parts
 
 # Keras 3, or tf_keras where TF_USE_LEGACY_KERAS is set.
 keras = tf.keras

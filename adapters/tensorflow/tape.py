@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.arguments import check_groups
+from hvdlite.base.arguments import check_groups
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Reduction, Strategy
+from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.keras._synchronizer import LocalVariables
-from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
-from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import (
     CompressionArgument,
     ExchangeSchedule,

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdlite import runtime
 from hvdlite.compression import Conversion
 from hvdlite.compression.custom import cast
-from hvdlite.engine import Engine
+from hvdlite.engine import Engine, runtime
 from hvdlite.errors import NotInitializedError
 from hvdlite.tensorflow.errors import ArgumentError, translated
 from hvdlite.tensorflow.graphs import call_python, call_python_in_session, for_session

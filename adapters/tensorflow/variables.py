@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdlite.compression import Parameter
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.gradients import ReplicaCheck, weight_label
 from hvdlite.keras._replicas import OptimizerReplica
 from hvdlite.keras._values import unique
-from hvdlite.process_sets import ProcessSet
 from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.tensors import dtype_of, to_array, value_of
 

@@ -12,19 +12,20 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.record import could_possibly_record
 
-from hvdlite import parts, runtime
 from hvdlite.compression import Parameter
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import global_process_set
 from hvdlite.errors import HorovodInternalError, NotFiniteError
 from hvdlite.gradients.finite import tell_left_out
-from hvdlite.gradients.virtual import VirtualExchange
-from hvdlite.gradients.virtual_state import VirtualState
 from hvdlite.keras._seeding import generators, state_of
 from hvdlite.keras._synchronizer import Options
-from hvdlite.process_sets import global_process_set
 from hvdlite.recipe.seeding import seed_frameworks, seed_part
 from hvdlite.tensorflow.gradients import densified
 from hvdlite.tensorflow.tensors import dtype_of, engine, like, run, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
+from hvdlite.virtual.gradients import VirtualExchange
+from hvdlite.virtual.state import VirtualState
+from hvdlite.world import parts
 
 
 class VirtualSteps:

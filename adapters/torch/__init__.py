@@ -17,7 +17,7 @@ from hvdlite import (
     common,
     shard,
 )
-from hvdlite import float16 as _float16
+from hvdlite.base import float16 as _float16
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.recipe.seeding import seed_too as _seed_too
 from hvdlite.torch import elastic

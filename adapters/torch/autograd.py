@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from hvdlite import collectives, runtime, world
+from hvdlite import collectives
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.collectives import Route, describe_allgather, describe_group, run_alltoall
 from hvdlite.compression import Compression, Strategy
-from hvdlite.engine import Operation
-from hvdlite.process_sets import ProcessSet
-from hvdlite.reduction import Average, ReduceOp
+from hvdlite.engine import Operation, runtime
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.tensors import on_current_stream, to_array, to_tensor_like
+from hvdlite.world import world
 
 
 @untraced_methods("forward", "backward")

@@ -18,8 +18,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
-from hvdlite.bench.job import naming
-from hvdlite.bench.workloads import (
+from hvdlite.tools.bench.job import naming
+from hvdlite.tools.bench.workloads import (
     CLASSES,
     LAYER_WIDTH,
     LAYERS,

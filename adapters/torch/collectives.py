@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from hvdlite import collectives, reduction, runtime
+from hvdlite import collectives
+from hvdlite.base import reduction
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.collectives import (
     describe_allgather,
     describe_allreduce,
@@ -16,9 +18,8 @@ from hvdlite.collectives import (
     describe_reducescatter,
 )
 from hvdlite.compression import Compression, Strategy, check_strategy
-from hvdlite.engine import Operation
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import Average, ReduceOp
+from hvdlite.engine import Operation, runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.torch import autograd
 from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submit, synchronize

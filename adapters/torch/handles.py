@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from hvdlite import runtime
-from hvdlite.engine import Handle, Operation
+from hvdlite.engine import Handle, Operation, runtime
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError
-from hvdlite.process_sets import ProcessSet
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.tensors import on_current_stream, to_tensor_like
 

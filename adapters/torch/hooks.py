@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvdlite import timeline
-from hvdlite.interrupts import Interrupted, deferred, leave, uninterrupted
+from hvdlite.base.interrupts import Interrupted, deferred, leave, uninterrupted
+from hvdlite.observe import timeline
 from hvdlite.torch.buffers import ChangeDetector, GradientBuffers
 from hvdlite.torch.dynamo import untraced
 from hvdlite.torch.sparse import start_reduction

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from hvdlite import parts
-from hvdlite.arguments import check_count, check_groups
+from hvdlite.base.arguments import check_count, check_groups
+from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Reduction, Strategy, StrategyState
+from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.gradients import LossExchange
-from hvdlite.gradients.virtual_state import VirtualState
-from hvdlite.process_sets import ProcessSet, global_process_set, is_outside
-from hvdlite.reduction import Average, ReduceOp
 from hvdlite.schedule import (
     EACH_CHANGE,
     CompressionArgument,
@@ -34,6 +32,8 @@ from hvdlite.torch.wrapping import (
     average_before_scaling,
     change_class,
 )
+from hvdlite.virtual.state import VirtualState
+from hvdlite.world import parts
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hvdlite import reduction, runtime
+from hvdlite.base import reduction
+from hvdlite.base.interrupts import uninterrupted
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.collectives import describe_allreduce
-from hvdlite.engine import Engine, Operation
-from hvdlite.interrupts import uninterrupted
-from hvdlite.process_sets import ProcessSet
-from hvdlite.reduction import ReduceOp
+from hvdlite.engine import Engine, Operation, runtime
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.torch.device_memory import device_converter
 from hvdlite.torch.handles import TensorHandle, copy_result, mark_written
 from hvdlite.torch.tensors import to_array

@@ -12,12 +12,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hvdlite import interrupts, runtime
+from hvdlite.base import interrupts
+from hvdlite.base.interrupts import resumable
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients import GradientExchange, ReplicaCheck
-from hvdlite.interrupts import resumable
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import ReduceOp
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.hooks import GradientHooks

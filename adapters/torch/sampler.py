@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 
-from hvdlite import parts, world
 from hvdlite.recipe import Sharding, Stream, batches
+from hvdlite.world import parts, world
 
 
 class ShardSampler(Sampler[list[int]]):

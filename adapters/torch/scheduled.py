@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hvdlite.reduction import ReduceOp
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.schedule import LocalSteps, check_unweighted
 from hvdlite.schedule.local_steps import Moment
 from hvdlite.torch.dynamo import untraced_methods

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvdlite import reduction, runtime
+from hvdlite.base import reduction
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.collectives import describe_allgather, describe_group
-from hvdlite.engine import Operation
+from hvdlite.engine import Operation, runtime
 from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import MismatchError
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import ReduceOp
 from hvdlite.torch.collectives import allreduce_async
 from hvdlite.torch.device_memory import device_array
 from hvdlite.torch.tensors import (

@@ -14,15 +14,17 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from hvdlite import collectives, runtime, world
+from hvdlite import collectives
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import CheckpointError
-from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe import Checkpoint
 from hvdlite.recipe._tree import flatten, map_leaves
 from hvdlite.recipe.checkpoints import TORCH_SUFFIXES
 from hvdlite.torch.collectives import broadcast_async_
 from hvdlite.torch.handles import synchronize
 from hvdlite.torch.tensors import to_array, to_tensor
+from hvdlite.world import world
 
 # The last part of the keys under which torch stores the result of get_extra_state().
 _EXTRA_STATE = "_extra_state"

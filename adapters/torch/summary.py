@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hvdlite import world
 from hvdlite.recipe.rank_zero import StandIn
+from hvdlite.world import world
 
 
 def summary_writer(log_dir: Any = None, **options: Any) -> Any:

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hvdlite import parts, runtime, world
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import Sum
+from hvdlite.base.reduction import Sum
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.torch.collectives import allgather, allreduce
 from hvdlite.torch.dynamo import untraced_methods
+from hvdlite.world import parts, world
 
 
 @untraced_methods("forward")

@@ -17,18 +17,19 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from hvdlite import parts, runtime, virtual_ranks, world
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy
-from hvdlite.engine import Signature
-from hvdlite.gradients.virtual import Outcome, VirtualExchange
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.engine import Signature, runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.recipe.seeding import last_seed, seed_part
-from hvdlite.reduction import ReduceOp
 from hvdlite.torch.reducer import describe, in_order, next_label
 from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
-from hvdlite.virtual_ranks import turns_of
+from hvdlite.virtual import ranks as virtual_ranks
+from hvdlite.virtual.gradients import Outcome, VirtualExchange
+from hvdlite.virtual.ranks import turns_of
+from hvdlite.world import parts, world
 
 _log = logging.getLogger("hvdlite")
 # The parts at whose end we look whether they have changed a state that is not the virtual ranks'.

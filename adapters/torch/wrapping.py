@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.amp import GradScaler
 
-from hvdlite import runtime
-from hvdlite.arguments import check_count
+from hvdlite.base.arguments import check_count
+from hvdlite.engine import runtime
 from hvdlite.errors import NotFiniteError
 from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.gradients.finite import tell_left_out

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite import runtime
-from hvdlite.arrays import as_array, as_bytes, flat
-from hvdlite.engine import Handle, Operation, Signature
+from hvdlite.base.arrays import as_array, as_bytes, flat
+from hvdlite.engine import Handle, Operation, Signature, runtime
 from hvdlite.engine.device import DeviceArray, DeviceOperation
 from hvdlite.engine.memory import Extent, extents_of
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
 

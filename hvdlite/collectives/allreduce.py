@@ -12,8 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import reduction, runtime, timeline
-from hvdlite.arrays import as_array, check_out, set_first
+from hvdlite.base import reduction
+from hvdlite.base.arrays import as_array, check_out, set_first
+from hvdlite.base.reduction import (
+    ReduceOp,
+    Scaling,
+    first_beyond,
+    is_floating,
+    scale_integers,
+    scales_integers,
+)
 from hvdlite.compression import (
     Bucket,
     Compression,
@@ -23,19 +31,12 @@ from hvdlite.compression import (
     check_strategy,
     exchange_bucket,
 )
-from hvdlite.engine import Handle, Operation, Signature
+from hvdlite.engine import Handle, Operation, Signature, runtime
 from hvdlite.engine.device import DeviceArray, DeviceOperation
 from hvdlite.engine.memory import Extent, extents_of
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import (
-    ReduceOp,
-    Scaling,
-    first_beyond,
-    is_floating,
-    scale_integers,
-    scales_integers,
-)
+from hvdlite.observe import timeline
 from hvdlite.transport import Transport
 from hvdlite.transport.base import LARGEST_FUSED
 from hvdlite.transport.gpu.base import DeviceTransport

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdlite import runtime
+from hvdlite.engine import runtime
 from hvdlite.engine.operation import Barrier
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 
 
 def barrier(process_set: ProcessSet = global_process_set, name: str | None = None) -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import runtime, world
-from hvdlite.arrays import as_array, as_bytes, check_out
-from hvdlite.engine import Engine, Handle, Operation, Signature
+from hvdlite.base.arrays import as_array, as_bytes, check_out
+from hvdlite.engine import Engine, Handle, Operation, Signature, runtime
 from hvdlite.engine.device import DeviceArray, DeviceOperation
 from hvdlite.engine.memory import Extent, extents_of
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
+from hvdlite.world import world
 
 
 def broadcast(

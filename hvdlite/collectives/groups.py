@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from hvdlite import runtime
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.collectives.allgather import describe_allgather
 from hvdlite.collectives.allreduce import describe_allreduce
 from hvdlite.collectives.reducescatter import describe_reducescatter
 from hvdlite.compression import Compression, Strategy
-from hvdlite.engine import Handle, Operation, Signature
+from hvdlite.engine import Handle, Operation, Signature, runtime
 from hvdlite.engine.device import DeviceMemory, DeviceOperation
 from hvdlite.engine.fusion import fuse
 from hvdlite.engine.memory import Extent
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import ReduceOp
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
 

@@ -11,12 +11,11 @@ import struct
 import time
 from collections.abc import Sequence
 
-from hvdlite import runtime
-from hvdlite.engine import Engine
+from hvdlite.base.interrupts import uninterrupted
+from hvdlite.engine import Engine, runtime
 from hvdlite.engine.operation import Operation, Signature
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import HorovodInternalError
-from hvdlite.interrupts import uninterrupted
-from hvdlite.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
 
 

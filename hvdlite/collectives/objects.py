@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import runtime, world
 from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.broadcast import checked_root, lost_root
-from hvdlite.engine import Engine, Operation, Signature
-from hvdlite.process_sets import ProcessSet, global_process_set
+from hvdlite.engine import Engine, Operation, Signature, runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
+from hvdlite.world import world
 
 
 def broadcast_object(

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import float16, reduction, runtime, timeline
-from hvdlite.arrays import as_array, cut, flat, slice_bounds
+from hvdlite.base import float16, reduction
+from hvdlite.base.arrays import as_array, cut, flat, slice_bounds
+from hvdlite.base.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
 from hvdlite.collectives.allreduce import out_of_range
 from hvdlite.compression import Compression, Strategy, check_strategy
-from hvdlite.engine import Handle, Operation, Signature
+from hvdlite.engine import Handle, Operation, Signature, runtime
 from hvdlite.engine.device import DeviceArray, DeviceOperation
 from hvdlite.engine.memory import Extent, extents_of
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError, UnsupportedError
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
+from hvdlite.observe import timeline
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdlite import float16
+from hvdlite.base import float16
+from hvdlite.base.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.compression.bucket import Bucket, Parameter, Reduction
-from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
 from hvdlite.transport.counting import CountingTransport, allreduce_bytes, count_exchange
 from hvdlite.transport.gpu.base import DeviceTransport

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.arguments import check_positive
+from hvdlite.base.arguments import check_positive
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression.state import BucketState, StrategyState
-from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
 from hvdlite.transport.adasum import adasum
 from hvdlite.transport.base import copy_parts

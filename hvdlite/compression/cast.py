@@ -9,13 +9,13 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from hvdlite import float16
-from hvdlite.arguments import check_choice
+from hvdlite.base import float16
+from hvdlite.base.arguments import check_choice
+from hvdlite.base.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.compression.base import DENSE, Strategy
 from hvdlite.compression.bucket import Bucket, Parameter, Reduction
 from hvdlite.compression.codec import Codec, add_by_slices, greatest_magnitude
 from hvdlite.compression.custom import cast
-from hvdlite.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.arrays import slice_bounds
+from hvdlite.base.arrays import slice_bounds
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.messages import gather_messages
-from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport import Transport
 
 

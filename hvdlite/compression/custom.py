@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.arrays import as_array, flat
+from hvdlite.base.arrays import as_array, flat
+from hvdlite.base.reduction import ReduceOp, is_floating
 from hvdlite.compression.base import Strategy
 from hvdlite.compression.bucket import Bucket, Parameter
-from hvdlite.reduction import ReduceOp, is_floating
 from hvdlite.transport import Transport
 
 

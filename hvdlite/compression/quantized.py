@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from hvdlite.arguments import check_count
+from hvdlite.base.arguments import check_count
 from hvdlite.compression.base import Strategy
 from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.codec import Codec, add_by_slices, add_gathered, greatest_magnitude

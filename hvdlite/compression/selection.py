@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import float16
+from hvdlite.base import float16
 
 # Sampled elements, from which a lower limit is estimated. For few values, or if more than a
 # fraction of them is wanted, the estimate costs more than it saves.

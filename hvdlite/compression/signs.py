@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdlite.arguments import check_choice, check_count, check_positive
+from hvdlite.base.arguments import check_choice, check_count, check_positive
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.codec import Codec, greatest_magnitude
 from hvdlite.compression.packing import pack, packed_size, unpack
 from hvdlite.compression.quantized import Quantized, round_stochastically
-from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
 # The values of two-bit codes; the fourth code is never written.

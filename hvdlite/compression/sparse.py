@@ -13,21 +13,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hvdlite import float16
-from hvdlite.arguments import (
+from hvdlite.base import float16
+from hvdlite.base.arguments import (
     check_choice,
     check_count,
     check_momentum,
     check_positive,
     check_ratio,
 )
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression.base import Strategy
 from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.messages import agree, find_not_finite, gather_messages
 from hvdlite.compression.selection import at_least, greatest, index_dtype
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import MismatchError
-from hvdlite.reduction import ReduceOp
 from hvdlite.transport import Transport
 
 _RATIO = 0.01

@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from hvdlite import parts, runtime, world
+from hvdlite.elastic.spares import Pool
+from hvdlite.engine import runtime
 from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import RankGoneError
-from hvdlite.process_sets import ProcessSet
-from hvdlite.spares import Pool
 from hvdlite.transport.mpi import has_ended
+from hvdlite.world import parts, world
 
 _MEET, _LEFT = 1, 2
 _FIRST_PAUSE, _MAX_PAUSE = 1e-3, 20e-3

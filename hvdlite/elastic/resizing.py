@@ -14,11 +14,13 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import collectives, runtime, world
+from hvdlite import collectives
+from hvdlite.engine import runtime
 from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import protocol
 from hvdlite.launch.protocol import Channel
 from hvdlite.launch.rank import rank_here
+from hvdlite.world import world
 
 if TYPE_CHECKING:
     from hvdlite.elastic.state import State

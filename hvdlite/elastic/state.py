@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import bootstrap, collectives, parts, runtime
-from hvdlite.arrays import describe
+from hvdlite import collectives
+from hvdlite.base.arrays import describe
+from hvdlite.base.reduction import Max
 from hvdlite.elastic import resizing
+from hvdlite.engine import bootstrap, runtime
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvdlite.reduction import Max
+from hvdlite.world import parts
 
 
 class HostUpdate(enum.IntFlag):

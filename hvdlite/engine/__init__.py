@@ -15,16 +15,16 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-from hvdlite import membership
+from hvdlite.base.interrupts import deferred, leave, uninterrupted
+from hvdlite.base.settings import Settings
 from hvdlite.engine.calls import Calls, Place
 from hvdlite.engine.handle import Handle, poll, synchronize
 from hvdlite.engine.lane import Lane, Recovery
 from hvdlite.engine.operation import Operation, Signature
-from hvdlite.interrupts import deferred, leave, uninterrupted
-from hvdlite.settings import Settings
-from hvdlite.status import Pending
+from hvdlite.observe.status import Pending
 from hvdlite.transport import connect
-from hvdlite.world import World
+from hvdlite.world import membership
+from hvdlite.world.world import World
 
 __all__ = [
     "Engine",

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvdlite.base.settings import Settings
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
-from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.cuda import Cuda, Event

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from hvdlite import timeline
-from hvdlite.interrupts import deferred, run_deferred, uninterrupted
+from hvdlite.base.interrupts import deferred, run_deferred, uninterrupted
+from hvdlite.observe import timeline
 
 # How often a sleeping waiter checks for deferred signal handlers.
 _CHECK_SECONDS = 0.05

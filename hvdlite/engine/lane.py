@@ -17,7 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdlite import points, world
+from hvdlite.base import points
+from hvdlite.base.interrupts import Interrupted, deferred, is_due, leave, uninterrupted, workers
+from hvdlite.base.settings import Settings
 from hvdlite.engine.device import DeviceExecutor
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
@@ -25,10 +27,9 @@ from hvdlite.engine.queue import Queue
 from hvdlite.engine.rounds import Rounds
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError, RankGoneError
-from hvdlite.interrupts import Interrupted, deferred, is_due, leave, uninterrupted, workers
-from hvdlite.settings import Settings
-from hvdlite.status import Pending
+from hvdlite.observe.status import Pending
 from hvdlite.transport import Transport
+from hvdlite.world import world
 
 # The lane's thread waits, for at most this many cycles, while operations are submitted at shorter
 # intervals: two threads that compete for the GIL take twice as long.
@@ -65,7 +66,7 @@ class LaneState(NamedTuple):
 
 
 class Recovery(Protocol):
-    """Replaces the transports of all lanes when a rank has died; see `hvdlite.recovery`."""
+    """Replaces the transports of all lanes when a rank has died; see `hvdlite.elastic.recovery`."""
 
     epoch: int
     starts: list[int]

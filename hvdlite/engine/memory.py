@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from hvdlite.arrays import address
+from hvdlite.base.arrays import address
 
 
 class Extent(NamedTuple):

@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from hvdlite import timeline
 from hvdlite.engine.calls import Call
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.memory import Extent
+from hvdlite.observe import timeline
 from hvdlite.transport import Transport
 
 # A program submits the same names step after step.

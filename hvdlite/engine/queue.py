@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from hvdlite import status
 from hvdlite.engine.agreement import Description, Pending, Progress
 from hvdlite.engine.memory import MemoryInUse
 from hvdlite.engine.operation import Operation
 from hvdlite.errors import HorovodInternalError
+from hvdlite.observe import status
 
 
 class Queue:

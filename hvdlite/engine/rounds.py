@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import points, status, timeline
+from hvdlite.base import points
+from hvdlite.base.settings import Settings
 from hvdlite.engine.agreement import (
     LIKELY,
     Decision,
@@ -31,7 +32,7 @@ from hvdlite.engine.operation import Operation
 from hvdlite.engine.queue import Queue
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import GradientError, HorovodInternalError, MismatchError
-from hvdlite.settings import Settings
+from hvdlite.observe import status, timeline
 from hvdlite.transport import NoRoomError, Transport
 
 _log = logging.getLogger("hvdlite")

@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Callable
 
-from hvdlite import status
+from hvdlite.base.interrupts import Interrupted, deferred, is_due, run_overdue
+from hvdlite.base.settings import Settings
 from hvdlite.engine.agreement import LIKELY, ranks_text
 from hvdlite.errors import HorovodInternalError
-from hvdlite.interrupts import Interrupted, deferred, is_due, run_overdue
-from hvdlite.settings import Settings
+from hvdlite.observe import status
 
 _log = logging.getLogger("hvdlite")
 # A shorter wait is an ordinary one.

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from hvdlite import timeline
-from hvdlite.arrays import set_first
+from hvdlite.base.arrays import set_first
+from hvdlite.base.reduction import ReduceOp, is_floating
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.engine import Handle, Operation
 from hvdlite.engine.operation import Signature
@@ -20,7 +20,7 @@ from hvdlite.gradients import metadata, replicas
 from hvdlite.gradients.finite import check_finite
 from hvdlite.gradients.metadata import DENSE, Metadata
 from hvdlite.gradients.replicas import Snapshot
-from hvdlite.reduction import ReduceOp, is_floating
+from hvdlite.observe import timeline
 from hvdlite.transport import Transport
 
 _PRESENT = b"\x01"  # the first byte of the payload of a rank that has not joined

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hvdlite import compression, parts, status
-from hvdlite.arrays import describe
+from hvdlite import compression
+from hvdlite.base.arrays import describe
+from hvdlite.base.reduction import ReduceOp, check
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine
 from hvdlite.engine.device import DeviceMemory
@@ -20,7 +21,8 @@ from hvdlite.gradients.finite import tell_left_out
 from hvdlite.gradients.metadata import ABSENT
 from hvdlite.gradients.plan import describe_exchange, plan_for
 from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
-from hvdlite.reduction import ReduceOp, check
+from hvdlite.observe import status
+from hvdlite.world import parts
 
 #: Bytes of a gradient from which on the elements that no other rank reads are exchanged without a
 #: copy. For a smaller gradient the bookkeeping takes longer than the copy.

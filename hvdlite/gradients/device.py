@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hvdlite import timeline
+from hvdlite.base.reduction import Scaling
 from hvdlite.compression import Bucket, Strategy
 from hvdlite.engine.device import DeviceMemory, DeviceOperation, DeviceResult
 from hvdlite.engine.operation import Signature
 from hvdlite.gradients.bucket import GradientBucket
-from hvdlite.reduction import Scaling
+from hvdlite.observe import timeline
 from hvdlite.transport import Transport
 from hvdlite.transport.counting import allreduce_bytes, count_exchange
 from hvdlite.transport.gpu.base import DeviceTransport

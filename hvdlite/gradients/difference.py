@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlite.arrays import slice_bounds
+from hvdlite.base.arrays import slice_bounds
 from hvdlite.engine.agreement import find_difference, ranks_text
 from hvdlite.engine.operation import Signature
 

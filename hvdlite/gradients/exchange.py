@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import timeline
+from hvdlite.base.interrupts import Interrupted, uninterrupted
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, Handle
 from hvdlite.engine.agreement import ranks_text
@@ -27,8 +28,7 @@ from hvdlite.gradients.bucket import Comparison, GradientBucket
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
 from hvdlite.gradients.replicas import ReplicaCheck
-from hvdlite.interrupts import Interrupted, uninterrupted
-from hvdlite.reduction import ReduceOp
+from hvdlite.observe import timeline
 
 _ROW = "step"  # of the timeline
 _all_arrived = attrgetter("all_arrived")

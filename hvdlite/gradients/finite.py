@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import world
 from hvdlite.compression import Bucket
 from hvdlite.compression.messages import find_not_finite
 from hvdlite.errors import NotFiniteError
 from hvdlite.transport import Transport
+from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 

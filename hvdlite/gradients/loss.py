@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 
-from hvdlite import runtime
+from hvdlite.base.reduction import ReduceOp
+from hvdlite.engine import runtime
 from hvdlite.engine.operation import Gather, Signature
-from hvdlite.process_sets import ProcessSet
-from hvdlite.reduction import ReduceOp
+from hvdlite.engine.process_sets import ProcessSet
 
 _LOSS = struct.Struct("<dd")  # a rank's loss, and its weight
 

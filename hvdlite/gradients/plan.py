@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
-from hvdlite.arrays import describe
+from hvdlite.base.arrays import describe
+from hvdlite.base.settings import Settings
 from hvdlite.compression import Parameter, Reduction, Strategy
-from hvdlite.settings import Settings
 
 #: Bytes. TensorFlow copies an array that does not lie at a multiple of it.
 ALIGNMENT = 64

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdlite.base.settings import Settings
 from hvdlite.errors import MismatchError
 from hvdlite.gradients.difference import WEIGHT, explain
-from hvdlite.settings import Settings
 from hvdlite.transport import Transport
 
 _log = logging.getLogger("hvdlite")

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import collectives, runtime
+from hvdlite import collectives
+from hvdlite.base.reduction import Average, ReduceOp, is_floating
 from hvdlite.compression import StrategyState
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import NotInitializedError
-from hvdlite.process_sets import ProcessSet
-from hvdlite.reduction import Average, ReduceOp, is_floating
 
 _COMMON = -1
 

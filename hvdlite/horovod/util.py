@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hvdlite import build
-from hvdlite.arrays import slice_bounds
+from hvdlite.base.arrays import slice_bounds
+from hvdlite.engine import build
 from hvdlite.transport.gpu import cuda
 
 __all__ = [

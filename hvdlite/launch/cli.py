@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
 from hvdlite.horovod.finder import with_bootstrap
 from hvdlite.launch import check_build, job, mpirun, protocol, rank
@@ -34,8 +35,7 @@ from hvdlite.launch.options import (
 )
 from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import serving
-from hvdlite.launchers import without_rank
-from hvdlite.settings import Settings
+from hvdlite.world.launchers import without_rank
 
 # Seconds before ranks that could not take the state of the run before are started once more.
 _PAUSE = 5.0

@@ -20,7 +20,7 @@ from hvdlite.launch.hosts import Host, choose_hosts, own_addresses
 from hvdlite.launch.pickling import RemoteError, pack, unpack
 from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import Failure, Server, serving
-from hvdlite.launchers import without_rank
+from hvdlite.world.launchers import without_rank
 
 _START_TIMEOUT = 120.0
 _ROOT = str(Path(__file__).resolve().parents[2])

@@ -20,7 +20,7 @@ from hvdlite.launch.protocol import Part
 from hvdlite.launch.rank import STDIN, describe, die_with_parent, shell_code
 from hvdlite.launch.server import Server
 from hvdlite.launch.status import Inquiry
-from hvdlite.status import ASKING, SIGNAL
+from hvdlite.observe.status import ASKING, SIGNAL
 
 _TICK = 0.05
 

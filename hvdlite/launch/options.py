@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from hvdlite import settings
+from hvdlite.base import settings
 from hvdlite.errors import SettingsError, StartError
 from hvdlite.launch import job
 from hvdlite.version import __version__
@@ -28,7 +28,7 @@ class Option:
         usage: its names and those of its values; a flag has none. ``--[no-]x`` has an opposite.
         help: what it does.
         parse: makes the value of the text; None: as the setting demands.
-        setting: the variable of `hvdlite.settings`, without its prefix, that it sets.
+        setting: the variable of `hvdlite.base.settings`, without its prefix, that it sets.
         variables: environment variables that it sets, ``{}`` being the value (1 and 0 of a flag).
         ssh: arguments that it adds to those of ssh, ``{}`` being the value.
         joined: whether it may be given several times, for one value with commas.

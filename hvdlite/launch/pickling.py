@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
-from hvdlite.failures import chain
 from hvdlite.launch.protocol import Part
+from hvdlite.observe.failures import chain
 
 
 def pack(obj: Any) -> list[Part]:

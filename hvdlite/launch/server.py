@@ -24,7 +24,7 @@ from typing import NamedTuple, TextIO
 from hvdlite.launch import folders, protocol
 from hvdlite.launch.protocol import Channel, ForgedError, Part
 from hvdlite.launch.rank import SHARED
-from hvdlite.status import FILE
+from hvdlite.observe.status import FILE
 
 _TICK = 0.05
 # Messages that wait for the calling thread; the ranks wait when there are more.

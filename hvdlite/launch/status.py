@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.status import ANSWER, FILE, SIGNAL, Pending, process_line
+from hvdlite.observe.status import ANSWER, FILE, SIGNAL, Pending, process_line
 
 # A rank that waits for others answers within 0.1 s, and one that holds the interpreter never.
 _SECONDS = 2.0

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
-from hvdlite import timeline
 from hvdlite.launch import protocol
 from hvdlite.launch.pickling import RemoteError, pack, unpack
 from hvdlite.launch.protocol import Channel, Part
 from hvdlite.launch.rank import rank_here
+from hvdlite.observe import timeline
 
 _SECONDS_TO_SEE = 20.0
 # A format of the program with the folder of the package: hvdlite is where the caller found it, and

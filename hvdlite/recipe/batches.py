@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import membership, parts, world
-from hvdlite.membership import Member
 from hvdlite.recipe.sharding import Sharding
 from hvdlite.recipe.streams import Stream
+from hvdlite.world import membership, parts, world
+from hvdlite.world.membership import Member
 
 
 class Batches(Member):
@@ -27,7 +27,7 @@ class Batches(Member):
     one on that none of them has taken: the steps and the global batches stay the same.
 
     With virtual ranks, an iteration yields the batches of all those that this process plays, step
-    by step (`hvdlite.virtual_ranks`).
+    by step (`hvdlite.virtual.ranks`).
 
     Args:
         data: As for `shard`.

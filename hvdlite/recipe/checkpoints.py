@@ -21,10 +21,13 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import collectives, files, runtime, world
+from hvdlite import collectives
+from hvdlite.base import files
+from hvdlite.engine import runtime
 from hvdlite.errors import CheckpointError, HorovodInternalError
 from hvdlite.recipe import _npz, _safetensors
 from hvdlite.recipe._tree import flatten, unflatten
+from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 

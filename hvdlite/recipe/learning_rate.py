@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hvdlite import parts
+from hvdlite.world import parts
 
 _RULES: dict[str, Callable[[int], float]] = {"linear": float, "sqrt": math.sqrt}
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite import collectives, world
-from hvdlite.arrays import as_array, describe
+from hvdlite import collectives
+from hvdlite.base.arrays import as_array, describe
 from hvdlite.errors import HorovodInternalError
+from hvdlite.world import world
 
 
 class _Layout(NamedTuple):

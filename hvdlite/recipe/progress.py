@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
-from hvdlite import runtime, world
-from hvdlite.arguments import check_count, check_ratio
+from hvdlite.base.arguments import check_count, check_ratio
+from hvdlite.engine import runtime
 from hvdlite.engine.handle import waits
 from hvdlite.transport.counting import traffic
+from hvdlite.world import world
 
 _Batch = TypeVar("_Batch")
 

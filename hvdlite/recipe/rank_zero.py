@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from hvdlite import collectives, world
+from hvdlite import collectives
+from hvdlite.world import world
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from hvdlite import collectives, parts, world
+from hvdlite import collectives
+from hvdlite.world import parts, world
 
 
 def threads_per_rank() -> int:

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 
-from hvdlite import parts, world
-from hvdlite.arguments import check_count
+from hvdlite.base.arguments import check_count
+from hvdlite.world import parts, world
 
 # Seed a framework's generators with an integer below 2 ** 64; and whether for each part of a step,
 # too. Adapters add theirs.

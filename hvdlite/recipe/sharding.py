@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite import parts
-from hvdlite.arguments import check_count
+from hvdlite.base.arguments import check_count
+from hvdlite.world import parts
 
 _FROM_WORLD: Any = None
 # The fields that decide the order of the samples, besides the epoch.

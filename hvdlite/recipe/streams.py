@@ -7,11 +7,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdlite import collectives, parts, runtime, world
-from hvdlite.arguments import check_count
-from hvdlite.engine import Handle
+from hvdlite import collectives
+from hvdlite.base.arguments import check_count
+from hvdlite.base.reduction import Min
+from hvdlite.engine import Handle, runtime
 from hvdlite.errors import HorovodInternalError
-from hvdlite.reduction import Min
+from hvdlite.world import parts, world
 
 _Item = TypeVar("_Item")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import (
     Compression,
     Conversion,
@@ -16,7 +17,6 @@ from hvdlite.compression import (
     check_op,
     check_strategy,
 )
-from hvdlite.reduction import ReduceOp
 from hvdlite.schedule.schedules import Accumulate, EveryStep, ExchangeSchedule, PartialSync
 
 # SINGA averages at most 2**21 elements of float32 after a step.

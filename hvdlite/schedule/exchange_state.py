@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdlite import gradients, runtime
+from hvdlite import gradients
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import StrategyState
-from hvdlite.process_sets import ProcessSet, is_outside
-from hvdlite.reduction import ReduceOp
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet, is_outside
 from hvdlite.schedule.local_steps import LocalSteps
 
 _NO_STEPS: Mapping[str, Any] = {"steps": 0, "outer": {}, "compression": {}}

@@ -11,16 +11,17 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hvdlite import gradients, runtime, status
-from hvdlite.arrays import describe
+from hvdlite import gradients
+from hvdlite.base.arrays import describe
+from hvdlite.base.interrupts import leave, uninterrupted
+from hvdlite.base.reduction import check
 from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyState, check_op
-from hvdlite.engine import Engine
+from hvdlite.engine import Engine, runtime
 from hvdlite.engine.operation import Gather, Signature
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError, HorovodInternalError
 from hvdlite.gradients import GradientBuckets
-from hvdlite.interrupts import leave, uninterrupted
-from hvdlite.process_sets import ProcessSet, global_process_set
-from hvdlite.reduction import check
+from hvdlite.observe import status
 from hvdlite.schedule.outer_optimizer import OuterOptimizer
 from hvdlite.schedule.schedules import ExchangeSchedule
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.reduction import is_floating
+from hvdlite.base.reduction import is_floating
 
 
 class OuterOptimizer:

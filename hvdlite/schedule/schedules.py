@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from hvdlite.arguments import check_count, check_momentum, check_positive
+from hvdlite.base.arguments import check_count, check_momentum, check_positive
 from hvdlite.compression import Parameter
 
 

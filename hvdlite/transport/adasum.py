@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlite import float16
-from hvdlite.arrays import slice_bounds
-from hvdlite.reduction import ReduceOp, Scaling, accumulator
+from hvdlite.base import float16
+from hvdlite.base.arrays import slice_bounds
+from hvdlite.base.reduction import ReduceOp, Scaling, accumulator
 
 if TYPE_CHECKING:
     from hvdlite.transport.base import Transport

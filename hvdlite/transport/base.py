@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import timeline
-from hvdlite.arrays import as_bytes, slice_bounds
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.base.arrays import as_bytes, slice_bounds
+from hvdlite.base.reduction import ReduceOp, Scaling
+from hvdlite.observe import timeline
 from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import reduce_into
 
@@ -22,7 +22,7 @@ LARGEST_FUSED = 2**19
 DIGEST_SIZE = 16
 
 #: Called again and again during a wait, with the seconds waited so far; it may raise to end the
-#: wait, or `hvdlite.interrupts.Interrupted` to suspend it, see `Transport.meet`.
+#: wait, or `hvdlite.base.interrupts.Interrupted` to suspend it, see `Transport.meet`.
 OnWait = Callable[[float], None]
 
 
@@ -45,7 +45,7 @@ class Transport(ABC):
         title: what carries the bytes, in reports.
         members: global ranks, used in messages; in a process set they differ from 0, 1, ...
         confirms: whether the ranks `confirm` each outcome, so that they can go on without a rank
-            that has died (`hvdlite.recovery`).
+            that has died (`hvdlite.elastic.recovery`).
     """
 
     rank: int

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport
 
 _total = [0, 0]

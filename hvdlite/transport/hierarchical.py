@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
-from hvdlite.world import World
+from hvdlite.world.world import World
 
 
 class HierarchicalTransport(MPITransport):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import OnWait, Transport
-from hvdlite.world import World
+from hvdlite.world.world import World
 
 
 class Loopback(Transport):

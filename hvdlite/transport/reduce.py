@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import float16
-from hvdlite.reduction import (
+from hvdlite.base import float16
+from hvdlite.base.reduction import (
     UFUNCS,
     ReduceOp,
     Scaling,

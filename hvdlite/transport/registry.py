@@ -20,7 +20,7 @@ from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
-from hvdlite.world import World
+from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.

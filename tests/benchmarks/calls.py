@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from hvdlite.bench import job
+from hvdlite.tools.bench import job
 
 _RUNS = 101
 _ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hvdlite.bench import job, report
-from hvdlite.cli.arguments import positive
+from hvdlite.tools.bench import job, report
+from hvdlite.tools.cli.arguments import positive
 from tests.benchmarks import files
 from tests.benchmarks.strategies import BY_NAME
 from tests.harness.mpirun import ROOT

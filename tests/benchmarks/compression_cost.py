@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite.bench import statistics
-from hvdlite.bench.measurement import Contender, Limit, Ranks, interleave, timed
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave, timed
 from hvdlite.transport import Loopback, Transport
 from tests.benchmarks.strategies import DENSE, Entry
 

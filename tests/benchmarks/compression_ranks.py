@@ -10,10 +10,10 @@ import torch
 from mpi4py import MPI
 
 import hvdlite.torch as hvd
-from hvdlite import world
-from hvdlite.bench.job import say
-from hvdlite.bench.measurement import Ranks, watch
+from hvdlite.tools.bench.job import say
+from hvdlite.tools.bench.measurement import Ranks, watch
 from hvdlite.transport import connect
+from hvdlite.world import world
 from tests.benchmarks import compression_cost, traffic
 from tests.benchmarks.compression_training import Data, accuracy, bytes_per_step
 from tests.benchmarks.strategies import BY_NAME, DENSE, Entry

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from hvdlite.bench.workloads import WORKLOADS
+from hvdlite.tools.bench.workloads import WORKLOADS
 from tests.harness import mpirun
 
 _MODELS = {"resnet": 6, "layers": 60, "mlp": 6}  # and the number of steps in a turn

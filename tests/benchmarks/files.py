@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdlite.bench.job import Outcome
-from hvdlite.cli import main as cli
-from hvdlite.cli.arguments import positive
+from hvdlite.tools.bench.job import Outcome
+from hvdlite.tools.cli import main as cli
+from hvdlite.tools.cli.arguments import positive
 from tests.harness.mpirun import ROOT
 
 DEFAULT_OUTPUT = ROOT / "build" / "benchmarks"
@@ -55,7 +55,7 @@ def save(
     Args:
         folder: made where it is missing.
         name: of the benchmark.
-        facts: `hvdlite.bench.report.machine`, from before the measurement.
+        facts: `hvdlite.tools.bench.report.machine`, from before the measurement.
         outcome: of the job, whose result is one record per case.
         options: of the command line.
 

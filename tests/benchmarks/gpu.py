@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite.bench import job, report, statistics
-from hvdlite.bench.measurement import Limit, Ranks, order, rounds, timed
-from hvdlite.cli.arguments import positive
-from hvdlite.reduction import Scaling, Sum
+from hvdlite.base.reduction import Scaling, Sum
+from hvdlite.tools.bench import job, report, statistics
+from hvdlite.tools.bench.measurement import Limit, Ranks, order, rounds, timed
+from hvdlite.tools.cli.arguments import positive
 from hvdlite.transport import connect
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.registry import connect_device
-from hvdlite.world import World
+from hvdlite.world.world import World
 from tests.benchmarks import files
 
 _SIZES = [4 * 2**10 * 4**step for step in range(9)]  # 4 KiB to 256 MiB

@@ -8,8 +8,8 @@ from typing import Any
 
 import matplotlib
 
-from hvdlite.bench import report
-from hvdlite.cli import plots
+from hvdlite.tools.bench import report
+from hvdlite.tools.cli import plots
 
 _NEUTRAL = "#7a8490"
 

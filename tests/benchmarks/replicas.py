@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from hvdlite.bench.workloads import WORKLOADS
-from hvdlite.settings import Settings
+from hvdlite.base.settings import Settings
+from hvdlite.tools.bench.workloads import WORKLOADS
 from hvdlite.torch.benchmark import Replica, alone
 from hvdlite.torch.replicas import make_check
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hvdlite.bench import job, report
-from hvdlite.cli.arguments import positive
+from hvdlite.tools.bench import job, report
+from hvdlite.tools.cli.arguments import positive
 from tests.benchmarks import files, plots
 
 

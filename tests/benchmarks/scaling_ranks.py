@@ -10,9 +10,9 @@ import torch
 from mpi4py import MPI
 
 import hvdlite.torch as hvd
-from hvdlite.bench import statistics
-from hvdlite.bench.job import say
-from hvdlite.bench.measurement import Limit, Ranks, order, rounds, timed
+from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench.job import say
+from hvdlite.tools.bench.measurement import Limit, Ranks, order, rounds, timed
 from hvdlite.torch import benchmark
 from hvdlite.torch.benchmark import Replica
 

@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from hvdlite.bench import job, report
+from hvdlite.tools.bench import job, report
 from tests.benchmarks import files
 from tests.benchmarks.strategies import BY_NAME, ON_A_SLOW_LINK
 from tests.harness.hosts import HostsUnavailableError, Network, network_hosts

@@ -11,8 +11,8 @@ import torch
 from mpi4py import MPI
 
 import hvdlite.torch as hvd
-from hvdlite.bench import statistics
-from hvdlite.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
 from tests.benchmarks import traffic
 from tests.benchmarks.compression_training import distributed, make_model, train_step
 from tests.benchmarks.strategies import BY_NAME, DENSE, Entry

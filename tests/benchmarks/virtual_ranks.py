@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdlite.bench.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS
+from hvdlite.tools.bench.workloads import LEARNING_RATE, MOMENTUM, WORKLOADS
 from tests.harness import mpirun
 
 GLOBAL_BATCH = 32

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import hvdlite
-from hvdlite import world
+from hvdlite.world import world
 from tests.harness import mpirun
 from tests.launch import launcher
 

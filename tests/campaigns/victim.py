@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import hvdlite
-from hvdlite import status
+from hvdlite.observe import status
 
 
 def main(rank: int, at: int, arguments: list[str]) -> None:

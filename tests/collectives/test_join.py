@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import runtime
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction
+from hvdlite.engine import runtime
 from hvdlite.gradients import GradientBuckets, GradientExchange
 from tests.harness import ranks
 

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Adasum, Average, Sum
 from hvdlite.compression import (
     Bucket,
     Compression,
@@ -12,7 +13,6 @@ from hvdlite.compression import (
     check_strategy,
     exchange_bucket,
 )
-from hvdlite.reduction import Adasum, Average, Sum
 from tests.references import adasum, check_reduction, dtype_of, samples
 from tests.simulation import Simulation, on_all_ranks
 

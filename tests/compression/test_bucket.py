@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, Sum
 from hvdlite.compression import Bucket, Parameter, Reduction
-from hvdlite.reduction import Adasum, Average, Max, Min, Product, Sum
 
 
 def parameter(name, *shape, dtype=np.float32):

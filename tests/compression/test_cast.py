@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Adasum, Average, Sum
 from hvdlite.compression import Cast, Reduction
-from hvdlite.reduction import Adasum, Average, Sum
 from tests.compression.ranks import SIZES, Ranks
 
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}

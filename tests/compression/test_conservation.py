@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import Reduction, StrategyState
-from hvdlite.reduction import Average, Sum
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.strategies import WITH_FEEDBACK
 

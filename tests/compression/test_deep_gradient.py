@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import (
     Bucket,
     Compression,
@@ -14,7 +15,6 @@ from hvdlite.compression import (
     exchange_bucket,
 )
 from hvdlite.errors import GradientError, HorovodInternalError
-from hvdlite.reduction import Average, Sum
 from hvdlite.transport import Loopback
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import DTYPES, SHAPES, keep, largest

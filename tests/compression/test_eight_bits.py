@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import Blockwise8, Float8, Reduction
-from hvdlite.reduction import Average, Sum
 from tests.compression.ranks import SIZES, Ranks
 
 COUNTS = [1, 2, 15, 16, 17, 1003]

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Adasum, Average, Sum
 from hvdlite.compression import (
     DENSE,
     Bucket,
@@ -20,7 +21,6 @@ from hvdlite.compression import (
 )
 from hvdlite.compression.low_rank import multiply, orthonormal
 from hvdlite.errors import GradientError
-from hvdlite.reduction import Adasum, Average, Sum
 from hvdlite.transport import Loopback
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 

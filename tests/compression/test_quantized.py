@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Adasum, Average, Sum
 from hvdlite.compression import (
     DENSE,
     QSGD,
@@ -23,7 +24,6 @@ from hvdlite.compression import (
     check_op,
 )
 from hvdlite.errors import GradientError
-from hvdlite.reduction import Adasum, Average, Sum
 from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.simulation import Simulation, on_all_ranks

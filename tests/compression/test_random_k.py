@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import Compression, ErrorFeedback, RandomK, Reduction
 from hvdlite.errors import GradientError, MismatchError
-from hvdlite.reduction import Average, Sum
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import DTYPES, SHAPES, Buckets, check_result, joined
 from tests.references import dtype_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Sum
 from hvdlite.compression import ErrorFeedback, MajorityVote, Reduction, Sign, TwoBit
-from hvdlite.reduction import Sum
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 
 SHAPES = {"a": (3, 7), "b": (), "c": (0, 2), "d": (50,), "e": (1,)}

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import Bucket, Compression, Parameter, Reduction, Threshold
 from hvdlite.errors import GradientError
-from hvdlite.reduction import Average, Sum
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import DTYPES, SHAPES, Buckets, check_result, joined
 from tests.harness import ranks

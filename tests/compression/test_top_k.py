@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import DENSE, Compression, ErrorFeedback, Parameter, Reduction, TopK
 from hvdlite.errors import GradientError
-from hvdlite.reduction import Average, Sum
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import (
     DTYPES,

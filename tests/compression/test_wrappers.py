@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Adasum, Average
 from hvdlite.compression import (
     DENSE,
     ByParameter,
@@ -17,7 +18,6 @@ from hvdlite.compression import (
     WarmUp,
     check_op,
 )
-from hvdlite.reduction import Adasum, Average
 from tests.compression.ranks import Ranks, gradients_of
 
 FLOAT32 = np.dtype(np.float32)

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from hvdlite.cli import main as hvdlite
 from hvdlite.launch import options as launcher
+from hvdlite.tools.cli import main as hvdlite
 from tests.docs import pages
 
 _TARGETS = set(re.findall(r"^([\w-]+):", (pages.ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import hvdlite
-from hvdlite.cli import main, plots
+from hvdlite.tools.cli import main, plots
 from tests import api_table
 from tests.docs import pages
 

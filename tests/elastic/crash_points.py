@@ -16,14 +16,14 @@ from unittest import mock
 
 import numpy as np
 
-from hvdlite import recovery
+from hvdlite.base.settings import Settings
 from hvdlite.collectives.allreduce import describe_allreduce
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction, Strategy, TopK
+from hvdlite.elastic import recovery
 from hvdlite.engine import Engine
 from hvdlite.gradients import GradientExchange
-from hvdlite.settings import Settings
 from hvdlite.transport import liveness, mpi
-from hvdlite.world import World
+from hvdlite.world.world import World
 from tests import simulated_mpi
 from tests.simulated_mpi import Clock, Comm, Crash, Job, Process
 

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite import runtime, world
+from hvdlite.engine import runtime
+from hvdlite.world import world
 
 FOLDER = Path(sys.argv[1])
 PACE = float(os.environ.get("SOAK_PACE", "0.03"))

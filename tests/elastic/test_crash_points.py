@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite import recovery
+from hvdlite.elastic import recovery
 from tests.elastic import crash_points
 from tests.simulated_mpi import Comm, HangError
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from hvdlite.elastic.recovery import is_delivered
 from hvdlite.engine.lane import LaneState
 from hvdlite.recipe import Sharding
-from hvdlite.recovery import is_delivered
 from tests.campaigns import kill
 from tests.launch.launcher import hvdliterun, running, survivors
 

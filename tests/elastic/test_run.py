@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import runtime
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.elastic import HostUpdate, ObjectState
+from hvdlite.engine import runtime
 from hvdlite.errors import RankGoneError
 from tests.harness import ranks, run_script
 

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader
 
-from hvdlite import world
 from hvdlite.torch.elastic import ElasticSampler
+from hvdlite.world import world
 from tests.harness import run_script
 
 

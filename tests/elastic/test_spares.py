@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from hvdlite import spares
+from hvdlite.base.settings import Settings
+from hvdlite.elastic import spares
 from hvdlite.errors import SettingsError
-from hvdlite.settings import Settings
 from tests.launch.launcher import hvdliterun
 
 # In each step every rank adds 2^n, n being its process's number, so a sum tells who is in it.

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 
 import hvdlite as hvd
-from hvdlite import runtime
+from hvdlite.base.settings import Settings
 from hvdlite.compression import ErrorFeedback, Parameter, Reduction, TopK
+from hvdlite.engine import runtime
 from hvdlite.gradients import GradientExchange
-from hvdlite.settings import Settings
 
 FLOAT = np.dtype(np.float32)
 hvd.init()

@@ -16,11 +16,13 @@ from pathlib import Path
 import numpy as np
 
 import hvdlite as hvd
-from hvdlite import parts, runtime, virtual_ranks
 from hvdlite.compression import Compression, Parameter, Reduction
+from hvdlite.engine import runtime
 from hvdlite.errors import GradientError
-from hvdlite.gradients.virtual import VirtualExchange
-from hvdlite.gradients.virtual_state import VirtualState
+from hvdlite.virtual import ranks as virtual_ranks
+from hvdlite.virtual.gradients import VirtualExchange
+from hvdlite.virtual.state import VirtualState
+from hvdlite.world import parts
 
 COMPRESSIONS = {
     "topk": Compression.ErrorFeedback(Compression.TopK(0.1)),

@@ -13,13 +13,13 @@ from functools import partial
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Sum
+from hvdlite.base.settings import Settings
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.engine import Lane, calls
 from hvdlite.engine.calls import Calls
 from hvdlite.errors import MismatchError
-from hvdlite.reduction import Sum
-from hvdlite.settings import Settings
 from tests.simulation import Simulation, on_all_ranks
 
 LINE = r"test_calls\.py:\d+"

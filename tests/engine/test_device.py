@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Adasum, Average, Max, Sum
 from hvdlite.collectives.allgather import DeviceAllgather
 from hvdlite.collectives.allreduce import Allreduce, DeviceAllreduce
 from hvdlite.collectives.broadcast import DeviceBroadcast
@@ -12,7 +13,6 @@ from hvdlite.compression import Compression
 from hvdlite.engine import lane as lanes
 from hvdlite.engine.device import DeviceResult
 from hvdlite.errors import HorovodInternalError, MismatchError
-from hvdlite.reduction import Adasum, Average, Max, Sum
 from tests.references import check_reduction, dtype_of, samples
 from tests.simulation import on_all_ranks
 from tests.transport.gpu.fake_memory import DeviceRanks

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import runtime
+from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, Sum
+from hvdlite.base.settings import Settings
 from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
-from hvdlite.engine import Lane, Operation
+from hvdlite.engine import Lane, Operation, runtime
 from hvdlite.engine.fusion import fuse
 from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
-from hvdlite.reduction import Adasum, Average, Max, Min, Product, Sum
-from hvdlite.settings import Settings
 from tests.harness import ranks, run_script
 from tests.references import check_reduction, dtype_of, sample, samples
 from tests.simulation import Simulation, on_all_ranks

@@ -11,7 +11,8 @@ import weakref
 import numpy as np
 import pytest
 
-from hvdlite import status
+from hvdlite.base.reduction import Max, Sum
+from hvdlite.base.settings import Settings
 from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
@@ -19,8 +20,7 @@ from hvdlite.engine import Handle, Lane, Operation, rounds, stall
 from hvdlite.engine import lane as lane_module
 from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
-from hvdlite.reduction import Max, Sum
-from hvdlite.settings import Settings
+from hvdlite.observe import status
 from hvdlite.transport import Loopback
 from tests.simulation import Simulation, on_all_ranks
 

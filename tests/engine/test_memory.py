@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import world
+from hvdlite.base.reduction import Sum
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.engine import operation
 from hvdlite.engine.memory import Extent, MemoryInUse
 from hvdlite.engine.operation import Signature
 from hvdlite.engine.queue import Queue
-from hvdlite.reduction import Sum
+from hvdlite.world import world
 from tests.harness import ranks
 
 

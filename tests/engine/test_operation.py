@@ -5,13 +5,13 @@ import threading
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.collectives.objects import BroadcastBytes
 from hvdlite.engine import Handle
 from hvdlite.engine.operation import Barrier
-from hvdlite.reduction import Average, Sum
 
 
 def allreduce(name="a", shape=(2, 3), dtype="float32", op=Sum, prescale=1.0, postscale=1.0):

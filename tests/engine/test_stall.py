@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
+from hvdlite.base.settings import Settings
 from hvdlite.engine.agreement import LIKELY
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
-from hvdlite.settings import Settings
 
 
 def policy(**settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.reduction import Max, Min, Product, Scaling, Sum
+from hvdlite.base.reduction import Max, Min, Product, Scaling, Sum
 from tests.references import FLOATS, INTEGERS, dtype_of, samples
 from tests.transport.gpu.test_kernels import _reduce
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite import mpi
-from hvdlite.reduction import Scaling, Sum
+from hvdlite.base.reduction import Scaling, Sum
 from hvdlite.transport import MPITransport
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.registry import connect_device
+from hvdlite.world import mpi
 from tests.gpu.arrays import on_device
 from tests.harness import ranks
 from tests.simulation import on_all_ranks

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import rehearsal, runtime
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.collectives.allreduce import DeviceAllreduce
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import lane as lanes
+from hvdlite.engine import runtime
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.gradients import GradientExchange, ReplicaCheck, weight_label
 from hvdlite.gradients.device import DeviceGradientBucket
-from hvdlite.reduction import Average, Sum
+from hvdlite.tools import rehearsal
 from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
 from tests.simulation import on_all_ranks

@@ -5,12 +5,12 @@ import logging
 import numpy as np
 import pytest
 
+from hvdlite.base.settings import Settings
 from hvdlite.compression import Bucket, Compression, Parameter, Reduction
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import MismatchError
 from hvdlite.gradients import ReplicaCheck, metadata, replicas, state_label, weight_label
 from hvdlite.gradients.bucket import GradientBucket
-from hvdlite.settings import Settings
 from tests.simulation import Simulation, on_all_ranks
 
 

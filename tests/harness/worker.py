@@ -103,7 +103,7 @@ def _leave_process_sets() -> None:
     hvdlite: Any = sys.modules.get("hvdlite")
     if hvdlite is None or not hvdlite.is_initialized():
         return
-    if hvdlite.runtime.process_sets().added:
+    if hvdlite.engine.runtime.process_sets().added:
         hvdlite.shutdown()
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import hvdlite
-from hvdlite import collectives, runtime
+from hvdlite import collectives
+from hvdlite.engine import runtime
 from hvdlite.keras._optimizer import distributed_part
 
 

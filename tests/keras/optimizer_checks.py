@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
-from hvdlite import status
 from hvdlite.compression import ErrorFeedback
+from hvdlite.observe import status
 from tests.keras.measures import (
     check_copies,
     check_drift,

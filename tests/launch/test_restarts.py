@@ -150,7 +150,9 @@ def test_the_last_step_is_named_without_restarts_too():
 
 def test_a_rank_without_the_file_of_its_steps_trains(tmp_path):
     """The process around it may be in another container."""
-    code = "import hvdlite, hvdlite.status; hvdlite.init(); hvdlite.status.count_step(0)"
+    code = (
+        "from hvdlite import init; from hvdlite.observe import status; init(); status.count_step(0)"
+    )
     variables = {**os.environ, "HVDLITE_LAUNCHER_STEPS": str(tmp_path / "missing")}
     result = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launch import status
-from hvdlite.status import Pending
+from hvdlite.observe.status import Pending
 from tests.harness import mpirun
 from tests.launch.launcher import hvdliterun, running, survivors
 

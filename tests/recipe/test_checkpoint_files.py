@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite import files
+from hvdlite.base import files
 from hvdlite.errors import CheckpointError
 from hvdlite.recipe import Checkpoint, _safetensors
 from hvdlite.recipe._tree import unflatten

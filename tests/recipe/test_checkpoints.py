@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import files
+from hvdlite.base import files
 from hvdlite.recipe import _npz, checkpoint, shard
 from tests.harness import ranks
 from tests.recipe.trees import assert_same, everything, for_safetensors

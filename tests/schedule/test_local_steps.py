@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import status
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction, TopK
+from hvdlite.observe import status
 from hvdlite.schedule import LocalSteps, Schedule
 from tests.harness import ranks
 from tests.references import dtype_of

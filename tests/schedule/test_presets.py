@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 import hvdlite as hvd
+from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import DENSE, Compression, Conversion, ErrorFeedback, Reduction, WarmUp
-from hvdlite.reduction import Average, Sum
 from hvdlite.schedule import LocalSGD, PartialSync, Preset, check_exchange, singa
 
 

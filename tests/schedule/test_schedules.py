@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Adasum, Sum
 from hvdlite.compression import ByParameter, Compression, ErrorFeedback, Parameter, Reduction
-from hvdlite.reduction import Adasum, Sum
 from hvdlite.schedule import Schedule, check_schedule
 from hvdlite.schedule.schedules import partition
 

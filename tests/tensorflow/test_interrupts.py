@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-from hvdlite import world
+from hvdlite.world import world
 from tests.harness import ranks
 
 

@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-from hvdlite import rehearsal
 from hvdlite.errors import NotFiniteError
+from hvdlite.tools import rehearsal
 from tests.tensorflow.modes import close, each_mode, equal, in_mode
 
 SAMPLES = 24  # divisible by 1, 2 and 3 ranks

@@ -5,7 +5,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from hvdlite import parts, virtual_ranks
+from hvdlite.virtual import ranks as virtual_ranks
+from hvdlite.world import parts
 from tests.harness import ranks
 
 pytest.importorskip("tensorflow")

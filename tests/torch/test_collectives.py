@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdlite import mpi, runtime
+from hvdlite.engine import runtime
+from hvdlite.world import mpi
 from tests.harness import ranks
 
 pytest.importorskip("torch")

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from hvdlite import float16
+from hvdlite.base import float16
 from hvdlite.torch.tensors import convert
 
 KINDS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

@@ -13,9 +13,10 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite import runtime, world
 from hvdlite.compression import Compression, Strategy
+from hvdlite.engine import runtime
 from hvdlite.torch import device_memory, tensors
+from hvdlite.world import world
 from tests.simulation import on_all_ranks
 from tests.transport.gpu.fake_memory import DeviceRanks
 

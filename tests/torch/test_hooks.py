@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite import timeline
+from hvdlite.observe import timeline
 from hvdlite.torch.hooks import BucketHooks
 
 WIDTH = 3

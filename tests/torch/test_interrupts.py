@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite import world
+from hvdlite.world import world
 from tests.harness import ranks
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite import rehearsal
 from hvdlite.errors import NotFiniteError
+from hvdlite.tools import rehearsal
 
 ALL = ranks(1, 2, 3)
 

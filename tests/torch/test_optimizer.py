@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite import status
+from hvdlite.observe import status
 
 SAMPLES = 24  # divisible by 1, 2, 3 and 4 ranks
 

@@ -10,7 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from hvdlite import parts, rehearsal, virtual_ranks
+from hvdlite.tools import rehearsal
+from hvdlite.virtual import ranks as virtual_ranks
+from hvdlite.world import parts
 from tests.harness import ranks
 
 pytest.importorskip("torch")

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdlite.base.interrupts import Interrupted
+from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.errors import HorovodInternalError, RankGoneError
-from hvdlite.interrupts import Interrupted
-from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.transport import Transport
 from tests.references import INTEGERS, Digest, cases, check_reduction, dtype_of, sample, samples
 

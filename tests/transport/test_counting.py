@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import runtime
+from hvdlite.base.reduction import Max, Scaling, Sum
 from hvdlite.compression import DENSE, Parameter, Reduction
+from hvdlite.engine import runtime
 from hvdlite.gradients import GradientExchange
-from hvdlite.reduction import Max, Scaling, Sum
 from hvdlite.transport import Loopback, Transport
 from hvdlite.transport.counting import CountingTransport
 from tests.benchmarks import traffic

@@ -8,12 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
-from hvdlite import mpi
-from hvdlite.reduction import Max, Min, Product, Scaling, Sum
+from hvdlite.base.reduction import Max, Min, Product, Scaling, Sum
 from hvdlite.transport import connect
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.shared_memory import futex
-from hvdlite.world import World
+from hvdlite.world import mpi
+from hvdlite.world.world import World
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, samples
 from tests.transport import checks

@@ -7,11 +7,11 @@ import itertools
 import numpy as np
 import pytest
 
-from hvdlite import mpi
+from hvdlite.base.reduction import Scaling, Sum
 from hvdlite.errors import HorovodInternalError
-from hvdlite.reduction import Scaling, Sum
 from hvdlite.transport import MPITransport, NoRoomError
 from hvdlite.transport import mpi as mpi_transport
+from hvdlite.world import mpi
 from tests.harness import ranks
 from tests.transport import checks
 

@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hvdlite.reduction import Max, Min, Product, Scaling, Sum
+from hvdlite.base.reduction import Max, Min, Product, Scaling, Sum
 from hvdlite.transport.reduce import combine, reduce_into
 from tests.references import cases, check_reduction, dtype_of, samples
 

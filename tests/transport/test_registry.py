@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hvdlite import mpi
-from hvdlite.reduction import Scaling, Sum
+from hvdlite.base.reduction import Scaling, Sum
 from hvdlite.transport import Loopback, MPITransport, connect, registry
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.shared_memory import futex
 from hvdlite.transport.shared_memory.segment import Peer
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
-from hvdlite.world import World
+from hvdlite.world import mpi
+from hvdlite.world.world import World
 from tests.harness import ranks, run_script
 from tests.transport import checks
 from tests.transport.worlds import connected

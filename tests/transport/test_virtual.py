@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Average, Max, Scaling, Sum
 from hvdlite.errors import HorovodInternalError
-from hvdlite.reduction import Average, Max, Scaling, Sum
 from hvdlite.transport import Loopback
-from hvdlite.transport.virtual import VirtualRanks, add_up, largest_nodes
+from hvdlite.virtual.transport import VirtualRanks, add_up, largest_nodes
 from tests.simulation import Simulation, on_all_ranks
 from tests.transport import checks
 

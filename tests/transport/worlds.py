@@ -6,12 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from hvdlite import mpi
 from hvdlite.transport import Transport, connect
 from hvdlite.transport.shared_memory.barrier import Barrier
 from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
-from hvdlite.world import World
+from hvdlite.world import mpi
+from hvdlite.world.world import World
 
 
 @contextlib.contextmanager

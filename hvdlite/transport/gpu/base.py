@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.arrays import as_bytes
+from hvdlite.base.arrays import as_bytes
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
-from hvdlite.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
 from hvdlite.transport.gpu.cuda import Cuda, Event, stored_as
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.transport.gpu import kernels
 
 # Earlier ones have neither bfloat16 nor the average.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.base.reduction import ReduceOp, Scaling
 
 #: Functions that the loop's body may call.
 PREAMBLE = """

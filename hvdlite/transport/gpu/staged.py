@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.arrays import as_bytes
-from hvdlite.reduction import ReduceOp, Scaling
+from hvdlite.base.arrays import as_bytes
+from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import Transport
 from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.cuda import Cuda, Event

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite import timeline
-from hvdlite.arrays import slice_bounds
+from hvdlite.base.arrays import slice_bounds
+from hvdlite.observe import timeline
 from hvdlite.transport.reduce import Call, PreparedReduction
 from hvdlite.transport.shared_memory.barrier import COPIES, Barrier, Step
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite import arrays
+from hvdlite.base import arrays
 
 #: Identifies an arena to peers: the descriptor of its file, and the inode.
 Key = tuple[int, int]

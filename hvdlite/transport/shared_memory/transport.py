@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
+from hvdlite.base.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
 from hvdlite.transport.adasum import adasum
 from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport, common_prefix
 from hvdlite.transport.reduce import (
@@ -39,7 +39,7 @@ from hvdlite.transport.shared_memory.chunked import (
     slice_of,
 )
 from hvdlite.transport.shared_memory.segment import Arena
-from hvdlite.world import World
+from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
-from hvdlite import world
+from hvdlite.world import world
 from tests.campaigns.divergence import Parting
 
 KINDS = ("eager", "graph")

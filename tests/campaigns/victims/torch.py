@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite import parts
+from hvdlite.world import parts
 from tests.campaigns.divergence import Parting
 
 KINDS = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
+from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from tests.references import INTEGERS, Digest, cases, check_reduction, dtype_of, sample, samples
 from tests.transport.checks import agree
 

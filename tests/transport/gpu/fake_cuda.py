@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from hvdlite.reduction import UFUNCS, accumulator
+from hvdlite.base.reduction import UFUNCS, accumulator
 from hvdlite.transport.reduce import is_integer_mean
 from tests.references import integer_mean
 from tests.transport.gpu.fake_nccl import FakeCommunicator, FakeNcclError, group_end, group_start

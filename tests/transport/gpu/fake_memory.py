@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from hvdlite.base.settings import Settings
 from hvdlite.engine import Engine, Lane
 from hvdlite.engine.calls import Calls
 from hvdlite.engine.device import DeviceArray
-from hvdlite.settings import Settings
 from tests.simulation import Simulation
 from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 

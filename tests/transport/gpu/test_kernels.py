@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdlite.reduction import UFUNCS, Max, Min, Product, Scaling, Sum, accumulator
+from hvdlite.base.reduction import UFUNCS, Max, Min, Product, Scaling, Sum, accumulator
 from hvdlite.transport.gpu import kernels
 from hvdlite.transport.gpu.cuda import _stored_as
 from hvdlite.transport.reduce import is_integer_mean

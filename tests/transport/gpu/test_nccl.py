@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
+from hvdlite.base.reduction import Max, Scaling, Sum
 from hvdlite.errors import HorovodInternalError
-from hvdlite.reduction import Max, Scaling, Sum
 from hvdlite.transport.gpu.base import Work
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged

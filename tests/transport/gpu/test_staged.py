@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.reduction import Adasum, Scaling, Sum
+from hvdlite.base.reduction import Adasum, Scaling, Sum
 from hvdlite.transport.gpu.staged import HostStaged
 from tests.references import check_reduction, samples
 from tests.simulation import Simulation, on_all_ranks

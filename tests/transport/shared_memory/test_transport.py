@@ -9,14 +9,14 @@ import time
 import numpy as np
 import pytest
 
-from hvdlite import mpi
+from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.errors import RankGoneError
-from hvdlite.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
 from hvdlite.transport.shared_memory import barrier, futex
 from hvdlite.transport.shared_memory import transport as shared_memory
 from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, Barrier
 from hvdlite.transport.shared_memory.chunked import slice_of
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
+from hvdlite.world import mpi
 from tests.harness import ranks
 from tests.references import Digest, cases, check_reduction, dtype_of, sample, samples
 from tests.simulation import on_all_ranks

@@ -1,0 +1,1 @@
+"""What all rooms use: errors, settings, arrays, reductions. It knows nothing of ranks."""

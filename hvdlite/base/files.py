@@ -1,0 +1,215 @@
+"""Atomic replacement of files, safe against other readers and writers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from hvdlite.base import points
+
+_SECONDS_TO_LIVE = 24 * 3600
+
+
+@contextlib.contextmanager
+def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
+    """Write a file that replaces ``path`` when the ``with`` block has ended.
+
+    ``path`` is at every moment either the old or the new file; the old one where the block raises,
+    or the process ends. Several processes may do so at once: the last one to end wins. The new file
+    has the permissions of the old one.
+
+    Args:
+        path: The file, or a symbolic link to it, which remains. Missing parent folders are made.
+        keep: How many generations remain, the new one included; see `previous_generations`. Older
+            ones are removed when the new one is durable. 1: no generation is made or removed.
+
+    Raises:
+        OSError: The file cannot be written; the previous one is as it was.
+    """
+    path = _follow(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(path)
+    file, temporary = _open_temporary(path)
+    with file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if keep > 1:
+                _keep_generation(path)
+            if points.reach is not None:
+                points.reach("checkpoint", temporary)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+    _sync_folder(path.parent)
+    if keep > 1:
+        for generation in previous_generations(path)[keep - 1 :]:
+            generation.unlink(missing_ok=True)
+
+
+def previous_generations(path: Path) -> list[Path]:
+    """Return the files that ``path`` was before, newest first: ``PATH.generation-NUMBER``.
+
+    Those of a symbolic link lie beside the file that it leads to, and bear its name.
+    """
+    path = _follow(path)
+    name = re.compile(rf"{re.escape(path.name)}\.generation-[0-9]+")
+    return sorted(_matching(path.parent, name), key=_generation_number, reverse=True)
+
+
+def _follow(path: Path) -> Path:
+    """Return the file that a symbolic link leads to, also if there is none yet."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def _copy_permissions(path: Path, descriptor: int | Path) -> None:
+    with contextlib.suppress(OSError):  # there is no such file yet, or no permissions are kept here
+        os.chmod(descriptor, stat.S_IMODE(path.stat().st_mode))
+
+
+def _generation_number(generation: Path) -> int:
+    return int(generation.name.rpartition("-")[2])
+
+
+def _keep_generation(path: Path) -> None:
+    """Give the current file a second name, under which it outlives its replacement."""
+    if not path.exists():
+        return
+    previous = previous_generations(path)
+    if previous and _is_same(previous[0], path):
+        return  # a writer was killed before it replaced the file
+    newest = _generation_number(previous[0]) if previous else 0
+    for number in itertools.count(newest + 1):
+        generation = path.with_name(f"{path.name}.generation-{number}")
+        try:
+            _link(path, generation)
+        except FileExistsError:  # another writer has taken the number
+            if _is_same(generation, path):
+                return
+        else:
+            return
+
+
+def _is_same(generation: Path, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # another writer may remove it
+        return generation.samefile(path)
+    return False
+
+
+def _link(path: Path, name: Path) -> None:
+    """Give a file a second name, or a copy where the file system has no hard links.
+
+    Raises:
+        FileExistsError: The name is taken.
+    """
+    try:
+        os.link(path, name)
+    except FileExistsError:
+        raise
+    except OSError:
+        name.touch(exist_ok=False)
+        copy, temporary = _open_temporary(path)
+        try:
+            with copy, open(path, "rb") as file:
+                shutil.copyfileobj(file, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+                os.replace(temporary, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                name.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def replacing_by_name(path: Path) -> Iterator[Path]:
+    """Replace a file as `replacing` does, for a library that opens files itself, by their suffix.
+
+    It gets the name of a temporary file; if it writes none, nothing is replaced. Files of dead
+    writers are removed after a day, since nothing tells sooner that they are dead.
+    """
+    path = _follow(path)
+    suffix = "".join(path.suffixes[-2:])
+    stem = f".{path.name.removesuffix(suffix)}."
+    left = re.compile(rf"{re.escape(stem)}[0-9a-f]{{16}}\.tmp{re.escape(suffix)}")
+    for entry in _matching(path.parent, left):
+        with contextlib.suppress(OSError):
+            if time.time() - entry.stat().st_mtime > _SECONDS_TO_LIVE:
+                entry.unlink()
+    temporary = path.with_name(f"{stem}{secrets.token_hex(8)}.tmp{suffix}")
+    try:
+        yield temporary
+        if temporary.exists():
+            _copy_permissions(path, temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            if points.reach is not None:
+                points.reach("checkpoint", temporary)
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _open_temporary(path: Path) -> tuple[IO[bytes], Path]:
+    """Create a temporary file of this writer beside ``path``, locked for as long as it is open.
+
+    Another job may write to the same path: one that a scheduler has started again, while the one
+    before still ends.
+    """
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        file = open(temporary, "xb")  # noqa: SIM115 - closed by the caller
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            _copy_permissions(path, file.fileno())
+            return file, temporary
+        # Another writer has taken the file for a stale one, before it was locked.
+        file.close()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the temporary files of writers that have died: nobody holds their locks."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp")
+    for entry in _matching(path.parent, name):
+        # Another writer may have removed or locked it, or locks may be unknown here.
+        with contextlib.suppress(OSError), open(entry, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            entry.unlink()
+
+
+def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    with contextlib.suppress(OSError):  # this user may write there, and not look
+        return [entry for entry in folder.iterdir() if name.fullmatch(entry.name)]
+    return []
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renaming last through a loss of power."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        return  # this user may write there, and not look
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such thing on some mounts
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,312 @@
+"""Process sets: groups of ranks that exchange among themselves."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdlite.base.interrupts import deferred, leave
+from hvdlite.elastic.recovery import Recovery
+from hvdlite.engine import Engine, Lane
+from hvdlite.engine.agreement import ranks_text
+from hvdlite.engine.operation import Barrier, Gather, Signature
+from hvdlite.observe.status import Pending
+from hvdlite.world import world
+from hvdlite.world.world import World
+
+
+class ProcessSet:
+    """A subset of the ranks, for collectives in which only these take part.
+
+    It can be used once it has been registered, by ``init(process_sets=[...])`` or
+    `add_process_set`, which all ranks call with the same sets, members or not.
+
+    Args:
+        ranks_or_comm: The ranks, in any order, or an mpi4py communicator of them.
+
+    Attributes:
+        process_set_id: A number, the same on all ranks; None: it is not registered.
+        ranks: The ranks in ascending order; None for a communicator's set that is not registered.
+
+    Raises:
+        ValueError: A rank is no integer.
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        self._comm = None
+        if hasattr(ranks_or_comm, "Get_group"):
+            self._comm, self.ranks = ranks_or_comm, None
+        else:
+            self.ranks = _sorted(ranks_or_comm)
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None: the set is not registered."""
+        return None if self.process_set_id is None else len(self.ranks or ())
+
+    def rank(self) -> int | None:
+        """Return this process's rank within the set; None: the set is not registered.
+
+        Raises:
+            ValueError: this process is no member.
+        """
+        if self.process_set_id is None:
+            return None
+        if not self.included():
+            raise ValueError(f"rank {world.rank()} is not in {self!r}")
+        return (self.ranks or []).index(world.rank())
+
+    def included(self) -> bool | None:
+        """Return whether this process is a member; None: the set is not registered."""
+        return None if self.process_set_id is None else world.rank() in (self.ranks or ())
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def resolve(self, whole: World) -> list[int]:
+        """Return the ranks in a world.
+
+        Raises:
+            ValueError: there are none, one is named twice or does not exist.
+        """
+        ranks = self.ranks
+        if self._comm is not None:
+            group = self._comm.Get_group()
+            positions = range(group.size)
+            ranks = sorted(group.Translate_ranks(list(positions), whole.group))
+        ranks = ranks or []
+        size = len(whole.ranks)  # its communicator may have been replaced
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
+            raise ValueError(
+                f"a process set must name each of its ranks once, out of 0 to {size - 1}; "
+                f"found {ranks}"
+            )
+        return ranks
+
+
+def _sorted(ranks: Sequence[int]) -> list[int]:
+    try:
+        return sorted(map(operator.index, ranks))
+    except TypeError:
+        raise ValueError(
+            f"a process set needs a list of integers, the numbers of its ranks; found {ranks!r}"
+        ) from None
+
+
+#: All ranks.
+global_process_set = ProcessSet([])
+
+
+class ProcessSets:
+    """The process sets of a world, and the engines of those that this rank is in.
+
+    Args:
+        MPI: the module ``mpi4py.MPI``.
+        whole: all ranks.
+        engine: of all ranks.
+        recovery: lets them go on when a rank has died; None: they do not.
+    """
+
+    def __init__(
+        self,
+        MPI: Any,  # noqa: N803
+        whole: World,
+        engine: Engine,
+        recovery: Recovery | None = None,
+    ) -> None:
+        self._mpi = MPI
+        self._recovery = recovery
+        if recovery is not None:
+            recovery.add(engine)
+        self._whole = whole
+        if recovery is not None:
+            _ = whole.group  # read while there is a communicator
+        self._global = engine
+        self._sets: dict[int, ProcessSet] = {}
+        self._engines: dict[int, Engine] = {}
+        self._next = 1
+        self._enter(global_process_set, 0, list(whole.ranks), engine)
+
+    def engine(self, process_set: ProcessSet) -> Engine:
+        """Return the engine of a process set.
+
+        Raises:
+            ValueError: it is not registered, or this rank is not in it.
+        """
+        number = getattr(process_set, "process_set_id", None)
+        if number is None or self._sets.get(number) is not process_set:
+            raise ValueError(
+                f"rank {world.rank()}: {process_set!r} is not a registered process set; pass it to "
+                "hvd.init(process_sets=[...]) or hvd.add_process_set() on all ranks"
+            )
+        found = self._engines.get(number)
+        if found is None:
+            raise ValueError(
+                f"rank {world.rank()} is not in {process_set!r}; call its collectives on "
+                f"{ranks_text(process_set.ranks or [])} only"
+            )
+        return found
+
+    def pending(self) -> list[Pending]:
+        """Return the operations of all process sets that have not ended."""
+        engines = list(self._engines.values())
+        return [each for engine in engines for each in engine.pending()]
+
+    @property
+    def added(self) -> list[ProcessSet]:
+        """The registered process sets but that of all ranks, oldest first."""
+        return [process_set for number, process_set in sorted(self._sets.items()) if number]
+
+    def find(self, process_set_id: int) -> ProcessSet:
+        """Return the process set of a number.
+
+        Raises:
+            ValueError: There is none.
+        """
+        try:
+            return self._sets[process_set_id]
+        except KeyError:
+            raise ValueError(
+                f"rank {world.rank()}: there is no process set with the id {process_set_id}"
+            ) from None
+
+    def add(self, process_set: ProcessSet, of: World | None = None) -> None:
+        """Do `hvdlite.add_process_set`.
+
+        Args:
+            process_set: The process set.
+            of: The world that its ranks are numbered in, of which some may have died since; None:
+                the current one.
+        """
+        before = of or self._whole
+        ranks = process_set.resolve(before)
+        if process_set.process_set_id is not None:
+            raise ValueError(f"{process_set!r} is registered already")
+        for other in self._sets.values():
+            if other.ranks == self._whole.renumbered(ranks, before):
+                raise ValueError(f"{other!r} has the same ranks; use that one")
+        self._agree("add_process_set", ("the ranks of the process set", ranks))
+        whole = self._whole
+        ranks = whole.renumbered(ranks, before)  # if a rank has died meanwhile
+        number, self._next = self._next, self._next + 1
+
+        def make(part: World) -> Engine:
+            suffix = f" of process set {number}"
+            return Engine(self._mpi, part, self._global.settings, suffix, self._recovery)
+
+        def enter(ranks: list[int], engine: Engine | None) -> None:
+            self._enter(process_set, number, ranks, engine)
+
+        if self._recovery is not None and not self._is_on_device():
+            try:
+                self._recovery.form_part(f"process set {number}", ranks, whole, make, enter)
+            finally:
+                if deferred:
+                    leave()
+            return
+        engine = make(whole.subset(ranks)) if whole.comm.rank in ranks else None
+        if engine is not None and self._recovery is not None:
+            self._recovery.add(engine)
+        enter(ranks, engine)
+
+    def _is_on_device(self) -> bool:
+        """Return whether arrays on a GPU keep any rank from going on if one dies; collective."""
+        is_here = any(lane.is_on_device for each in self._engines.values() for lane in each.lanes)
+        name = self._global.unnamed("add_process_set")
+        signature = Signature((("the operation", "add_process_set, on a device or not"),))
+        return b"1" in self._global.named.run(Gather(name, signature, b"1" if is_here else b"0"))
+
+    def remove(self, process_set: ProcessSet) -> bool:
+        """Do `hvdlite.remove_process_set`."""
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(
+                f"process_set={process_set!r} is of type {type(process_set).__name__}; expected "
+                "what hvd.add_process_set() has returned"
+            )
+        number = process_set.process_set_id
+        if not number or self._sets.get(number) is not process_set:
+            return False
+        self._agree("remove_process_set", ("the id of the process set", number))
+        engine = self._engines.get(number)
+        if engine is not None:
+            is_closed = engine.close()
+            if self._recovery is not None:  # before its communicators are free
+                self._recovery.remove(engine)
+            if is_closed:
+                engine.world.free()
+        self._leave(number)
+        return True
+
+    def renumber(self, whole: World, new_ranks: Mapping[int, int]) -> None:
+        """Go on without ranks that have died.
+
+        Args:
+            whole: the ranks that are left.
+            new_ranks: the new number of each of them, by the old one.
+        """
+        self._whole = whole
+        _ = whole.group  # read while there is a communicator
+        for process_set in self._sets.values():
+            ranks = process_set.ranks or []
+            process_set.ranks = [new_ranks[rank] for rank in ranks if rank in new_ranks]
+
+    def begin_close(self) -> None:
+        """Make all engines refuse new operations: others may wait for this rank in any."""
+        for engine in self._engines.values():
+            engine.begin_close()
+
+    def close(self) -> bool:
+        """Close all engines, in the time that the settings allow, and unregister the sets.
+
+        If a signal handler raises, call it again.
+
+        Returns:
+            Whether all ranks have closed them.
+        """
+        deadline = time.monotonic() + self._global.settings.shutdown_timeout_seconds
+        self.begin_close()
+        for number in sorted(self._engines, reverse=True):
+            engine = self._engines[number]
+            if engine.close(max(deadline - time.monotonic(), 0.0)):
+                del self._engines[number]
+                engine.world.free()
+        closed = not self._engines
+        if closed and self._recovery is not None:
+            self._recovery.close()
+            self._recovery = None
+        for number in list(self._sets):
+            self._leave(number)
+        return closed
+
+    def _agree(self, what: str, entry: tuple[str, Any]) -> None:
+        name = self._global.unnamed(what)
+        self._global.named.run(Barrier(name, [("what it is called for", what), entry]))
+
+    def _enter(
+        self, process_set: ProcessSet, number: int, ranks: list[int], engine: Engine | None
+    ) -> None:
+        process_set.process_set_id, process_set.ranks = number, ranks
+        self._sets[number] = process_set
+        if engine is not None:
+            self._engines[number] = engine
+            for lane in engine.lanes:
+                lane.all_lanes = self._lanes
+
+    def _lanes(self) -> list[Lane]:
+        return [lane for engine in list(self._engines.values()) for lane in engine.lanes]
+
+    def _leave(self, number: int) -> None:
+        self._sets.pop(number).process_set_id = None
+        self._engines.pop(number, None)
+
+
+def is_outside(process_set: Any) -> bool:
+    """Return whether a process set is registered, and this rank is not in it.
+
+    Gradients that are for such a set stay this rank's own, as in Horovod.
+    """
+    return isinstance(process_set, ProcessSet) and process_set.included() is False

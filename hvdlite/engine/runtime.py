@@ -1,0 +1,365 @@
+"""Start and end of hvdlite in a process."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import multiprocessing.process
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdlite.base import interrupts, points, settings
+from hvdlite.base.arguments import check_count
+from hvdlite.engine import Engine, bootstrap
+from hvdlite.engine.process_sets import ProcessSet, ProcessSets, global_process_set
+from hvdlite.errors import HorovodInternalError, NotInitializedError
+from hvdlite.observe import failures, status, timeline
+from hvdlite.observe.trace_file import Run
+from hvdlite.tools import rehearsal
+from hvdlite.virtual import ranks as virtual
+from hvdlite.world import launchers, mpi, world
+
+_log = logging.getLogger("hvdlite")
+
+_engine: Engine | None = None
+_sets: ProcessSets | None = None
+_ending: tuple[ProcessSets, int, float] | None = None  # a shutdown that has not come to its end
+_hooked = False
+_run = Run("", 0)
+# Rank and size in a world that failed and has no successor.
+_lost: tuple[int, int] | None = None
+
+
+def engine(process_set: ProcessSet | None = None) -> Engine:
+    """Return the engine of this process.
+
+    Args:
+        process_set: The process set of the engine; None: that of all ranks.
+
+    Raises:
+        NotInitializedError: before ``init()`` and after ``shutdown()``.
+        HorovodInternalError: a rank has started this process.
+        ValueError: the process set is not registered, or this rank is not in it.
+    """
+    if _engine is None or world.is_child:
+        raise _unavailable()
+    if process_set is None or process_set is global_process_set:
+        return _engine
+    return process_sets().engine(process_set)
+
+
+def process_sets() -> ProcessSets:
+    """Return the process sets of this process; raises as `engine`."""
+    if _sets is None or world.is_child:
+        raise _unavailable()
+    return _sets
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set; all ranks call it, members or not, with the same ranks.
+
+    Args:
+        process_set: A process set or its ranks, in any order.
+
+    Returns:
+        The process set, which collectives take from now on.
+
+    Raises:
+        ValueError: it is registered, another set has the same ranks, it is empty, or it
+            names something that is not an existing rank.
+        HorovodInternalError: The ranks disagree, or communication failed.
+    """
+    added = _as_process_set(process_set)
+    process_sets().add(added)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Unregister a process set, whose collectives have all ended; all ranks call it.
+
+    Returns:
+        Whether it was registered. That of all ranks cannot be removed.
+
+    Raises:
+        HorovodInternalError: The ranks disagree, or communication failed.
+    """
+    return process_sets().remove(process_set)
+
+
+def init(
+    comm: Any | Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    virtual_ranks: int | None = None,
+) -> None:
+    """Start hvdlite: all ranks call it, before anything else; a second call does nothing.
+
+    After it, an exception that ends the program on one rank ends it on all, with the
+    traceback and the rank on standard error.
+
+    In a worker that `multiprocessing` has started on a rank, by any method, `rank`, `size` and the
+    like return that rank's values, and calls that communicate raise an error.
+
+    Args:
+        comm: The ranks that take part: None (all), a list of ranks of ``COMM_WORLD``, or
+            an mpi4py communicator, which is duplicated.
+        process_sets: Process sets to register at once, the same on all ranks; ``"dynamic"``,
+            which Horovod needs for `add_process_set`, is accepted without effect.
+        virtual_ranks: The number of parts that every global batch is cut into, however many
+            processes there are, so that the weights are the same bits for any number of them, and
+            whoever dies; at least as many as processes, the same on all ranks. 0: one for each
+            rank; None: as ``HVDLITE_VIRTUAL_RANKS`` says.
+
+    Raises:
+        ImportError: mpi4py or an MPI library is missing.
+        LauncherError: A launcher other than MPI has started several processes; not where
+            ``comm`` is given. Or a rank has started this process, which is no worker of
+            `multiprocessing`. With HVDLITE_CHECK_LAUNCHER=0 it is a job of one rank instead.
+        SettingsError: an environment variable cannot be read.
+        OSError: the file that HVDLITE_TIMELINE names cannot be written.
+        ValueError, TypeError: ``comm`` or ``process_sets`` is none of the above.
+    """
+    if _engine is not None:
+        return
+    if _ending is not None:
+        shutdown()
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ValueError(
+            f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
+        )
+    given = () if isinstance(process_sets, str) else process_sets or ()
+    _start(comm, [_as_process_set(each) for each in given], virtual_ranks)
+
+
+def init_anew(
+    process_sets: Sequence[ProcessSet], virtual_ranks: int | None, rank: int, report: Any
+) -> list[Any]:
+    """Start hvdlite again, with the ranks of the pool that live, and with spares; collective.
+
+    Args:
+        process_sets: Those that were registered.
+        virtual_ranks: As for `init`.
+        rank: This rank's number before, which the process sets name.
+        report: For the other ranks; None: this rank has been a spare, and has no state yet.
+
+    Returns:
+        The reports of all ranks, by rank; None for those that were spares.
+    """
+    sets = [each.ranks for each in process_sets]
+    brought = None if report is None else bootstrap.Brought(report, rank, sets)
+    return _start(bootstrap.form_anew(brought), process_sets, virtual_ranks, brought)
+
+
+def _start(
+    comm: Any | Sequence[int] | None,
+    wanted: Sequence[ProcessSet],
+    virtual_ranks: int | None,
+    brought: bootstrap.Brought | None = None,
+) -> list[Any]:
+    global _engine, _hooked, _run, _sets, _lost
+    values = settings.read()
+    if virtual_ranks is not None:
+        check_count("virtual_ranks", virtual_ranks, 0)
+        values = dataclasses.replace(values, virtual_ranks=int(virtual_ranks))
+    parent = launchers.find_parent()
+    if parent is not None and _is_worker():
+        world.enter_of_parent(parent.place)
+        virtual.configure(values.virtual_ranks, 0)
+        return []
+    failures.install(_job_rank)
+    if parent is not None:
+        launchers.part_from(parent, values.check_launcher)
+    MPI = mpi.load()  # noqa: N806 - the name that everybody knows it by
+    if comm is None and values.check_launcher:
+        launchers.check(MPI.COMM_WORLD.size)
+    level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(values.log_level, values.log_level.upper())
+    _log.setLevel(level)
+    is_first = not _hooked
+    if values.elastic or values.spares:
+        status.install(_pending)
+        comm = entered = bootstrap.enter_pool(MPI, comm, values)
+        brought = brought or bootstrap.first_message(entered.rank, [each.ranks for each in wanted])
+    whole, recovery, _engine, _run, step = bootstrap.form(MPI, comm, values, brought, _enter)
+    interrupts.install()
+    status.install(_pending)
+    _lost = None
+    _note_leaving(False)
+    _keep_files_together()
+    world.enter(whole)
+    virtual.configure(values.virtual_ranks, step)
+    _sets = ProcessSets(MPI, whole, _engine, recovery)
+    if not _hooked:
+        _hooked = True
+        atexit.register(leave_world)  # at the end of a program that has done what it should
+        for line in settings.ignored() if whole.comm.rank == 0 else ():
+            _log.warning("%s", line)
+    told = bootstrap.take_messages()
+    try:
+        for each in bootstrap.with_ranks(wanted, told):
+            _sets.add(each, of=whole)
+        if values.timeline:
+            start_timeline(values.timeline, values.timeline_mark_cycles)
+        if is_first:
+            pool = bootstrap.pool()
+            place = pool.place if pool else (whole.comm.rank, whole.comm.size)
+            rehearsal.plant(os.environ, *place)
+        if points.reach is not None:
+            points.reach("start")
+    except (ValueError, OSError, HorovodInternalError):
+        shutdown()
+        raise
+    bootstrap.refuse_early(_engine)
+    return [message and message.report for message in told]
+
+
+def _enter(whole: world.World, new_ranks: Mapping[int, int]) -> None:
+    """Go on in a world of fewer ranks, with new numbers."""
+    if _ending is None:  # else `shutdown` waits for ranks that die meanwhile
+        world.enter(whole)
+    if _sets is not None:
+        _sets.renumber(whole, new_ranks)
+
+
+def _as_process_set(given: ProcessSet | Sequence[int]) -> ProcessSet:
+    return given if isinstance(given, ProcessSet) else ProcessSet(given)
+
+
+def shutdown() -> None:
+    """End hvdlite: collective, bounded in time, and run at exit if nobody calls it.
+
+    Operations that other ranks still wait for raise there. ``init()`` works again
+    afterwards. It does nothing before ``init()``. If an exception from a signal handler ends
+    it, another call (at the latest that at exit) continues it.
+    """
+    if leave_world():
+        # A failure from now on ends the job: the others may have come to their end, too.
+        status.note_start(False)
+
+
+def leave_world() -> bool:
+    """Do what `shutdown` does, before another world is formed; return whether all ranks have."""
+    global _engine, _sets, _ending
+    # A child of a rank (a data loader's worker) has no lanes and must not end its parent's.
+    if world.is_child:
+        return False
+    if _engine is not None and _sets is not None:
+        _note_leaving(True)
+        _ending = _sets, world.rank(), _engine.settings.shutdown_timeout_seconds
+        _engine = _sets = None
+        world.enter(None)
+    if _ending is None:
+        return False
+    ending, rank, limit = _ending
+    start = time.monotonic()
+    ended = ending.close()
+    _ending = None
+    interrupts.uninstall()
+    status.install(_pending)
+    if not ended and time.monotonic() - start >= limit:
+        _log.warning(
+            "rank %d: left without the others, which did not call shutdown() within %.0f s",
+            rank,
+            limit,
+        )
+    # Otherwise communication failed earlier, and its waiters have got the error.
+    timeline.stop()
+    return ended
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Start to record what the ranks do and when, for Perfetto or chrome://tracing.
+
+    All ranks call it. Those that share a file system write one file together, and replace
+    what it held; `hvdlite.observe.timeline` explains the events. The same as the environment
+    variable ``HVDLITE_TIMELINE`` from `init` on.
+
+    Args:
+        file_path: of the file, ``trace.json`` for example; its folder exists.
+        mark_cycles: whether to mark where each round of communication begins.
+
+    Raises:
+        NotInitializedError: before ``init()``.
+        ValueError: a timeline is being recorded already.
+        OSError: the file cannot be written.
+    """
+    global _run
+    engine()  # raises where there is none
+    # Counted before anything can be refused, so that the ranks stay in step.
+    _run = _run._replace(start=_run.start + 1)
+    timeline.start(file_path, world.rank(), _run, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write the recorded events and stop recording; ``shutdown()`` does it, too."""
+    timeline.stop()
+
+
+def note_lost_world(rank: int, size: int) -> None:
+    """Let an exception that ends this rank end the job even after its world has failed.
+
+    Does nothing where there is one.
+
+    Args:
+        rank: this rank's, in the world that there was.
+        size: of that world.
+    """
+    global _lost
+    if not world.is_initialized():
+        _lost = (rank, size)
+
+
+def _unavailable() -> Exception:
+    if not world.is_initialized():
+        return NotInitializedError()
+    return world.child_error()
+
+
+def _note_leaving(leaving: bool) -> None:
+    """Note it for hvdliterun, which then names this rank if it ends with an error.
+
+    The others, which may fail because of it, end sooner than a rank that calls ``sys.exit(3)``.
+    """
+    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER")
+    if not folder:
+        return
+    with contextlib.suppress(OSError):
+        for note in Path(folder).glob("leaving.*"):
+            note.unlink()
+        if leaving:
+            Path(folder, f"leaving.{time.monotonic_ns()}").touch()
+
+
+def _keep_files_together() -> None:
+    """Have multiprocessing keep its files in hvdliterun's folder, which goes with the job.
+
+    A rank that is killed, or ends with a traceback, removes none of them, nor do its data loaders.
+    """
+    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER", "")
+    config = getattr(multiprocessing.process.current_process(), "_config", None)
+    # Sockets lie in it, whose paths have 107 bytes at most.
+    if config is not None and len(os.fsencode(folder)) < 80 and os.path.isdir(folder):
+        config.setdefault("tempdir", folder)
+
+
+def _pending() -> tuple[int, list[status.Pending]] | None:
+    """Return this rank and its pending operations, for a report on what it does."""
+    return None if _sets is None else (world.rank(), _sets.pending())
+
+
+def _is_worker() -> bool:
+    """Return whether `multiprocessing` has started this process, or is about to."""
+    is_loading = getattr(multiprocessing.process.current_process(), "_inheriting", False)
+    return is_loading or multiprocessing.process.parent_process() is not None
+
+
+def _job_rank() -> failures.JobRank | None:
+    """Return the rank whose exceptions end the job; None in a child of one, or on a rank alone."""
+    if world.is_child:
+        return None
+    rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
+    is_elastic = _engine is not None and _engine.recovery is not None
+    return failures.JobRank(rank, size, _run.job, is_elastic) if size > 1 else None

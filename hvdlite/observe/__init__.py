@@ -1,0 +1,1 @@
+"""What a rank tells of itself: its timeline, its status, its failures."""

@@ -1,0 +1,215 @@
+"""Ranks of the allreduce benchmark."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+import hvdlite as hvd
+from hvdlite.compression import Compression, Parameter, Reduction
+from hvdlite.engine import runtime
+from hvdlite.gradients import GradientExchange
+from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench.job import naming, say
+from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench.report import count_text, size_text
+
+Array = np.ndarray[Any, Any]
+Call = Callable[[], object]
+
+_DTYPE = np.dtype(np.float32)
+_ALIGNMENT = 64
+_SMALL, _CALLS_IF_SMALL = 2**20, 20
+_BURST_TENSORS, _BURST_BYTES = 400, 16 * 1024
+
+
+class Library(Protocol):
+    """A library that sums arrays over all ranks, in place."""
+
+    def one(self, array: Array, name: str) -> Call:
+        """Return the call that sums an array."""
+
+    def many(self, arrays: Sequence[Array], name: str) -> Call:
+        """Return the call that starts the sums of all these arrays, and then waits for them."""
+
+
+def measure(
+    comm: MPI.Comm,
+    framework: str,
+    contenders: Sequence[str],
+    sizes: Sequence[int],
+    burst: bool,
+    limit: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Time sums of float32 in place; collective.
+
+    Args:
+        comm: all ranks.
+        framework: ``torch`` or ``numpy``: whose interface of hvdlite is called.
+        contenders: names, as in `hvdlite.tools.bench.contenders`.
+        sizes: bytes of the arrays.
+        burst: whether to time many small ones at once, too.
+        limit: arguments of `Limit`.
+
+    Returns:
+        A record for each size, and one for the burst.
+    """
+    cases = [(nbytes, 1) for nbytes in sizes]
+    if burst:
+        cases.append((_BURST_BYTES, _BURST_TENSORS))
+    hvd.init(comm)
+    with _libraries(comm, framework, contenders) as libraries:
+        records = [
+            _measure(comm, contenders, libraries, nbytes, tensors, Limit(**limit))
+            for nbytes, tensors in cases
+        ]
+    hvd.shutdown()
+    return records
+
+
+def _measure(
+    comm: MPI.Comm,
+    names: Sequence[str],
+    libraries: Mapping[str, Library],
+    nbytes: int,
+    tensors: int,
+    limit: Limit,
+) -> dict[str, Any]:
+    case = f"{tensors} x {size_text(nbytes)}" if tensors > 1 else size_text(nbytes)
+    say(comm, f"{case} on {count_text(comm.size, 'rank')}")
+    arrays = [_empty(nbytes) for _ in range(tensors)]
+    contenders = []
+    for name in names:
+        if name == "bucket":
+            contenders += [_bucket(nbytes)] if tensors == 1 else []
+        elif name == "memcpy":
+            contenders.append(Contender(name, _copying(arrays), arrays))
+        else:
+            library = libraries[name]
+            call = (
+                library.one(arrays[0], f"bench.{nbytes}")
+                if tensors == 1
+                else library.many(arrays, "bench.burst")
+            )
+            contenders.append(Contender(name, call, arrays, lambda: arrays))
+    for contender in contenders:
+        with naming(contender.name):
+            _check(comm, contender)
+    calls = _CALLS_IF_SMALL if tensors == 1 and nbytes <= _SMALL else 1
+    times = interleave(Ranks(comm), contenders, limit, calls)
+    return {
+        "case": "allreduce" if tensors == 1 else "burst",
+        "ranks": comm.size,
+        "bytes": nbytes,
+        "tensors": tensors,
+        "dtype": _DTYPE.name,
+        "calls_in_a_row": calls,
+        **statistics.compare(times),
+    }
+
+
+def _check(comm: MPI.Comm, contender: Contender) -> None:
+    """Warm a contender up and check that it sums."""
+    expected = comm.size * (comm.size + 1) / 2
+    for _ in range(2):
+        contender.prepare(comm.rank + 1)
+        Ranks(comm).meet()
+        contender.call()
+        for output in contender.outputs():
+            if not (output == expected).all():
+                raise RuntimeError(
+                    f"a sum of {output.nbytes} bytes has {output[output != expected][0]}, "
+                    f"expected {expected}; its time would mean nothing"
+                )
+
+
+def _empty(nbytes: int) -> Array:
+    """Return an array that begins a cache line, as frameworks' memory does."""
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(_DTYPE)
+
+
+# The contenders
+
+
+@contextmanager
+def _libraries(
+    comm: MPI.Comm, framework: str, names: Sequence[str]
+) -> Iterator[dict[str, Library]]:
+    """Provide the libraries that sum, by contender."""
+    own: dict[str, Library] = {"hvdlite": _Hvdlite(), "mpi": _PlainMPI(comm)}
+    if framework == "numpy":
+        yield own
+        return
+    adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
+    with adapter.libraries(comm, names) as others:
+        yield {**own, **others}
+
+
+class _Hvdlite:
+    """hvdlite's interface for numpy."""
+
+    def one(self, array: Array, name: str) -> Call:
+        return lambda: hvd.allreduce(array, name=name, op=hvd.Sum, out=array)
+
+    def many(self, arrays: Sequence[Array], name: str) -> Call:
+        names = [f"{name}.{number}" for number in range(len(arrays))]
+
+        def call() -> None:
+            handles = [
+                hvd.allreduce_async(array, name=each, op=hvd.Sum, out=array)
+                for array, each in zip(arrays, names, strict=True)
+            ]
+            for handle in handles:
+                handle.wait()
+
+        return call
+
+
+class _PlainMPI:
+    """MPI by mpi4py."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self._comm = comm
+
+    def one(self, array: Array, name: str) -> Call:
+        return lambda: self._comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
+
+    def many(self, arrays: Sequence[Array], name: str) -> Call:
+        def call() -> None:
+            MPI.Request.Waitall(
+                [self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM) for array in arrays]
+            )
+
+        return call
+
+
+def _bucket(nbytes: int) -> Contender:
+    """Return the contender whose gradient is in its bucket already."""
+    parameter = Parameter("gradient", (nbytes // _DTYPE.itemsize,), _DTYPE)
+    exchange = GradientExchange(
+        runtime.engine(), f"bench {nbytes}", [parameter], Compression.none, Reduction(hvd.Sum)
+    )
+
+    def call() -> None:
+        exchange.mark(0)
+        exchange.finish()
+
+    slot, result = exchange.buckets.slot(0), exchange.buckets.result_slot
+    return Contender("bucket", call, [slot], lambda: [result(0)])
+
+
+def _copying(arrays: Sequence[Array]) -> Call:
+    targets = [np.empty_like(array) for array in arrays]
+
+    def call() -> None:
+        for target, array in zip(targets, arrays, strict=True):
+            np.copyto(target, array)
+
+    return call

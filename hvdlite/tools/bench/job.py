@@ -1,0 +1,145 @@
+"""The job of a benchmark: a function on every rank, started as `hvdlite.run` starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from hvdlite.errors import StartError
+from hvdlite.launch import function as launch
+from hvdlite.launch.environment import on_this_host
+from hvdlite.launch.hosts import choose_hosts
+from hvdlite.launch.pickling import RemoteTraceback
+from hvdlite.tools.bench.measurement import watch
+from hvdlite.tools.bench.report import count_text
+
+_PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch", "tensorflow", "keras", "horovod")
+_QUIET = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+class Outcome(NamedTuple):
+    """The outcome of a job.
+
+    Attributes:
+        result: what the function returned on rank 0.
+        versions: of the software that the ranks used, by name.
+        hosts: how many they ran on.
+    """
+
+    result: Any
+    versions: dict[str, str]
+    hosts: int
+
+
+def run(
+    size: int,
+    function: str,
+    arguments: Mapping[str, Any],
+    *,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+) -> Outcome:
+    """Call a function on every rank of a job.
+
+    Args:
+        size: the number of ranks.
+        function: as ``module:name``, imported on the ranks only; called with ``MPI.COMM_WORLD``
+            and the arguments.
+        arguments: keyword arguments.
+        hosts: as in ``hvdliterun -H``; default: this host, or the choice of the batch system.
+        hostfile: instead of ``hosts``.
+
+    Raises:
+        StartError: the hosts are wrong, or the job failed (code 1); one line that names the rank
+            and the reason. Its cause has the traceback on that rank.
+    """
+    variables = dict(_QUIET)
+    if on_this_host(choose_hosts(hosts, hostfile, size), os.environ):
+        # A host need not be able to look up its own name.
+        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        results = launch.run(
+            _on_rank,
+            (size, function, dict(arguments)),
+            num_proc=size,
+            hosts=hosts,
+            hostfile=hostfile,
+            env=variables,
+        )
+    except StartError:
+        raise
+    except Exception as error:  # whatever a contender raises on a rank
+        raise StartError(
+            f"the job of {count_text(size, 'rank')} failed: {_describe(error)}", 1
+        ) from error
+    return Outcome(*results[0])
+
+
+def _describe(error: Exception) -> str:
+    line = str(error).strip().partition("\n")[0] or type(error).__name__
+    cause = error.__cause__
+    if not isinstance(cause, RemoteTraceback) or line.startswith("rank "):
+        return line.removesuffix("; mpirun printed:")
+    kind = "" if isinstance(error, ContenderError) else f"{type(error).__name__}: "
+    return f"rank {cause.rank}: {kind}{line}"
+
+
+class ContenderError(RuntimeError):
+    """A contender that failed; its text names it and says how to go on without it."""
+
+
+@contextlib.contextmanager
+def naming(contender: str) -> Iterator[None]:
+    """Have whatever goes wrong in a context name the contender."""
+    try:
+        yield
+    except Exception as error:  # other libraries raise what they like
+        line = str(error).strip().partition("\n")[0]
+        raise ContenderError(
+            f"{contender} failed: {type(error).__name__}: {line}; choose others by --contenders"
+        ) from error
+
+
+def say(comm: Any, text: str) -> None:
+    """Print a line of progress, on rank 0 only; all ranks call it."""
+    watch()
+    if comm.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _on_rank(size: int, function: str, arguments: dict[str, Any]) -> Outcome | None:
+    """Call the function on this rank."""
+    from mpi4py import MPI
+
+    watch()
+    comm = MPI.COMM_WORLD
+    if comm.size != size:
+        raise RuntimeError(f"MPI has {comm.size} ranks, expected {size}; `hvdlite check` says why")
+    module, _, name = function.partition(":")
+    result = getattr(importlib.import_module(module), name)(comm, **arguments)
+    hosts = len(set(comm.allgather(MPI.Get_processor_name())))
+    faulthandler.cancel_dump_traceback_later()
+    return Outcome(result, _versions(MPI), hosts) if comm.rank == 0 else None
+
+
+def _versions(mpi: Any) -> dict[str, str]:
+    library = mpi.Get_library_version().splitlines()[0].split(",")[0].rstrip("\0")
+    versions = {"python": sys.version.split()[0], "MPI": library}
+    for package in _PACKAGES:
+        module = sys.modules.get(package)
+        if module is not None:
+            versions[package] = str(getattr(module, "__version__", None) or _installed(package))
+    return versions
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

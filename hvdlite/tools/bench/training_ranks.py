@@ -1,0 +1,105 @@
+"""Ranks of the training benchmark."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hvdlite.tools.bench import statistics
+from hvdlite.tools.bench.job import naming, say
+from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave
+from hvdlite.tools.bench.report import count_text
+from hvdlite.tools.bench.workloads import WORKLOADS
+
+_WARM_UP_STEPS = 2
+_TOLERANCE = 1e-3
+
+
+def measure(
+    comm: MPI.Comm,
+    framework: str,
+    contenders: Sequence[str],
+    workload: str,
+    limit: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Time training steps of one model; collective.
+
+    Args:
+        comm: all ranks.
+        framework: ``torch`` or ``tensorflow``.
+        contenders: names, as in `hvdlite.tools.bench.contenders`.
+        workload: a name of `WORKLOADS`.
+        limit: arguments of `Limit`.
+
+    Returns:
+        One record.
+    """
+    adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
+    chosen = WORKLOADS[workload]
+    say(comm, f"{framework}: {chosen.title} on {count_text(comm.size, 'rank')}")
+    with adapter.replicas(comm, contenders, workload, chosen.batch) as replicas:
+        _warm_up(comm, replicas)
+        steps = [Contender(replica.name, replica.step) for replica in replicas]
+        times = interleave(Ranks(comm), steps, Limit(**limit), chosen.steps)
+        _check_losses(comm, replicas)
+    record = {
+        "framework": framework,
+        "workload": workload,
+        "title": chosen.title,
+        "ranks": comm.size,
+        "batch_per_rank": chosen.batch,
+        "steps_in_a_row": chosen.steps,
+        **statistics.compare(times),
+        **_compare_overheads(times),
+    }
+    return [record]
+
+
+def _compare_overheads(times: dict[str, Any]) -> dict[str, Any]:
+    """Return what each contender adds to a step, and hvdlite's share of that."""
+    alone = times["alone"]
+    others = [name for name in times if name != "alone"]
+    return {
+        "overhead_seconds": {name: statistics.overhead(times[name], alone) for name in others},
+        "overhead_ratios": {
+            f"hvdlite / {name}": statistics.overhead_ratio(times["hvdlite"], times[name], alone)
+            for name in others
+            if name != "hvdlite"
+        },
+    }
+
+
+def _warm_up(comm: MPI.Comm, replicas: list[Any]) -> None:
+    """Take the first steps, and check the result of the very first exchange."""
+    for replica in replicas:
+        with naming(replica.name):
+            replica.step()
+    by_name = {replica.name: replica for replica in replicas}
+    expected = by_name["alone"].gradients().copy()
+    comm.Allreduce(MPI.IN_PLACE, expected, MPI.SUM)
+    expected /= comm.size
+    for name, replica in by_name.items():
+        distance = np.linalg.norm(replica.gradients() - expected)
+        # Not exchanged, they would be as far from the average as a rank's own are.
+        if name != "alone" and not distance <= _TOLERANCE * np.linalg.norm(expected):
+            with naming(name):
+                raise RuntimeError(
+                    f"the exchanged gradients differ from the average by {distance:.3g}, whose "
+                    f"norm is {np.linalg.norm(expected):.3g}; its time would mean nothing"
+                )
+    for _ in range(_WARM_UP_STEPS):
+        for replica in replicas:
+            replica.step()
+
+
+def _check_losses(comm: MPI.Comm, replicas: list[Any]) -> None:
+    for replica in replicas:
+        if not np.isfinite(replica.loss()):
+            raise RuntimeError(
+                f"{replica.name} on rank {comm.rank}: the loss is {replica.loss()} at the end; "
+                "numbers that are not finite take other times"
+            )

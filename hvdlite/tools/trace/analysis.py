@@ -1,0 +1,433 @@
+"""The analysis of a trace: shares of time, the slowest rank, the worst tensors.
+
+The time of a rank is divided into three parts that add up to the whole:
+
+- *exchange*: a thread is blocked (SYNCHRONIZE) while an operation runs;
+- *waiting*: a thread is blocked while no operation runs, because other ranks have not come yet, or
+  because the ranks are agreeing on the next operation;
+- *compute*: all the rest, such as the model, the input pipeline and the optimizer. Exchanges that
+  run meanwhile are *hidden*.
+
+The operations of a rank are matched with those of the others by the tensor and the number of its
+operations before. For each, the rank that waited least is the last; the others waited for it, by as
+much as they waited longer. These are durations of each rank's own clock, so that clocks of nodes
+that differ do no harm.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdlite.errors import StartError
+from hvdlite.tools.trace.reader import TraceReader
+from hvdlite.tools.trace.record import Integers, Operations, RankRecord, Record
+
+_MICRO = 1e-6
+_MOST_TENSORS = 20
+_SMALL = 2**16  # bytes
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The time of a rank, in seconds.
+
+    Attributes:
+        rank, name: the rank, and its name with the host.
+        seconds: of the analysed part of the trace.
+        compute, exchange, waiting: parts of ``seconds``, which they add up to; None: the trace
+            does not tell.
+        hidden: exchanges while the rank computed, a part of ``compute``.
+    """
+
+    rank: int
+    name: str
+    seconds: float
+    compute: float | None
+    exchange: float | None
+    waiting: float | None
+    hidden: float | None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of the training loop, by one rank's clock.
+
+    Attributes:
+        count: the number of steps in the trace; 0: it does not tell. The analysis covers the time
+            from the end of the first to the end of the last, which leaves out the program's start.
+        marker: the event whose repetitions are counted.
+        seconds_mean, seconds_median, seconds_max: from one step's end to the next one's.
+        operations: in the mean of the steps.
+        small: those of less than 64 KiB among them.
+    """
+
+    count: int
+    marker: str
+    seconds_mean: float
+    seconds_median: float
+    seconds_max: float
+    operations: float
+    small: float
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that the others wait for.
+
+    Attributes:
+        rank: the rank.
+        last: the part of the operations at which it came last, from 0 to 1.
+        blame: the part of all ranks' waiting for each other that was for it, from 0 to 1.
+        waited: seconds that another rank waited for it, in the mean of the others.
+        waited_per_step: the same for each step; None: the number of steps is unknown.
+    """
+
+    rank: int
+    last: float
+    blame: float
+    waited: float
+    waited_per_step: float | None
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The operations of a bucket or tensor.
+
+    Attributes:
+        name: of the bucket or tensor; row: the lane it travels in.
+        count: the number of operations.
+        nbytes: of one operation, before compression; 0: unknown.
+        sent: bytes that a rank sends in one operation, after compression; 0: unknown.
+        exchange, exchange_max: seconds of an operation in the mean, and of the longest.
+        exchange_share: of the time of all exchanges, from 0 to 1.
+        late: seconds from the first rank's arrival to the last one's, in the mean.
+        last_rank: the rank that came last most often; None: there is one rank only.
+        last: the part of the operations at which it did.
+    """
+
+    name: str
+    row: str
+    count: int
+    nbytes: int
+    sent: int
+    exchange: float
+    exchange_max: float
+    exchange_share: float
+    late: float
+    last_rank: int | None
+    last: float
+
+
+def union(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
+    """Return the union of intervals as disjoint intervals in order."""
+    if not len(starts):
+        return starts, ends
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    new = np.append(True, starts[1:] > ends[:-1])
+    return starts[new], ends[np.append(new[1:], True)]
+
+
+def elapsed(starts: Integers, ends: Integers) -> Callable[[Any], Any]:
+    """Return a function of time: how much of disjoint intervals lies before it."""
+    times = np.stack([starts, ends], axis=1).ravel()
+    amounts = np.stack([np.zeros_like(starts), ends - starts], axis=1).ravel().cumsum()
+    if not len(times):
+        return lambda time: np.zeros(np.shape(time))
+    return lambda time: np.interp(time, times, amounts)
+
+
+class Clock:
+    """The time of a rank by what the rank does in it.
+
+    Attributes:
+        blocked: starts and ends of the times in which a thread was blocked.
+        busy: starts and ends of the times in which an operation ran.
+    """
+
+    def __init__(self, record: RankRecord, operations: Operations) -> None:
+        pairs = np.frombuffer(record.synchronize, np.int64).reshape(-1, 2)
+        self.blocked = union(pairs[:, 0], pairs[:, 1])
+        self.busy = union(operations.start, operations.end)
+
+    @functools.cached_property
+    def blocked_until(self) -> Callable[[Any], Any]:
+        """Return how long, until a time, a thread was blocked."""
+        return elapsed(*self.blocked)
+
+    def blocked_and_busy(self, first: int, last: int) -> tuple[float, float, float]:
+        """Return how long a thread was blocked, an operation ran, and both, between two times."""
+        starts, ends = (np.clip(each, first, last) for each in self.busy)
+        blocked = self.blocked_until
+        both = float((blocked(ends) - blocked(starts)).sum())
+        return float(blocked(last) - blocked(first)), float((ends - starts).sum()), both
+
+
+@dataclass(frozen=True)
+class Detail:
+    """The arrays behind an analysis: lists by rank, in the order of ``shares``.
+
+    Attributes:
+        record: the record of the trace.
+        operations: all operations.
+        clocks: the blocked and the busy times.
+        windows: the analysed part, its start and its end in microseconds.
+        ends: the ends of the steps.
+    """
+
+    record: Record
+    operations: Sequence[Operations]
+    clocks: Sequence[Clock]
+    windows: Sequence[tuple[int, int]]
+    ends: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The figures of a trace.
+
+    Attributes:
+        file: its path.
+        origin: the program that wrote it: hvdlite or Horovod.
+        events: the number of its events.
+        problem: why the rest of the file is missing; empty: it is complete.
+        steps: the steps.
+        shares: by rank.
+        slowest: None: one rank, or no rank waited.
+        waited_for: seconds that each rank waited for each other rank: rows wait for columns.
+        sent_ratio: what ranks send of gradients, divided by what they would send uncompressed;
+            None: unknown.
+        tensors: those with the longest exchanges and those with the latest ranks, longest first.
+        detail: the arrays behind the figures.
+    """
+
+    file: str
+    origin: str
+    events: int
+    problem: str
+    steps: Steps
+    shares: Sequence[Share]
+    slowest: Slowest | None
+    waited_for: Sequence[Sequence[float]]
+    sent_ratio: float | None
+    tensors: Sequence[Tensor]
+    detail: Detail
+
+
+def read(path: str) -> Analysis:
+    """Analyse the trace in a file.
+
+    Args:
+        path: of the file; hvdlite's timeline, or Horovod's.
+
+    Raises:
+        StartError: the file cannot be read, or no operation is in it.
+    """
+    reader = TraceReader(path)
+    record = Record()
+    record.read(reader)
+    if not record.tensors:
+        ended = "before the first operation" if reader.problem else "without any operation"
+        raise StartError(
+            f"{path} ends {ended} of hvdlite or Horovod after {reader.events} events; "
+            "record at least one step"
+        )
+    return analyse(record, reader)
+
+
+def analyse(record: Record, reader: TraceReader) -> Analysis:
+    """Analyse the record of a trace that a reader has read."""
+    ranks = sorted(rank for rank, found in record.ranks.items() if found.first >= 0)
+    records = [record.ranks[rank] for rank in ranks]
+    operations = [each.operations() for each in records]
+    marker, ends = _steps(record, records, operations)
+    count = min(map(len, ends), default=0)
+    windows = [
+        (int(end[0]), int(end[count - 1])) if count > 1 else (each.first, each.last)
+        for each, end in zip(records, ends, strict=True)
+    ]
+    clocks = [Clock(each, own) for each, own in zip(records, operations, strict=True)]
+    inside = [
+        own.select((own.start >= first) & (own.end <= last))
+        for own, (first, last) in zip(operations, windows, strict=True)
+    ]
+    waits = _Waits(inside, clocks, record.is_horovod)
+    between = max(count - 1, 0)
+    return Analysis(
+        file=reader.path,
+        origin="Horovod" if record.is_horovod else "hvdlite",
+        events=reader.events,
+        problem=reader.problem,
+        steps=_describe(count, marker, ends[0], inside[0], np.array(record.nbytes)),
+        shares=[
+            _share(rank, each, clock, window, record.is_horovod)
+            for rank, each, clock, window in zip(ranks, records, clocks, windows, strict=True)
+        ],
+        slowest=waits.slowest(ranks, between),
+        waited_for=(waits.matrix * _MICRO).tolist(),
+        sent_ratio=_sent_ratio(record, len(ranks)),
+        tensors=_tensors(record, ranks, inside, waits),
+        detail=Detail(record, operations, clocks, windows, ends),
+    )
+
+
+class _Waits:
+    """How long each rank waited for the last one, at each operation that all ranks have.
+
+    Attributes:
+        matrix: microseconds that rank i was blocked until rank j came.
+        tensor: the tensor of each operation.
+        late: microseconds between the first rank's arrival and the last one's.
+        last: the last rank.
+    """
+
+    def __init__(
+        self, operations: Sequence[Operations], clocks: Sequence[Clock], is_horovod: bool
+    ) -> None:
+        size = len(operations)
+        matched = _match([own.select(own.ready >= 0) for own in operations])
+        waited = np.array([own.start - own.ready for own in matched], np.int64)
+        self.last = waited.argmin(axis=0)
+        excess = waited - waited.min(axis=0)
+        self.late = excess.max(axis=0)
+        self.tensor = matched[0].tensor
+        self.matrix = np.zeros((size, size))
+        for rank, (own, clock) in enumerate(zip(matched, clocks, strict=True)):
+            blocked = excess[rank].astype(float)
+            if not is_horovod:
+                until = clock.blocked_until
+                blocked = until(own.ready + excess[rank]) - until(own.ready)
+            self.matrix[rank] = np.bincount(self.last, blocked, size)
+
+    def slowest(self, ranks: Sequence[int], steps: int) -> Slowest | None:
+        """Return the rank that the others waited for most."""
+        if len(ranks) < 2 or not self.matrix.any():
+            return None
+        caused = self.matrix.sum(axis=0) / (len(ranks) - 1) * _MICRO
+        worst = int(caused.argmax())
+        return Slowest(
+            rank=ranks[worst],
+            last=float((self.last == worst).mean()),
+            blame=float(self.matrix[:, worst].sum() / self.matrix.sum()),
+            waited=float(caused[worst]),
+            waited_per_step=float(caused[worst]) / steps if steps else None,
+        )
+
+
+def _match(operations: Sequence[Operations]) -> list[Operations]:
+    """Return the operations that all ranks have, in one order."""
+    keys = [own.tensor << 32 | own.occurrence for own in operations]
+    common = functools.reduce(np.intersect1d, keys)
+    matched = []
+    for own, key in zip(operations, keys, strict=True):
+        order = np.argsort(key)
+        matched.append(own.select(order[np.searchsorted(key[order], common)]))
+    return matched
+
+
+def _steps(
+    record: Record, records: Sequence[RankRecord], operations: Sequence[Operations]
+) -> tuple[str, list[Any]]:
+    """Return the event that marks the end of a step, and its times on each rank."""
+    lengths = {name: len(ends) for name, ends in records[0].steps.items()}
+    if lengths:
+        name = max(lengths, key=lambda name: lengths[name])
+        return f"exchanges of {name}", [each.steps.get(name, ()) for each in records]
+    counts = np.bincount(operations[0].tensor, minlength=len(record.tensors))
+    for number, (row, name) in enumerate(record.tensors):
+        if name.endswith(".noname.*"):  # there may be any number in a step
+            counts[number] = 0
+        elif row.startswith("gradients"):  # if there are any: named tensors may be metrics
+            counts[number] *= 2**20
+    most = int(counts.argmax())
+    if not counts[most]:
+        return "", [()] * len(records)
+    name = record.tensors[most][1]
+    return f"operations of {name}", [own.end[own.tensor == most] for own in operations]
+
+
+def _describe(
+    count: int, marker: str, ends: Any, operations: Operations, nbytes: Integers
+) -> Steps:
+    if count < 2:
+        return Steps(count, marker, 0.0, 0.0, 0.0, 0.0, 0.0)
+    times = np.diff(np.asarray(ends[:count])) * _MICRO
+    small = nbytes[operations.tensor] < _SMALL
+    return Steps(
+        count=count,
+        marker=marker,
+        seconds_mean=float(times.mean()),
+        seconds_median=float(np.median(times)),
+        seconds_max=float(times.max()),
+        operations=len(small) / (count - 1),
+        small=float(small.sum()) / (count - 1),
+    )
+
+
+def _sent_ratio(record: Record, size: int) -> float | None:
+    known = [pair for pair in zip(record.sent, record.nbytes, strict=True) if all(pair)]
+    if size < 2 or not known:
+        return None
+    sent, nbytes = map(sum, zip(*known, strict=True))
+    return sent / (nbytes * 2 * (size - 1) / size)
+
+
+def _share(
+    rank: int, record: RankRecord, clock: Clock, window: tuple[int, int], is_horovod: bool
+) -> Share:
+    seconds = (window[1] - window[0]) * _MICRO
+    if is_horovod:
+        return Share(rank, record.name, seconds, None, None, None, None)
+    blocked, busy, both = (value * _MICRO for value in clock.blocked_and_busy(*window))
+    return Share(
+        rank=rank,
+        name=record.name or f"rank {rank}",
+        seconds=seconds,
+        compute=seconds - blocked,
+        exchange=both,
+        waiting=blocked - both,
+        hidden=busy - both,
+    )
+
+
+def _tensors(
+    record: Record, ranks: Sequence[int], operations: Sequence[Operations], waits: _Waits
+) -> list[Tensor]:
+    numbers = np.concatenate([own.tensor for own in operations])
+    times = np.concatenate([own.end - own.start for own in operations])
+    size = len(record.tensors)
+    counts = np.bincount(operations[0].tensor, minlength=size)
+    total = np.bincount(numbers, times, size) * _MICRO
+    longest = np.zeros(size, np.int64)
+    np.maximum.at(longest, numbers, times)
+    samples = np.bincount(numbers, minlength=size)
+    matched = np.bincount(waits.tensor, minlength=size)
+    late = np.bincount(waits.tensor, waits.late, size) * _MICRO
+    lasts = np.array(
+        [np.bincount(waits.tensor[waits.last == r], minlength=size) for r in range(len(ranks))]
+    )
+    worst = [*np.argsort(-total)[: _MOST_TENSORS // 2], *np.argsort(-late)[: _MOST_TENSORS // 2]]
+    chosen = sorted({int(n) for n in worst if samples[n]}, key=lambda n: -total[n])
+    return [
+        Tensor(
+            name=record.tensors[n][1],
+            row=record.tensors[n][0],
+            count=int(counts[n]),
+            nbytes=record.nbytes[n],
+            sent=record.sent[n],
+            exchange=float(total[n] / samples[n]),
+            exchange_max=float(longest[n] * _MICRO),
+            exchange_share=float(total[n] / total.sum()) if total.any() else 0.0,
+            late=float(late[n] / max(matched[n], 1)),
+            last_rank=ranks[int(lasts[:, n].argmax())] if len(ranks) > 1 and matched[n] else None,
+            last=float(lasts[:, n].max() / max(matched[n], 1)) if len(ranks) > 1 else 0.0,
+        )
+        for n in chosen
+    ]

@@ -1,0 +1,200 @@
+"""A trace as one HTML file: the figures, and lanes to zoom into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+
+from hvdlite.tools.trace.analysis import Clock, Detail
+from hvdlite.tools.trace.record import Integers
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_MOST_INTERVALS = 60_000  # 2 MB of text
+_STEPS_IN_VIEW = 12  # before the user zooms
+_MOST_BARS = 1000  # in the chart of the steps
+_PARTS = ("compute", "exchange", "waiting")
+
+
+def render(document: Mapping[str, Any], detail: Detail) -> str:
+    """Return the page.
+
+    Args:
+        document: the analysis as JSON has it; the page's figures are these.
+        detail: the arrays behind it, for the lanes.
+    """
+    first, last, shown = _window(detail)
+    lanes = {
+        "start": first,
+        "end": last,
+        "view": int(_STEPS_IN_VIEW * 1e6 * document["steps"]["seconds_median"]) or last - first,
+        "names": [share["name"] for share in document["shares"]],
+        "tensors": [name for _, name in detail.record.tensors],
+        "bytes": detail.record.nbytes,
+        "ranks": _ranks(detail, first, last),
+        "steps": _step_times(detail),
+    }
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=escape(f"Timeline {Path(document['file']).name}"),
+        problem=_paragraph("problem", document["problem"]),
+        summary=_summary(document),
+        hints="".join(f"<li>{escape(hint)}</li>" for hint in document["hints"]),
+        shares=_shares(document["shares"]),
+        tensors="".join(_tensor(tensor) for tensor in document["tensors"]),
+        shown=escape(shown),
+        # A tensor may be called </script>.
+        document=json.dumps(document).replace("<", "\\u003c"),
+        lanes=json.dumps(lanes, separators=(",", ":")).replace("<", "\\u003c"),
+    )
+
+
+def time_text(seconds: float) -> str:
+    """Return a time in seconds or milliseconds."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def share_text(part: float | None, whole: float) -> str:
+    """Return a part of a whole in percent; a dash for an unknown one."""
+    return "-" if part is None else f"{part / (whole or 1.0):.1%}"
+
+
+def _paragraph(kind: str, text: str) -> str:
+    return f'<p class="{kind}">{escape(text)}</p>' if text else ""
+
+
+def _summary(document: Mapping[str, Any]) -> str:
+    steps, slowest = document["steps"], document["slowest"]
+    facts = [("ranks", str(len(document["shares"])), "")]
+    if steps["count"] > 1:
+        facts += [
+            ("steps", str(steps["count"]), steps["marker"]),
+            ("time of a step", time_text(steps["seconds_median"]), "median"),
+            ("longest step", time_text(steps["seconds_max"]), ""),
+        ]
+    if slowest is not None:
+        per_step = slowest["waited_per_step"]
+        waited = time_text(slowest["waited"] if per_step is None else per_step)
+        per = "" if per_step is None else " per step"
+        facts.append(("slowest rank", str(slowest["rank"]), f"others wait {waited}{per}"))
+    return "".join(
+        f'<div class="fact"><span>{escape(name)}</span><b>{escape(value)}</b>'
+        f"<small>{escape(more)}</small></div>"
+        for name, value, more in facts
+    )
+
+
+def _shares(shares: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for share in shares:
+        whole = share["seconds"]
+        bar = "".join(
+            f'<i class="{part}" style="width:{100 * (share[part] or 0) / (whole or 1):.3f}%"></i>'
+            for part in _PARTS
+        )
+        cells = "".join(
+            f'<td class="{part}">{share_text(share[part], whole)}</td>'
+            for part in (*_PARTS, "hidden")
+        )
+        rows.append(
+            f'<tr data-rank="{share["rank"]}"><th>{escape(share["name"])}</th>'
+            f'<td class="bar"><div>{bar}</div></td>{cells}'
+            f'<td class="seconds">{whole:.3f} s</td></tr>'
+        )
+    return "".join(rows)
+
+
+def _tensor(tensor: Mapping[str, Any]) -> str:
+    last = tensor["last_rank"]
+    cells = {
+        "count": tensor["count"],
+        "bytes": f"{tensor['nbytes'] / 1e6:.3f}" if tensor["nbytes"] else "-",
+        "sent": f"{tensor['sent'] / 1e6:.3f}" if tensor["sent"] else "-",
+        "exchange": time_text(tensor["exchange"]),
+        "longest": time_text(tensor["exchange_max"]),
+        "share": f"{tensor['exchange_share']:.1%}",
+        "late": time_text(tensor["late"]),
+        "last": "-" if last is None else f"{last} ({tensor['last']:.0%})",
+    }
+    text = "".join(f'<td class="{name}">{value}</td>' for name, value in cells.items())
+    return f"<tr><th>{escape(tensor['name'])}</th>{text}</tr>"
+
+
+# The lanes
+
+
+def _window(detail: Detail) -> tuple[int, int, str]:
+    """Return the part of the trace that the page has room for, in microseconds, and its name."""
+    first = min(first for first, _ in detail.windows)
+    last = max(last for _, last in detail.windows)
+    events = [own.start for own in detail.operations] * 2
+    events += [clock.blocked[0] for clock in detail.clocks]
+    times = np.sort(np.concatenate(events))
+    times = times[(times >= first) & (times <= last)]
+    if len(times) <= _MOST_INTERVALS:
+        return first, last, "All analysed steps."
+    ends = np.asarray(detail.ends[0])
+    if len(ends) < 2:
+        return first, int(times[_MOST_INTERVALS]), "The beginning; the file is too large for more."
+    longest = int(np.diff(ends).argmax()) + 1
+    centre = int(np.searchsorted(times, ends[longest]))
+    begin = min(max(centre - _MOST_INTERVALS // 2, 0), len(times) - _MOST_INTERVALS)
+    first, last = int(times[begin]), int(times[begin + _MOST_INTERVALS - 1])
+    steps = np.flatnonzero((ends > first) & (ends <= last))
+    return (
+        first,
+        last,
+        f"Steps {steps[0] + 1} to {steps[-1] + 1} of {len(ends)}, around the longest step, "
+        f"{longest + 1}: the page has no room for all.",
+    )
+
+
+def _ranks(detail: Detail, first: int, last: int) -> list[Any]:
+    """Return the lanes of each rank: blocked times, and the operations of each row."""
+    rows = [row for row, _ in detail.record.tensors]
+    ranks = []
+    for clock, operations in zip(detail.clocks, detail.operations, strict=True):
+        own = operations.select((operations.end > first) & (operations.start < last))
+        ready = np.where(own.ready < 0, own.start, own.ready)
+        columns = np.stack(
+            [own.tensor, ready - first, own.start - ready, own.end - own.start], axis=1
+        )
+        ranks.append(
+            {
+                "blocked": _blocked(clock, first, last),
+                "rows": {
+                    name: columns[[rows[n] == name for n in own.tensor]].ravel().tolist()
+                    for name in sorted({rows[n] for n in own.tensor})
+                },
+            }
+        )
+    return ranks
+
+
+def _blocked(clock: Clock, first: int, last: int) -> list[int]:
+    """Return the blocked times as start, duration, and whether an operation ran; flat."""
+    edges = np.unique(np.concatenate([*clock.blocked, *clock.busy, [first, last]]))
+    edges = edges[(edges >= first) & (edges <= last)]
+    starts, ends = edges[:-1], edges[1:]
+    chosen = _inside(starts, *clock.blocked)
+    busy = _inside(starts, *clock.busy)
+    table = np.stack([starts - first, ends - starts, busy], axis=1)[chosen]
+    result: list[int] = table.ravel().tolist()
+    return result
+
+
+def _inside(times: Integers, starts: Integers, ends: Integers) -> Any:
+    """Return for each time whether it lies in one of disjoint intervals."""
+    return np.searchsorted(starts, times, "right") > np.searchsorted(ends, times, "right")
+
+
+def _step_times(detail: Detail) -> dict[str, Any]:
+    """Return the times of all steps in microseconds, of a long run the longest of each few."""
+    times = np.diff(np.asarray(detail.ends[0], dtype=np.int64))
+    each = max(-(-len(times) // _MOST_BARS), 1)
+    padded = np.append(times, np.zeros(-len(times) % each, np.int64))
+    return {"each": each, "times": padded.reshape(-1, each).max(axis=1, initial=0).tolist()}

@@ -1,0 +1,1 @@
+"""Virtual ranks: the same bits for any number of processes."""

@@ -1,0 +1,646 @@
+"""The exchange of the gradients of virtual ranks, several of which a process computes.
+
+All processes tell each other which parts of the step they have computed. If one has died and a part
+is missing, nothing is exchanged: the others get to know which part each of them has to compute, and
+meet again. Otherwise each bucket is exchanged as it would be by as many processes as there are
+virtual ranks (`hvdlite.virtual.transport`).
+
+What a strategy remembers is kept by virtual rank. It moves to another process together with the
+part; in elastic jobs other processes keep copies, so that `COPIES` may die at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from hvdlite.base.arrays import as_bytes, set_first
+from hvdlite.base.reduction import ReduceOp, is_floating
+from hvdlite.compression import (
+    DENSE,
+    Bucket,
+    Parameter,
+    Reduction,
+    Strategy,
+    StrategyState,
+    exchange_bucket,
+)
+from hvdlite.compression.base import check_op
+from hvdlite.engine import Engine, Operation
+from hvdlite.engine.agreement import find_difference, ranks_text
+from hvdlite.engine.operation import Signature
+from hvdlite.errors import GradientError, MismatchError, NotFiniteError
+from hvdlite.gradients import replicas
+from hvdlite.gradients.finite import check_finite
+from hvdlite.gradients.metadata import check_weighted
+from hvdlite.gradients.plan import describe_exchange, plan_for
+from hvdlite.gradients.replicas import ReplicaCheck, Snapshot
+from hvdlite.observe import status
+from hvdlite.transport import Transport
+from hvdlite.virtual.ranks import distribute, turns_of
+from hvdlite.virtual.transport import VirtualRanks, VirtualTransport
+from hvdlite.world import world
+
+#: The number of processes that keep a copy of what strategies remember in another one.
+COPIES = 2
+
+#: What strategies remember of each virtual rank.
+States = dict[int, dict[str, dict[str, Any]]]
+
+
+class Outcome(NamedTuple):
+    """The outcome of an exchange.
+
+    Attributes:
+        added: the virtual ranks whose parts this process has to compute in addition, at least one,
+            before it finishes again; None: the exchange is complete.
+        averages: for each parameter its average; None: no virtual rank has a gradient of it.
+        buffers: for each buffer its average; None: no virtual rank has changed it.
+        axes: as in `Part`, of all virtual ranks.
+    """
+
+    added: Sequence[int] | None
+    averages: Sequence[Any] = ()
+    buffers: Sequence[Any] = ()
+    axes: Mapping[int, int] = MappingProxyType({})
+
+
+class Holdings(NamedTuple):
+    """A process's message to the others about what strategies remember.
+
+    Attributes:
+        exchanges: that it has taken part in.
+        states: the virtual ranks of which it has what strategies remember.
+        loaded: whether that was loaded from a checkpoint after its last exchange.
+    """
+
+    exchanges: int
+    states: frozenset[int]
+    loaded: bool
+
+
+class Part:
+    """One virtual rank's gradients and buffers, in buckets.
+
+    Attributes:
+        present: the numbers of the parameters that have a gradient.
+        changed: the numbers of the buffers that have changed.
+        samples: the number of samples that the gradients are averages of; None: all count the same.
+        axes: the number of sparse axes of each gradient that was sparse, by number.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[Bucket]) -> None:
+        self.buckets = buckets
+        self.buffers = buffers
+        self.present: frozenset[int] = frozenset()
+        self.changed: frozenset[int] = frozenset()
+        self.samples: int | None = None
+        self.axes: Mapping[int, int] = {}
+
+
+class VirtualExchange:
+    """The averaging of the gradients of virtual ranks, and of their models' buffers.
+
+    Args:
+        engine: whose gradient lane is used.
+        label: unique, and the same on all processes.
+        size: the number of virtual ranks.
+        parameters: in the order of their registration.
+        strategy: how buckets travel.
+        reduction: sum or average.
+        buffers: arrays that are not trained and change with every batch, such as the running
+            averages of a batch normalisation.
+        check: compares the processes' replicas; None: they may differ.
+
+    Attributes:
+        parameters: as given.
+        buffers: as given.
+        check: as given.
+        parts: those that have been computed here in this step, by virtual rank.
+        exchanges: the number of completed exchanges; the same on all processes.
+        states: what strategies remember, by virtual rank.
+        played: the virtual ranks whose parts this process had in the last exchange.
+        copies: as ``states``, of others: as they were after the last exchange.
+        loaded: whether they were loaded from a checkpoint since.
+        start: what else a step begins with, such as the values of buffers; the processes compare
+            it in every step.
+
+    Raises:
+        ValueError: the strategy does not compute the reduction, or it is Adasum.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        label: str,
+        size: int,
+        parameters: Sequence[Parameter],
+        strategy: Strategy,
+        reduction: Reduction,
+        buffers: Sequence[Parameter] = (),
+        check: ReplicaCheck | None = None,
+    ) -> None:
+        if reduction.op is ReduceOp.ADASUM:
+            raise ValueError("op=hvd.Adasum cannot be used with virtual ranks; use hvd.Average")
+        check_op(strategy, reduction.op)
+        self.parameters = tuple(parameters)
+        self.buffers = tuple(buffers)
+        self.strategy = strategy
+        self.reduction = reduction
+        self.size = size
+        self.parts: dict[int, Part] = {}
+        self.states: dict[int, StrategyState] = {}
+        self.copies: States = {}
+        self.exchanges = 0
+        self.loaded = False
+        self.start = Signature()
+        self._label = label
+        self.check = check
+        self.played: frozenset[int] = frozenset()
+        self._known: dict[int, Part] = {}  # their arrays are used again
+        self.connect(engine)
+
+    def connect(self, engine: Engine) -> None:
+        """Move to another engine; what has been computed of a step is forgotten."""
+        self._engine = engine
+        settings = engine.settings
+        self.plan = plan_for(self.parameters, self.strategy, settings)
+        self.buffer_plan = plan_for(self.buffers, DENSE, settings)
+        self.places = _places(self.plan)
+        self.buffer_places = _places(self.buffer_plan)
+        self.signature = Signature(
+            (
+                ("the number of virtual ranks", self.size),
+                *describe_exchange(self.parameters, self.strategy, self.reduction, settings),
+                ("the buffers", [(b.name, b.shape, b.dtype.name) for b in self.buffers]),
+            )
+        )
+        self.checks_finite = settings.not_finite != "pass"
+        self._known.clear()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what has been computed of a step."""
+        self.parts.clear()
+
+    def add(
+        self,
+        rank: int,
+        gradients: Sequence[Any],
+        buffers: Sequence[Any] = (),
+        changed: frozenset[int] = frozenset(),
+        samples: int | None = None,
+        axes: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Keep a copy of what has been computed for a virtual rank.
+
+        Args:
+            rank: the virtual rank.
+            gradients: for each parameter an array of its shape; None: it has no gradient.
+            buffers: for each buffer an array of its shape.
+            changed: the numbers of those that differ from what the step has begun with.
+            samples: the number of samples that the gradients are averages of; given for all
+                virtual ranks, or for none.
+            axes: the number of sparse axes of each gradient that was sparse, by number.
+
+        Raises:
+            ValueError: samples are given, and the reduction is no average.
+        """
+        if samples is not None:
+            check_weighted(self.reduction.op)
+        part = self._known.get(rank)
+        if part is None:
+            state = self.states.setdefault(rank, StrategyState())
+            part = self._known[rank] = Part(
+                [self._bucket(self.parameters, members, state) for members in self.plan],
+                [self._bucket(self.buffers, members, None) for members in self.buffer_plan],
+            )
+        part.present = frozenset(n for n, each in enumerate(gradients) if each is not None)
+        part.changed = changed
+        part.samples = samples
+        part.axes = dict(axes)
+        for number, gradient in enumerate(gradients):
+            bucket, position = self.places[number]
+            part.buckets[bucket].send_slot(position)[...] = 0 if gradient is None else gradient
+        for number, buffer in enumerate(buffers):
+            bucket, position = self.buffer_places[number]
+            part.buffers[bucket].send_slot(position)[...] = buffer
+        self.parts[rank] = part
+
+    def _bucket(
+        self, parameters: Sequence[Parameter], members: Sequence[int], state: StrategyState | None
+    ) -> Bucket:
+        reduction = Reduction() if state is None else self.reduction
+        return Bucket([parameters[number] for number in members], reduction, np.empty, state)
+
+    def follow(
+        self,
+        engine: Engine,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Parameter] | None = None,
+    ) -> None:
+        """Move to another engine, or to other parameters or buffers, if these are other ones.
+
+        It is called before each part. Without ``buffers`` they stay as they are.
+
+        Raises:
+            RuntimeError: as `turns_of` and `Turns.begin_part`; or parameters or buffers are others
+                than in the step's first part.
+        """
+        turns_of(self.size).begin_part(self)
+        if engine is not self._engine:
+            self.connect(engine)
+            turns = turns_of(self.size)
+            turns.begin_step(turns.step)
+        found = tuple(parameters), self.buffers if buffers is None else tuple(buffers)
+        if found == (self.parameters, self.buffers):
+            return
+        if self.parts:
+            pairs = zip(found, (self.parameters, self.buffers), strict=True)
+            other = sorted({each.name for now, before in pairs for each in {*now} ^ {*before}})
+            raise RuntimeError(
+                f"rank {world.rank()}: there are other parameters or buffers, or in another order, "
+                f"than in the first part of the step: {', '.join(other) or 'the order'}; with "
+                "virtual ranks, freeze, unfreeze, add or replace them after a step "
+                "(if optimizer.stepped)"
+            )
+        self.parameters, self.buffers = found
+        self.connect(engine)
+
+    def end_part(
+        self,
+        gradients: Sequence[Any],
+        buffers: Sequence[Any] = (),
+        changed: frozenset[int] = frozenset(),
+        samples: int | None = None,
+        axes: Mapping[int, int] = MappingProxyType({}),
+    ) -> Outcome | None:
+        """End the part of the virtual rank whose turn it is; after the last one, exchange.
+
+        Args:
+            gradients, buffers, changed, samples, axes: as in `add`.
+
+        Returns:
+            The averages, if they end the step; None: this process has to compute other parts.
+
+        Raises:
+            HorovodInternalError, ValueError: as `add` and `finish`.
+            RuntimeError: as `Turns.end`.
+        """
+        turns = turns_of(self.size)
+        rank = turns.rank
+        is_last = turns.end()
+        self.add(rank, gradients, buffers, changed, samples, axes)
+        if not is_last:
+            return None
+        try:
+            outcome = self.finish()
+        except NotFiniteError:
+            turns.begin_step(turns.step + 1)  # which is left out, if errors are not raised
+            raise
+        except BaseException:
+            turns.begin_step(turns.step)
+            raise
+        if outcome.added is not None:
+            turns.add(outcome.added)
+            return None
+        turns.begin_step(turns.step + 1)
+        return outcome
+
+    def finish(self) -> Outcome:
+        """Exchange what has been computed of the step, together with all processes.
+
+        Raises:
+            HorovodInternalError: the processes disagree, what a strategy remembers of a virtual
+                rank is lost, or communication failed. The next step begins anew.
+        """
+        snapshot = None
+        if self.check is not None and len(self._engine.gradients.members) > 1:
+            snapshot = self.check.begin(self._engine.gradients, self._engine.settings)
+        keeps_copies = self._engine.recovery is not None
+        while True:
+            operation = _Exchange(self, snapshot, keeps_copies)
+            try:
+                outcome: Outcome = self._engine.gradients.run(operation)
+            except BaseException:
+                self.restart()
+                raise
+            if outcome.added is None or outcome.added:
+                break
+            # Others compute the parts that are missing.
+        if outcome.added is None:
+            self.exchanges = operation.exchanges
+            self.played = frozenset(self.parts)
+            self.states = {rank: self.states[rank] for rank in self.played}
+            self._known = {rank: self._known[rank] for rank in self.played}
+            self.copies = operation.copies
+            self.loaded = False
+            self.restart()
+            if operation.refusal is not None:
+                raise operation.refusal
+            status.count_step((self._label, hash(self.parameters)))
+            if self.check is not None:
+                self.check.end()
+        return outcome
+
+    @property
+    def holdings(self) -> Holdings:
+        """Return what this process tells the others of its states."""
+        return Holdings(self.exchanges, self.played.union(self.copies), self.loaded)
+
+    def find_holders(self, told: Sequence[Holdings]) -> dict[int, list[int]]:
+        """Return for each virtual rank the processes that have its state after the last exchange.
+
+        Args:
+            told: by all processes.
+
+        Raises:
+            GradientError: nobody has that of a virtual rank; on all processes.
+        """
+        last = max(each.exchanges for each in told)
+        holders = {
+            rank: [
+                process
+                for process, each in enumerate(told)
+                if each.exchanges == last and rank in each.states
+            ]
+            for rank in range(self.size)
+        }
+        lost = [rank for rank, processes in holders.items() if not processes]
+        if not (last and lost and self.strategy.stateful):
+            return holders
+        whose = f"what {self.strategy!r} has kept of virtual {ranks_text(lost)}"
+        if any(each.loaded for each in told if each.exchanges == last):
+            raise GradientError(
+                f"the state that was loaded lacks {whose}: it was saved on one rank, and "
+                "optimizer.consolidate_exchange_state() had not brought it there; load a "
+                "checkpoint before which all ranks have called that"
+            )
+        raise GradientError(
+            f"{whose} is lost with the ranks that died, which were all that had it; start the job "
+            "again from the last checkpoint (hvdliterun --restarts)"
+        )
+
+    def state_of(self, rank: int) -> dict[str, dict[str, Any]]:
+        """Return what strategies remember of a virtual rank that is among the `holdings`."""
+        return self.states[rank].state_dict() if rank in self.played else self.copies[rank]
+
+    def load(self, exchanges: int, states: States, is_own: bool) -> None:
+        """Set what strategies remember of some or all virtual ranks.
+
+        Args:
+            exchanges: the number of exchanges before.
+            states: by virtual rank.
+            is_own: whether this process has kept them, not a checkpoint.
+        """
+        self.restart()
+        self.exchanges = exchanges
+        self.loaded = not is_own
+        self.states, self.played, self.copies = {}, frozenset(), {}
+        self._known.clear()
+        if exchanges:
+            self.copies = {rank: states.get(rank, {}) for rank in states}
+
+    def averages(
+        self, buckets: Sequence[Bucket], places: Mapping[int, tuple[int, int]], present: Any
+    ) -> list[Any]:
+        """Return the averages of parameters or buffers, by number; None for those not present."""
+        return [
+            buckets[places[number][0]].result_slot(places[number][1]) if number in present else None
+            for number in range(len(places))
+        ]
+
+
+def _places(plan: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+    return {
+        number: (bucket, position)
+        for bucket, members in enumerate(plan)
+        for position, number in enumerate(members)
+    }
+
+
+class _Told(NamedTuple):
+    """A process's message to the others before an exchange.
+
+    Attributes:
+        parts: of each virtual rank that it has computed: `Part.present`, ``changed``, ``samples``
+            and ``axes``.
+        holdings: its states.
+        replica: the digest of its replica, or b"".
+        start: the digest of `VirtualExchange.start`.
+    """
+
+    parts: Mapping[int, tuple[frozenset[int], frozenset[int], int | None, Mapping[int, int]]]
+    holdings: Holdings
+    replica: bytes
+    start: bytes
+
+
+class _Exchange(Operation):
+    """An attempt to exchange all parts of a step.
+
+    Args:
+        owner: whose parts are exchanged.
+        snapshot: of this process's replica, if replicas are compared.
+        keeps_copies: whether each process keeps a copy of what another one's strategies remember.
+
+    Attributes:
+        exchanges: completed ones, after this one.
+        copies: as in `VirtualExchange`, after this exchange.
+        refusal: why the averages are refused; None: they are not. Strategies have remembered what
+            they sent all the same, so the exchange is complete.
+    """
+
+    def __init__(
+        self, owner: VirtualExchange, snapshot: Snapshot | None, keeps_copies: bool
+    ) -> None:
+        super().__init__(owner._label, owner.signature)
+        self._owner = owner
+        self._snapshot = snapshot
+        self._keeps_copies = keeps_copies
+        self._before: States = {}
+        self.exchanges = owner.exchanges
+        self.copies: States = {}
+        self.refusal: GradientError | None = None
+
+    def contribution(self, name: str) -> str:
+        """Return the name of the first gradient, or of that of the name, of the first part here."""
+        for number, parameter in enumerate(self._owner.parameters):
+            is_meant = name in ("", parameter.name) and is_floating(parameter.dtype)
+            if is_meant and parameter.size and self._first_with(number) is not None:
+                return parameter.name
+        return ""
+
+    def corrupt(self, name: str, value: float) -> None:
+        """Set the first entry of a gradient of the first virtual rank that has it here."""
+        number = [parameter.name for parameter in self._owner.parameters].index(name)
+        part = self._first_with(number)
+        assert part is not None
+        bucket, position = self._owner.places[number]
+        set_first(part.buckets[bucket].send_slot(position), value)
+
+    def _first_with(self, number: int) -> Part | None:
+        """Return the first part that has a gradient of a parameter."""
+        parts = (part for _, part in sorted(self._owner.parts.items()))
+        return next((part for part in parts if number in part.present), None)
+
+    def protect(self) -> None:
+        self._before = {rank: each.state_dict() for rank, each in self._owner.states.items()}
+
+    def restore(self) -> None:
+        states = self._owner.states
+        for rank in [*states]:
+            states[rank].load_state_dict(self._before.get(rank, {}))
+
+    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Outcome:
+        """Exchange all parts, if no one is missing.
+
+        Raises:
+            GradientError: on all processes; nothing has been exchanged.
+            MismatchError: on all processes; their replicas differ, or what the step begins with.
+        """
+        owner = self._owner
+        told = self._tell(transport)
+        done = [[*sorted(each.parts)] for each in told]
+        missing = sorted(set(range(owner.size)) - set(itertools.chain(*done)))
+        if missing:
+            return Outcome(distribute(missing, done)[transport.rank])
+        digests = [each.replica for each in told]
+        if any(digests):
+            replicas.compare(digests, self._snapshot, transport)
+        before = max(each.holdings.exchanges for each in told)
+        if owner.strategy.stateful and before:
+            self._move_states(transport, told)
+        if len({each.start for each in told}) > 1:
+            _refuse_start(owner.start, transport)
+        weights = _weights(told, owner.size)
+        parts = [part for each in told for part in each.parts.values()]
+        present = frozenset(itertools.chain(*(part[0] for part in parts)))
+        changed = frozenset(itertools.chain(*(part[1] for part in parts)))
+        ranks = VirtualRanks(transport, done)
+
+        def exchange(virtual: VirtualTransport) -> None:
+            part = owner.parts[virtual.rank]
+            for members, bucket in zip(owner.plan, part.buckets, strict=True):
+                bucket.count = before
+                bucket.absent = [p for p, number in enumerate(members) if number not in present]
+                if len(bucket.absent) == len(members):
+                    continue
+                strategy = owner.strategy.choose(bucket.parameters[0])
+                weight = 1.0 if weights is None else weights[virtual.rank]
+                exchange_bucket(strategy, bucket, virtual, weight)
+                if owner.checks_finite:
+                    check_finite(bucket, virtual)
+                if strategy.stateful:
+                    bucket.state.count = before + 1
+            for members, bucket in zip(owner.buffer_plan, part.buffers, strict=True):
+                if not changed.isdisjoint(members):
+                    DENSE.exchange(bucket, virtual)
+
+        try:
+            self.refusal = None
+            ranks.run(exchange)
+        except GradientError as error:  # the same on all processes
+            self.refusal = error
+        self.exchanges = before + 1
+        if owner.strategy.stateful and self._keeps_copies and transport.size > 1:
+            self.copies = self._copy_states(transport, ranks)
+        part = owner.parts[ranks.own[0]]
+        return Outcome(
+            None,
+            owner.averages(part.buckets, owner.places, present),
+            owner.averages(part.buffers, owner.buffer_places, changed),
+            {number: axes for part in parts for number, axes in part[3].items()},
+        )
+
+    def _tell(self, transport: Transport) -> list[_Told]:
+        owner = self._owner
+        own = _Told(
+            {
+                rank: (part.present, part.changed, part.samples, part.axes)
+                for rank, part in owner.parts.items()
+            },
+            owner.holdings,
+            b"" if self._snapshot is None else self._snapshot.digest,
+            owner.start.digest,
+        )
+        return [_Told(*pickle.loads(each)) for each in transport.gather(pickle.dumps(tuple(own)))]
+
+    def _move_states(self, transport: Transport, told: Sequence[_Told]) -> None:
+        """Get what strategies remember of virtual ranks that others have played before."""
+        owner = self._owner
+        holders = owner.find_holders([each.holdings for each in told])
+        wanted: list[dict[int, Any]] = [{} for _ in told]
+        moves = False
+        for process, each in enumerate(told):
+            for rank in each.parts:
+                if process not in holders[rank]:
+                    moves = True
+                    if holders[rank][0] == transport.rank:
+                        wanted[process][rank] = owner.state_of(rank)
+                elif process == transport.rank and rank not in owner.played:
+                    owner.states[rank].load_state_dict(owner.copies[rank])
+        if moves:
+            for received in _exchange_objects(transport, wanted):
+                for rank, state in received.items():
+                    owner.states[rank].load_state_dict(state)
+
+    def _copy_states(self, transport: Transport, ranks: VirtualRanks) -> States:
+        """Send what strategies remember to the next processes; return what others have sent."""
+        pieces: list[dict[int, Any]] = [{} for _ in range(transport.size)]
+        own = {rank: self._owner.states[rank].state_dict() for rank in ranks.own}
+        for distance in range(1, min(COPIES + 1, transport.size)):
+            pieces[(transport.rank + distance) % transport.size] = own
+        received = _exchange_objects(transport, pieces)
+        return {rank: state for many in received for rank, state in many.items()}
+
+
+def _exchange_objects(transport: Transport, objects: Sequence[Any]) -> list[Any]:
+    """Send an object to each process, and return those received from each; collective."""
+    messages = [np.frombuffer(pickle.dumps(each), np.uint8) for each in objects]
+    told = transport.gather(pickle.dumps([message.size for message in messages]))
+    received = [np.empty(pickle.loads(each)[transport.rank], np.uint8) for each in told]
+    transport.alltoall(messages, [as_bytes(each) for each in received])
+    return [pickle.loads(each.tobytes()) for each in received]
+
+
+def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
+    """Refuse a step that does not begin with the same on all processes; collective.
+
+    Raises:
+        MismatchError: always, on all processes.
+    """
+    messages = map(pickle.loads, transport.gather(pickle.dumps(start)))
+    what, found = find_difference(dict(zip(transport.members, messages, strict=True)))
+    raise MismatchError(
+        f"the processes begin a step with other values: {what} is {found}; with virtual ranks they "
+        "have to be the same for any number of processes: set the same seed (hvd.seed) and number "
+        "of threads, and load the same, everywhere; outside of the loop over hvd.shard, call a "
+        "model in training mode with the same data on all ranks, or after model.eval()"
+    )
+
+
+def _weights(told: Sequence[_Told], size: int) -> list[float] | None:
+    """Return the factor of each virtual rank's gradients in the average; None: all are 1.
+
+    Raises:
+        GradientError: only some have a number of samples, or all together have none.
+    """
+    samples = {rank: n for each in told for rank, (_, _, n, _) in each.parts.items()}
+    silent = sorted(rank for rank, n in samples.items() if n is None)
+    if len(silent) == size:
+        return None
+    if silent:
+        raise GradientError(
+            f"virtual {ranks_text(silent)} gave no batch_size, and others did; give it in every "
+            "step(), or never"
+        )
+    total = sum(n or 0 for n in samples.values())
+    if not total:
+        raise GradientError("batch_size is 0 on all virtual ranks; leave such a step out")
+    return [(samples[rank] or 0) * size / total for rank in range(size)]

@@ -1,0 +1,353 @@
+"""Virtual ranks: a fixed number of ranks, of which each process plays some.
+
+What they compute together does not depend on how many processes there are: sums follow one tree,
+whose leaves are the virtual ranks, and everything else is done for each virtual rank by itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from hvdlite.base.arrays import as_bytes, slice_bounds
+from hvdlite.base.reduction import ReduceOp, Scaling
+from hvdlite.errors import HorovodInternalError
+from hvdlite.transport.adasum import adasum
+from hvdlite.transport.base import OnWait, Transport
+from hvdlite.transport.reduce import reduce_into
+
+#: A part of the tree: its first leaf, and the one after its last.
+Node = tuple[int, int]
+
+
+def largest_nodes(leaves: Collection[int], first: int, stop: int) -> list[Node]:
+    """Return the largest parts of a tree all of whose leaves are given, from left to right.
+
+    Args:
+        leaves: numbers of leaves.
+        first: the tree's first leaf.
+        stop: the one after its last.
+    """
+    present = sum(leaf in leaves for leaf in range(first, stop))
+    if present in (0, stop - first):
+        return [(first, stop)] if present else []
+    middle = (first + stop) // 2
+    return largest_nodes(leaves, first, middle) + largest_nodes(leaves, middle, stop)
+
+
+def add_up(parts: Mapping[Node, Any], first: int, stop: int) -> Any:
+    """Return the sum over a tree's leaves, of which some parts have been added up already.
+
+    Whoever adds up the same leaves gets the same bits, whichever parts are given.
+
+    Args:
+        parts: arrays by node; they are left as they are.
+        first: the tree's first leaf.
+        stop: the one after its last.
+    """
+    if (first, stop) in parts:
+        return parts[first, stop]
+    middle = (first + stop) // 2
+    left, right = add_up(parts, first, middle), add_up(parts, middle, stop)
+    # The sum of a part that has not been given is an array of its own.
+    return np.add(left, right, out=None if (first, middle) in parts else left)
+
+
+class _Call(NamedTuple):
+    """A collective that a virtual rank has come to."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class VirtualRanks:
+    """The virtual ranks of a job, and the processes that play them.
+
+    Args:
+        transport: connects the processes.
+        players: for each process its virtual ranks, ascending and at least one. If several have the
+            same one, all of them do the same for it, and the first one speaks for it.
+
+    Attributes:
+        size: the number of virtual ranks.
+        own: those of this process.
+    """
+
+    def __init__(self, transport: Transport, players: Sequence[Sequence[int]]) -> None:
+        self.transport = transport
+        self.players = players
+        self.own = players[transport.rank]
+        speakers: dict[int, int] = {}
+        for process, ranks in enumerate(players):
+            for rank in ranks:
+                speakers.setdefault(rank, process)
+        self.size = len(speakers)
+        self.spoken = [[r for r in players[p] if speakers[r] == p] for p in range(len(players))]
+        self.speakers = speakers
+        self._turn = threading.Condition()
+        # Positions in `own`: of the virtual rank that runs, and of those that have not ended.
+        self._running, self._left = 0, list(range(len(self.own)))
+        self._calls: list[_Call | None] = []
+        self._answers: Sequence[Any] = ()
+        self._failure: BaseException | None = None
+
+    def run(self, work: Callable[[VirtualTransport], Any]) -> list[Any]:
+        """Run a function for each of this process's virtual ranks, which call collectives in it.
+
+        All processes run it. One virtual rank runs at a time, until its next collective, so that
+        the function needs no locks.
+
+        Args:
+            work: a function of the virtual rank's transport.
+
+        Returns:
+            The results, in the order of ``own``.
+
+        Raises:
+            BaseException: what the function raises first; for other virtual ranks it may raise
+                something else, because the first one comes to no more collectives.
+            RuntimeError: a thread cannot be started.
+        """
+        transports = [VirtualTransport(self, position) for position in range(len(self.own))]
+        if len(transports) == 1:
+            return [work(transports[0])]
+        self._running, self._left = 0, list(range(len(self.own)))
+        self._calls, self._failure = [], None
+        results: list[Any] = [None] * len(transports)
+        errors: list[BaseException] = []
+
+        def play(position: int) -> None:
+            try:
+                self._wait_for_turn(position)
+                # numpy's error handling is that of a thread.
+                with np.errstate(all="ignore"):
+                    results[position] = work(transports[position])
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                self._hand_over(position, None)
+
+        threads: list[threading.Thread] = []
+        try:
+            for position, rank in enumerate(self.own[1:], start=1):
+                name = f"hvdlite-virtual-{rank}"
+                thread = threading.Thread(target=play, args=(position,), name=name, daemon=True)
+                thread.start()
+                threads.append(thread)
+        except BaseException as error:
+            # The others wait for their turns, in which they raise it.
+            self._failure, self._left = error, list(range(len(threads) + 1))
+        play(0)
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def call(self, position: int, method: str, *arguments: Any) -> Any:
+        """Run a collective together with this process's other virtual ranks; return its result."""
+        call = _Call(method, arguments)
+        if len(self.own) == 1:
+            return self._perform([call])[0]
+        self._hand_over(position, call)
+        self._wait_for_turn(position)
+        return self._answers[position]
+
+    def _wait_for_turn(self, position: int) -> None:
+        with self._turn:
+            while self._running != position:
+                self._turn.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _hand_over(self, position: int, call: _Call | None) -> None:
+        """Let the next virtual rank run; once all have come to a collective, run that first."""
+        self._calls.append(call)
+        later = [other for other in self._left if other > position]
+        if not later:
+            calls, self._calls = self._calls, []
+            if any(calls) and self._failure is None:
+                try:
+                    self._answers = self._perform(calls)
+                except BaseException as error:
+                    self._failure = error
+        with self._turn:
+            if call is None:
+                self._left.remove(position)
+            self._running = next(iter(later or self._left), position)
+            self._turn.notify_all()
+
+    def _perform(self, calls: Sequence[_Call | None]) -> list[Any]:
+        """Run a collective for all virtual ranks of this process."""
+        methods = {call.method if call else "the end" for call in calls}
+        if len(methods) > 1:
+            found = ", ".join(
+                f"{call.method if call else 'the end'} ({rank})"
+                for rank, call in zip(self.own, calls, strict=True)
+            )
+            raise HorovodInternalError(
+                f"the virtual ranks of process {self.transport.rank} do not run the same "
+                f"collectives: {found}"
+            )
+        arguments = [call.arguments for call in calls if call]
+        results: list[Any] = getattr(self, "_" + methods.pop())(arguments)
+        return results
+
+    def _gather(self, arguments: Sequence[tuple[bytes]]) -> list[Any]:
+        own = {rank: message for rank, (message,) in zip(self.own, arguments, strict=True)}
+        everywhere = self.transport.gather(pickle.dumps(own))
+        messages: dict[int, bytes] = {}
+        for spoken, received in zip(self.spoken, everywhere, strict=True):
+            found = pickle.loads(received)
+            messages.update((rank, found[rank]) for rank in spoken)
+        return [[messages[rank] for rank in range(self.size)]] * len(self.own)
+
+    def _alltoall(self, arguments: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
+        by_rank = dict(zip(self.own, arguments, strict=True))
+        spoken = self.spoken[self.transport.rank]
+        pieces = [
+            _joined([by_rank[source][0][target] for source in spoken for target in targets])
+            for targets in self.players
+        ]
+        targets = [
+            [by_rank[target][1][source] for source in sources for target in self.own]
+            for sources in self.spoken
+        ]
+        buffers = [np.empty(sum(each.size for each in many), np.uint8) for many in targets]
+        self.transport.alltoall(pieces, buffers)
+        for buffer, many in zip(buffers, targets, strict=True):
+            _separate(buffer, many)
+        return [None] * len(self.own)
+
+    def _allgather(self, arguments: Sequence[tuple[Any, Sequence[Any]]]) -> list[Any]:
+        own = dict(zip(self.own, (piece for piece, _ in arguments), strict=True))
+        piece = _joined([own[rank] for rank in self.spoken[self.transport.rank]])
+        _, first = arguments[0]
+        targets = [[first[rank] for rank in ranks] for ranks in self.spoken]
+        buffers = [np.empty(sum(each.size for each in many), np.uint8) for many in targets]
+        self.transport.allgather(piece, buffers)
+        for buffer, many in zip(buffers, targets, strict=True):
+            _separate(buffer, many)
+        for _, others in arguments[1:]:
+            for source, target in zip(first, others, strict=True):
+                target[...] = source
+        return [None] * len(self.own)
+
+    def _broadcast(self, arguments: Sequence[tuple[Any, int]]) -> list[Any]:
+        root = arguments[0][1]
+        position = self.own.index(root) if root in self.own else 0
+        array = arguments[position][0]
+        self.transport.broadcast(array, self.speakers[root])
+        for other, _ in arguments:
+            if other is not array:
+                other[...] = array
+        return [None] * len(self.own)
+
+    def _allreduce(self, arguments: Sequence[tuple[Any, Any, ReduceOp, Scaling]]) -> list[Any]:
+        sends = {rank: send for rank, (send, *_) in zip(self.own, arguments, strict=True)}
+        _, result, op, scaling = arguments[0]
+        dtype = result.dtype
+        # Sums of 16-bit floats are kept in float32, so their parts cannot travel.
+        adds_up = op is ReduceOp.SUM and dtype in (np.float32, np.float64)
+        parts = {(r, r + 1): sends[r] for r in self.spoken[self.transport.rank]}
+        nodes = [_nodes(spoken, self.size, adds_up) for spoken in self.spoken]
+        own = [add_up(parts, *node) for node in nodes[self.transport.rank]]
+        bounds = slice_bounds(result.size, self.transport.size)
+        pieces = [
+            _joined([as_bytes(part[start:stop]) for part in own])
+            for start, stop in pairwise(bounds)
+        ]
+        start, stop = bounds[self.transport.rank : self.transport.rank + 2]
+        rows = [np.empty((len(each), stop - start), dtype) for each in nodes]
+        self.transport.alltoall(pieces, [as_bytes(each.reshape(-1)) for each in rows])
+        by_node = {
+            node: row
+            for each, many in zip(nodes, rows, strict=True)
+            for node, row in zip(each, many, strict=True)
+        }
+        total = np.empty(stop - start, dtype)
+        if adds_up:
+            scaling.write(add_up(by_node, 0, self.size), total)
+        else:
+            in_order = [by_node[rank, rank + 1] for rank in range(self.size)]
+            reduce_into(total, in_order, op, scaling)
+        self.transport.gather_slices(total, result)
+        for _, other, *_ in arguments[1:]:
+            other[...] = result
+        return [None] * len(self.own)
+
+
+def _nodes(leaves: Sequence[int], size: int, adds_up: bool) -> list[Node]:
+    return largest_nodes(leaves, 0, size) if adds_up else [(leaf, leaf + 1) for leaf in leaves]
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    """Return flat byte arrays as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate([*pieces, np.empty(0, np.uint8)])
+
+
+def _separate(buffer: Any, targets: Sequence[Any]) -> None:
+    """Copy the parts of a flat byte array into several."""
+    start = 0
+    for target in targets:
+        target[...] = buffer[start : start + target.size]
+        start += target.size
+
+
+class VirtualTransport(Transport):
+    """The collectives of one virtual rank, for the strategies of `hvdlite.compression`.
+
+    Args:
+        ranks: all virtual ranks.
+        position: that of this one among its process's.
+    """
+
+    title = "virtual ranks"
+
+    def __init__(self, ranks: VirtualRanks, position: int) -> None:
+        self._ranks = ranks
+        self._position = position
+        self.rank = ranks.own[position]
+        self.size = ranks.size
+        self.members = range(ranks.size)
+        self.lane = ranks.transport.lane
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self._ranks.call(self._position, method, *arguments)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        messages: list[bytes] = self._call("gather", message)
+        return messages
+
+    def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
+        """Reduce over the virtual ranks: float32 and float64 along the tree, others in order."""
+        if op is ReduceOp.ADASUM:
+            adasum(self, send, result, scaling, [0, send.size])
+            return
+        self._call("allreduce", send, result, op, scaling)
+
+    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
+        self._call("alltoall", pieces, result)
+
+    def allgather(self, piece: Any, result: Sequence[Any]) -> None:
+        self._call("allgather", piece, result)
+
+    def broadcast(self, array: Any, root: int) -> None:
+        self._call("broadcast", array, root)
+
+    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> NoReturn:
+        """Refuse: the processes have met already."""
+        raise NotImplementedError("virtual ranks meet as processes")
+
+    def leave(self) -> NoReturn:
+        raise NotImplementedError("virtual ranks leave as processes")
+
+    def close(self) -> None:
+        """Do nothing: the processes' transport is closed by its owner."""

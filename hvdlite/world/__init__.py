@@ -1,0 +1,1 @@
+"""The ranks, the nodes that they run on, and how they find together."""

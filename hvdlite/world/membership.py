@@ -1,0 +1,99 @@
+"""Objects that depend on the rank and the number of ranks, and change with them.
+
+When a rank dies under ``hvdliterun --elastic``, the others take over its share of the data
+(`hvdlite.recipe.batches`). They may have come to different steps, so the ranks compare how far they
+are, in `hvdlite.elastic.recovery`, and all change at the step that follows the last one that any
+has taken. A rank that makes its object later than others has it change as theirs have.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+from hvdlite.world import world
+
+#: Held while the ranks compare how far they are, until they have new numbers; a member holds it
+#: while it moves on.
+lock = threading.RLock()
+
+
+class Member(ABC):
+    """An object with a position that all ranks come to, such as a step in the data."""
+
+    @abstractmethod
+    def position(self) -> Any:
+        """Return how far this rank is: picklable, and greater the farther it is."""
+
+    @abstractmethod
+    def begin(self, rank: int, size: int) -> None:
+        """Take the rank and the number of ranks to begin with.
+
+        They are not those of now if other ranks made the corresponding object before a rank died;
+        calls of `renumber` follow then.
+        """
+
+    @abstractmethod
+    def renumber(self, after: Any, rank: int, size: int) -> None:
+        """Take on a new rank and a new number of ranks.
+
+        Args:
+            after: The last position with the old ones.
+            rank: This process's new rank.
+            size: The new number of ranks.
+        """
+
+
+_Key = tuple[Hashable, int]
+_members: WeakValueDictionary[_Key, Member] = WeakValueDictionary()
+_counts: dict[Hashable, int] = defaultdict(int)
+# What objects that this rank has yet to make must do to correspond to those of other ranks: the
+# arguments of `Member.begin`, and of each `Member.renumber`.
+_missed: dict[_Key, tuple[tuple[int, int], list[tuple[Any, int, int]]]] = {}
+_before = (0, 1)  # this rank and the number of ranks when the positions were asked for
+
+
+def join(member: Member, key: Hashable) -> None:
+    """Have an object follow the ranks for as long as it lives.
+
+    Args:
+        member: The object.
+        key: The same for the corresponding objects of all ranks; those of one key correspond in
+            the order of their creation.
+    """
+    with lock:
+        number = _counts[key]
+        _counts[key] += 1
+        now = world.rank(), world.size()
+        first, changes = _missed.pop((key, number), (now, []))
+        member.begin(*first)
+        for change in changes:
+            member.renumber(*change)
+        _members[key, number] = member
+
+
+def positions() -> dict[_Key, Any]:
+    """Return the positions of this rank's objects; called with `lock` held, before `renumber`."""
+    global _before
+    _before = world.rank(), world.size()
+    return {key: member.position() for key, member in _members.items()}
+
+
+def renumber(everywhere: Sequence[Mapping[Any, Any]], rank: int, size: int) -> None:
+    """Give all objects new numbers; called with `lock` held.
+
+    Args:
+        everywhere: The `positions` of all ranks that are left.
+        rank: This process's new rank.
+        size: The new number of ranks.
+    """
+    for key in {key for positions in everywhere for key in positions}:
+        after = max(positions[key] for positions in everywhere if key in positions)
+        if key in _members:
+            _members[key].renumber(after, rank, size)
+        elif key[1] >= _counts[key[0]]:
+            _missed.setdefault(key, (_before, []))[1].append((after, rank, size))

@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdlite.base import float16
+from hvdlite.base.reduction import UFUNCS, Max, Min, Product, Scaling, Sum
+from hvdlite.transport.reduce import reduce_into
+
+KINDS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+PATTERNS = np.arange(2**16, dtype=np.uint16)
+SIZES = [0, 1, 7, 4095, 4096, 4097, float16.PIECE - 1, float16.PIECE, 2 * float16.PIECE + 3]
+
+
+@pytest.fixture(autouse=True)
+def numbers_may_overflow():
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_framework(monkeypatch):
+    monkeypatch.setattr(float16, "_convert", None)
+
+
+@pytest.fixture
+def only_fast(monkeypatch):
+    """Arrays of any size take the way of large ones."""
+    monkeypatch.setattr(float16, "_FEW", 0)
+
+
+def check_widened(values, found):
+    expected = values.astype(np.float32)
+    assert found.dtype == np.float32
+    check_same(found, expected, np.uint32)
+
+
+def check_narrowed(values, kind):
+    found = np.empty(values.size, kind)
+    float16.narrow(values, found)
+    check_same(found, values.astype(kind), np.uint16)
+
+
+def check_same(found, expected, bits):
+    """The same bits, signs of zeros included; a NaN may be any NaN."""
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    np.testing.assert_array_equal(found.view(bits)[~nan], expected.view(bits)[~nan])
+
+
+def finite(kind):
+    values = PATTERNS.view(kind)
+    return values[np.isfinite(values)]
+
+
+def in_chunks(values):
+    """All values together, and few at a time, so that a rare one does not decide for all."""
+    yield values
+    yield from np.array_split(values, 64)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.usefixtures("only_fast")
+class TestWiden:
+    def test_every_value(self, kind):
+        for values in in_chunks(PATTERNS.view(kind)):
+            check_widened(values, float16.widen(values))
+        check_widened(finite(kind), float16.widen(finite(kind)))
+
+    def test_infinities_and_nan_among_others(self, kind):
+        for special in (np.inf, -np.inf, np.nan, -np.nan):
+            values = np.linspace(-1, 1, 5000).astype(kind)
+            values[1234] = special
+            check_widened(values, float16.widen(values))
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_sizes(self, kind, size):
+        values = np.random.default_rng(size).standard_normal(size).astype(kind)
+        out = np.full(size, 5, np.float32)
+        assert float16.widen(values, out) is out
+        check_widened(values, out)
+
+    def test_views(self, kind):
+        for values in views(finite(kind)):
+            values.flags.writeable = False
+            check_widened(values, float16.widen(values))
+            for out in views(np.zeros(3 * values.size, np.float32)):
+                check_widened(values, float16.widen(values, out[: values.size]))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.usefixtures("only_fast")
+class TestNarrow:
+    def test_every_value_is_left_as_it_is(self, kind):
+        for values in in_chunks(PATTERNS.view(kind)):
+            found = np.empty(values.size, kind)
+            float16.narrow(values.astype(np.float32), found)
+            check_same(found, values, np.uint16)
+
+    def test_middles_between_neighbours_and_what_is_next_to_them(self, kind):
+        magnitudes = np.sort(finite(kind).astype(np.float64))
+        middles = ((magnitudes[1:] + magnitudes[:-1]) / 2).astype(np.float32)
+        for values in (middles, np.nextafter(middles, -np.inf), np.nextafter(middles, np.inf)):
+            for part in in_chunks(values.astype(np.float32)):
+                check_narrowed(part, kind)
+
+    def test_random_bits(self, kind):
+        generator = np.random.default_rng(0)
+        bits = generator.integers(0, 2**32, 2**21, np.uint32)
+        check_narrowed(bits.view(np.float32), kind)
+        # Most floats of 32 bits are beyond those of 16; these are not.
+        smallest, overflow = np.array([2.0**-27, 65520], np.float32).view(np.uint32)
+        bits = generator.integers(smallest, overflow, 2**21, np.uint32)
+        signs = generator.integers(0, 2, bits.size, np.uint32) << 31
+        check_narrowed((bits | signs).view(np.float32), kind)
+
+    @pytest.mark.parametrize("scale", [1e-4, 1e-6, 1e-8, 1e-40])
+    def test_small_values(self, kind, scale):
+        values = np.random.default_rng(1).standard_normal(100_000) * scale
+        check_narrowed(values.astype(np.float32), kind)
+
+    @pytest.mark.parametrize(
+        "value", [65504, 65519.99, 65520, 65535, 65536, 1e6, 3.39e38, 3.4e38, np.inf, np.nan, 0.0]
+    )
+    def test_the_end_of_the_range_and_zeros(self, kind, value):
+        for sign in (1, -1):
+            values = np.linspace(-2, 2, 5001, dtype=np.float32)
+            values[1234] = sign * value
+            check_narrowed(values, kind)
+            check_narrowed(values[1234:1235], kind)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_sizes(self, kind, size):
+        check_narrowed(np.random.default_rng(size).standard_normal(size, np.float32), kind)
+
+    def test_views(self, kind):
+        original = np.random.default_rng(2).standard_normal(10_000, np.float32)
+        for values in views(original):
+            values.flags.writeable = False
+            check_narrowed(values, kind)
+            for out in views(np.zeros(3 * values.size, kind)):
+                float16.narrow(values, out[: values.size])
+                expected = values.astype(kind)
+                assert out[: values.size].tobytes() == expected.tobytes()
+
+
+def views(array):
+    """Off the alignment of its type, with gaps, backwards."""
+    raw = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype)
+    raw[...] = array
+    assert not raw.flags.aligned
+    yield from (array, raw, array[::2], array[::-1])
+
+
+def test_a_value_in_the_middle_goes_to_the_even_one():
+    values = np.tile(np.array([2049, 2051, -2049, 2**-25, 3 * 2**-25], np.float32), 1000)
+    found = np.empty(values.size, np.float16)
+    float16.narrow(values, found)
+    assert found[:5].tolist() == [2048, 2052, -2048, 0, 2**-23]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("ufunc", [np.add, np.multiply, np.minimum, np.maximum])
+def test_accumulate(kind, ufunc):
+    for size in SIZES:
+        generator = np.random.default_rng(size)
+        total = generator.standard_normal(size, np.float32)
+        values = generator.standard_normal(size).astype(kind)
+        expected = ufunc(total, values.astype(np.float32))
+        float16.accumulate(ufunc, total, values)
+        assert total.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int16])
+def test_other_types_are_converted_by_numpy(kind):
+    values = np.arange(-5000, 5000).astype(kind)
+    np.testing.assert_array_equal(float16.widen(values), values.astype(np.float32))
+    found = np.empty(values.size, kind)
+    float16.narrow(values.astype(np.float32), found)
+    np.testing.assert_array_equal(found, values)
+    wide = np.empty(values.size, np.float64)
+    float16.widen(values.astype(np.float16), wide)
+    np.testing.assert_array_equal(wide, values.astype(np.float16))
+
+
+def test_numbers_from_float64_are_rounded_once():
+    # Rounded to float32 first, it would lie in the middle and go to the even one, which is 1.
+    values = np.full(5000, 1 + 2**-11 + 2**-40)
+    found = np.empty(values.size, np.float16)
+    float16.narrow(values, found)
+    assert (found == 1 + 2**-10).all()
+
+
+def test_threads_do_not_disturb_each_other():
+    failures = []
+
+    def convert(seed):
+        values = np.random.default_rng(seed).standard_normal(300_000, np.float32)
+        expected = values.astype(np.float16)
+        found, wide = np.empty_like(expected), float16.scratch(1000)
+        wide[...] = seed
+        for _ in range(20):
+            float16.narrow(values, found)
+            same = found.tobytes() == expected.tobytes()
+            if not (same and (float16.widen(found) == expected).all() and (wide == seed).all()):
+                failures.append(seed)
+
+    threads = [threading.Thread(target=convert, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_subnormal_numbers_survive_a_processor_that_is_told_to_drop_them():
+    torch = pytest.importorskip("torch")
+    values = (np.arange(-5000, 5000) * 2.0**-24).astype(np.float16)
+    expected = values.astype(np.float32)
+    found = []
+
+    def convert():
+        if torch.set_flush_denormal(True):
+            narrowed = np.empty_like(values)
+            float16.narrow(expected, narrowed)
+            found.extend([float16._flushes_subnormals(), float16.widen(values), narrowed])
+
+    thread = threading.Thread(target=convert)  # the mode is the thread's
+    thread.start()
+    thread.join()
+    if not found:
+        pytest.skip("this processor has no such mode")
+    flushes, widened, narrowed = found
+    assert flushes
+    assert not float16._flushes_subnormals()
+    assert widened.tobytes() == expected.tobytes()
+    assert narrowed.tobytes() == values.tobytes()
+
+
+class TestAddFloat16:
+    @pytest.mark.parametrize("count", [1, 2, 3, 8])
+    @pytest.mark.parametrize("divisor", [1, 2, 4, 2**13])
+    @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-6, 1e-8, 5000.0])
+    def test_the_bits_are_those_of_a_sum_in_float32(self, count, divisor, scale):
+        generator = np.random.default_rng(count)
+        parts = [(generator.standard_normal(50_000) * scale).astype(np.float16)] * 2
+        parts = [generator.permutation(part) for part in parts for _ in range(count)][:count]
+        out = np.empty_like(parts[0])
+        assert float16.add_float16(parts, divisor, out)
+        assert out.tobytes() == summed(parts, divisor).tobytes()
+
+    @pytest.mark.parametrize("divisor", [1, 2, 2**13])
+    def test_every_value_with_every_exponent_of_another(self, divisor):
+        values = finite(np.dtype(np.float16))
+        for bits in range(0, 0x7C00, 0x400):
+            other = np.full(values.size, bits, np.uint16).view(np.float16)
+            small = np.abs(values.astype(np.float32) + other) < 65520 * divisor
+            parts = [np.resize(part[small], values.size) for part in (values, other)]
+            out = np.empty_like(values)
+            assert float16.add_float16(parts, divisor, out)
+            assert out.tobytes() == summed(parts, divisor).tobytes()
+
+    def test_signs_of_zeros(self):
+        for first, second in ((0.0, 0.0), (-0.0, -0.0), (-0.0, 0.0), (1.0, -1.0)):
+            parts = [np.full(5000, value, np.float16) for value in (first, second)]
+            out = np.empty_like(parts[0])
+            assert float16.add_float16(parts, 1, out)
+            assert out.tobytes() == summed(parts, 1).tobytes()
+
+    def test_what_rounds_to_infinity(self):
+        parts = [np.full(5000, value, np.float16) for value in (65504, 16)]
+        out = np.empty_like(parts[0])
+        assert float16.add_float16(parts, 1, out)
+        assert np.isposinf(out).all()
+
+    @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, -np.nan, 50000, -50000])
+    def test_it_leaves_alone_what_it_cannot_do(self, value):
+        first = np.ones(5000, np.float16)
+        first[17] = value
+        before = first.tobytes()
+        assert not float16.add_float16([first, first], 1, first)
+        assert first.tobytes() == before
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    @pytest.mark.parametrize("count", [2, 3, 5, 9])
+    def test_a_sum_that_is_far_out_of_range(self, sign, count):
+        # From 2**17 on, what exceeds a float16's exponent would be taken for its sign.
+        parts = [np.full(5000, sign * 65504, np.float16)] * count
+        out = np.empty_like(parts[0])
+        assert not float16.add_float16(parts, 1, out)
+        divisor = 1 << (count - 1).bit_length()
+        assert float16.add_float16(parts, divisor, out)
+        assert out.tobytes() == summed(parts, divisor).tobytes()
+
+    @pytest.mark.parametrize(("size", "divisor"), [(10, 1), (5000, 3), (5000, 2**14)])
+    def test_it_declines_what_does_not_fit(self, size, divisor):
+        values = np.ones(size, np.float16)
+        assert not float16.add_float16([values, values], divisor, values)
+
+
+def summed(parts, divisor):
+    total = np.zeros(parts[0].size, np.float32)
+    total[...] = parts[0]
+    for part in parts[1:]:
+        total += part.astype(np.float32)
+    return (total / np.float32(divisor)).astype(np.float16)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("op", [Sum, Min, Max, Product])
+@pytest.mark.parametrize("scaling", [Scaling(), Scaling(1.0, 2), Scaling(1.0, 3), Scaling(0.3, 2)])
+def test_reductions_of_large_arrays(kind, op, scaling):
+    generator = np.random.default_rng(4)
+    size = float16.PIECE + 9000
+    for special in (1.0, 65504.0, np.inf, np.nan):
+        parts = [(generator.standard_normal(size) * 1e-3).astype(kind) for _ in range(3)]
+        parts[0][100] = parts[1][100] = special
+        total = parts[0].astype(np.float32)
+        for part in parts[1:]:
+            total = UFUNCS[op](total, part.astype(np.float32))
+        factor = np.float32(scaling.factor / scaling.divisor)
+        scaled = total * factor if scaling.factor != 1.0 else total / np.float32(scaling.divisor)
+        reduce_into(parts[0], parts, op, scaling)
+        check_same(parts[0], scaled.astype(kind), np.uint16)
