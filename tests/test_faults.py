@@ -36,7 +36,7 @@ PROLOGUE = """
 import json, os, pathlib, signal, sys, time
 import numpy as np
 import hvdlite as hvd
-from hvdlite import runtime
+from hvdlite.engine import runtime
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 from hvdlite.transport.shared_memory.barrier import Barrier

@@ -9,8 +9,9 @@ import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-_BACKENDS = ("tensorflow", "torch")
-_uses_legacy_keras = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+from hvdlite.keras._backends import check_backend as _check_backend
+from hvdlite.keras._backends import uses_legacy_keras as _uses_legacy_keras
+
 if find_spec("keras") is None and not _uses_legacy_keras:
     raise ImportError(
         "hvdlite.keras needs Keras 3, which cannot be found; install it with "
@@ -19,16 +20,6 @@ if find_spec("keras") is None and not _uses_legacy_keras:
 
 if TYPE_CHECKING:
     from hvdlite.keras._public import *  # noqa: F403
-
-
-def _check_backend(name: str | None) -> None:
-    """Refuse a framework below Keras 3 whose gradients cannot be exchanged."""
-    if name and name not in _BACKENDS:
-        raise ImportError(
-            f"hvdlite exchanges gradients where Keras runs on TensorFlow or PyTorch, and here it "
-            f"runs on {name!r}; set the environment variable KERAS_BACKEND to tensorflow or torch "
-            "before Keras is imported"
-        )
 
 
 # Names are resolved on first use: `hvdlite.tensorflow` and legacy Keras share the private modules

@@ -12,13 +12,13 @@ import numpy as np
 
 from hvdlite import collectives
 from hvdlite.base import files
+from hvdlite.gradients.optimizer_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
     broadcast_variables,
     differ_by_rank,
     to_array,
-    variables_of,
 )
 from hvdlite.observe import status
 from hvdlite.recipe import average_metrics

@@ -8,9 +8,10 @@ from weakref import WeakKeyDictionary
 
 from hvdlite import collectives
 from hvdlite.elastic.state import State, VariableState
+from hvdlite.gradients.optimizer_replica import variables_of
+from hvdlite.gradients.synchronizer import Synchronizer
 from hvdlite.keras._optimizer import distributed_part
-from hvdlite.keras._synchronizer import Synchronizer
-from hvdlite.keras._values import batches_per_call, variables_of
+from hvdlite.keras._values import batches_per_call
 from hvdlite.world import world
 
 

@@ -17,7 +17,9 @@ from typing import Any
 import keras as keras
 from keras import ops
 
-from hvdlite.keras import _check_backend
+from hvdlite.gradients.optimizer_replica import kept_in_common
+from hvdlite.gradients.synchronizer import Options, Synchronizer
+from hvdlite.keras._backends import check_backend
 from hvdlite.keras._optimizer import (
     Distributed,
     KerasAdapter,
@@ -29,15 +31,13 @@ from hvdlite.keras._optimizer import (
     with_recompilation,
     with_wrapping,
 )
-from hvdlite.keras._replicas import kept_in_common
-from hvdlite.keras._synchronizer import Options, Synchronizer
 from hvdlite.world import parts, world
 
 _log = logging.getLogger("hvdlite")
 
 _FRAMEWORKS = {"tensorflow": "hvdlite.keras._tensorflow", "torch": "hvdlite.keras._torch"}
 _NAME = keras.backend.backend()
-_check_backend(_NAME)
+check_backend(_NAME)
 framework: Any = importlib.import_module(_FRAMEWORKS[_NAME])
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
+from hvdlite.gradients.optimizer_replica import kept_in_common
+from hvdlite.gradients.synchronizer import Options, Synchronizer
 from hvdlite.keras._optimizer import (
     Distributed,
     distributed_part,
@@ -28,8 +30,6 @@ from hvdlite.keras._optimizer import (
     with_recompilation,
     with_wrapping,
 )
-from hvdlite.keras._replicas import kept_in_common
-from hvdlite.keras._synchronizer import Options, Synchronizer
 from hvdlite.keras._tensorflow import Backend, after
 from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.tensors import unconverted

@@ -17,7 +17,7 @@ from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Conversion, Reduction
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
-from hvdlite.keras._synchronizer import LocalVariables, Options, Synchronizer
+from hvdlite.gradients.synchronizer import LocalVariables, Options, Synchronizer
 from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
 
 

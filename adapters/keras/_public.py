@@ -8,7 +8,6 @@ from hvdlite.keras import callbacks, elastic
 from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._data import shard
 from hvdlite.keras._keras3 import ADAPTER, framework, keras
-from hvdlite.keras._seeding import seed_keras as _seed_keras
 from hvdlite.keras._values import (
     allgather,
     allreduce,
@@ -17,6 +16,7 @@ from hvdlite.keras._values import (
     reducescatter,
 )
 from hvdlite.recipe.seeding import seed_too as _seed_too
+from hvdlite.recipe.variables import seed_keras as _seed_keras
 
 _seed_too(_seed_keras, parts=False)
 DistributedOptimizer = ADAPTER.DistributedOptimizer

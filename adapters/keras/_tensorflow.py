@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.compression import Parameter
-from hvdlite.keras._synchronizer import LABEL, Synchronizer
+from hvdlite.gradients.synchronizer import LABEL, Synchronizer
 from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, are_finite

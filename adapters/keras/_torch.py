@@ -21,8 +21,8 @@ from hvdlite.gradients import (
     describe_sources,
     weight_label,
 )
-from hvdlite.keras._synchronizer import LABEL, Synchronizer
-from hvdlite.keras._values import unique
+from hvdlite.gradients.optimizer_replica import unique
+from hvdlite.gradients.synchronizer import LABEL, Synchronizer
 from hvdlite.schedule import LocalSteps
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.scheduled import TensorWeights

@@ -5,20 +5,18 @@ Arrays, numbers, tensors and variables go in, numpy arrays come out.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite import collectives
-from hvdlite.base.arrays import describe
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Compression, Strategy
-from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.keras._seeding import different_on, is_seed
+from hvdlite.gradients.optimizer_replica import variables_of
 from hvdlite.recipe.seeding import seed_frameworks
+from hvdlite.recipe.variables import broadcast_arrays, different_on, is_seed
 from hvdlite.world import parts, world
 
 
@@ -179,38 +177,6 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
         variable.assign(value)
 
 
-def broadcast_arrays(
-    names: Sequence[str],
-    arrays: Sequence[Any],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    """Return the arrays of rank ``root_rank``, after a comparison of names, shapes and dtypes.
-
-    Seeds of random layers follow from those of rank ``root_rank``, and differ between ranks. With
-    virtual ranks they stay, because each part of a step has its own.
-    """
-    engine = runtime.engine(process_set)
-    prefix = name or engine.unnamed("broadcast_variables")
-    # Checked first: everything below waits for the other ranks.
-    collectives.checked_root(engine, root_rank)
-    layout = [(each, describe(array)) for each, array in zip(names, arrays, strict=True)]
-    collectives.agree_on(prefix + ": its variables", layout, process_set)
-    handles = [
-        collectives.broadcast_async(
-            array, root_rank, f"{prefix}: {number} {each}", process_set=process_set
-        )
-        for number, (each, array) in enumerate(zip(names, arrays, strict=True))
-    ]
-    values = [handle.wait() for handle in handles]
-    for number, each in enumerate(names):
-        if is_seed(each):
-            own = parts.current.are_fixed
-            values[number] = arrays[number] if own else different_on(world.rank(), values[number])
-    return values
-
-
 def differ_by_rank(variables: Sequence[Any]) -> None:
     """Give the seeds of random layers among the variables other values on each rank."""
     if parts.current.are_fixed:
@@ -219,12 +185,6 @@ def differ_by_rank(variables: Sequence[Any]) -> None:
     for variable in variables:
         if is_seed(variable.name):
             variable.assign(different_on(world.rank(), to_array(variable)))
-
-
-def variables_of(optimizer: Any) -> list[Any]:
-    """Return the variables of an optimizer of any Keras; none if there is no optimizer."""
-    variables = getattr(optimizer, "variables", ())
-    return list(variables() if callable(variables) else variables)
 
 
 def batches_per_call(model: Any) -> int:
@@ -244,13 +204,3 @@ def to_array(value: Any) -> Any:
 
         return torch_to_array(value.detach())
     return np.asarray(value)
-
-
-def unique(names: Iterable[str]) -> list[str]:
-    """Return names with the repeated ones numbered: ``w``, ``w#1``, ``w#2``."""
-    seen: Counter[str] = Counter()
-    result = []
-    for name in names:
-        result.append(f"{name}#{seen[name]}" if seen[name] else name)
-        seen[name] += 1
-    return result

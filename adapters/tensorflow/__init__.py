@@ -14,8 +14,8 @@ except ImportError as error:
 
 from hvdlite import common
 from hvdlite.common import *  # noqa: F403 - the names common to all adapters
-from hvdlite.keras._seeding import seed_keras as _seed_keras
 from hvdlite.recipe.seeding import seed_too as _seed_too
+from hvdlite.recipe.variables import seed_keras as _seed_keras
 from hvdlite.tensorflow import elastic
 from hvdlite.tensorflow.checkpoint import TensorCheckpoint, assign_variables, checkpoint
 from hvdlite.tensorflow.collectives import (

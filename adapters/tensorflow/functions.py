@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdlite import collectives
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.keras._values import broadcast_arrays
+from hvdlite.recipe.variables import broadcast_arrays
 from hvdlite.tensorflow.errors import translated
 from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.tensors import engine, like, run, to_tensor, unconverted

@@ -13,7 +13,7 @@ from hvdlite.base.arguments import check_groups
 from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Reduction, Strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
-from hvdlite.keras._synchronizer import LocalVariables
+from hvdlite.gradients.synchronizer import LocalVariables
 from hvdlite.schedule import (
     CompressionArgument,
     ExchangeSchedule,

@@ -17,9 +17,9 @@ from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import global_process_set
 from hvdlite.errors import HorovodInternalError, NotFiniteError
 from hvdlite.gradients.finite import tell_left_out
-from hvdlite.keras._seeding import generators, state_of
-from hvdlite.keras._synchronizer import Options
+from hvdlite.gradients.synchronizer import Options
 from hvdlite.recipe.seeding import seed_frameworks, seed_part
+from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified
 from hvdlite.tensorflow.tensors import dtype_of, engine, like, run, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read

@@ -1,1 +1,1 @@
-"""What all rooms use: errors, settings, arrays, reductions. It knows nothing of ranks."""
+"""Errors, settings, arrays, reductions: all rooms use them, and they know nothing of ranks."""

@@ -1,1 +1,1 @@
-"""What a rank tells of itself: its timeline, its status, its failures."""
+"""Reports of a rank on itself: its timeline, its status, its failures."""

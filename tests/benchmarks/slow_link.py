@@ -22,7 +22,7 @@ RANKS = 2
 _SECONDS = 1800.0
 _PROGRAM = f"""
 import json, sys
-from hvdlite.bench import job
+from hvdlite.tools.bench import job
 function, arguments, hosts = sys.argv[1:]
 print(json.dumps(job.run({RANKS}, function, json.loads(arguments), hosts=hosts)))
 """

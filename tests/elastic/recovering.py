@@ -14,6 +14,7 @@ import sys
 import numpy as np
 
 import hvdlite as hvd
+from hvdlite.engine import runtime
 from hvdlite.errors import HorovodInternalError
 
 steps = int(sys.argv[1])
@@ -52,7 +53,7 @@ for step in range(steps):
     check(rows[:, 0].sum(), f"{step} gather")
     mean = hvd.allreduce(np.ones(10))
     assert (mean == 1.0).all(), mean
-    ranks = hvd.runtime.engine().starts
+    ranks = runtime.engine().starts
     mine = [(2.0**start, to) for to in ranks for _ in range(1 + to)]
     found, received = hvd.alltoall(np.array(mine), [1 + to for to in ranks])
     assert (found[:, 1] == start).all(), found

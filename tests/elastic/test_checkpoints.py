@@ -10,7 +10,7 @@ CODE = """
 import os, signal, sys
 import numpy as np
 import hvdlite as hvd
-from hvdlite import files
+from hvdlite.base import files
 from hvdlite.recipe import checkpoints
 
 def die(*_, **options):

@@ -16,7 +16,7 @@ import json, os, sys
 from pathlib import Path
 import numpy as np
 import hvdlite as hvd
-from hvdlite import world
+from hvdlite.world import world
 hvd.init()
 report = []
 

@@ -537,7 +537,8 @@ for _ in range(10):
         found += [float(hvd.allreduce(2.0**start, op=hvd.Sum, process_set=each))] \
             if each.included() else []
     hvd.remove_process_set(some)
-recovery = hvd.runtime.engine().recovery
+from hvdlite.engine import runtime
+recovery = runtime.engine().recovery
 print(start, hvd.size(), recovery.epoch >= 11, recovery.has_lost_ranks, sorted(set(found)))
 """
     job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code, env=variables)
@@ -580,7 +581,7 @@ def test_process_sets_of_init_are_those_of_its_ranks():
 import os, signal
 import numpy as np
 import hvdlite as hvd
-from hvdlite import points
+from hvdlite.base import points
 if os.environ["OMPI_COMM_WORLD_RANK"] == "0":  # faults are planted later
     points.reach = lambda point: point == "recover" and os.kill(os.getpid(), signal.SIGKILL)
 sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2]), hvd.ProcessSet([2, 3])]

@@ -121,7 +121,7 @@ def test_who_is_left(faults, count, left):
 )
 def test_a_death_while_a_world_is_formed(victims, count, left):
     planted = """
-from hvdlite import points
+from hvdlite.base import points
 formed = 0
 def reach(point, *args):
     global formed
@@ -146,7 +146,7 @@ plant, points.reach = points.reach, reach
 @pytest.mark.slow
 def test_a_rank_that_cannot_communicate_ends_the_job_though_none_has_died():
     planted = """
-from hvdlite import points
+from hvdlite.base import points
 hvd.init(process_sets=sets)
 planted = points.reach
 def reach(point, *args):
@@ -209,7 +209,7 @@ def test_torch(fault):
 @pytest.mark.slow
 def test_the_ends_of_the_ranks_reach_the_spares():
     code = """import sys, time, hvdlite as hvd
-from hvdlite import spares
+from hvdlite.elastic import spares
 spares._SECONDS_TO_END = 60.0
 hvd.init()
 hvd.barrier()
@@ -289,7 +289,7 @@ def test_ranks_that_cannot_communicate_do_not_try_for_ever():
     code = """
 import pickle
 import hvdlite as hvd
-from hvdlite import bootstrap
+from hvdlite.engine import bootstrap
 class Bad:
     def __reduce__(self):
         raise pickle.PicklingError("not this one")

@@ -419,7 +419,7 @@ def test_what_is_recorded_before_the_end_of_a_script(path, end):
     script = (
         "import sys\n"
         "import hvdlite as hvd\n"
-        "from hvdlite import timeline\n"
+        "from hvdlite.observe import timeline\n"
         "hvd.init()\n"
         "hvd.barrier()\n"
         "timeline.current.instant('step', 'the last')\n"

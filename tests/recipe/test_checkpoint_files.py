@@ -663,7 +663,7 @@ def test_the_end_of_the_process_waits_for_the_thread(path, fails):
 KILLED = """
 import os, signal, sys
 import numpy as np
-from hvdlite import files
+from hvdlite.base import files
 from hvdlite.recipe import Checkpoint
 path, last, in_thread = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
 calls = 0

@@ -11,7 +11,8 @@ import tensorflow as _tensorflow
 
 from hvdlite import allgather_object, barrier, broadcast_object, common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
-from hvdlite.keras import _check_backend, _uses_legacy_keras
+from hvdlite.keras._backends import check_backend as _check_backend
+from hvdlite.keras._backends import uses_legacy_keras as _uses_legacy_keras
 from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._values import (
     allgather,

@@ -19,7 +19,7 @@ SCRIPT = """
 import sys, time
 import numpy as np
 import hvdlite as hvd
-from hvdlite import status
+from hvdlite.observe import status
 if "--fail" in sys.argv:
     sys.exit(4)
 hvd.init()
@@ -32,7 +32,7 @@ for step in range(6):
 TRAINING = """
 import numpy as np
 import hvdlite as hvd
-from hvdlite import runtime
+from hvdlite.engine import runtime
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.gradients import GradientExchange
 hvd.init()

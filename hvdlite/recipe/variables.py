@@ -1,7 +1,7 @@
-"""Seeds of Keras: of its global generator, and of the generators that layers have.
+"""Variables of any Keras, and of TensorFlow: their broadcast, and the seeds among them.
 
-This imports no Keras. A layer takes its seed when it is made, and keeps it, with a count, in a
-variable of the model.
+This imports neither. A layer of Keras takes its seed when it is made, and keeps it, with a count,
+in a variable of the model; seeds come from Keras' global generator, too.
 """
 
 from __future__ import annotations
@@ -9,9 +9,16 @@ from __future__ import annotations
 import gc
 import sys
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from hvdlite import collectives
+from hvdlite.base.arrays import describe
+from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.world import parts, world
 
 
 def seed_keras(number: int) -> None:
@@ -55,6 +62,38 @@ def different_on(rank: int, state: Any) -> Any:
     if rank == 0:
         return state
     return np.array(_state(seed, count, rank), state.dtype)
+
+
+def broadcast_arrays(
+    names: Sequence[str],
+    arrays: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return the arrays of rank ``root_rank``, after a comparison of names, shapes and dtypes.
+
+    Seeds of random layers follow from those of rank ``root_rank``, and differ between ranks. With
+    virtual ranks they stay, because each part of a step has its own.
+    """
+    engine = runtime.engine(process_set)
+    prefix = name or engine.unnamed("broadcast_variables")
+    # Checked first: everything below waits for the other ranks.
+    collectives.checked_root(engine, root_rank)
+    layout = [(each, describe(array)) for each, array in zip(names, arrays, strict=True)]
+    collectives.agree_on(prefix + ": its variables", layout, process_set)
+    handles = [
+        collectives.broadcast_async(
+            array, root_rank, f"{prefix}: {number} {each}", process_set=process_set
+        )
+        for number, (each, array) in enumerate(zip(names, arrays, strict=True))
+    ]
+    values = [handle.wait() for handle in handles]
+    for number, each in enumerate(names):
+        if is_seed(each):
+            own = parts.current.are_fixed
+            values[number] = arrays[number] if own else different_on(world.rank(), values[number])
+    return values
 
 
 def _state(*numbers: int) -> list[int]:

@@ -14,8 +14,8 @@ from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, is_outside
-from hvdlite.gradients import check_not_local
-from hvdlite.keras._replicas import OptimizerReplica
+from hvdlite.gradients.metadata import check_not_local
+from hvdlite.gradients.optimizer_replica import OptimizerReplica
 from hvdlite.schedule import ExchangeSchedule, ExchangeState, LocalSteps, check_unweighted
 from hvdlite.world import parts
 
@@ -381,7 +381,8 @@ class Synchronizer:
 
     def _local_steps(self, variables: Sequence[Any]) -> LocalSteps:
         """Return the steps of these variables; new variables take over the state of old ones."""
-        options, earlier = self.options, self.state.steps
+        options = self.options
+        earlier: LocalSteps | None = self.state.steps
         parameters = list(self._backend.describe(variables))
         if earlier is not None and earlier.parameters == parameters:
             return earlier

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from hvdlite.gradients import describe_optimizer, state_label
-from hvdlite.keras._values import to_array, unique, variables_of
+from hvdlite.gradients.replicas import describe_optimizer, state_label
 
 _PLAIN = (bool, int, float, str)
 
@@ -89,6 +89,22 @@ class OptimizerReplica:
         return [*found, *((state_label(name), kept) for name, kept in pairs)]
 
 
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer of any Keras; none if there is no optimizer."""
+    variables = getattr(optimizer, "variables", ())
+    return list(variables() if callable(variables) else variables)
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Return names with the repeated ones numbered: ``w``, ``w#1``, ``w#2``."""
+    seen: Counter[str] = Counter()
+    result = []
+    for name in names:
+        result.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return result
+
+
 def kept_in_common(optimizer: Any, kept: Iterable[Any]) -> list[Any]:
     """Return the variables of an optimizer that belong to no weight; the rate is an option.
 
@@ -126,5 +142,5 @@ def _config_of(optimizer: Any) -> dict[str, Any]:
 
 
 def _read(variable: Any) -> float:
-    number: float = to_array(variable).item()
+    number: float = variable.numpy().item()
     return number
