@@ -32,7 +32,7 @@ test-all: lint
 
 # On a machine without the network: make test-gpu BIN=/usr/bin, with what that Python has.
 test-gpu: $(if $(filter command line,$(origin BIN)),,$(STAMP))
-	$(BIN)/python3 -m pytest -m gpu $(ARGS)
+	$(BIN)/python3 -m pytest -m gpu tests/gpu $(ARGS)
 
 # What of the GPU code can be tested without one: the kernels compile, and cupy has the calls.
 test-device-api: $(DEVICE_VENV)/.installed

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.gpu [--ranks N] [--quick]
 
-Contenders: hvdlite on NCCL, and torch's NCCL, where every rank has a device of its own;
-hvdlite through host memory; and, as the limit, both passes of a copy on the device. Each
-time includes waiting for the device.
+Contenders: hvdlite on NCCL, and torch's NCCL, where NCCL serves these ranks (each has a device of
+its own, or NCCL is 2.30 and ``NCCL_MULTI_RANK_GPU_ENABLE=1``); hvdlite through host memory; and,
+as the limit, both passes of a copy on the device. Each time includes waiting for the device.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list
     preferred = connect_device(control, device, cuda=cuda)
     if isinstance(preferred, NCCLTransport):
         transports["hvdlite nccl"] = preferred
-    alone = len(set(names)) == comm.size
-    with _torch_nccl(comm, device) if alone else nullcontext() as distributed:
+    with torch_nccl(comm, device) if "hvdlite nccl" in transports else nullcontext() as distributed:
         return [
             {
                 "case": "sum",
@@ -87,6 +86,15 @@ def measure(comm: MPI.Comm, sizes: Sequence[int], limit: dict[str, Any]) -> list
             }
             for nbytes in sizes
         ]
+
+
+def nccl_serves(comm: MPI.Comm, cuda: Cuda, device: int) -> bool:
+    """Return whether NCCL serves these ranks; collective."""
+    control = connect(MPI, World.split(MPI, comm.Dup()))
+    transport = connect_device(control, device, cuda=cuda)
+    transport.close()
+    control.close()
+    return isinstance(transport, NCCLTransport)
 
 
 def _measure_size(
@@ -180,7 +188,7 @@ def _check(comm: MPI.Comm, name: str, call: Callable[[], None], array: Any, stre
 
 
 @contextmanager
-def _torch_nccl(comm: MPI.Comm, device: int) -> Iterator[Any]:
+def torch_nccl(comm: MPI.Comm, device: int) -> Iterator[Any]:
     """Return torch.distributed on NCCL, or None where this torch has no CUDA."""
     try:
         import torch

@@ -1,14 +1,19 @@
-"""torch's CUDA tensors, on real devices; ranks that share one exchange by way of the host."""
+"""torch's CUDA tensors, on real devices, by NCCL where it serves these ranks and by the host."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+
 import pytest
 
+from tests.gpu.arrays import SHARING
 from tests.harness import ranks
 
 torch = pytest.importorskip("torch")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+each_transport = pytest.mark.parametrize("transport", ["auto", "host"])
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +22,8 @@ def _needs_cuda(device_count):
         pytest.skip("this torch has no CUDA")
 
 
-def _start():
+def _start(transport="auto"):
+    os.environ["HVDLITE_DEVICE_TRANSPORT"] = transport
     import hvdlite.torch as hvd
 
     hvd.init()
@@ -25,10 +31,11 @@ def _start():
     return hvd
 
 
-@ranks(1, 2, fresh=True)
+@ranks(1, 2, 3, fresh=True, env=SHARING)
+@each_transport
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "int32", "bool"])
-def test_collectives(size, name):
-    hvd = _start()
+def test_collectives(size, name, transport):
+    hvd = _start(transport)
     dtype = getattr(torch, name)
     mine = torch.full((1000, 3), hvd.rank() + 1, device="cuda").to(dtype)
     op = hvd.Max if name == "bool" else hvd.Sum
@@ -67,10 +74,11 @@ def _train(hvd, device, streams=False, **options):
     return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
 
 
-@ranks(1, 2, fresh=True)
+@ranks(1, 2, fresh=True, env=SHARING)
+@each_transport
 @pytest.mark.parametrize("streams", [False, True])
-def test_training_on_the_device_equals_training_on_the_host(streams):
-    hvd = _start()
+def test_training_on_the_device_equals_training_on_the_host(streams, transport):
+    hvd = _start(transport)
     torch.backends.cuda.matmul.allow_tf32 = False
     expected = _train(hvd, "cpu")
     found = _train(hvd, "cuda", streams)
@@ -80,7 +88,53 @@ def test_training_on_the_device_equals_training_on_the_host(streams):
     torch.testing.assert_close(compressed, expected, rtol=1e-2, atol=1e-2)
 
 
-@ranks(2, fresh=True)
+# Calls of CUDA in which the host waits for the device.
+WAITS = {
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+    "cuStreamSynchronize",
+}
+
+
+@ranks(1, 2, fresh=True, env=SHARING)
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_no_step_waits_on_the_host_for_the_device(compression):
+    from torch.profiler import ProfilerActivity, profile
+
+    hvd = _start()
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    chosen = getattr(hvd.Compression, compression)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression=chosen)
+    batch = torch.randn(32, 256, device="cuda")
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    def calls(function, *arguments):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            function(*arguments)
+        return [event.name for event in trace.events()]
+
+    train(20)
+    seen = calls(train, 32)
+    assert any("aunchKernel" in name for name in seen)
+    waits = Counter(name for name in seen if name in WAITS)
+    assert waits.pop("cudaDeviceSynchronize", 0) <= 1  # the profiler's own, at its end
+    # In every 16th step replicas are compared, for which a part of them is read.
+    assert waits.total() <= 2 * len(list(model.parameters())), waits
+    assert len({name for name in seen if "Memcpy" in name and "DtoH" in name}) <= 2, seen
+
+
+@ranks(2, fresh=True, env=SHARING)
 def test_what_grad_scaler_changes_unseen_is_noticed_a_step_later():
     hvd = _start()
     model = torch.nn.Linear(64, 64).cuda()
@@ -100,10 +154,42 @@ def test_what_grad_scaler_changes_unseen_is_noticed_a_step_later():
             torch.cuda.synchronize()
 
 
-@ranks(2, fresh=True)
+@ranks(2, fresh=True, env=SHARING)
 def test_a_tensor_on_the_host_of_one_rank_alone():
     hvd = _start()
     device = "cuda" if hvd.rank() == 0 else "cpu"
     with pytest.raises(hvd.HorovodInternalError, match="device is cuda on rank 0, cpu on rank 1"):
         hvd.allreduce(torch.ones(3, device=device), name="x")
     assert hvd.allreduce(torch.ones(3, device="cuda"), op=hvd.Sum).tolist() == [2.0] * 3
+
+
+@ranks(1, 2, 3, fresh=True, env=SHARING)
+@each_transport
+def test_ranks_give_the_weights_of_one_process(transport):
+    hvd = _start(transport)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    def train(first, count, distribute):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            *(torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten()),
+            *(torch.nn.Linear(1024, 64), torch.nn.Tanh(), torch.nn.Linear(64, 10)),
+        ).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if distribute:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for step in range(20):
+            torch.manual_seed(step)
+            images, labels = torch.randn(24, 3, 8, 8), torch.randint(10, (24,))
+            mine = slice(first, first + count)
+            outputs = model(images[mine].cuda())
+            torch.nn.functional.cross_entropy(outputs, labels[mine].cuda()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+    share = 24 // hvd.size()
+    found = train(hvd.rank() * share, share, distribute=True)
+    expected = train(0, 24, distribute=False)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    assert len(set(hvd.allgather_object(found.cpu().numpy().tobytes()))) == 1

@@ -12,7 +12,7 @@ from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.registry import connect_device
 from hvdlite.world import mpi
-from tests.gpu.arrays import on_device
+from tests.gpu.arrays import SHARING, on_device
 from tests.harness import ranks
 from tests.simulation import on_all_ranks
 from tests.transport.gpu import device_checks
@@ -57,10 +57,9 @@ def test_nccl(nccl_ranks, check, size):
     on_all_ranks(check, nccl_ranks(size))
 
 
-# From 2.30 on NCCL lets ranks share a device where this says so.
-@ranks(2, fresh=True, env={"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+@ranks(2, 3, 4, fresh=True, env=SHARING)
 @pytest.mark.parametrize("prefer_nccl", [True, False], ids=["nccl", "staged"])
-def test_two_processes_on_one_device_or_two(device_count, prefer_nccl):
+def test_processes_with_or_without_a_device_each(device_count, prefer_nccl):
     MPI = mpi.load()
     control = MPITransport(MPI, MPI.COMM_WORLD)
     device = control.rank % device_count
