@@ -32,7 +32,7 @@ from tests.benchmarks import files
 from tests.benchmarks.gpu import nccl_serves, torch_nccl
 
 _STEPS = 10
-# Batches that keep a device busy, as on a processor these models' own do.
+# Larger than on processors, so that a step keeps the device busy.
 _BATCHES = {"layers": 4096, "resnet": 256, "mlp": 1024}
 _TOLERANCE = 1e-2  # convolutions use TF32, and add in any order
 

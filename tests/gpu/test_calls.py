@@ -12,7 +12,6 @@ from tests.harness import ranks
 torch = pytest.importorskip("torch")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-DEVICE = "cuda"
 each_transport = pytest.mark.parametrize("transport", ["auto", "host"])
 
 
@@ -27,8 +26,7 @@ def _start(transport):
     import hvdlite.torch as hvd
 
     hvd.init()
-    if DEVICE == "cuda":
-        torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
+    torch.cuda.set_device(hvd.rank() % torch.cuda.device_count())
     return hvd
 
 
@@ -143,14 +141,14 @@ def test_collectives(transport):
                 expected = call(hvd, "cpu", dtype)
             except (ValueError, TypeError):
                 with pytest.raises((ValueError, TypeError)):
-                    call(hvd, DEVICE, dtype)
+                    call(hvd, "cuda", dtype)
                 continue
-            found = call(hvd, DEVICE, dtype)
+            found = call(hvd, "cuda", dtype)
             assert len(found) == len(expected)
             for at, (one, other) in enumerate(zip(found, expected, strict=True)):
                 assert (one.dtype, one.shape) == (other.dtype, other.shape), (call, name, at)
                 assert torch.equal(one.cpu(), other), (call, name, at, one, other)
-                where = {"cpu", DEVICE} if call is _rows else {DEVICE}  # received splits
+                where = {"cpu", "cuda"} if call is _rows else {"cuda"}  # received splits
                 assert one.device.type in where, (call, name, at)
 
 
@@ -209,9 +207,9 @@ def test_optimizers(transport):
     for name, options, near in _options(hvd):
         torch.backends.cuda.matmul.allow_tf32 = False
         expected, _ = _train(hvd, "cpu", **options)
-        model, _ = _train(hvd, DEVICE, **options)
+        model, _ = _train(hvd, "cuda", **options)
         found = torch.cat([each.detach().flatten() for each in model.parameters()])
-        assert found.device.type == DEVICE
+        assert found.is_cuda
         wanted = torch.cat([each.detach().flatten() for each in expected.parameters()])
         assert len(set(hvd.allgather_object(found.cpu().numpy().tobytes()))) == 1, name
         distance = float((found.cpu() - wanted).norm() / wanted.norm())
@@ -223,7 +221,7 @@ def test_optimizers(transport):
 def test_sync_batch_norm(transport):
     hvd = _start(transport)
     results = {}
-    for device in ("cpu", DEVICE):
+    for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         layer = hvd.SyncBatchNorm(4).to(device)
         torch.manual_seed(hvd.rank())
@@ -231,7 +229,7 @@ def test_sync_batch_norm(transport):
         layer(x).pow(3).sum().backward()
         found = [x.grad, layer.weight.grad, layer.running_mean, layer.running_var]
         results[device] = [each.cpu() for each in found]
-    torch.testing.assert_close(results[DEVICE], results["cpu"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results["cuda"], results["cpu"], rtol=1e-4, atol=1e-5)
 
 
 @ranks(1, 2, fresh=True, env=SHARING)
@@ -241,47 +239,44 @@ def test_an_optimizer_s_state_is_broadcast_where_it_lies(transport):
 
     def digest(optimizer):
         moments = [each["exp_avg_sq"] for each in optimizer.state.values()]
-        assert all(each.device.type == DEVICE for each in moments)
+        assert all(each.is_cuda for each in moments)
         flat = torch.cat([each.flatten() for each in moments])
         return flat.cpu().numpy().tobytes(), optimizer.param_groups[0]["lr"]
 
-    model = _network().to(DEVICE)
+    model = _network().to("cuda")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (hvd.rank() + 1))
-    model(torch.randn(8, 16, device=DEVICE) * (hvd.rank() + 1)).square().mean().backward()
+    model(torch.randn(8, 16, device="cuda") * (hvd.rank() + 1)).square().mean().backward()
     optimizer.step()
     before = hvd.allgather_object(digest(optimizer))
     hvd.broadcast_optimizer_state(optimizer, 0)
     assert hvd.allgather_object(digest(optimizer)) == before[:1] * hvd.size()
-    restored = hvd.allgather_object(torch.optim.Adam(model.parameters()).state_dict())
-    assert len(restored) == hvd.size()
 
 
 @ranks(2, fresh=True, env=SHARING)
 def test_after_a_join_arrays_of_a_device_are_refused():
     hvd = _start("auto")
-    if hvd.rank() == 1 and DEVICE == "cuda":
+    if hvd.rank() == 1:
         with pytest.raises(hvd.HorovodInternalError, match="join"):
-            hvd.allreduce(torch.ones(3, device=DEVICE), name="late")
+            hvd.allreduce(torch.ones(3, device="cuda"), name="late")
     assert hvd.join() in (0, 1)
-    assert hvd.allreduce(torch.ones(3, device=DEVICE), op=hvd.Sum).tolist() == [2.0] * 3
+    assert hvd.allreduce(torch.ones(3, device="cuda"), op=hvd.Sum).tolist() == [2.0] * 3
 
 
 @ranks(2, fresh=True, env=SHARING)
 @each_transport
 def test_automatic_mixed_precision(transport):
     hvd = _start(transport)
-    model = _network().to(DEVICE)
+    model = _network().to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), 0)
-    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
-    losses = []
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     for step in range(20):
         torch.manual_seed(hvd.rank())
-        batch = torch.randn(32, 16, device=DEVICE)
+        batch = torch.randn(32, 16, device="cuda")
         if step == 3 and hvd.rank() == 1:
             batch = batch * float("inf")
-        with torch.autocast(DEVICE, dtype=torch.float16):
+        with torch.autocast("cuda", dtype=torch.float16):
             loss = model(batch).square().mean()
         scaler.scale(loss).backward()
         optimizer.synchronize()
@@ -291,7 +286,6 @@ def test_automatic_mixed_precision(transport):
             scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        losses.append(loss.item())
     weights = torch.cat([each.detach().flatten() for each in model.parameters()]).cpu()
     assert torch.isfinite(weights).all()
     assert len(set(hvd.allgather_object(weights.numpy().tobytes()))) == 1
@@ -303,9 +297,9 @@ def test_errors_name_the_rank_and_work_goes_on():
     hvd = _start("auto")
     shape = (3, 2 + hvd.rank())
     with pytest.raises(hvd.HorovodInternalError, match="rank 1"):
-        hvd.allreduce(torch.ones(shape, device=DEVICE), name="shape")
-    assert hvd.allreduce(torch.ones(2, device=DEVICE), op=hvd.Sum).tolist() == [2.0, 2.0]
+        hvd.allreduce(torch.ones(shape, device="cuda"), name="shape")
+    assert hvd.allreduce(torch.ones(2, device="cuda"), op=hvd.Sum).tolist() == [2.0, 2.0]
     kind = torch.float32 if hvd.rank() else torch.float64
     with pytest.raises(hvd.HorovodInternalError, match="float64"):
-        hvd.allreduce(torch.ones(3, device=DEVICE, dtype=kind), name="dtype")
-    assert hvd.allreduce(torch.ones(2, device=DEVICE), op=hvd.Sum).tolist() == [2.0, 2.0]
+        hvd.allreduce(torch.ones(3, device="cuda", dtype=kind), name="dtype")
+    assert hvd.allreduce(torch.ones(2, device="cuda"), op=hvd.Sum).tolist() == [2.0, 2.0]

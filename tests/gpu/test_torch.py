@@ -31,11 +31,10 @@ def _start(transport="auto"):
     return hvd
 
 
-@ranks(1, 2, 3, fresh=True, env=SHARING)
-@each_transport
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int32", "bool"])
-def test_collectives(size, name, transport):
-    hvd = _start(transport)
+@ranks(1, 2, fresh=True, env=SHARING)
+@pytest.mark.parametrize("name", ["float32", "bool"])
+def test_many_handles_at_once(size, name):
+    hvd = _start()
     dtype = getattr(torch, name)
     mine = torch.full((1000, 3), hvd.rank() + 1, device="cuda").to(dtype)
     op = hvd.Max if name == "bool" else hvd.Sum
@@ -125,13 +124,13 @@ def test_no_step_waits_on_the_host_for_the_device(compression):
         return [event.name for event in trace.events()]
 
     train(20)
-    seen = calls(train, 32)
+    steps = 32
+    seen = calls(train, steps)
     assert any("aunchKernel" in name for name in seen)
     waits = Counter(name for name in seen if name in WAITS)
     assert waits.pop("cudaDeviceSynchronize", 0) <= 1  # the profiler's own, at its end
-    # In every 16th step replicas are compared, for which a part of them is read.
-    assert waits.total() <= 2 * len(list(model.parameters())), waits
-    assert len({name for name in seen if "Memcpy" in name and "DtoH" in name}) <= 2, seen
+    # In every 16th step several ranks read a part of their replicas, to compare it.
+    assert waits.total() < (steps if hvd.size() > 1 else 1), waits
 
 
 @ranks(2, fresh=True, env=SHARING)

@@ -14,6 +14,7 @@ from hvdlite.tools.bench.compression_ranks import (
     CANDIDATES,
     Advice,
     Measurement,
+    _choose,
     advise,
     parameters_of,
 )
@@ -48,11 +49,13 @@ def test_the_fastest_is_advised():
     assert "use compression=Link(20000000.0, sends=0.1)" in str(advice)
 
 
-@ranks(2)
-def test_of_two_of_nearly_the_same_speed_the_gentler_one():
-    hvd.init()
-    dense, slightly = Link(2e7), Link(2e7, 0.97)
-    assert advise(SHAPES, [dense, slightly]).compression == dense
+@pytest.mark.parametrize(("seconds", "wins"), [(0.97, False), (0.88, False), (0.86, True)])
+def test_of_two_of_nearly_the_same_speed_the_gentler_one(seconds, wins):
+    """Times are given: measured ones differ by more than that on a busy machine."""
+    candidates = {"dense": Link(1.0), "other": Link(1.0, 0.5)}
+    times = {"dense": np.array([1.0, 9.0, 0.1]), "other": np.array([seconds, 9.0, 0.1])}
+    advice = _choose(2, parameters_of(SHAPES), 1.0, candidates, times)
+    assert advice.compression == candidates["other" if wins else "dense"]
 
 
 @pytest.mark.slow
