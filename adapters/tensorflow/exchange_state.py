@@ -11,7 +11,7 @@ from hvdlite import collectives
 from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import StrategyState
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.schedule import ExchangeState
+from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.tensorflow.tensors import value_of
 from hvdlite.tensorflow.variables import WeakVariablesDict
 from hvdlite.world import world

@@ -12,11 +12,11 @@ from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Reduction, Strategy, StrategyState
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
 from hvdlite.gradients import LossExchange
+from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.schedule import (
     EACH_CHANGE,
     CompressionArgument,
     ExchangeSchedule,
-    ExchangeState,
     LocalSteps,
     check_exchange,
 )

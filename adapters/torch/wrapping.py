@@ -20,10 +20,10 @@ from hvdlite.base.arguments import check_count
 from hvdlite.engine import runtime
 from hvdlite.errors import NotFiniteError
 from hvdlite.gradients import LossExchange, checked_samples
+from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.gradients.finite import tell_left_out
 from hvdlite.horovod import is_alias
 from hvdlite.recipe._tree import map_leaves
-from hvdlite.schedule import ExchangeState
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.reducer import Reducer
 from hvdlite.torch.state import loading_in_place

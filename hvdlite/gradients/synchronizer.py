@@ -14,9 +14,10 @@ from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, is_outside
+from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.gradients.metadata import check_not_local
 from hvdlite.gradients.optimizer_replica import OptimizerReplica
-from hvdlite.schedule import ExchangeSchedule, ExchangeState, LocalSteps, check_unweighted
+from hvdlite.schedule import ExchangeSchedule, LocalSteps, check_unweighted
 from hvdlite.world import parts
 
 LABEL = "DistributedOptimizer of Keras"

@@ -13,7 +13,6 @@ Scripts that are started in any other way are not affected.
     names      Horovod's modules, and the modules of hvdlite that provide their contents
     finder     imports them
     util       helpers that other libraries import from Horovod
-    data       data loaders that read ahead
     __main__   runs a script, a module or code with the finder in place
     bootstrap  a folder for PYTHONPATH, by which it reaches processes that a script starts
 """

@@ -10,7 +10,6 @@ from hvdlite.schedule.arguments import (
     check_unweighted,
     singa,
 )
-from hvdlite.schedule.exchange_state import ExchangeState
 from hvdlite.schedule.local_steps import LocalSteps, Moment, Weights
 from hvdlite.schedule.schedules import (
     EACH_CHANGE,
@@ -30,7 +29,6 @@ __all__ = [
     "DiLoCo",
     "EveryStep",
     "ExchangeSchedule",
-    "ExchangeState",
     "LocalSGD",
     "LocalSteps",
     "Moment",

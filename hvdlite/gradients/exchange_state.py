@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdlite import gradients
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import StrategyState
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, is_outside
-from hvdlite.schedule.local_steps import LocalSteps
+from hvdlite.gradients import strategy_state
 
 _NO_STEPS: Mapping[str, Any] = {"steps": 0, "outer": {}, "compression": {}}
 
@@ -23,15 +22,15 @@ class ExchangeState:
 
     Attributes:
         state: as given.
-        steps: the schedule's; None: no step has been made yet.
+        steps: the local steps of a schedule; None: no step has been made yet.
     """
 
     def __init__(self, state: StrategyState) -> None:
         self.state = state
-        self.steps: LocalSteps | None = None
+        self.steps: Any = None
         self._loaded: Mapping[str, Any] | None = None  # for steps that do not exist yet
 
-    def follow(self, steps: LocalSteps) -> None:
+    def follow(self, steps: Any) -> None:
         """Set the schedule's steps, and load into them the state that was loaded before."""
         self.steps = steps
         if self._loaded is not None:
@@ -40,7 +39,7 @@ class ExchangeState:
 
     def state_dict(self, process_set: ProcessSet) -> dict[str, Any]:
         """Return numbers and arrays under ``"compression"`` and ``"schedule"``, if any."""
-        saved = {"compression": gradients.save(self.state, process_set)}
+        saved = {"compression": strategy_state.save(self.state, process_set)}
         if self.steps is not None:
             saved["schedule"] = self.steps.state_dict()
         elif self._loaded is not None:
@@ -53,7 +52,7 @@ class ExchangeState:
         owners = [saved, *([saved["schedule"]] if "schedule" in saved else [])]
         for owner in owners:
             if "compression" in owner:
-                owner["compression"] = gradients.common_part(owner["compression"])
+                owner["compression"] = strategy_state.common_part(owner["compression"])
         return saved
 
     def load_state_dict(
@@ -76,7 +75,7 @@ class ExchangeState:
         """
         if is_outside(process_set):
             return
-        gradients.load(self.state, saved.get("compression", {}), op, process_set, is_own)
+        strategy_state.load(self.state, saved.get("compression", {}), op, process_set, is_own)
         schedule = saved.get("schedule", _NO_STEPS if is_own else None)
         if self.steps is None:
             self._loaded = saved.get("schedule", None if is_own else self._loaded)
@@ -94,6 +93,6 @@ class ExchangeState:
         if is_outside(process_set):
             return
         name = runtime.engine(process_set).unnamed("consolidate_exchange_state")
-        gradients.consolidate(self.state, name, process_set)
+        strategy_state.consolidate(self.state, name, process_set)
         if self.steps is not None:
             self.steps.consolidate_exchange_state()
