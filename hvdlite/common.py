@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hvdlite import assembly as assembly  # which fills the seams of the core
 from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from hvdlite.compression import Compression
 from hvdlite.engine.build import (

@@ -20,25 +20,25 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # Each room's floor, its budget of lines, and its modules. A package stands for all in it, but for
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
-    "base": (1, 1603, "base errors version"),
-    "world": (2, 899, "world"),
-    "observe": (2, 994, "observe"),
+    "base": (1, 1635, "base errors version"),
+    "world": (2, 789, "world"),
+    "observe": (2, 1019, "observe"),
     "transport": (3, 4063, "transport"),
-    "engine": (4, 4178, "engine"),
+    "engine": (4, 3919, "engine"),
     "compression": (5, 3066, "compression"),
-    "collectives": (6, 2026, "collectives"),
+    "collectives": (6, 2003, "collectives"),
     "gradients": (7, 3208, "gradients"),
-    "recipe": (7, 2470, "recipe"),
+    "recipe": (7, 2469, "recipe"),
     "torch": (8, 4798, "torch"),
     "tensorflow": (8, 3498, "tensorflow"),
     "keras": (9, 2320, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2581,
+        3018,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
-    "virtual": (_BESIDE, 2417, "tensorflow.virtual torch.virtual virtual"),
+    "virtual": (_BESIDE, 2400, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
         1405,
@@ -46,8 +46,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 514, "horovod"),
     "launch": (_BESIDE, 4176, "launch"),
-    "tools": (_TOOLS, 4969, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 590, "common"),
+    "tools": (_TOOLS, 4978, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "facade": (_FACADE, 633, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}
@@ -55,7 +55,6 @@ _OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in mod
 
 # What breaks the rule: for each module, what it imports against it.
 EXCEPTIONS: dict[str, str] = {
-    "engine.bootstrap": "elastic.recovery elastic.spares virtual.ranks",
     "elastic.resizing": "launch.protocol launch.rank",
     "observe.failures": "launch.rank",
     "gradients.synchronizer": "schedule",
@@ -63,8 +62,6 @@ EXCEPTIONS: dict[str, str] = {
     "keras._tensorflow": "schedule tensorflow.local_steps tensorflow.virtual",
     "keras._torch": "schedule torch.scheduled",
     "launch.cli": "horovod.finder",
-    "engine.process_sets": "elastic.recovery",
-    "engine.runtime": "tools.rehearsal virtual.ranks",
     "tensorflow.optimizer": "keras._keras3 keras._legacy "
     "keras._optimizer keras._tensorflow schedule",
     "tensorflow.tape": "schedule tensorflow.local_steps",

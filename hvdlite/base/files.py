@@ -48,8 +48,8 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
             if keep > 1:
                 _keep_generation(path)
-            if points.reach is not None:
-                points.reach("checkpoint", temporary)
+            for observe in points.observers:
+                observe("checkpoint", temporary)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -158,8 +158,8 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
             _copy_permissions(path, temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            if points.reach is not None:
-                points.reach("checkpoint", temporary)
+            for observe in points.observers:
+                observe("checkpoint", temporary)
             os.replace(temporary, path)
             _sync_folder(path.parent)
     finally:

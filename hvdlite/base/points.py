@@ -1,13 +1,45 @@
-"""The points that this rank gets to, for who has to know of them (`hvdlite.tools.rehearsal`)."""
+"""The points that this rank gets to, and the observers that hear of them.
+
+==============  =============================================  =======================
+point           this rank                                      what it is about
+==============  =============================================  =======================
+``start``       is about to leave ``init()``
+``submit``      is about to submit operations                  its lane, the operations
+``meet``        is about to meet the others in a round         its lane, the operations
+``agreed``      has met them                                   its lane, the operations
+``exchange``    is about to exchange data                      its lane, the operations
+``exchanged``   has exchanged them                             its lane, the operations
+``confirm``     is about to confirm an outcome                 its lane
+``deliver``     is about to deliver it                         its lane
+``delivered``   goes on with it                                its lane
+``recover``     is about to form the world of those left
+``form``        is about to form a world
+``checkpoint``  is about to replace a file by a complete one   the path of the new one
+==============  =============================================  =======================
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-#: Called with the name of a point, and at ``checkpoint`` with the path of the new file; None:
-#: nobody has to know.
-reach: Callable[..., object] | None = None
+#: Called with the name of the point, and with what it is about.
+Observer = Callable[..., object]
 
-#: Called with an operation that this rank is about to submit; None: nobody has to know.
-submit: Callable[[Any], object] | None = None
+#: Who hears of all points, in this order. Assign a new tuple: other threads read it.
+observers: tuple[Observer, ...] = ()
+
+#: Called once, before ``start``, with this process's number at the start and the number of all;
+#: the facade fills it.
+plan: Callable[[int, int], object] = lambda place, places: None  # noqa: E731
+
+
+def add(observer: Observer) -> None:
+    """Have an observer hear of all points, after the others."""
+    global observers
+    observers = (*observers, observer)
+
+
+def remove(observer: Observer) -> None:
+    """Have an observer hear of no more; do nothing if it did not."""
+    global observers
+    observers = tuple(each for each in observers if each != observer)

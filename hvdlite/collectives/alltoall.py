@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -70,12 +70,12 @@ class Route(NamedTuple):
     """The way that the rows of an alltoall have taken, to send others back, as gradients do.
 
     Attributes:
-        ranks: The ranks that there were at the call, by their numbers at the start of the job.
+        ids: Of the ranks that there were at the call; see `World.ids`.
         sent: The number of rows for each.
         received: The number of rows from each.
     """
 
-    ranks: Sequence[int]
+    ids: Sequence[int]
     sent: Sequence[int]
     received: Sequence[int]
 
@@ -91,19 +91,19 @@ def run_alltoall(
             result has a row for each that was sent, of zeros if its receiver has died.
     """
     engine = runtime.engine(process_set)
-    ranks: Sequence[int] = ()
+    ids: Sequence[int] = ()
     sent: Sequence[int] = ()
 
     def describe(name: str) -> Operation:
-        nonlocal ranks, sent
-        ranks = engine.starts if back is None else back.ranks
+        nonlocal ids, sent
+        ids = engine.world.ids if back is None else back.ids
         operation = describe_alltoall(array, splits, name, engine, back)
         sent = operation.splits
         return operation
 
     result = engine.run("alltoall", name, describe)
     rows, received = result.take() if isinstance(result, DeviceResult) else result
-    return rows, Route(ranks, sent, received)
+    return rows, Route(ids, sent, received)
 
 
 def describe_alltoall(
@@ -121,9 +121,10 @@ def describe_alltoall(
     counts = _checked_splits(splits, array.shape[0], engine.size) if back is None else back.received
     if on_device:
         return DeviceAlltoall(name, array, counts)
-    if back is None:
-        return Alltoall(name, array, counts, range(engine.size))
-    return Alltoall(name, array, counts, list(map(back.ranks.index, engine.starts)), back.sent)
+    ids, sent = (engine.world.ids, None) if back is None else back[:2]
+    alltoall = Alltoall(name, array, counts, ids, sent)
+    alltoall.go_on(engine.world.ids)
+    return alltoall
 
 
 def _checked_splits(splits: Any, rows: int, size: int) -> list[int]:
@@ -182,8 +183,8 @@ class Alltoall(Operation):
         name: Name of the operation.
         array: Array of at least one axis; all but the first are the same on all ranks.
         splits: Number of rows for each rank.
-        places: The places of the ranks in ``splits``; those in other places have died.
-        expected: For each place the number of rows in the result; None: as many as come.
+        ids: For each of the splits the id of its rank; those that are no members have died.
+        expected: For each of these ranks the number of rows in the result; None: as many as come.
     """
 
     def __init__(
@@ -191,24 +192,20 @@ class Alltoall(Operation):
         name: str,
         array: Any,
         splits: Sequence[int],
-        places: Sequence[int],
+        ids: Sequence[int],
         expected: Sequence[int] | None = None,
     ) -> None:
         super().__init__(name, _signature(array.dtype, array.shape))
         self._array = array
         self.splits = splits
+        self._ids = ids
         self._expected = expected
-        self._take_places(places)
         self.nbytes = array.nbytes
 
-    def _take_places(self, places: Sequence[int]) -> None:
-        self._places = places
-        self.payload = _packed([self.splits[place] for place in places])
-
-    def renumber(self, new_ranks: Mapping[int, int], members: Sequence[int]) -> None:
-        """Send nothing to ranks that have died, and expect nothing of them."""
-        both = zip(members, self._places, strict=True)
-        self._take_places([place for member, place in both if member in new_ranks])
+    def go_on(self, members: Sequence[int]) -> None:
+        """Send rows to the ranks that are left, and expect rows of them, alone."""
+        self._places = [self._ids.index(member) for member in members]
+        self.payload = _packed([self.splits[place] for place in self._places])
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> tuple[Any, list[int]]:
         """Return the received rows, in the order of the places, and how many came from each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,12 +78,12 @@ def describe_broadcast(
 
 
 def checked_root(engine: Engine, root_rank: int) -> int:
-    """Return the root of a broadcast.
+    """Return the id of a broadcast's root; see `World.ids`.
 
     Raises:
         ValueError: It is no integer, or not among an engine's ranks.
     """
-    ranks = engine.world.ranks
+    ids = world.current().ids
     try:
         root = operator.index(root_rank)
     except TypeError:
@@ -91,16 +91,12 @@ def checked_root(engine: Engine, root_rank: int) -> int:
         raise ValueError(
             f"root_rank={root_rank!r} is of type {kind}; expected an integer, the number of a rank"
         ) from None
-    if root not in ranks:
-        whole = ranks == tuple(range(world.size()))
-        found = f"ranks are 0 to {world.size() - 1}" if whole else f"the process set has {ranks}"
-        raise ValueError(f"root_rank={root} is not a rank that takes part; {found}")
-    return root
-
-
-def lost_root(title: str, root: int) -> str:
-    """Return why a pending broadcast cannot take place: its root has died."""
-    return f"{title} was lost: rank {root}, which was to send it, has died"
+    if 0 <= root < len(ids) and ids[root] in engine.world.ids:
+        return ids[root]
+    ranks = tuple(world.current().numbers(engine.world.ids))
+    whole = len(ranks) == len(ids)
+    found = f"ranks are 0 to {len(ids) - 1}" if whole else f"the process set has {ranks}"
+    raise ValueError(f"root_rank={root} is not a rank that takes part; {found}")
 
 
 def _signature(
@@ -123,7 +119,7 @@ class Broadcast(Operation):
     Args:
         name: Name of the operation.
         array: Array of any shape, which is the same on all ranks.
-        root: Global rank of the sender.
+        root: Id of the sender; see `World.ids`.
         out: Contiguous array of the same shape and dtype for the result, which may be the array
             itself; None allocates one.
     """
@@ -131,23 +127,15 @@ class Broadcast(Operation):
     def __init__(self, name: str, array: Any, root: int, out: Any = None) -> None:
         super().__init__(name, _signature(array.dtype, array.shape, root))
         self._array = array
-        self._root = root
+        self.root = root
         # Broadcasts from one root may write to the same memory: a model has tied weights twice.
         self._writer = "broadcast", root
         self._given = out
         # Allocated before the ranks meet: a failure then concerns this rank alone.
         self._out = np.empty(array.shape, array.dtype) if out is None else out
 
-    def renumber(self, new_ranks: Mapping[int, int], members: Sequence[int]) -> None:
-        """Follow the root to its new number, or fail if it has died."""
-        if self._root in new_ranks:
-            self._root = new_ranks[self._root]
-            self.sign(_signature(self._array.dtype, self._array.shape, self._root))
-        else:
-            self.failure = lost_root(self.title, self._root)
-
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        root = transport.members.index(self._root)
+        root = transport.members.index(self.root)
         if self._out is not self._array and transport.rank == root:
             self._out[...] = self._array
         transport.broadcast(as_bytes(self._out.reshape(-1)), root)
@@ -165,14 +153,14 @@ class DeviceBroadcast(DeviceOperation):
     ) -> None:
         super().__init__(name, _signature(array.dtype, array.shape, root, "cuda"), array.memory)
         self._array = array
-        self._root = root
+        self.root = root
         self._out = array.like(array.shape) if out is None else out
         self.tensors = (array.tensor, self._out.tensor)
         self.value = self._out.tensor
         self.follow(array.memory.stream())
 
     def exchange(self, transport: DeviceTransport) -> None:
-        out, root = as_bytes(self._out.flat), transport.members.index(self._root)
+        out, root = as_bytes(self._out.flat), transport.members.index(self.root)
         if self._out is not self._array and transport.rank == root:
             transport.copy(as_bytes(self._array.flat), out)
         transport.broadcast(out, root)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite.collectives.allgather import Allgather
-from hvdlite.collectives.broadcast import checked_root, lost_root
-from hvdlite.engine import Engine, Operation, Signature, runtime
+from hvdlite.collectives.broadcast import checked_root
+from hvdlite.engine import Operation, Signature, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
 from hvdlite.world import world
@@ -42,10 +42,10 @@ def broadcast_object(
     def describe(name: str) -> Operation:
         nonlocal is_root  # whose number may be another one when the object has arrived
         root = checked_root(engine, root_rank)
-        is_root = world.rank() == root
+        is_root = world.current().id == root
         content, failure = _pickled(obj) if is_root else (b"", None)
         if is_root and obj is None:
-            failure = _nothing_inherited(engine, name, root)
+            failure = _nothing_inherited(name, root)
         return BroadcastBytes(name, content, root, failure)
 
     received = engine.run("broadcast_object", name, describe)
@@ -80,13 +80,13 @@ def allgather_object(
     ]
 
 
-def _nothing_inherited(engine: Engine, name: str, root: int) -> str | None:
+def _nothing_inherited(name: str, root: int) -> str | None:
     """Return why a root does not send None, if it has taken the number of a rank that has died."""
-    start = root if engine.recovery is None else engine.recovery.starts[root]
-    if start == root:
+    number = world.rank()
+    if number == root:
         return None
     return (
-        f"{name!r}: rank {root} has nothing to send: it is the rank {start} of the start, and has "
+        f"{name!r}: rank {number} has nothing to send: it is the rank {root} of the start, and has "
         f"taken the place of one that died; ask hvd.rank() when the object is made, and do not "
         "keep it from before"
     )
@@ -109,7 +109,7 @@ class BroadcastBytes(Operation):
     Args:
         name: Name of the operation.
         content: The root's bytes; ignored elsewhere.
-        root: Global rank of the sender.
+        root: Id of the sender; see `World.ids`.
         failure: Why the root has none.
     """
 
@@ -127,18 +127,10 @@ class BroadcastBytes(Operation):
             failure=failure,
         )
         self._content = content
-        self._root = root
-
-    def renumber(self, new_ranks: Mapping[int, int], members: Sequence[int]) -> None:
-        """Follow the root to its new number, or fail if it has died."""
-        if self._root in new_ranks:
-            self._root = new_ranks[self._root]
-            self.sign(_signature(self._root))
-        else:
-            self.failure = lost_root(self.title, self._root)
+        self.root = root
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> bytes:
-        root = transport.members.index(self._root)
+        root = transport.members.index(self.root)
         (length,) = struct.unpack("<q", payloads[root])
         buffer = np.empty(length, np.uint8)
         if transport.rank == root:

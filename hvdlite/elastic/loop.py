@@ -12,10 +12,10 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from hvdlite import collectives
 from hvdlite.base.settings import Settings
-from hvdlite.elastic import resizing
+from hvdlite.elastic import resizing, start
 from hvdlite.elastic.rendezvous import Rendezvous, reset
 from hvdlite.elastic.state import State, StopInterrupt
-from hvdlite.engine import bootstrap, runtime
+from hvdlite.engine import runtime
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, RankGoneError
 from hvdlite.world import mpi, world
@@ -67,8 +67,8 @@ def run(
     def wrapper(state: _State, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
         engine = runtime.engine()
         settings = engine.settings
-        pool, first_tag = bootstrap.pool(), 0
-        holders = bootstrap.take_holders()
+        pool, first_tag = start.pool(), 0
+        holders = start.take_holders()
         if holders is not None:  # this is a spare, and the others have begun already
             for lane in engine.lanes:
                 lane.accept()
@@ -175,8 +175,7 @@ class _Attempts:
         Raises:
             RankGoneError: Otherwise what this one has may be anything.
         """
-        recovery = runtime.engine().recovery
-        if self._holders and (recovery is None or not {*recovery.starts} & {*self._holders}):
+        if self._holders and not {*world.current().ids} & {*self._holders}:
             raise RankGoneError(f"rank {world.rank()}: all ranks that had the state have died")
         self._holders = ()
 

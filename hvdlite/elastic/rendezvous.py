@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from hvdlite.elastic.gathering import Gathering
 from hvdlite.elastic.spares import Pool
+from hvdlite.elastic.start import Message, Start
 from hvdlite.engine import runtime
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import RankGoneError
-from hvdlite.transport.mpi import has_ended
 from hvdlite.world import parts, world
 
 _MEET, _LEFT = 1, 2
-_FIRST_PAUSE, _MAX_PAUSE = 1e-3, 20e-3
 
 
 class Rendezvous:
@@ -33,7 +33,6 @@ class Rendezvous:
         first_tag: the first of the messages' tags; 0 on a communicator that `pool` has just formed.
 
     Attributes:
-        comm: as given; after `follow`, of the ranks that are left, and of spares that have come in.
         has_pool: whether a pool forms worlds.
     """
 
@@ -45,14 +44,16 @@ class Rendezvous:
         pool: Pool | None = None,
         first_tag: int = 0,
     ) -> None:
-        self.comm = comm
+        self._gathering = Gathering(MPI, comm)
         self._pool, self.has_pool = pool, pool is not None
-        self._mpi = MPI
         self._timeout = timeout
-        self._sent: list[Any] = []
         self._meet_tag, self._left_tag = first_tag + _MEET, first_tag + _LEFT
         self._gone: str | None = None
-        self._dead: set[int] = set()
+
+    @property
+    def comm(self) -> Any:
+        """The communicator; after `follow` of the ranks that are left, with spares that came in."""
+        return self._gathering.comm
 
     def meet(self, message: Any) -> list[Any]:
         """Exchange messages with all ranks; return all messages by rank when all ranks have come.
@@ -68,13 +69,13 @@ class Rendezvous:
         if not self.has_pool:
             # Else one whose time is up just now would leave others in a collective without it.
             self._exchange(None, deadline + self._timeout)
-        return messages
+        return [messages.get(rank) for rank in range(self.comm.size)]
 
     def follow(self) -> None:
         """Go on with the world that the pool has formed."""
         assert self._pool is not None
-        self.comm, self._meet_tag, self._left_tag = self._pool.world, _MEET, _LEFT
-        self._dead.clear()
+        self._gathering.move(self._pool.world)
+        self._meet_tag, self._left_tag = _MEET, _LEFT
 
     def leave(self, reason: str) -> None:
         """Tell all ranks that this one will not come any more, and why.
@@ -82,59 +83,34 @@ class Rendezvous:
         If it leaves because another rank is gone, they are told about that rank.
         """
         reason = self._gone or f"rank {self.comm.rank} has left elastic training ({reason})"
-        for rank in self._others():
-            try:
-                self._sent.append(self.comm.isend(reason, rank, self._left_tag))
-            except self._mpi.Exception:  # that rank has died
-                continue
+        self._gathering.send(self._left_tag, reason)
 
     def close(self) -> None:
         """Free the communicator, unless it is the pool's; collective."""
         if self._pool is None:
             self.comm.Free()
 
-    def _others(self) -> Iterator[int]:
-        return (rank for rank in range(self.comm.size) if rank != self.comm.rank)
-
-    def _exchange(self, message: Any, deadline: float) -> list[Any]:
-        # A request that is never tested keeps its communicator, and its number, for ever.
-        self._sent = [request for request in self._sent if not has_ended(self._mpi, request)]
-        received: dict[int, Any] = {self.comm.rank: message}
-        for rank in self._others():
-            self._sent.append(self._try(rank, self.comm.isend, message, rank, self._meet_tag))
-        pause = _FIRST_PAUSE
-        while missing := [rank for rank in self._others() if rank not in received]:
+    def _exchange(self, message: Any, deadline: float) -> dict[int, Any]:
+        def watch(missing: Sequence[int]) -> None:
+            self._check_dead()
             for rank in missing:
-                if self._try(rank, self.comm.iprobe, rank, self._left_tag):
-                    reason = self._try(rank, self.comm.recv, None, rank, self._left_tag)
-                    if reason is not None:
-                        self._raise_gone(reason)
-                if rank not in self._dead and self._try(
-                    rank, self.comm.iprobe, rank, self._meet_tag
-                ):
-                    received[rank] = self._try(rank, self.comm.recv, None, rank, self._meet_tag)
-                    pause = _FIRST_PAUSE
-                if rank in self._dead:
-                    received[rank] = None
+                if told := self._gathering.receive(rank, self._left_tag):
+                    self._raise_gone(told[0])
             if time.monotonic() > deadline:
                 self._raise_gone(
                     f"{ranks_text(missing)} did not come within {self._timeout:.0f} s "
                     "(HVDLITE_ELASTIC_TIMEOUT) to form the world again: it has ended, hangs or "
                     "still computes"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_PAUSE)
-        return [received[rank] for rank in range(self.comm.size)]
 
-    def _try(self, rank: int, call: Any, *args: Any) -> Any:
-        """Call a function that raises an MPI error if the other rank has died."""
-        try:
-            return call(*args)
-        except self._mpi.Exception as error:
-            if self._pool is not None:
-                self._dead.add(rank)
-                return None
-            self._raise_gone(f"rank {rank} has died ({error})")
+        messages = self._gathering.meet(self._meet_tag, message, watch)
+        self._check_dead()
+        return messages
+
+    def _check_dead(self) -> None:
+        for rank, error in self._gathering.dead.items():
+            if not self.has_pool:
+                self._raise_gone(f"rank {rank} has died ({error})")
 
     def _raise_gone(self, what: str) -> NoReturn:
         self._gone = what
@@ -168,10 +144,13 @@ def reset(rendezvous: Rendezvous, report: Any) -> list[Any]:
     runtime.leave_world()
     reports = rendezvous.meet(report)
     if rendezvous.has_pool:
+        sets = [each.ranks for each in process_sets]
+        message = None if report is None else Message(report, rank, sets)
+        supervisor = Start(message, again=True)
         try:
-            reports = runtime.init_anew(process_sets, virtual_size, rank, report)
+            runtime.start(None, process_sets, virtual_size, supervisor)
         finally:  # the communicator before may have been freed
             rendezvous.follow()
-    else:
-        runtime.init(rendezvous.comm, process_sets, virtual_size)
+        return supervisor.reports
+    runtime.init(rendezvous.comm, process_sets, virtual_size)
     return reports

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdlite import collectives
-from hvdlite.engine import runtime
 from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import protocol
 from hvdlite.launch.protocol import Channel
@@ -174,11 +173,10 @@ def hand_over(state: State, resets: int) -> None:
     launcher = connect()
     assert launcher is not None
     state.gather()
-    recovery = runtime.engine().recovery
     while True:
-        before = recovery and recovery.epoch
+        before = world.current().ids
         if world.rank() == 0:
             launcher.keep((resets, state.dump()))
         collectives.barrier(name="elastic.resize")
-        if before == (recovery and recovery.epoch):  # else the rank that did it may have died
+        if before == world.current().ids:  # else the rank that did it may have died
             return

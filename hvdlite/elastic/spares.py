@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from hvdlite.base.settings import Settings
-from hvdlite.errors import HorovodInternalError, SettingsError
-from hvdlite.world.forming import Forming
+from hvdlite.elastic.forming import Forming, form_of_living
+from hvdlite.elastic.gathering import Gathering
+from hvdlite.errors import SettingsError
+from hvdlite.transport.mpi import has_ended
 
 _log = logging.getLogger("hvdlite")
 
@@ -72,10 +74,9 @@ class Pool:
 
     def __init__(self, MPI: Any, comm: Any, spares: int) -> None:  # noqa: N803
         self._mpi = MPI
-        self._comm = comm
+        self._all = Gathering(MPI, comm)
         self._size = comm.size - spares
         self._members = list(range(self._size))
-        self._sent: list[Any] = []
         # Communicators before the last `form`, which nobody uses any more.
         self._old: list[Any] = []
         self._messages: list[Any] = []
@@ -106,12 +107,10 @@ class Pool:
         while waiting:
             called = False
             for rank in list(waiting):
-                tag = self._last_message(rank)
-                called = called or tag == _COME
-                if tag in (_END, None):
-                    waiting.discard(rank)
-                if tag == _END:
+                called |= self._all.receive(rank, _COME) is not None
+                if self._all.receive(rank, _END):
                     ended.add(rank)
+            waiting -= {*ended, *self._all.dead}
             if called:
                 self.form(None)
                 if self.is_member:
@@ -141,53 +140,47 @@ class Pool:
             HorovodInternalError: They cannot communicate.
         """
         if self.is_member:
-            self._call_spares()
-        old = [*old, self._comm, *([self.world] if self.world is not None else [])]
-        size = self._comm.size
-        tried, failure = 0, None
-        while True:
-            pool = self._comm.Shrink()
-            if pool.size == tried:
-                raise HorovodInternalError(
-                    f"rank {pool.rank}: the ranks cannot communicate, although none has died since "
-                    f"they tried before ({failure}); start the job again"
-                ) from failure
-            with Forming(self._mpi, pool, old) as forming:
-                told = pool.allgather((self.is_member, message, grow, self.place[0]))
-                living = [rank for rank, (is_member, *_) in enumerate(told) if is_member]
-                spares = [rank for rank in range(pool.size) if rank not in living]
-                missing = self._size - len(living) if all(grow for _, _, grow, _ in told) else 0
-                members = living + spares[: max(missing, 0)]
-                is_in = pool.rank in members
-                key = members.index(pool.rank) if is_in else 0
-                color = 0 if is_in else self._mpi.UNDEFINED
-                world = forming.create(pool.Split, color, key)
-                messages = [told[rank][1] for rank in members]
-                places = [told[rank][3] for rank in members]
-            if forming.failure is None:
-                old.remove(world)
-                break
-            old.append(pool)
-            tried, failure = pool.size, forming.failure
+            self._all.send(_COME, ranks=self._spares())
+        comm = self._all.comm
+        old = [*old, comm, *([self.world] if self.world is not None else [])]
+
+        def build(pool: Any, forming: Forming) -> Any:
+            told = pool.allgather((self.is_member, message, grow, self.place[0]))
+            living = [rank for rank, (is_member, *_) in enumerate(told) if is_member]
+            spares = [rank for rank in range(pool.size) if rank not in living]
+            missing = self._size - len(living) if all(grow for _, _, grow, _ in told) else 0
+            members = living + spares[: max(missing, 0)]
+            is_in = pool.rank in members
+            color = 0 if is_in else self._mpi.UNDEFINED
+            world = forming.create(pool.Split, color, members.index(pool.rank) if is_in else 0)
+            return pool, world if is_in else None, members, told
+
+        pool, world, members, told = form_of_living(self._mpi, comm, build, old)
+        messages = [told[rank][1] for rank in members]
         if all(message is None for message in messages):
             raise SystemExit(_ALL_DIED)
-        if pool.rank == living[0] and len(members) > len(living):
-            new = len(members) - len(living)
+        new = sum(not told[rank][0] for rank in members)
+        if pool.rank == members[0] and new:
             _log.warning(
                 "%s in: %d ranks",
                 "a spare comes" if new == 1 else f"{new} spares come",
                 len(members),
             )
-        self._comm, self._members = pool, members
-        self.is_member, self.world, self._tags = is_in, world if is_in else None, 0
-        self._messages, self.places = messages, places
+        self._all.move(pool)
+        self._members, self._tags = members, 0
+        self.is_member, self.world = world is not None, world
+        self._messages, self.places = messages, [told[rank][3] for rank in members]
         self._retire(old)
-        return bool(pool.size < size)
+        return bool(pool.size < comm.size)
 
-    @property
-    def is_short(self) -> bool:
-        """Return whether ranks are missing for which there are spares."""
-        return bool(len(self._members) < min(self._size, self._comm.size))
+    def lacks(self, ranks: int) -> bool:
+        """Return whether ranks are missing that have died since the last call, or have spares.
+
+        Args:
+            ranks: The number of those that there are.
+        """
+        most = min(self._size, self._all.comm.size)
+        return bool(ranks < max(len(self._members), most))
 
     def take_messages(self) -> list[Any]:
         """Return what the ranks have passed to `form`, by rank in the new world.
@@ -201,10 +194,13 @@ class Pool:
         """Tell the spares that this rank has come to its end; a spare tells nobody."""
         if not self.is_member:
             return
-        told = [self._ask(self._comm.issend, None, rank, _END) for rank in self._others()]
+        comm, told = self._all.comm, []
+        for rank in self._spares():
+            with suppress(self._mpi.Exception):
+                told.append(comm.issend(None, rank, _END))
         deadline = time.monotonic() + _SECONDS_TO_END
         while told and time.monotonic() < deadline:
-            told = [request for request in told if request and self._ask(request.Test) is False]
+            told = [request for request in told if not has_ended(self._mpi, request)]
             time.sleep(1e-3)
 
     def _retire(self, old: list[Any]) -> None:
@@ -214,26 +210,5 @@ class Pool:
             with suppress(self._mpi.Exception):
                 comm.Free()
 
-    def _call_spares(self) -> None:
-        self._sent = [self._ask(self._comm.isend, None, rank, _COME) for rank in self._others()]
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._comm.size) if rank not in self._members]
-
-    def _last_message(self, rank: int) -> int | None:
-        """Return the tag of a rank's last message; 0: there is none; None: it has died."""
-        for tag in (_COME, _END):
-            found = self._ask(self._comm.iprobe, rank, tag)
-            if found is None:
-                return None
-            if found:
-                self._ask(self._comm.recv, None, rank, tag)
-                return tag
-        return 0
-
-    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what an MPI call returns; None if the other rank has died."""
-        try:
-            return call(*args)
-        except self._mpi.Exception:
-            return None
+    def _spares(self) -> list[int]:
+        return [rank for rank in self._all.others if rank not in self._members]

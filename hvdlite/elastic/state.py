@@ -14,10 +14,9 @@ import numpy as np
 from hvdlite import collectives
 from hvdlite.base.arrays import describe
 from hvdlite.base.reduction import Max
-from hvdlite.elastic import resizing
-from hvdlite.engine import bootstrap, runtime
+from hvdlite.elastic import resizing, start
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvdlite.world import parts
+from hvdlite.world import parts, world
 
 
 class HostUpdate(enum.IntFlag):
@@ -154,9 +153,8 @@ class State(abc.ABC):
             timestamp, told = self._host_messages.get()
             if timestamp > self._last_update:
                 newest, update = max(newest, timestamp), update | HostUpdate(told)
-        recovery, pool = runtime.engine().recovery, bootstrap.pool()
-        died = recovery is not None and recovery.has_lost_ranks  # since the world was formed
-        died = died or (pool is not None and pool.is_short)  # while it was formed
+        pool = start.pool()
+        died = pool is not None and pool.lacks(world.size())
         removed, added = died or HostUpdate.REMOVED in update, HostUpdate.ADDED in update
         mine = np.array([newest, removed, added, resizing.wants_stop()], np.float64)
         newest, *found = collectives.allreduce(mine, name="elastic.host_updates", op=Max).tolist()

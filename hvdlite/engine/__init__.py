@@ -11,7 +11,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,11 +19,11 @@ from hvdlite.base.interrupts import deferred, leave, uninterrupted
 from hvdlite.base.settings import Settings
 from hvdlite.engine.calls import Calls, Place
 from hvdlite.engine.handle import Handle, poll, synchronize
-from hvdlite.engine.lane import Lane, Recovery
+from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Operation, Signature
+from hvdlite.engine.supervisor import Supervisor
 from hvdlite.observe.status import Pending
 from hvdlite.transport import connect
-from hvdlite.world import membership
 from hvdlite.world.world import World
 
 __all__ = [
@@ -68,14 +68,14 @@ class Engine:
         settings: The settings given, with ``overlap`` decided.
         world: The world given.
         joins: Handles of a join that has begun.
-        recovery: As given.
+        supervisor: As given.
 
     Args:
         MPI: The module ``mpi4py.MPI``.
         world: The ranks; each lane gets a transport of its own.
         settings: Settings read at ``init()``.
         suffix: Suffix for the names of the lanes.
-        recovery: Lets the lanes go on when a rank has died; None: they break then.
+        supervisor: Decides what the lanes do when a rank has died; None: they break.
     """
 
     def __init__(
@@ -84,20 +84,18 @@ class Engine:
         world: World,
         settings: Settings,
         suffix: str = "",
-        recovery: Recovery | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.world = world
-        self.recovery = recovery
+        self.supervisor = supervisor or Supervisor()
         self.settings = dataclasses.replace(settings, overlap=_overlap(settings.overlap, world))
         transports = [connect(MPI, world, settings.shared_memory) for _ in range(2)]
         self.gradients, self.named = (
-            Lane(name + suffix, transport, self.settings, recovery)
+            Lane(name + suffix, transport, self.settings, self.supervisor)
             for name, transport in zip(("gradients", "named"), transports, strict=True)
         )
         self.joins: list[Handle] = []
         self._calls = Calls(self.named.operations)
-        # An operation is described and submitted between two recoveries, by the same numbers.
-        self._numbers = nullcontext() if recovery is None else membership.lock
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
@@ -113,12 +111,6 @@ class Engine:
     def size(self) -> int:
         """The number of ranks."""
         return int(self.world.comm.size)
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """The numbers of the ranks at the start, which they keep when others have died."""
-        ranks = self.world.ranks
-        return ranks if self.recovery is None else tuple(self.recovery.starts[r] for r in ranks)
 
     def run(self, kind: str, name: str | None, describe: Callable[[str], Operation]) -> Any:
         """Name an operation, describe it, submit it and wait for its result.
@@ -161,7 +153,7 @@ class Engine:
     def _enqueue(
         self, kind: str, name: str | None, describe: Callable[[str], Operation], begin: bool
     ) -> Handle:
-        with self._numbers:
+        with self.supervisor.numbers:
             return self.named.enqueue(describe(name or self.unnamed(kind)), begin)
 
     @uninterrupted  # until the submission that follows

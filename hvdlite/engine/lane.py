@@ -12,8 +12,8 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from hvdlite.engine.operation import Operation
 from hvdlite.engine.queue import Queue
 from hvdlite.engine.rounds import Rounds
 from hvdlite.engine.stall import StallInspector
-from hvdlite.errors import HorovodInternalError, RankGoneError
+from hvdlite.engine.supervisor import Supervisor
+from hvdlite.errors import HorovodInternalError
 from hvdlite.observe.status import Pending
 from hvdlite.transport import Transport
 from hvdlite.world import world
@@ -38,51 +39,15 @@ _BURST_SECONDS, _MAX_BURST_CYCLES = 1e-4, 10
 _WATCH_SECONDS = 0.1
 # How often a thread that waits for the lane to close checks for deferred signal handlers.
 _CHECK_SECONDS = 0.05
-# How often a thread that halts the lane checks whether its rounds have stopped.
-_HALT_SECONDS = 1e-3
+# How often a thread that holds the lane checks whether its rounds have stopped.
+_HOLD_SECONDS = 1e-3
 # How long an operation waits before its rank looks whether the others wait for it in another lane,
 # and how often it looks.
 _ELSEWHERE_SECONDS = 1.0
 # How often a rank without an operation looks whether others have come to the round.
 _IDLE_SECONDS = 0.05
-# The driver of a lane that has been halted.
+# The driver of a lane that is held.
 _NOBODY = -1
-
-
-class LaneState(NamedTuple):
-    """The progress of a lane when a rank has died.
-
-    Attributes:
-        confirmed: The number of outcomes that all ranks have.
-        in_doubt: Whether this rank has the next one and does not know whether the others have it.
-        closed: Whether the lane is closed.
-        failure: Why this rank cannot go on in it; None: it can.
-    """
-
-    confirmed: int
-    in_doubt: bool
-    closed: bool
-    failure: str | None = None
-
-
-class Recovery(Protocol):
-    """Replaces the transports of all lanes when a rank has died; see `hvdlite.elastic.recovery`."""
-
-    epoch: int
-    starts: list[int]
-
-    @property
-    def has_lost_ranks(self) -> bool:
-        """Return whether any rank has died since the world was formed."""
-
-    def is_about_death(self, error: Exception) -> bool:
-        """Return whether an error says that a rank has died."""
-
-    def recover(self, error: Exception, epoch: int) -> None:
-        """Replace the transports, together with the other ranks; raise if that is impossible."""
-
-    def check(self) -> None:
-        """Raise a `RankGoneError` if another thread of this rank is replacing the transports."""
 
 
 class Lane:
@@ -92,13 +57,19 @@ class Lane:
         name: Name of the lane in messages, in the timeline and of its thread.
         transport: The lane's own transport; nothing else may use it.
         settings: Times of reports and time-outs.
-        recovery: Replaces the transport when a rank has died; None: the lane breaks then.
+        supervisor: Guards the rounds, and replaces the transport when a rank has died; None: the
+            lane breaks then.
 
     Attributes:
         name: As given.
-        members: The global ranks of the lane's ranks.
+        members: The ids of the lane's ranks; see `World.ids`.
         carrier: What carries the lane's bytes, in reports: the title of its transport.
         operations: The operations in flight by key; read only.
+        transport: The one in use.
+        rounds: The lane's rounds.
+        failure: Why rounds cannot go on; None: they can.
+        guard: Of the rounds; see `Supervisor.guard`.
+        is_released: Whether the transport has been closed with the lane.
         all_lanes: Returns the lanes of this rank, those of process sets included.
     """
 
@@ -107,15 +78,15 @@ class Lane:
         name: str,
         transport: Transport,
         settings: Settings,
-        recovery: Recovery | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self.members = transport.members
         self.name = name
         self.carrier = transport.title
-        self._transport = transport
-        self._recovery = recovery
+        self.transport = transport
+        self._supervisor = supervisor = supervisor or Supervisor()
         transport.lane = name
-        transport.confirms = recovery is not None
+        transport.confirms = supervisor.survives
         self._settings = settings
         self._devices = DeviceExecutor(transport, settings)
         self._watching = False
@@ -127,13 +98,13 @@ class Lane:
         self._stall = StallInspector(
             settings,
             self._queue.describe,
-            lambda: self._transport.absent(),
+            lambda: self.transport.absent(),
             self._queue.is_stall_exempt,
-            lambda: self._rounds.waiting,
-            recovery.check if recovery is not None else None,
+            lambda: self.rounds.waiting,
+            supervisor.check,
             self._wait_long,
         )
-        self._rounds = Rounds(
+        self.rounds = Rounds(
             name,
             self._queue,
             transport,
@@ -146,9 +117,9 @@ class Lane:
         self._driver: int | None = None  # the thread that runs rounds
         self._sleeping = False
         self._broken = False
-        self._failure: str | None = None  # why rounds cannot go on
-        self._halted = False
-        self._released = False
+        self.failure: str | None = None
+        self.is_released = False
+        self.guard: Any = supervisor.guard(self)
         self._thread = threading.Thread(target=self._serve, name=f"hvdlite-{name}", daemon=True)
         self._thread.start()
         workers.add(self)
@@ -158,20 +129,20 @@ class Lane:
 
         Its memory is reused when the last view of it has gone.
         """
-        return self._transport.empty(size, dtype)
+        return self.transport.empty(size, dtype)
 
     def release(self, array: Any) -> None:
         """Declare that no operation uses such an array any more, see `Transport.release`."""
-        self._transport.release(array)
+        self.transport.release(array)
 
     def zero_copy_range(self, size: int) -> slice:
         """Return the `Transport.zero_copy_range` of such an array.
 
         It is empty where an exchange may have to be repeated, for which it needs all gradients.
         """
-        if self._recovery is not None:
+        if self._supervisor.survives:
             return slice(0, 0)
-        return self._transport.zero_copy_range(size)
+        return self.transport.zero_copy_range(size)
 
     @uninterrupted
     def pending(self) -> list[Pending]:
@@ -205,8 +176,8 @@ class Lane:
         if world.is_child:
             raise world.child_error()
         handle = Handle(operation.name)
-        if points.submit is not None:
-            points.submit(operation)
+        for observe in points.observers:
+            observe("submit", self.name, (operation,))
         with self._lock:
             self._queue.add(operation)
             operation.is_protected = False
@@ -259,7 +230,7 @@ class Lane:
                     "handler that has waited for an exchange of data to end"
                 )
             return
-        run = self._rounds.run if self._recovery is None else self._run_recoverably
+        run = self.guard.run
         try:
             while not (handle.finished if handle is not None else self._rests()):
                 if deferred and is_due():
@@ -277,79 +248,42 @@ class Lane:
                 if self._has_work() or self._has_to_watch():
                     self._changed.notify_all()
 
-    def _run_recoverably(self) -> None:
-        """Run a round, or go on without ranks that die in it."""
-        assert self._recovery is not None
-        epoch = self._recovery.epoch
-        try:
-            self._recovery.check()  # also where no round waits long enough to do so
-            self._rounds.run()
-        except Exception as error:
-            is_recoverable = self._is_recoverable(error)
-            if not is_recoverable:
-                self._failure = _describe_error(error)
-                with contextlib.suppress(Exception):
-                    self._transport.leave()
-            self.revoke()  # others may be in this round, and wait for this rank
-            self._halted = True
-            try:  # if it is not, recovery fails, on all ranks: they learn of it so
-                self._recovery.recover(error, epoch)
-            except HorovodInternalError:
-                if is_recoverable:
-                    raise
-                raise error from None
-            finally:
-                self._halted = False
-
-    def _is_recoverable(self, error: Exception) -> bool:
-        """Return whether an error of a round says that a rank has died."""
-        assert self._recovery is not None
-        if isinstance(error, OSError):  # the memory of a process that has gone, perhaps
-            with contextlib.suppress(RankGoneError):
-                self._transport.check_alive()
-                return False
-            return True
-        return self._recovery.is_about_death(error)
-
-    def halt(self) -> LaneState:
-        """Keep rounds from running until `resume`; return the state in which the lane is now.
-
-        A thread that runs rounds notices that a rank has died, or is told by `Recovery.check`, and
-        waits then.
-        """
-        with self._changed:
-            while self._driver is not None and not self._halted and not self._broken:
-                self._changed.wait(_HALT_SECONDS)
-            if self._driver is None:
-                self._driver = _NOBODY
-            failure = "arrays lie on a GPU" if self.is_on_device else self._failure
-        rounds = self._rounds
-        return LaneState(rounds.confirmed, rounds.in_doubt is not None, rounds.closed, failure)
-
-    def revoke(self) -> None:
-        """End the other ranks' calls, too."""
-        if not self._released:
-            self._transport.revoke()
-
-    def replace(
-        self, transport: Transport | None, deliver: bool, new_ranks: Mapping[int, int]
-    ) -> None:
-        """Replace the transport, between `halt` and `resume`.
+    def hold(self, is_waiting: Callable[[], bool]) -> None:
+        """Keep rounds from running until `let_go`.
 
         Args:
-            transport: That of the ranks that are left; None: a rank has closed the lane.
-            deliver: Whether an outcome that was in doubt counts.
-            new_ranks: As in `Operation.renumber`.
+            is_waiting: Returns whether the thread that runs them waits for that, in a round.
+        """
+        with self._changed:
+            while self._driver is not None and not is_waiting() and not self._broken:
+                self._changed.wait(_HOLD_SECONDS)
+            if self._driver is None:
+                self._driver = _NOBODY
+
+    def let_go(self) -> None:
+        """Let rounds run again after `hold`."""
+        with self._changed:
+            if self._driver == _NOBODY:
+                self._driver = None
+            self._changed.notify_all()
+
+    def replace(self, transport: Transport | None, deliver: bool) -> None:
+        """Go on without ranks that have died, between `hold` and `let_go`.
+
+        Args:
+            transport: Of the ranks that are left; None: a rank has closed the lane.
+            deliver: Whether an outcome that was in doubt counts; otherwise its operations run
+                again.
         """
         if transport is None:
-            self._rounds.closed = self._released = True
+            self.rounds.closed = self.is_released = True
             return
         transport.lane = self.name
         transport.confirms = True
-        self._transport = transport
+        self.transport = transport
         self._devices.control = transport
         self.members, self.carrier = transport.members, transport.title
-        self._rounds.replace(transport, deliver, new_ranks)
+        self.rounds.replace(transport, deliver)
 
     def refuse(self, reason: str) -> None:
         """Refuse operations until `accept`, if they are not refused yet."""
@@ -367,28 +301,15 @@ class Lane:
             self._broken = True
             self._changed.notify_all()
 
-    def resume(self) -> None:
-        """Let rounds run again after `halt`."""
-        with self._changed:
-            self._halted = False  # else a further `halt` might not wait for the thread
-            if self._driver == _NOBODY:
-                self._driver = None
-            self._changed.notify_all()
-
     @property
     def is_on_device(self) -> bool:
         """Return whether arrays in device memory have been exchanged."""
         return self._devices.is_connected
 
     @property
-    def transport(self) -> Transport:
-        """The transport in use."""
-        return self._transport
-
-    @property
     def communicators(self) -> list[Any]:
         """Return those of the transport, as long as it has not been closed with the lane."""
-        return [] if self._released else self._transport.communicators
+        return [] if self.is_released else self.transport.communicators
 
     @uninterrupted
     def take_over(self) -> None:
@@ -424,7 +345,7 @@ class Lane:
                 self._devices.abort("hvdlite was shut down on this rank")
                 self._join(1.0)
         self._release()
-        return self._rounds.closed
+        return self.rounds.closed
 
     def _join(self, seconds: float) -> bool:
         """Wait for the lane's thread to end; return whether it has."""
@@ -443,10 +364,10 @@ class Lane:
 
     @uninterrupted
     def _release(self) -> None:
-        if self._rounds.closed and not self._released:
-            self._released = True
+        if self.rounds.closed and not self.is_released:
+            self.is_released = True
             self._devices.close()
-            self._transport.close()
+            self.transport.close()
 
     def _elsewhere(self) -> tuple[list[str], float]:
         """Return what this rank waits for in other lanes, and how long.
@@ -473,9 +394,9 @@ class Lane:
             self._look_elsewhere()
             return
         with self._changed:
-            self._rounds.pausing = True
+            self.rounds.pausing = True
             self._changed.wait_for(self._has_work_of_its_own, _IDLE_SECONDS)
-            self._rounds.pausing = False
+            self.rounds.pausing = False
 
     def _look_elsewhere(self) -> None:
         """Let idle lanes take part in a round, in which others may wait for this rank."""
@@ -503,7 +424,7 @@ class Lane:
 
     def _announce(self) -> None:
         """Notify waiters, but only if a thread sleeps, to avoid contention for the GIL."""
-        if self._rounds.pausing or (self._sleeping and self._driver is None):
+        if self.rounds.pausing or (self._sleeping and self._driver is None):
             self._sleeping = False
             self._changed.notify_all()
 
@@ -514,7 +435,7 @@ class Lane:
                 self._sleep()
             if self._queue and not self._queue.closing:
                 self._let_more_come()
-            if self._rounds.closed or self._broken:
+            if self.rounds.closed or self._broken:
                 return
             if self._has_work_of_its_own():
                 self.drive(None)  # or another thread does, which watches the device, too
@@ -555,28 +476,29 @@ class Lane:
 
     def _rests(self) -> bool:
         self._devices.check()
-        return self._rounds.closed or not self._has_work()
+        return self.rounds.closed or not self._has_work()
 
     def _break(self, error: BaseException) -> None:
         # First tell the other ranks; if this fails too, there is no other channel.
         with contextlib.suppress(Exception):
-            self._transport.leave()
-        reason = _describe_error(error)
+            self.transport.leave()
+        reason = describe_error(error)
         self._devices.abort(reason)
         with self._changed:
-            self._broken, self._failure = True, reason
+            self._broken, self.failure = True, reason
             self._queue.refuse(
                 f"an earlier failure ended communication: {reason}; end the job, or call "
                 "hvd.shutdown() and hvd.init() on all ranks"
             )
         for operation in self._queue.take_all():
             failure = HorovodInternalError(
-                f"rank {self._transport.members[self._transport.rank]}: {operation.title} failed: "
+                f"rank {self.transport.members[self.transport.rank]}: {operation.title} failed: "
                 f"{reason}"
             )
             failure.__cause__ = error
             operation.handle.finish(error=failure)
 
 
-def _describe_error(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Return an error's message, with its type where it is not one of hvdlite's."""
     return str(error) if isinstance(error, HorovodInternalError) else repr(error)

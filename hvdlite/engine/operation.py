@@ -6,7 +6,7 @@ import hashlib
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -67,6 +67,7 @@ class Operation(ABC):
         stands_in: Whether ranks that have joined can take part in it, see `stand_in`.
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.
         joins: Whether it says that this rank has joined.
+        root: The id of the only rank whose data it is about; None: there is none.
         uses_memory_twice: Whether it may use some memory twice by itself.
         is_protected: Whether `protect` has been called since its submission.
         call: The call that it is of, if that has no name.
@@ -81,6 +82,7 @@ class Operation(ABC):
     stands_in = False
     stall_exempt = False
     joins = False
+    root: int | None = None
     uses_memory_twice = False
     is_protected = False
     lane = ""
@@ -185,15 +187,16 @@ class Operation(ABC):
     def restore(self) -> None:  # noqa: B027
         """Restore what `protect` has kept: a rank has died, and the operation is to be repeated."""
 
-    def renumber(  # noqa: B027 - most know no ranks
-        self, new_ranks: Mapping[int, int], members: Sequence[int]
-    ) -> None:
-        """Adapt to new numbers of the ranks, while the operation is pending.
+    def go_on(self, members: Sequence[int]) -> None:
+        """Go on without ranks that have died, while the operation is pending.
 
         Args:
-            new_ranks: the new number of each rank that lives, by its old one.
-            members: the ranks that have taken part, by their old numbers.
+            members: The ids of those that are left; see `World.ids`.
         """
+        if self.root is not None and self.root not in members:
+            self.failure = (
+                f"{self.title} was lost: rank {self.root}, which was to send it, has died"
+            )
 
     def contribution(self, name: str) -> str:
         """Return the name of a contribution of floats that this rank makes; empty: it makes none.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.base.interrupts import deferred, leave
-from hvdlite.elastic.recovery import Recovery
 from hvdlite.engine import Engine, Lane
 from hvdlite.engine.agreement import ranks_text
-from hvdlite.engine.operation import Barrier, Gather, Signature
+from hvdlite.engine.operation import Barrier
 from hvdlite.observe.status import Pending
 from hvdlite.world import world
 from hvdlite.world.world import World
@@ -67,8 +66,8 @@ class ProcessSet:
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
-    def resolve(self, whole: World) -> list[int]:
-        """Return the ranks in a world.
+    def resolve(self, whole: World) -> tuple[int, ...]:
+        """Return the ids of the ranks in a world; see `World.ids`.
 
         Raises:
             ValueError: there are none, one is named twice or does not exist.
@@ -79,13 +78,13 @@ class ProcessSet:
             positions = range(group.size)
             ranks = sorted(group.Translate_ranks(list(positions), whole.group))
         ranks = ranks or []
-        size = len(whole.ranks)  # its communicator may have been replaced
+        size = len(whole.ids)  # its communicator may have been replaced
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(size)):
             raise ValueError(
                 f"a process set must name each of its ranks once, out of 0 to {size - 1}; "
                 f"found {ranks}"
             )
-        return ranks
+        return tuple(whole.ids[rank] for rank in ranks)
 
 
 def _sorted(ranks: Sequence[int]) -> list[int]:
@@ -108,7 +107,6 @@ class ProcessSets:
         MPI: the module ``mpi4py.MPI``.
         whole: all ranks.
         engine: of all ranks.
-        recovery: lets them go on when a rank has died; None: they do not.
     """
 
     def __init__(
@@ -116,20 +114,17 @@ class ProcessSets:
         MPI: Any,  # noqa: N803
         whole: World,
         engine: Engine,
-        recovery: Recovery | None = None,
     ) -> None:
         self._mpi = MPI
-        self._recovery = recovery
-        if recovery is not None:
-            recovery.add(engine)
-        self._whole = whole
-        if recovery is not None:
-            _ = whole.group  # read while there is a communicator
+        self._supervisor = engine.supervisor
+        self._supervisor.add(engine)
         self._global = engine
         self._sets: dict[int, ProcessSet] = {}
+        self._ids: dict[int, Sequence[int]] = {}
         self._engines: dict[int, Engine] = {}
         self._next = 1
-        self._enter(global_process_set, 0, list(whole.ranks), engine)
+        self.follow(whole)
+        self._enter(global_process_set, 0, whole.ids, engine)
 
     def engine(self, process_set: ProcessSet) -> Engine:
         """Return the engine of a process set.
@@ -182,43 +177,27 @@ class ProcessSets:
             of: The world that its ranks are numbered in, of which some may have died since; None:
                 the current one.
         """
-        before = of or self._whole
-        ranks = process_set.resolve(before)
+        ids = process_set.resolve(of or self._whole)
         if process_set.process_set_id is not None:
             raise ValueError(f"{process_set!r} is registered already")
         for other in self._sets.values():
-            if other.ranks == self._whole.renumbered(ranks, before):
+            if other.ranks == self._whole.numbers(ids):
                 raise ValueError(f"{other!r} has the same ranks; use that one")
-        self._agree("add_process_set", ("the ranks of the process set", ranks))
-        whole = self._whole
-        ranks = whole.renumbered(ranks, before)  # if a rank has died meanwhile
+        self._agree("add_process_set", ("the ranks of the process set", ids))
         number, self._next = self._next, self._next + 1
 
         def make(part: World) -> Engine:
             suffix = f" of process set {number}"
-            return Engine(self._mpi, part, self._global.settings, suffix, self._recovery)
+            return Engine(self._mpi, part, self._global.settings, suffix, self._supervisor)
 
-        def enter(ranks: list[int], engine: Engine | None) -> None:
-            self._enter(process_set, number, ranks, engine)
+        def enter(ids: Sequence[int], engine: Engine | None) -> None:
+            self._enter(process_set, number, ids, engine)
 
-        if self._recovery is not None and not self._is_on_device():
-            try:
-                self._recovery.form_part(f"process set {number}", ranks, whole, make, enter)
-            finally:
-                if deferred:
-                    leave()
-            return
-        engine = make(whole.subset(ranks)) if whole.comm.rank in ranks else None
-        if engine is not None and self._recovery is not None:
-            self._recovery.add(engine)
-        enter(ranks, engine)
-
-    def _is_on_device(self) -> bool:
-        """Return whether arrays on a GPU keep any rank from going on if one dies; collective."""
-        is_here = any(lane.is_on_device for each in self._engines.values() for lane in each.lanes)
-        name = self._global.unnamed("add_process_set")
-        signature = Signature((("the operation", "add_process_set, on a device or not"),))
-        return b"1" in self._global.named.run(Gather(name, signature, b"1" if is_here else b"0"))
+        try:
+            self._supervisor.form_part(f"process set {number}", ids, self._whole, make, enter)
+        finally:
+            if deferred:
+                leave()
 
     def remove(self, process_set: ProcessSet) -> bool:
         """Do `hvdlite.remove_process_set`."""
@@ -234,25 +213,18 @@ class ProcessSets:
         engine = self._engines.get(number)
         if engine is not None:
             is_closed = engine.close()
-            if self._recovery is not None:  # before its communicators are free
-                self._recovery.remove(engine)
+            self._supervisor.remove(engine)
             if is_closed:
                 engine.world.free()
         self._leave(number)
         return True
 
-    def renumber(self, whole: World, new_ranks: Mapping[int, int]) -> None:
-        """Go on without ranks that have died.
-
-        Args:
-            whole: the ranks that are left.
-            new_ranks: the new number of each of them, by the old one.
-        """
+    def follow(self, whole: World) -> None:
+        """Go on in a world, of fewer ranks perhaps."""
         self._whole = whole
         _ = whole.group  # read while there is a communicator
-        for process_set in self._sets.values():
-            ranks = process_set.ranks or []
-            process_set.ranks = [new_ranks[rank] for rank in ranks if rank in new_ranks]
+        for number, process_set in self._sets.items():
+            process_set.ranks = whole.numbers(self._ids[number])
 
     def begin_close(self) -> None:
         """Make all engines refuse new operations: others may wait for this rank in any."""
@@ -275,9 +247,8 @@ class ProcessSets:
                 del self._engines[number]
                 engine.world.free()
         closed = not self._engines
-        if closed and self._recovery is not None:
-            self._recovery.close()
-            self._recovery = None
+        if closed:
+            self._supervisor.close()
         for number in list(self._sets):
             self._leave(number)
         return closed
@@ -287,10 +258,10 @@ class ProcessSets:
         self._global.named.run(Barrier(name, [("what it is called for", what), entry]))
 
     def _enter(
-        self, process_set: ProcessSet, number: int, ranks: list[int], engine: Engine | None
+        self, process_set: ProcessSet, number: int, ids: Sequence[int], engine: Engine | None
     ) -> None:
-        process_set.process_set_id, process_set.ranks = number, ranks
-        self._sets[number] = process_set
+        process_set.process_set_id, process_set.ranks = number, self._whole.numbers(ids)
+        self._sets[number], self._ids[number] = process_set, ids
         if engine is not None:
             self._engines[number] = engine
             for lane in engine.lanes:

@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hvdlite.engine.agreement import Description, Pending, Progress
 from hvdlite.engine.memory import MemoryInUse
@@ -133,19 +133,17 @@ class Queue:
             self._alone = None
         return taken
 
-    def restart(self, rank: int, new_ranks: Mapping[int, int], members: Sequence[int]) -> None:
+    def restart(self, members: Sequence[int]) -> None:
         """Prepare the operations to run, perhaps again, without ranks that have died.
 
         Args:
-            rank: This rank's number in messages.
-            new_ranks, members: As in `Operation.renumber`.
+            members: The ids of those that are left.
         """
         with self.lock:
-            self._rank = rank
             for operation in self.operations.values():
                 if operation.is_protected:
                     operation.restore()
-                operation.renumber(new_ranks, members)
+                operation.go_on(members)
 
     def report(self, elsewhere: Sequence[str] = (), waited: float = 0.0) -> Pending:
         """Return what the other ranks need to know for a decision.

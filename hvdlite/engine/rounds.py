@@ -32,7 +32,7 @@ from hvdlite.engine.operation import Operation
 from hvdlite.engine.queue import Queue
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import GradientError, HorovodInternalError, MismatchError
-from hvdlite.observe import status, timeline
+from hvdlite.observe import status
 from hvdlite.transport import NoRoomError, Transport
 
 _log = logging.getLogger("hvdlite")
@@ -110,21 +110,17 @@ class Rounds:
             HorovodInternalError: Communication failed; and what an operation raises.
             Interrupted: A signal handler is to run; the round has to be run again.
         """
-        trace = timeline.current
         if not self.waiting:
             self._operations = self._queue.oldest(self._transport.max_digests)
             self._closes = self._queue.closing and not self._operations
-            if trace is not None and trace.mark_cycles:
-                trace.instant(self._name, timeline.CYCLE_START)
             if self._devices.under_way:
                 self._devices.check()  # first, so that a failure here stops all ranks
+            for observe in points.observers:
+                observe("meet", self._name, self._operations)
         operations = self._operations
         groups = fuse(operations, self._settings.fusion_threshold)
         digests = [operation.digest for operation in operations]
         digests = digests or [_CLOSING_DIGEST if self._closes else _IDLE_DIGEST]
-        began = trace.now() if trace is not None else 0
-        if points.reach is not None and not self.waiting:
-            points.reach("meet")
         self.waiting = True
         try:
             agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
@@ -140,9 +136,8 @@ class Rounds:
                 self._deliver(self._close)
             return
         outcome = None if agreed else self._negotiate()
-        if trace is not None and operations:
-            event, tensor = timeline.NEGOTIATE + operations[0].activity, operations[0].traced_name
-            trace.complete(self._name, event, began, trace.now(), tensor=tensor)
+        for observe in points.observers:
+            observe("agreed", self._name, operations)
         if outcome is not None:
             self._carry_out(*outcome)
         elif agreed == len(operations):
@@ -150,21 +145,20 @@ class Rounds:
         else:
             self._execute(fuse(operations[:agreed], self._settings.fusion_threshold))
 
-    def replace(self, transport: Transport, deliver: bool, new_ranks: Mapping[int, int]) -> None:
+    def replace(self, transport: Transport, deliver: bool) -> None:
         """Go on without ranks that have died.
 
         Args:
             transport: Of the ranks that are left.
             deliver: Whether an outcome in doubt counts; otherwise its operations run again.
-            new_ranks: As in `Operation.renumber`.
         """
-        members, self._transport = self._transport.members, transport
+        self._transport = transport
         outcome, self.in_doubt = self.in_doubt, None
         if deliver and outcome is not None:
             self.confirmed += 1
             outcome()
         self.waiting, self._operations = False, []
-        self._queue.restart(transport.members[transport.rank], new_ranks, members)
+        self._queue.restart(transport.members)
 
     def _close(self) -> None:
         self.closed = True
@@ -177,16 +171,16 @@ class Rounds:
         """
         if self._transport.confirms:
             self.in_doubt = outcome
-            if points.reach is not None:
-                points.reach("confirm")
+            for observe in points.observers:
+                observe("confirm", self._name)
             self._transport.confirm()
             self.in_doubt = None
             self.confirmed += 1
-        if points.reach is not None:
-            points.reach("deliver")
+        for observe in points.observers:
+            observe("deliver", self._name)
         outcome()
-        if points.reach is not None:
-            points.reach("delivered")
+        for observe in points.observers:
+            observe("delivered", self._name)
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
         report = self._queue.report(*self._elsewhere())
@@ -309,10 +303,8 @@ class Rounds:
                 for operation in group:
                     operation.protect()
                     operation.is_protected = True
-            if points.reach is not None:
-                points.reach("exchange")
-            trace = timeline.current
-            began = trace.now() if trace is not None else 0
+            for observe in points.observers:
+                observe("exchange", self._name, group)
             try:
                 # An overflow shows in the result; an error would end the job for it.
                 with np.errstate(all="ignore"):
@@ -323,8 +315,8 @@ class Rounds:
             except (GradientError, MismatchError) as error:  # the same on all ranks
                 self._deliver(partial(self._fail, first, error))
                 continue
-            if trace is not None:
-                self._record(trace, group, began)
+            for observe in points.observers:
+                observe("exchanged", self._name, group)
             if self._transport.confirms:
                 self._deliver(partial(self._finish, group, results))
             else:
@@ -337,24 +329,6 @@ class Rounds:
         self._queue.remove(group)  # from now on each may be submitted again
         for handle, result in zip(handles, results, strict=True):
             handle.finish(result)
-
-    def _record(self, trace: timeline.Timeline, group: Sequence[Operation], began: int) -> None:
-        """Record the time that a group took, and how long each of it has been in the queue."""
-        for operation in group:
-            submitted = int(operation.submitted * 1e9)
-            tensor = operation.traced_name
-            trace.overlapping(self._name, timeline.QUEUE, submitted, began, tensor=tensor)
-        sent = sum(operation.sent for operation in group)
-        trace.complete(
-            self._name,
-            group[0].activity,
-            began,
-            trace.now(),
-            tensor=group[0].traced_name,
-            tensors=len(group),
-            bytes=sum(operation.nbytes for operation in group),
-            **({"sent": sent} if sent else {}),
-        )
 
     def _pause(self) -> None:
         with self._queue.changed:

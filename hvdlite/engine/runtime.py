@@ -9,20 +9,19 @@ import logging
 import multiprocessing.process
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdlite.base import interrupts, points, settings
 from hvdlite.base.arguments import check_count
-from hvdlite.engine import Engine, bootstrap
+from hvdlite.engine import Engine, supervisor
 from hvdlite.engine.process_sets import ProcessSet, ProcessSets, global_process_set
+from hvdlite.engine.supervisor import Supervisor
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.observe import failures, status, timeline
 from hvdlite.observe.trace_file import Run
-from hvdlite.tools import rehearsal
-from hvdlite.virtual import ranks as virtual
-from hvdlite.world import launchers, mpi, world
+from hvdlite.world import launchers, mpi, parts, world
 
 _log = logging.getLogger("hvdlite")
 
@@ -132,44 +131,34 @@ def init(
             f'process_sets={process_sets!r} is neither a list of process sets nor "dynamic"'
         )
     given = () if isinstance(process_sets, str) else process_sets or ()
-    _start(comm, [_as_process_set(each) for each in given], virtual_ranks)
+    start(comm, [_as_process_set(each) for each in given], virtual_ranks)
 
 
-def init_anew(
-    process_sets: Sequence[ProcessSet], virtual_ranks: int | None, rank: int, report: Any
-) -> list[Any]:
-    """Start hvdlite again, with the ranks of the pool that live, and with spares; collective.
-
-    Args:
-        process_sets: Those that were registered.
-        virtual_ranks: As for `init`.
-        rank: This rank's number before, which the process sets name.
-        report: For the other ranks; None: this rank has been a spare, and has no state yet.
-
-    Returns:
-        The reports of all ranks, by rank; None for those that were spares.
-    """
-    sets = [each.ranks for each in process_sets]
-    brought = None if report is None else bootstrap.Brought(report, rank, sets)
-    return _start(bootstrap.form_anew(brought), process_sets, virtual_ranks, brought)
-
-
-def _start(
+def start(
     comm: Any | Sequence[int] | None,
     wanted: Sequence[ProcessSet],
     virtual_ranks: int | None,
-    brought: bootstrap.Brought | None = None,
-) -> list[Any]:
+    supervise: Supervisor | None = None,
+) -> None:
+    """Do what `init` does.
+
+    Args:
+        comm: As for `init`.
+        wanted: The process sets to register.
+        virtual_ranks: As for `init`.
+        supervise: Supervises the world; None: as the settings say.
+    """
     global _engine, _hooked, _run, _sets, _lost
     values = settings.read()
     if virtual_ranks is not None:
         check_count("virtual_ranks", virtual_ranks, 0)
         values = dataclasses.replace(values, virtual_ranks=int(virtual_ranks))
+    division = parts.divide(values.virtual_ranks)
     parent = launchers.find_parent()
     if parent is not None and _is_worker():
         world.enter_of_parent(parent.place)
-        virtual.configure(values.virtual_ranks, 0)
-        return []
+        parts.enter(division)
+        return
     failures.install(_job_rank)
     if parent is not None:
         launchers.part_from(parent, values.check_launcher)
@@ -179,49 +168,59 @@ def _start(
     level = {"trace": "DEBUG", "fatal": "CRITICAL"}.get(values.log_level, values.log_level.upper())
     _log.setLevel(level)
     is_first = not _hooked
-    if values.elastic or values.spares:
-        status.install(_pending)
-        comm = entered = bootstrap.enter_pool(MPI, comm, values)
-        brought = brought or bootstrap.first_message(entered.rank, [each.ranks for each in wanted])
-    whole, recovery, _engine, _run, step = bootstrap.form(MPI, comm, values, brought, _enter)
+    status.install(_pending)
+    guardian = supervise or supervisor.choose(values)
+    guardian.process_sets = wanted
+    run = Run("", 0)
+
+    def build(comm: Any, create: world.Create) -> Engine:
+        nonlocal run
+        settings.compare(values, comm)
+        division.check(comm.size)
+        whole = world.World.split(MPI, comm, values.force_local_size, create)
+        for observe in points.observers:
+            observe("form")
+        division.step = max(comm.allgather(division.step))
+        run = Run(comm.bcast(os.urandom(8).hex()), 0)
+        guardian.watch(MPI, whole, values, _enter)
+        return Engine(MPI, whole, values, supervisor=guardian)
+
+    _engine = guardian.form(MPI, guardian.select(MPI, comm, values), build)
+    whole, _run = _engine.world, run
     interrupts.install()
     status.install(_pending)
     _lost = None
     _note_leaving(False)
     _keep_files_together()
     world.enter(whole)
-    virtual.configure(values.virtual_ranks, step)
-    _sets = ProcessSets(MPI, whole, _engine, recovery)
+    parts.enter(division)
+    _sets = ProcessSets(MPI, whole, _engine)
     if not _hooked:
         _hooked = True
         atexit.register(leave_world)  # at the end of a program that has done what it should
         for line in settings.ignored() if whole.comm.rank == 0 else ():
             _log.warning("%s", line)
-    told = bootstrap.take_messages()
     try:
-        for each in bootstrap.with_ranks(wanted, told):
+        for each in guardian.process_sets:
             _sets.add(each, of=whole)
         if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
         if is_first:
-            pool = bootstrap.pool()
-            place = pool.place if pool else (whole.comm.rank, whole.comm.size)
-            rehearsal.plant(os.environ, *place)
-        if points.reach is not None:
-            points.reach("start")
+            points.plan(*guardian.place)
+        for observe in points.observers:
+            observe("start")
     except (ValueError, OSError, HorovodInternalError):
         shutdown()
         raise
-    bootstrap.refuse_early(_engine)
-    return [message and message.report for message in told]
+    guardian.begin(_engine)
 
 
-def _enter(whole: world.World, new_ranks: Mapping[int, int]) -> None:
+def _enter(whole: world.World) -> None:
     """Go on in a world of fewer ranks, with new numbers."""
     if _ending is None:  # else `shutdown` waits for ranks that die meanwhile
         world.enter(whole)
     if _sets is not None:
-        _sets.renumber(whole, new_ranks)
+        _sets.follow(whole)
 
 
 def _as_process_set(given: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -361,5 +360,5 @@ def _job_rank() -> failures.JobRank | None:
     if world.is_child:
         return None
     rank, size = (world.rank(), world.size()) if world.is_initialized() else _lost or (0, 1)
-    is_elastic = _engine is not None and _engine.recovery is not None
+    is_elastic = _engine is not None and _engine.supervisor.survives
     return failures.JobRank(rank, size, _run.job, is_elastic) if size > 1 else None

@@ -26,7 +26,7 @@ class StallInspector:
         absent: Returns the ranks that have not come (None: not known).
         exempt: Returns whether the wait is exempt from the report and the shutdown.
         resumable: Returns whether the wait may be left, and resumed in another thread.
-        recovering: Raises if the ranks are about to go on without one that has died.
+        supervise: See `hvdlite.engine.supervisor.Supervisor.check`.
         look: Called now and then in a wait that has lasted for a while.
     """
 
@@ -37,7 +37,7 @@ class StallInspector:
         absent: Callable[[], list[int] | None] = lambda: None,
         exempt: Callable[[], bool] = lambda: False,
         resumable: Callable[[], bool] = lambda: False,
-        recovering: Callable[[], object] | None = None,
+        supervise: Callable[[], object] = lambda: None,
         look: Callable[[], object] = lambda: None,
     ) -> None:
         self._settings = settings
@@ -45,7 +45,7 @@ class StallInspector:
         self._absent = absent
         self._exempt = exempt
         self._resumable = resumable
-        self._recovering = recovering
+        self._supervise = supervise
         self._look = look
         self._reported = 0.0
         self._abandoned = threading.Event()
@@ -68,8 +68,7 @@ class StallInspector:
             if self._resumable():
                 raise Interrupted
             run_overdue()
-        if self._recovering is not None:
-            self._recovering()
+        self._supervise()
         if elapsed > _LOOK_SECONDS:
             self._look()
         if elapsed < self._reported:

@@ -40,9 +40,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hvdlite.base import points
 from hvdlite.observe.trace_file import Event, Run, TraceFile
 
 QUEUE = "QUEUE"
@@ -93,6 +94,8 @@ class Timeline:
         self._rank = rank
         self._rows: dict[str, int] = {}
         self._overlapping = 0
+        # When each lane has begun to meet the others, or to exchange data.
+        self._began: dict[str, int] = {}
         self._to_wall = _distance_to_wall_clock()
         process = f"rank {rank} on {socket.gethostname()}"
         self._file = TraceFile(path, run, self._metadata("process_name", name=process))
@@ -122,6 +125,26 @@ class Timeline:
         """Record an event without duration."""
         now = self.now()
         self._put(("i", row, event, now, now, args))
+
+    def observe(self, point: str, row: str = "", operations: Sequence[Any] = ()) -> None:
+        """Record what a lane does; arguments as in `hvdlite.base.points`."""
+        now, began = self.now(), self._began.get(row, 0)
+        if point in ("meet", "exchange"):
+            self._began[row] = now
+            if point == "meet" and self.mark_cycles:
+                self.instant(row, CYCLE_START)
+        elif point == "agreed" and operations and began:
+            first = operations[0]
+            self.complete(row, NEGOTIATE + first.activity, began, now, tensor=first.traced_name)
+        elif point == "exchanged" and began:
+            for each in operations:
+                submitted = int(each.submitted * 1e9)
+                self.overlapping(row, QUEUE, submitted, began, tensor=each.traced_name)
+            details = {"tensors": len(operations), "bytes": sum(each.nbytes for each in operations)}
+            if sent := sum(each.sent for each in operations):
+                details["sent"] = sent
+            first = operations[0]
+            self.complete(row, first.activity, began, now, tensor=first.traced_name, **details)
 
     def flush(self) -> bool:
         """Wait until all events so far are in the file; return False if they cannot be written."""
@@ -220,6 +243,7 @@ def start(
     path = os.path.abspath(os.fspath(file_path))
     try:
         current = Timeline(path, rank, run, mark_cycles)
+        points.add(current.observe)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -262,6 +286,7 @@ def _forget(timeline: Timeline) -> None:
     global current
     if current is timeline:
         current = None
+        points.remove(timeline.observe)
 
 
 def _leave_to_parent() -> None:

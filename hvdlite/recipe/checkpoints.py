@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from hvdlite import collectives
 from hvdlite.base import files
-from hvdlite.engine import runtime
 from hvdlite.errors import CheckpointError, HorovodInternalError
 from hvdlite.recipe import _npz, _safetensors
 from hvdlite.recipe._tree import flatten, unflatten
@@ -135,11 +134,11 @@ class Checkpoint:
 
     def _checked(self, state: Any) -> Any:
         """Return the state, which a rank that has taken the place of rank 0 must have, too."""
-        recovery = runtime.engine().recovery
-        if state is None and recovery is not None and recovery.starts[0] != 0:
+        first = world.current().ids[0]
+        if state is None and first != 0:
             raise CheckpointError(
                 f"{self.path} cannot be written: rank 0, which had the state, has died, and rank "
-                f"{recovery.starts[0]} of the start, which has taken its place, passed None; with "
+                f"{first} of the start, which has taken its place, passed None; with "
                 "--elastic, pass the state on all ranks"
             )
         return state

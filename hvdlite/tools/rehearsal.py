@@ -91,8 +91,9 @@ class Contributing(Protocol):
         """Set the first entry of a contribution."""
 
 
-# The faults of this rank that have not come.
+# The faults of this rank that have not come, and what makes them come.
 _left: list[Fault] = []
+_observers: list[points.Observer] = []
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,11 @@ def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
     faults = [fault for fault in planned if fault.rank == rank]
     corrupting = [fault for fault in faults if fault.corrupts_exchange]
     others = [fault for fault in faults if not fault.corrupts_exchange]
-    points.reach = _Planted() if others else None
-    points.submit = _Corruption() if corrupting else None
+    for observer in _observers:
+        points.remove(observer)
+    _observers[:] = [*[_Planted()] * bool(others), *[_Corruption()] * bool(corrupting)]
+    for observer in _observers:
+        points.add(observer)
     atexit.unregister(_tell_what_is_left)
     if faults:
         atexit.register(_tell_what_is_left)
@@ -229,14 +233,14 @@ class _Planted:
     def __init__(self) -> None:
         self._counts: Counter[tuple[int, str]] = Counter()
 
-    def __call__(self, point: str, path: Any = None) -> None:
+    def __call__(self, point: str, *about: Any) -> None:
         step = status.steps() + 1
         self._counts[step, point] += 1
         for fault in _left:
             is_here = fault.point == point and fault.step in (0, step)
             is_here = is_here and not fault.corrupts_exchange
             if is_here and self._counts[step, point] == fault.count:
-                _happen(fault, path)
+                _happen(fault, *about[:1])
                 return
 
 
@@ -249,7 +253,12 @@ class _Corruption:
     def __init__(self) -> None:
         self._counts: Counter[tuple[Fault, int]] = Counter()
 
-    def __call__(self, operation: Contributing) -> None:
+    def __call__(self, point: str, *about: Any) -> None:
+        if point == "submit":
+            for operation in about[1]:
+                self._corrupt(operation)
+
+    def _corrupt(self, operation: Contributing) -> None:
         step = status.steps() + 1
         for fault in [each for each in _left if each.corrupts_exchange]:
             if fault.step not in (0, step):

@@ -35,7 +35,7 @@ class HierarchicalTransport(MPITransport):
     title = "shared memory within nodes, MPI between them"
 
     def __init__(self, MPI: Any, world: World, node: SharedMemoryTransport, nodes: int) -> None:  # noqa: N803
-        super().__init__(MPI, world.comm, world.ranks, world.create)
+        super().__init__(MPI, world.comm, world.ids, world.create)
         self._node = node
         self._nodes = nodes
 

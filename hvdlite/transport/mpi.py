@@ -93,7 +93,7 @@ class MPITransport(Transport):
         before: Transport | None = None,
     ) -> MPITransport | None:
         """Serve any world."""
-        return cls(MPI, world.comm, world.ranks, world.create)
+        return cls(MPI, world.comm, world.ids, world.create)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare the smallest digests with the largest, found as the smallest complements.

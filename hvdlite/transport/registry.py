@@ -64,7 +64,7 @@ def connect(
     """
     made = (candidate(MPI, world, shared_memory, before) for candidate in TRANSPORTS)
     transport = next(transport for transport in made if transport is not None)
-    transport.members = world.ranks
+    transport.members = world.ids
     return transport
 
 

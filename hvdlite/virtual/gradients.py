@@ -322,7 +322,7 @@ class VirtualExchange:
         snapshot = None
         if self.check is not None and len(self._engine.gradients.members) > 1:
             snapshot = self.check.begin(self._engine.gradients, self._engine.settings)
-        keeps_copies = self._engine.recovery is not None
+        keeps_copies = self._engine.supervisor.survives
         while True:
             operation = _Exchange(self, snapshot, keeps_copies)
             try:

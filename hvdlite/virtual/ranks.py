@@ -26,7 +26,6 @@ class Turns(parts.Parts):
         size: The number of virtual ranks.
 
     Attributes:
-        step: The number of steps that have been taken.
         done: The virtual ranks whose part of the step this process has computed.
         loaded: The virtual rank whose data have been loaded last; None: unknown.
         source: What has loaded them; None: unknown.
@@ -39,8 +38,9 @@ class Turns(parts.Parts):
     are_fixed = True
 
     def __init__(self, size: int) -> None:
+        global _kept
         self._size = size
-        self.step = 0
+        self.step, _kept = _kept, 0
         self.done: list[int] = []
         self.loaded: int | None = None
         self.source: weakref.ref[object] | None = None
@@ -184,6 +184,19 @@ class Turns(parts.Parts):
     def is_within_step(self) -> bool:
         return bool(self.done)
 
+    def check(self, processes: int) -> None:
+        """Require at least one virtual rank for each process.
+
+        Raises:
+            ValueError: There are fewer.
+        """
+        if self.size < processes:
+            raise ValueError(
+                f"virtual_ranks={self.size} is less than the number of processes, {processes}: "
+                "each needs at least one; start fewer processes, or choose a number that is at "
+                "least as large as the largest number of processes"
+            )
+
     def check_taken(self, step: int) -> None:
         """Require that the whole job has taken a number of steps, if it has taken any.
 
@@ -202,7 +215,6 @@ class Turns(parts.Parts):
         )
 
     def keep(self) -> int:
-        """Have the next `configure` go on with the steps taken; return the number of parts."""
         global _kept
         _kept = self.step
         return self.size
@@ -222,29 +234,7 @@ class Listener(Protocol):
 
 #: They hear of requests for data for as long as they live.
 listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
-_kept = 0
-
-
-def check(size: int, processes: int) -> None:
-    """Require at least one virtual rank for each process; 0: there are no virtual ranks.
-
-    Raises:
-        ValueError: There are fewer.
-    """
-    if 0 < size < processes:
-        raise ValueError(
-            f"virtual_ranks={size} is less than the number of processes, {processes}: each needs "
-            "at least one; start fewer processes, or choose a number that is at least as large as "
-            "the largest number of processes"
-        )
-
-
-def configure(size: int, step: int) -> None:
-    """Set the number of virtual ranks, and of steps that have been taken; 0: there are none."""
-    turns = Turns(size) if size else None
-    if turns is not None:
-        turns.step = step
-    parts.enter(turns)
+_kept = 0  # steps, by `Turns.keep`
 
 
 def current() -> Turns | None:
@@ -256,13 +246,6 @@ def step() -> int:
     """Return the number of steps that have been taken; without virtual ranks 0."""
     turns = current()
     return 0 if turns is None else turns.step
-
-
-def take_kept() -> int:
-    """Return the steps that `Turns.keep` has kept, once; 0: it has not been called."""
-    global _kept
-    kept, _kept = _kept, 0
-    return kept
 
 
 def turns_of(size: int) -> Turns:

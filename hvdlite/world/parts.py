@@ -6,7 +6,7 @@ Each rank computes one part, its own. A room beside the core that divides global
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.world import world
@@ -17,9 +17,11 @@ class Parts:
 
     Attributes:
         are_fixed: Whether there are as many for any number of processes.
+        step: The number of steps that have been taken, where they count.
     """
 
     are_fixed = False
+    step = 0
 
     @property
     def rank(self) -> int:
@@ -49,6 +51,9 @@ class Parts:
         """Return whether parts have been computed of a step that has not been taken yet."""
         return False
 
+    def check(self, processes: int) -> None:
+        """Require that so many processes can divide the parts among themselves."""
+
     def check_taken(self, step: int) -> None:
         """Require that a number of steps can have been taken."""
 
@@ -61,7 +66,7 @@ class Parts:
         """
 
     def keep(self) -> int | None:
-        """Keep for a world formed anew what is to be kept; return the number of fixed parts."""
+        """Keep `step` for the next `divide`; return the number of fixed parts."""
         return None
 
     def batches(self) -> Any:
@@ -69,12 +74,14 @@ class Parts:
 
 
 current = Parts()
+#: Returns the parts for a number of fixed ones, 0: one for each rank. The facade fills it.
+divide: Callable[[int], Parts] = lambda size: Parts()  # noqa: E731
 
 
-def enter(parts: Parts | None) -> None:
-    """Divide global batches into these parts from now on; None: into one for each rank."""
+def enter(parts: Parts) -> None:
+    """Divide global batches into these parts from now on."""
     global current
-    current = parts or Parts()
+    current = parts
 
 
 def virtual_rank() -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.world import launchers
 
-#: Makes a communicator by a call of what it is given; see `hvdlite.world.forming.Forming.create`.
+#: Makes a communicator by a call of what it is given; see `hvdlite.elastic.forming`.
 Create = Callable[..., Any]
 
 
@@ -29,7 +29,8 @@ class World:
         node: the communicator of the ranks on this rank's node.
         cross: the communicator of the ranks, one from each node, with this local rank.
         nodes: for each rank the index of its node.
-        ranks: global ranks; in a process set they differ from 0, 1, ...
+        ids: for each rank its number in the world that ``init()`` has formed, which it keeps when
+            others die, and in process sets; ascending. Messages to the user name ranks by it.
         create: makes further communicators of these ranks.
     """
 
@@ -37,7 +38,7 @@ class World:
     node: Any
     cross: Any
     nodes: tuple[int, ...]
-    ranks: tuple[int, ...]
+    ids: tuple[int, ...]
     create: Create = create_at_once
 
     @classmethod
@@ -47,6 +48,7 @@ class World:
         comm: Any,
         local_size: int = 0,
         create: Create = create_at_once,
+        ids: Sequence[int] | None = None,
     ) -> World:
         """Create the world of a communicator's ranks; collective.
 
@@ -55,59 +57,60 @@ class World:
             comm: the communicator, which the world takes over.
             local_size: consecutive ranks that count as one node; 0: as MPI says.
             create: makes the others.
+            ids: of the ranks; None: they get 0, 1, ...
         """
         rank = comm.rank
         if local_size:
             node = create(comm.Split, rank // local_size, rank)
         else:
             node = create(comm.Split_type, MPI.COMM_TYPE_SHARED, rank)
-        return cls._of(comm, node, range(comm.size), create)
+        return cls._of(comm, node, ids or range(comm.size), create)
 
-    def subset(self, ranks: Sequence[int]) -> World:
+    def subset(self, ids: Sequence[int]) -> World:
         """Create the world of some of the ranks; collective among these.
 
         Args:
-            ranks: ascending; this one is among them.
+            ids: ascending; this rank's is among them.
         """
-        comm = self.comm.Create_group(self.comm.group.Incl(ranks))
-        return self.around(comm, ranks, create_at_once)
+        comm = self.comm.Create_group(self.comm.group.Incl(self.numbers(ids)))
+        return self.around(comm, ids, create_at_once)
 
-    def split_off(self, MPI: Any, ranks: Sequence[int], create: Create) -> Any:  # noqa: N803
+    def split_off(self, MPI: Any, ids: Sequence[int], create: Create) -> Any:  # noqa: N803
         """Create the communicator of some of the ranks; collective among all of them.
 
         Unlike ``MPI_Comm_create_group``, it ends in an error when a rank dies.
 
         Args:
             MPI: the module ``mpi4py.MPI``.
-            ranks: ascending.
+            ids: ascending.
             create: makes the communicator.
 
         Returns:
             None if this rank is left out.
         """
-        is_member = self.comm.rank in ranks
+        is_member = self.id in ids
         color = 0 if is_member else MPI.UNDEFINED
         comm = create(self.comm.Split, color, self.comm.rank)
         return comm if is_member else None
 
-    def around(self, comm: Any, ranks: Sequence[int], create: Create) -> World:
+    def around(self, comm: Any, ids: Sequence[int], create: Create) -> World:
         """Create the world of a communicator of some of the ranks; collective among these.
 
         Args:
             comm: the communicator, which the world takes over.
-            ranks: its ranks in this world, ascending.
+            ids: of its ranks, ascending.
             create: makes the others.
         """
         node = create(comm.Split, self.node_index, comm.rank)
-        return World._of(comm, node, ranks, create)
+        return World._of(comm, node, ids, create)
 
     @classmethod
-    def _of(cls, comm: Any, node: Any, ranks: Sequence[int], create: Create) -> World:
+    def _of(cls, comm: Any, node: Any, ids: Sequence[int], create: Create) -> World:
         cross = create(comm.Split, node.rank, comm.rank)
         leaders = comm.allgather(node.bcast(comm.rank, root=0))
         index = {leader: position for position, leader in enumerate(sorted(set(leaders)))}
         nodes = tuple(index[leader] for leader in leaders)
-        return cls(comm, node, cross, nodes, tuple(ranks), create)
+        return cls(comm, node, cross, nodes, tuple(ids), create)
 
     @functools.cached_property
     def group(self) -> Any:
@@ -117,12 +120,14 @@ class World:
         """
         return self.comm.group
 
-    def renumbered(self, ranks: Sequence[int], before: World) -> list[int]:
-        """Return the numbers in this world of ranks of an earlier one, without those that died."""
-        if before is self:
-            return list(ranks)
-        living = before.group.Translate_ranks(list(ranks), self.group)
-        return sorted(rank for rank in living if rank >= 0)
+    @property
+    def id(self) -> int:
+        """This rank's of the `ids`."""
+        return self.ids[int(self.comm.rank)]
+
+    def numbers(self, ids: Sequence[int]) -> list[int]:
+        """Return the numbers that ranks have in this world, without those that have died."""
+        return [self.ids.index(each) for each in ids if each in self.ids]
 
     @property
     def node_index(self) -> int:

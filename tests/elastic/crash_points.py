@@ -19,7 +19,7 @@ import numpy as np
 from hvdlite.base.settings import Settings
 from hvdlite.collectives.allreduce import describe_allreduce
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction, Strategy, TopK
-from hvdlite.elastic import recovery
+from hvdlite.elastic import gathering, recovery
 from hvdlite.engine import Engine
 from hvdlite.gradients import GradientExchange
 from hvdlite.transport import liveness, mpi
@@ -87,8 +87,8 @@ def check_adding(planned: Sequence[Crash], seed: int | None = None) -> int:
     job = Job(RANKS, planned, seed)
     seen = run(job, adds=True)
     left = [each.number for each in job.processes if not each.is_dead]
-    # By their new numbers, a member that has died not among them, unless it did afterwards.
-    members = [left.index(rank) for rank in _MEMBERS if rank in left]
+    # A member that has died is not among them, unless it did afterwards.
+    members = [rank for rank in _MEMBERS if rank in left]
     for rank in left:
         ((_, ranks), (_, values)) = seen[rank]
         assert ranks in (members, list(_MEMBERS)), (rank, seen, left)
@@ -111,7 +111,7 @@ def run(job: Job, adds: bool = False) -> dict[int, Seen]:
 @contextlib.contextmanager
 def _simulated(job: Job) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for module in (recovery, liveness, mpi):
+        for module in (recovery, gathering, liveness, mpi):
             stack.enter_context(mock.patch.object(module, "time", Clock(job)))
         # Its members are those of a process, and so is its lock.
         members = SimpleNamespace(
@@ -121,12 +121,16 @@ def _simulated(job: Job) -> Iterator[None]:
         yield
 
 
+def _recovery(world: World) -> recovery.Recovery:
+    recovering = recovery.Recovery()
+    recovering.watch(simulated_mpi, world, _SETTINGS, lambda _: None)
+    return recovering
+
+
 def _train(job: Job, process: Process, comm: Comm, seen: dict[int, Seen]) -> None:
     world = World.split(simulated_mpi, comm)
-    recovering = recovery.Recovery(
-        simulated_mpi, world, _SETTINGS, lambda *_: None, range(comm.size)
-    )
-    engine = Engine(simulated_mpi, world, _SETTINGS, recovery=recovering)
+    recovering = _recovery(world)
+    engine = Engine(simulated_mpi, world, _SETTINGS, supervisor=recovering)
     recovering.add(engine)
     dense = _exchange(engine, "dense", 3, Compression.none)
     sparse = _exchange(engine, "sparse", 8, ErrorFeedback(TopK(0.25)))
@@ -163,18 +167,16 @@ def _train_steps(
 
 def _add_set(job: Job, process: Process, comm: Comm, seen: dict[int, Seen]) -> None:
     world = World.split(simulated_mpi, comm)
-    recovering = recovery.Recovery(
-        simulated_mpi, world, _SETTINGS, lambda *_: None, range(comm.size)
-    )
-    engines = [Engine(simulated_mpi, world, _SETTINGS, recovery=recovering)]
+    recovering = _recovery(world)
+    engines = [Engine(simulated_mpi, world, _SETTINGS, supervisor=recovering)]
     recovering.add(engines[0])
     mine: Seen = []
 
     def make(part: World) -> Engine:
         return Engine(simulated_mpi, part, _SETTINGS, " of a process set", recovering)
 
-    def enter(ranks: list[int], engine: Engine | None) -> None:
-        mine.append(("ranks", [*map(float, ranks)]))
+    def enter(ids: Sequence[int], engine: Engine | None) -> None:
+        mine.append(("ranks", [*map(float, ids)]))
         if engine is not None:
             engines.append(engine)
 

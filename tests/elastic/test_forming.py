@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdlite.world.forming import Forming
+from hvdlite.elastic.forming import Forming
 
 
 class Comm:

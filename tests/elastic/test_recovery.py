@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from hvdlite.elastic.guard import LaneState
 from hvdlite.elastic.recovery import is_delivered
-from hvdlite.engine.lane import LaneState
 from hvdlite.recipe import Sharding
 from tests.campaigns import kill
 from tests.launch.launcher import hvdliterun, running, survivors
@@ -538,15 +538,15 @@ for _ in range(10):
             if each.included() else []
     hvd.remove_process_set(some)
 from hvdlite.engine import runtime
-recovery = runtime.engine().recovery
-print(start, hvd.size(), recovery.epoch >= 11, recovery.has_lost_ranks, sorted(set(found)))
+recovery = runtime.engine().supervisor
+print(start, hvd.size(), recovery.epoch >= 11, sorted(set(found)))
 """
     job = hvdliterun("--elastic", "-np", 3, sys.executable, "-c", code, env=variables)
     assert (job.returncode, job.stderr) == (0, "")
     assert sorted(job.stdout.splitlines()) == [
-        "0 3 True False [3.0, 5.0]",
-        "1 3 True False [3.0]",
-        "2 3 True False [5.0]",
+        "0 3 True [3.0, 5.0]",
+        "1 3 True [3.0]",
+        "2 3 True [5.0]",
     ]
 
 
@@ -583,7 +583,7 @@ import numpy as np
 import hvdlite as hvd
 from hvdlite.base import points
 if os.environ["OMPI_COMM_WORLD_RANK"] == "0":  # faults are planted later
-    points.reach = lambda point: point == "recover" and os.kill(os.getpid(), signal.SIGKILL)
+    points.add(lambda point, *_: point == "recover" and os.kill(os.getpid(), signal.SIGKILL))
 sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2]), hvd.ProcessSet([2, 3])]
 hvd.init(process_sets=sets)
 print([each.ranks for each in sets])

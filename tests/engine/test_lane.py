@@ -530,7 +530,7 @@ class TestClose:
             lanes[0].run(total("b", 1))
         assert on_all_ranks(lambda rank: lanes[rank].close(5.0), (0, 2)) == [True, True]
         closing.join(5)
-        assert lanes[1]._rounds.closed
+        assert lanes[1].rounds.closed
 
     def test_who_comes_to_a_rank_that_has_shut_down_is_told(self):
         lanes = Lanes(2)

@@ -47,7 +47,7 @@ def test_the_first_registered_transport_that_suits_the_ranks_is_chosen(monkeypat
     chosen = Loopback()
     candidates = (lambda *_: None, lambda *_: chosen, pytest.fail)
     monkeypatch.setattr(registry, "TRANSPORTS", candidates)
-    world = SimpleNamespace(ranks=(7,))
+    world = SimpleNamespace(ids=(7,))
     assert connect(None, world) is chosen
     assert chosen.members == (7,)
 

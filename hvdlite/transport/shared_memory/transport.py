@@ -436,7 +436,7 @@ def join(world: World, arena: Arena | None = None) -> Barrier | None:
                 _log.warning(
                     "rank %d cannot share memory with the ranks of its node (%s); all ranks use "
                     "MPI, which is slower; HVDLITE_SHARED_MEMORY=0 silences this",
-                    world.ranks[rank],
+                    world.ids[rank],
                     text,
                 )
             return None
@@ -462,7 +462,7 @@ def _join_node(world: World, arena: Arena | None) -> Barrier | None:
     if None in everywhere:
         return None  # that rank says why
     is_here = (node == world.node_index for node in world.nodes)
-    ranks = list(itertools.compress(world.ranks, is_here))
+    ranks = list(itertools.compress(world.ids, is_here))
     cores = set().union(*(cores for _, _, cores in everywhere))
     processes = [(pid, key) for pid, key, _ in everywhere]
     return Barrier(world.node.rank, ranks, arena, processes, len(processes) > len(cores))

@@ -186,13 +186,14 @@ def test_a_fault_comes_once_and_at_its_point(monkeypatch):
     try:
         for step in (1, 2, 3):
             for point in ("meet", "exchange", "meet", "meet"):
-                points.reach(point)
+                for observe in points.observers:
+                    observe(point)
                 expected = (step, point) > (2, "exchange") or step > 2
                 assert len(killed) <= expected
         assert killed == [(os.getpid(), signal.SIGKILL)]
     finally:
         rehearsal.plant({}, rank=1, ranks=2)
-    assert points.reach is None
+    assert points.observers == ()
 
 
 def test_a_fault_that_has_not_come_is_told(run, capsys):

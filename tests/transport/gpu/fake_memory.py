@@ -12,6 +12,7 @@ from hvdlite.base.settings import Settings
 from hvdlite.engine import Engine, Lane
 from hvdlite.engine.calls import Calls
 from hvdlite.engine.device import DeviceArray
+from hvdlite.engine.supervisor import Supervisor
 from tests.simulation import Simulation
 from tests.transport.gpu.fake_cuda import FakeCuda, FakeNode
 
@@ -111,14 +112,12 @@ class DeviceRanks:
         )
         engine = Engine.__new__(Engine)  # which would connect transports
         size = len(self.simulations[0].transports)
-        engine.world = SimpleNamespace(
-            ranks=range(size), comm=SimpleNamespace(rank=rank, size=size)
-        )
+        engine.world = SimpleNamespace(ids=range(size), comm=SimpleNamespace(rank=rank, size=size))
         engine.gradients, engine.named = gradients, named
         engine.settings = self.settings
         engine.memory = make_memory(FakeCuda(self.node, str(rank)))
         engine._calls = Calls(named.operations)
-        engine.recovery, engine._numbers = None, contextlib.nullcontext()
+        engine.supervisor = Supervisor()
         return engine
 
     def block(self, rank):

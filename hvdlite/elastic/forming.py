@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
 
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
+_Formed = TypeVar("_Formed")
 
 
 class Forming:
@@ -27,6 +28,7 @@ class Forming:
         made: Gets the communicators that `create` makes.
 
     Attributes:
+        made: As given.
         failure: Why it has failed; None: it has not.
     """
 
@@ -34,7 +36,7 @@ class Forming:
         self.failure: BaseException | None = None
         self._mpi = MPI
         self._comm = comm
-        self._made = made
+        self.made = made
         self._common: list[Any] = []
         self._has_ended = False
 
@@ -51,7 +53,7 @@ class Forming:
         failure, comm = None, None
         try:
             comm = make(*args)
-            self._made.append(comm)
+            self.made.append(comm)
         except self._mpi.Exception as error:
             failure = error
         if not self._agree(failure is None):
@@ -95,6 +97,44 @@ class Forming:
         return RankGoneError(
             f"rank {self._comm.rank}: another rank has died, or could not communicate"
         )
+
+
+def form_of_living(
+    MPI: Any,  # noqa: N803
+    comm: Any,
+    build: Callable[[Any, Forming], _Formed],
+    failed: list[Any],
+) -> _Formed:
+    """Form something of the ranks that live, once more if one of them dies meanwhile; collective.
+
+    Args:
+        MPI: The module ``mpi4py.MPI``.
+        comm: Over all ranks, with those that have died.
+        build: Called with a communicator of those that live, and with its forming.
+        failed: Gets the communicators of attempts that have failed.
+
+    Returns:
+        What ``build`` has returned.
+
+    Raises:
+        HorovodInternalError: They cannot communicate, although none has died.
+    """
+    failure = None
+    while True:
+        comm, size = comm.Shrink(), comm.size
+        if failure is not None and comm.size == size:
+            raise HorovodInternalError(
+                f"rank {comm.rank}: the ranks cannot communicate, although none has died since "
+                f"they tried before ({failure}); start the job again (hvdliterun --restarts), and "
+                "load the last checkpoint"
+            ) from failure
+        made = [comm]
+        with Forming(MPI, comm, made) as forming:
+            formed = build(comm, forming)
+        if forming.failure is None:
+            return formed
+        failure = forming.failure
+        failed += made
 
 
 def require_survival(MPI: Any, comm: Any) -> None:  # noqa: N803

@@ -1,0 +1,42 @@
+"""How the rooms beside the core come into a job: when its settings ask for them.
+
+The core owns the seams (`supervisor.choose`, `parts.divide`, `points.plan`) and knows none of the
+rooms; what is not asked for is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hvdlite.base import points
+from hvdlite.base.settings import Settings
+from hvdlite.engine import supervisor
+from hvdlite.world import parts
+
+
+def _supervise(settings: Settings) -> supervisor.Supervisor:
+    if not (settings.elastic or settings.spares):
+        return supervisor.Supervisor()
+    from hvdlite.elastic.start import Start
+
+    return Start()
+
+
+def _divide(size: int) -> parts.Parts:
+    if not size:
+        return parts.Parts()
+    from hvdlite.virtual.ranks import Turns
+
+    return Turns(size)
+
+
+def _plan(place: int, places: int) -> None:
+    if os.environ.get("HVDLITE_REHEARSE"):
+        from hvdlite.tools import rehearsal
+
+        rehearsal.plant(os.environ, place, places)
+
+
+supervisor.choose = _supervise
+parts.divide = _divide
+points.plan = _plan

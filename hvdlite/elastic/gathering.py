@@ -1,0 +1,101 @@
+"""Gathering: messages by which ranks find each other although any of them may have died.
+
+Unlike a collective, they tell which ranks have not come, and their waits can be ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hvdlite.transport.mpi import has_ended
+
+_FIRST_PAUSE, _MAX_PAUSE = 0.2e-3, 5e-3
+
+
+class Gathering:
+    """Messages between the ranks of a communicator that was made while all of them lived.
+
+    Args:
+        MPI: The module ``mpi4py.MPI``.
+        comm: For these messages alone.
+
+    Attributes:
+        comm: The communicator.
+        dead: The ranks that MPI has said to be dead when they were asked for, and the errors.
+    """
+
+    def __init__(self, MPI: Any, comm: Any) -> None:  # noqa: N803
+        self.comm = comm
+        self.dead: dict[int, Exception] = {}
+        self._mpi = MPI
+        self._sent: list[Any] = []
+
+    def move(self, comm: Any) -> None:
+        """Use another communicator from now on."""
+        self.comm = comm
+        self.dead.clear()
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
+
+    def send(self, tag: int, content: Any = None, ranks: Iterable[int] | None = None) -> None:
+        """Send something, without waiting for those who receive it.
+
+        Args:
+            tag: The number that they receive it by.
+            content: Any object that can be pickled.
+            ranks: The receivers; None: all others.
+        """
+        # A request that is never tested keeps its communicator, and its number, for ever.
+        self._sent = [each for each in self._sent if not has_ended(self._mpi, each)]
+        for rank in self.others if ranks is None else ranks:
+            self._sent.append(self._ask(rank, self.comm.isend, content, rank, tag))
+
+    def receive(self, rank: int, tag: int) -> tuple[Any] | None:
+        """Return what a rank has sent, in a tuple; None: nothing has come, or it is `dead`."""
+        if not self._ask(rank, self.comm.iprobe, rank, tag):
+            return None
+        content = self._ask(rank, self.comm.recv, None, rank, tag)
+        return None if rank in self.dead else (content,)
+
+    def meet(
+        self, tag: int, content: Any, on_wait: Callable[[list[int]], object]
+    ) -> dict[int, Any]:
+        """Exchange something with all ranks, without using a core.
+
+        Args:
+            tag: The number that it is sent by.
+            content: Any object that can be pickled.
+            on_wait: Called again and again with the ranks that have not come; it ends the wait by
+                an exception.
+
+        Returns:
+            What each rank has brought, without those that are `dead`.
+        """
+        self.send(tag, content)
+        found = {self.comm.rank: content}
+        missing, pause = self.others, _FIRST_PAUSE
+        while True:
+            for rank in missing:
+                if received := self.receive(rank, tag):
+                    found[rank] = received[0]
+            missing = [rank for rank in missing if rank not in found and rank not in self.dead]
+            if not missing:
+                return found
+            on_wait(missing)
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE)
+
+    def _ask(self, rank: int, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what an MPI call returns; None if the other rank is dead."""
+        if rank in self.dead:
+            return None
+        try:
+            return call(*args)
+        except self._mpi.Exception as error:
+            self.dead[rank] = error
+            return None

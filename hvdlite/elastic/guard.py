@@ -1,0 +1,96 @@
+"""Guard: it runs the rounds of a lane, and holds them while the ranks go on without a dead one."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvdlite.engine.lane import Lane, describe_error
+from hvdlite.errors import HorovodInternalError, RankGoneError
+
+if TYPE_CHECKING:
+    from hvdlite.elastic.recovery import Recovery
+
+
+class LaneState(NamedTuple):
+    """The progress of a lane when a rank has died.
+
+    Attributes:
+        confirmed: The number of outcomes that all ranks have.
+        in_doubt: Whether this rank has the next one and does not know whether the others have it.
+        closed: Whether the lane is closed.
+        failure: Why this rank cannot go on in it; None: it can.
+    """
+
+    confirmed: int
+    in_doubt: bool
+    closed: bool
+    failure: str | None = None
+
+
+class Guard:
+    """The guard of a lane.
+
+    Args:
+        lane: The lane.
+        recovery: Replaces the transports of all lanes when a rank has died.
+    """
+
+    def __init__(self, lane: Lane, recovery: Recovery) -> None:
+        self._lane = lane
+        self._recovery = recovery
+        self._waits = False  # for the recovery, in a round
+
+    def run(self) -> None:
+        """Run a round, or go on without ranks that die in it."""
+        epoch = self._recovery.epoch
+        try:
+            self._recovery.check()  # also where no round waits long enough to do so
+            self._lane.rounds.run()
+        except Exception as error:
+            is_recoverable = self._is_recoverable(error)
+            if not is_recoverable:
+                self._lane.failure = describe_error(error)
+                with contextlib.suppress(Exception):
+                    self._lane.transport.leave()
+            self.revoke()  # others may be in this round, and wait for this rank
+            self._waits = True
+            try:  # if it is not, recovery fails, on all ranks: they learn of it so
+                self._recovery.recover(error, epoch)
+            except HorovodInternalError:
+                if is_recoverable:
+                    raise
+                raise error from None
+            finally:
+                self._waits = False
+
+    def _is_recoverable(self, error: Exception) -> bool:
+        """Return whether an error of a round says that a rank has died."""
+        if isinstance(error, OSError):  # the memory of a process that has gone, perhaps
+            with contextlib.suppress(RankGoneError):
+                self._lane.transport.check_alive()
+                return False
+            return True
+        return self._recovery.is_about_death(error)
+
+    def hold(self) -> LaneState:
+        """Hold the lane until `let_go`; return the state in which it is now.
+
+        A thread that runs rounds notices that a rank has died, or is told by `Recovery.check`, and
+        waits then.
+        """
+        lane = self._lane
+        lane.hold(lambda: self._waits)
+        failure = "arrays lie on a GPU" if lane.is_on_device else lane.failure
+        rounds = lane.rounds
+        return LaneState(rounds.confirmed, rounds.in_doubt is not None, rounds.closed, failure)
+
+    def let_go(self) -> None:
+        """Let the lane's rounds run again."""
+        self._waits = False  # else a further `hold` might not wait for the thread
+        self._lane.let_go()
+
+    def revoke(self) -> None:
+        """End the other ranks' calls, too."""
+        if not self._lane.is_released:
+            self._lane.transport.revoke()
