@@ -6,7 +6,9 @@ The functions here work on numpy arrays and Python objects; ``hvdlite.torch`` an
 
 from __future__ import annotations
 
-from hvdlite import common, elastic
+from typing import TYPE_CHECKING
+
+from hvdlite import common
 from hvdlite.collectives import (
     allgather,
     allgather_async,
@@ -39,8 +41,13 @@ from hvdlite.recipe import (
 )
 from hvdlite.version import __version__ as __version__
 
+if TYPE_CHECKING:
+    from hvdlite import elastic
+else:
+    __getattr__, __dir__ = common.beside(globals(), elastic="hvdlite.elastic")
+
 __all__ = [
-    *common.__all__,
+    *common.names,
     # collectives
     "allreduce",
     "allreduce_async",

@@ -1,6 +1,14 @@
-"""The names that `hvdlite` and all adapters export."""
+"""The names that `hvdlite` and all adapters export.
+
+Those of the core are imported with them (``from hvdlite.common import *``), those of the rooms
+beside the core when they are first asked for (`beside`).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from hvdlite import assembly as assembly  # which fills the seams of the core
 from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -35,7 +43,6 @@ from hvdlite.errors import (
     NotInitializedError,
     SettingsError,
 )
-from hvdlite.launch.function import run, spawn
 from hvdlite.recipe import (
     Sharding,
     average_metrics,
@@ -49,8 +56,6 @@ from hvdlite.recipe import (
     sum_metrics,
     warmup,
 )
-from hvdlite.schedule import Schedule, singa
-from hvdlite.tools.bench.compression_ranks import advise
 from hvdlite.transport.counting import traffic
 from hvdlite.world.parts import virtual_rank, virtual_size
 from hvdlite.world.world import (
@@ -64,13 +69,25 @@ from hvdlite.world.world import (
     size,
 )
 
+if TYPE_CHECKING:
+    from hvdlite.launch.function import run, spawn
+    from hvdlite.schedule import Schedule, singa
+    from hvdlite.tools.bench.compression_ranks import advise
+
+# Names of the rooms beside the core, and what they name; see `pkgutil.resolve_name`.
+_BESIDE = {
+    "run": "hvdlite.launch.function:run",
+    "spawn": "hvdlite.launch.function:spawn",
+    "Schedule": "hvdlite.schedule:Schedule",
+    "singa": "hvdlite.schedule:singa",
+    "advise": "hvdlite.tools.bench.compression_ranks:advise",
+}
+
 __all__ = [
     # start and end
     "init",
     "shutdown",
     "is_initialized",
-    "run",
-    "spawn",
     # ranks
     "rank",
     "size",
@@ -107,9 +124,6 @@ __all__ = [
     "Product",
     # training
     "Compression",
-    "advise",
-    "Schedule",
-    "singa",
     # the recipe
     "Sharding",
     "lockstep",
@@ -135,3 +149,29 @@ __all__ = [
     "SettingsError",
     "CheckpointError",
 ]
+
+if TYPE_CHECKING:
+    __all__ += ["run", "spawn", "Schedule", "singa", "advise"]
+
+#: What ``__all__`` of each adapter begins with.
+names = [*__all__, *_BESIDE]
+
+
+def beside(
+    exports: dict[str, Any], **more: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` for a module that has the names here.
+
+    Args:
+        exports: The module's ``globals()``.
+        more: Further names, and what they name; see `pkgutil.resolve_name`.
+    """
+    known = _BESIDE | more
+
+    def find(name: str) -> Any:
+        if name not in known:
+            raise AttributeError(f"module {exports['__name__']!r} has no attribute {name!r}")
+        exports[name] = resolve_name(known[name])
+        return exports[name]
+
+    return find, lambda: sorted({*exports, *known})

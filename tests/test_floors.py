@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "horovod": (_BESIDE, 514, "horovod"),
     "launch": (_BESIDE, 4176, "launch"),
     "tools": (_TOOLS, 4978, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 633, "common"),
+    "facade": (_FACADE, 691, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}

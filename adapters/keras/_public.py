@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hvdlite import allgather_object, barrier, broadcast_object, common
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
-from hvdlite.keras import callbacks, elastic
+from hvdlite.keras import callbacks
 from hvdlite.keras._callbacks import make_summary_writer as _make_summary_writer
 from hvdlite.keras._data import shard
 from hvdlite.keras._keras3 import ADAPTER, framework, keras
@@ -25,8 +27,13 @@ load_model = ADAPTER.load_model
 pin_device = framework.pin_device
 summary_writer = _make_summary_writer(keras.callbacks)
 
+if TYPE_CHECKING:
+    from hvdlite.keras import elastic
+else:
+    __getattr__, __dir__ = common.beside(globals(), elastic="hvdlite.keras.elastic")
+
 __all__ = [
-    *common.__all__,
+    *common.names,
     # collectives
     "allreduce",
     "allgather",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import tensorflow as _tensorflow
@@ -16,7 +16,6 @@ from hvdlite import common
 from hvdlite.common import *  # noqa: F403 - the names common to all adapters
 from hvdlite.recipe.seeding import seed_too as _seed_too
 from hvdlite.recipe.variables import seed_keras as _seed_keras
-from hvdlite.tensorflow import elastic
 from hvdlite.tensorflow.checkpoint import TensorCheckpoint, assign_variables, checkpoint
 from hvdlite.tensorflow.collectives import (
     allgather,
@@ -60,8 +59,13 @@ from hvdlite.tensorflow.tape import DistributedGradientTape, PartialDistributedG
 _seed_too(_tensorflow.random.set_seed, parts=False)
 _seed_too(_seed_keras, parts=False)
 
+if TYPE_CHECKING:
+    from hvdlite.tensorflow import elastic
+else:
+    __getattr__, __dir__ = common.beside(globals(), elastic="hvdlite.tensorflow.elastic")
+
 __all__ = [
-    *common.__all__,
+    *common.names,
     # ranks
     "rank_op",
     "size_op",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 try:
     import torch as _torch
 except ImportError as error:
@@ -20,7 +22,6 @@ from hvdlite import (
 from hvdlite.base import float16 as _float16
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
 from hvdlite.recipe.seeding import seed_too as _seed_too
-from hvdlite.torch import elastic
 from hvdlite.torch.collectives import (
     allgather,
     allgather_async,
@@ -67,8 +68,13 @@ from hvdlite.torch.tensors import convert as _convert
 _float16.use(_convert)
 _seed_too(_torch.manual_seed)
 
+if TYPE_CHECKING:
+    from hvdlite.torch import elastic
+else:
+    __getattr__, __dir__ = common.beside(globals(), elastic="hvdlite.torch.elastic")
+
 __all__ = [
-    *common.__all__,
+    *common.names,
     # collectives
     "allreduce",
     "allreduce_",
@@ -117,4 +123,4 @@ __all__ = [
 ]
 
 # The rest, as rank(), does not communicate, and may be a part of a compiled graph.
-_untrace_all(globals(), sorted({*__all__} - {*common.__all__}))
+_untrace_all(globals(), sorted({*__all__} - {*common.names}))

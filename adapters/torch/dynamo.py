@@ -50,5 +50,5 @@ def untraced_methods(*names: str) -> Callable[[type], type]:
 def untrace_all(namespace: dict[str, Any], names: Iterable[str]) -> None:
     """Apply `untraced` to the functions of these names in a module's namespace."""
     for name in names:
-        if isinstance(namespace[name], FunctionType):
+        if isinstance(namespace.get(name), FunctionType):
             namespace[name] = untraced(namespace[name])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os as _os
+from typing import TYPE_CHECKING
 
 import tensorflow as _tensorflow
 
@@ -27,7 +28,7 @@ from hvdlite.tensorflow.device import pin_device
 if not _uses_legacy_keras:
     _check_backend(_os.environ.get("KERAS_BACKEND"))
 
-from hvdlite.tensorflow.keras import callbacks, elastic
+from hvdlite.tensorflow.keras import callbacks
 from hvdlite.tensorflow.optimizer import ADAPTER
 
 DistributedOptimizer = ADAPTER.DistributedOptimizer
@@ -35,8 +36,13 @@ PartialDistributedOptimizer = ADAPTER.PartialDistributedOptimizer
 load_model = ADAPTER.load_model
 summary_writer = _make_summary_writer(_tensorflow.keras.callbacks)
 
+if TYPE_CHECKING:
+    from hvdlite.tensorflow.keras import elastic
+else:
+    __getattr__, __dir__ = common.beside(globals(), elastic="hvdlite.tensorflow.keras.elastic")
+
 __all__ = [
-    *common.__all__,
+    *common.names,
     # collectives
     "allreduce",
     "allgather",
