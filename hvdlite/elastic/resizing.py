@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite import collectives
 from hvdlite.errors import HorovodInternalError
-from hvdlite.launch import protocol
-from hvdlite.launch.protocol import Channel
-from hvdlite.launch.rank import rank_here
+from hvdlite.observe import protocol
 from hvdlite.world import world
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ class Launcher:
         wants_stop: Whether this rank has been told to stop at its next commit.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: protocol.Channel) -> None:
         self.wants_stop = False
         self._channel = channel
         self._answers: queue.SimpleQueue[Sequence[bytearray] | OSError] = queue.SimpleQueue()
@@ -119,7 +117,7 @@ def connect() -> Launcher | None:
     global _launcher
     address = os.environ.get(protocol.ADDRESS)
     if address and _launcher is None and not _ended:
-        _launcher = Launcher(protocol.connect(address, rank_here(), os.environ))
+        _launcher = Launcher(protocol.connect(address, protocol.rank_here(), os.environ))
     return _launcher
 
 

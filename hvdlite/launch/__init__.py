@@ -11,11 +11,10 @@
     mpirun       Open MPI, MPICH, Intel MPI: finding them, and how each is called
     job          a running mpirun: signals, failures, the exit code
 
-The ranks and the launcher::
+The ranks and the launcher, which talk by `hvdlite.observe.protocol`::
 
     rank         the small process around each rank, which names the one that failed
     worker       the program that each rank of hvdlite.run runs
-    protocol     the connection between a rank and the launcher
     server       the launcher's end of all connections
     pickling     functions, results and exceptions as they travel
 """

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
-from hvdlite.horovod.finder import with_bootstrap
-from hvdlite.launch import check_build, job, mpirun, protocol, rank
+from hvdlite.launch import check_build, job, mpirun, rank
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
-from hvdlite.launch.environment import BATCH, exported, on_this_host, with_own_package
+from hvdlite.launch.environment import BATCH, exported, on_this_host, with_horovod, with_own_package
 from hvdlite.launch.hosts import (
     Host,
     all_local,
@@ -33,8 +32,9 @@ from hvdlite.launch.options import (
     variables,
     without_effect,
 )
-from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import serving
+from hvdlite.observe import protocol
+from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
 
 # Seconds before ranks that could not take the state of the run before are started once more.
@@ -88,7 +88,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     if all_local(hosts):
         check(command, settings)
     if options.horovod:
-        settings = with_bootstrap(settings)
+        settings = with_horovod(settings)
     settings = with_own_package(settings)
     program = mpirun.detect(mpirun.find(settings))
     ssh = ssh_arguments(options)
@@ -107,7 +107,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
         # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
         if sys.stderr.isatty():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            settings.setdefault(rank.COLUMNS, str(columns))
+            settings.setdefault(protocol.COLUMNS, str(columns))
         if here and _columns(settings) and not options.prefix_output_with_timestamp:
             output = rank.TO_LAUNCHER if sys.stdout.isatty() else rank.ERRORS_TO_LAUNCHER
     restarts = options.restarts or 0
@@ -226,7 +226,7 @@ def _run(
 
 def _columns(settings: Mapping[str, str]) -> int:
     """Return the columns of the terminal that shows what the ranks print; 0: none does."""
-    text = settings.get(rank.COLUMNS, "")
+    text = settings.get(protocol.COLUMNS, "")
     return int(text) if text.isdecimal() else 0
 
 

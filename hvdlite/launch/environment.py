@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hvdlite.launch.hosts import Host, all_local
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 # Variables of one shell, one login or one host, and those that the MPI library carries itself.
@@ -41,6 +42,17 @@ def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
     return all_local(hosts) and (bool(hosts) or not any(name in environment for name in BATCH))
 
 
+def with_horovod(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which ``import horovod`` finds hvdlite in every Python.
+
+    `hvdlite/horovod/bootstrap` has a ``sitecustomize`` that does it.
+    """
+    folder = str(_PACKAGE / "horovod" / "bootstrap")
+    # An empty entry is the current folder, an empty variable is none.
+    paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which ``import hvdlite`` finds hvdlite in this folder, too.
 
@@ -50,5 +62,5 @@ def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:
     spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
     if spec is None or spec.origin is not None:
         return dict(environment)
-    paths = [environment.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    paths = [*filter(None, [environment.get("PYTHONPATH")]), str(_PACKAGE.parent)]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}

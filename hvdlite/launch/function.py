@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.launch import job, mpirun, protocol, rank, worker
+from hvdlite.launch import job, mpirun, rank, worker
 from hvdlite.launch.environment import exported, on_this_host
 from hvdlite.launch.hosts import Host, choose_hosts, own_addresses
 from hvdlite.launch.pickling import RemoteError, pack, unpack
-from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import Failure, Server, serving
+from hvdlite.observe import protocol
+from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
 
 _START_TIMEOUT = 120.0

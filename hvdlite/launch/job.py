@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.launch.mpirun import ONE_HOST
-from hvdlite.launch.protocol import Part
 from hvdlite.launch.rank import STDIN, describe, die_with_parent, shell_code
 from hvdlite.launch.server import Server
 from hvdlite.launch.status import Inquiry
+from hvdlite.observe.protocol import Part
 from hvdlite.observe.status import ASKING, SIGNAL
 
 _TICK = 0.05

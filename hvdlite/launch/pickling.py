@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
-from hvdlite.launch.protocol import Part
 from hvdlite.observe.failures import chain
+from hvdlite.observe.protocol import Part
 
 
 def pack(obj: Any) -> list[Part]:

@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
-from hvdlite.launch import folders, protocol
-from hvdlite.launch.protocol import Channel, ForgedError, Part
+from hvdlite.launch import folders
 from hvdlite.launch.rank import SHARED
+from hvdlite.observe import protocol
+from hvdlite.observe.protocol import Channel, ForgedError, Part
 from hvdlite.observe.status import FILE
 
 _TICK = 0.05

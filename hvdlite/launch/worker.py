@@ -14,11 +14,9 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 
-from hvdlite.launch import protocol
 from hvdlite.launch.pickling import RemoteError, pack, unpack
-from hvdlite.launch.protocol import Channel, Part
-from hvdlite.launch.rank import rank_here
-from hvdlite.observe import timeline
+from hvdlite.observe import protocol, timeline
+from hvdlite.observe.protocol import Channel, Part
 
 _SECONDS_TO_SEE = 20.0
 # A format of the program with the folder of the package: hvdlite is where the caller found it, and
@@ -42,7 +40,7 @@ class Task(NamedTuple):
 
 def main() -> None:
     """Call the function; a result ends the process as the end of a script does."""
-    rank = rank_here()
+    rank = protocol.rank_here()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:

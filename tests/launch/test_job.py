@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite.errors import StartError
-from hvdlite.launch import job, protocol
+from hvdlite.launch import job
 from hvdlite.launch.server import serving
+from hvdlite.observe import protocol
 
 
 def run(script, server, quiet_end=signal.SIGTERM):

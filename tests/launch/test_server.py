@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from hvdlite.launch import protocol
 from hvdlite.launch import server as server_module
 from hvdlite.launch.server import Failure, serving
+from hvdlite.observe import protocol
 
 pytestmark = pytest.mark.timeout(60)
 
