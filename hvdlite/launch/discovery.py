@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import IO, NamedTuple
 
 from hvdlite.errors import StartError
-from hvdlite.launch.hosts import Host, host_key, parse_host, shortened
+from hvdlite.launch.hosts import Host, host_key, listed, parse_host, shortened
 from hvdlite.launch.server import Server
 
 _PERIOD = 1.0  # Horovod's
@@ -235,10 +235,10 @@ class Sizes:
                 self._running = Counter({host_key(host.name): host.slots for host in hosts})
                 return Plan(hosts, ranks)
             if time.monotonic() > deadline:
-                listed = ",".join(f"{host.name}:{host.slots}" for host in hosts) or "no host"
                 raise StartError(
-                    f"found {slots} of {self._least + self._spares} slots ({listed}) within "
-                    f"{self.seconds:.0f} s (--elastic-timeout); a host on which a process has "
+                    f"found {slots} of {self._least + self._spares} slots "
+                    f"({listed(hosts) or 'no host'}) within {self.seconds:.0f} s "
+                    "(--elastic-timeout); a host on which a process has "
                     "failed gets no more of them (--blacklist-cooldown-range)"
                 )
             check()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.launch import job, mpirun, rank, worker
-from hvdlite.launch.environment import exported, on_this_host
+from hvdlite.launch import mpirun, rank, worker
+from hvdlite.launch.environment import on_this_host
 from hvdlite.launch.hosts import Host, choose_hosts, own_addresses
+from hvdlite.launch.job import Job, follow
 from hvdlite.launch.pickling import RemoteError, pack, unpack
 from hvdlite.launch.server import Failure, Server, serving
-from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
 
@@ -210,36 +208,17 @@ def _call(
     settings = {**without_rank(os.environ), **added}
     here = on_this_host(hosts, settings)
     program = mpirun.detect(mpirun.find(settings))
-    addresses = None if here else own_addresses(hosts)
-    with serving(addresses, [task, *packed], num_proc) as server:
-        needed = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
-        settings = {**needed, **settings}
-        if server.key:
-            settings[protocol.KEY] = server.key.hex()
-        names = [] if here else exported(settings)
-        output = folder or rank.TO_LAUNCHER
-        shim = [sys.executable, "-I", "-S", rank.__file__, server.address, output]
+    with serving(None if here else own_addresses(hosts), [task, *packed], num_proc) as server:
         command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
-        launch = mpirun.Launch(num_proc, hosts, names, [*shim, *command])
-        arguments = program.arguments(launch)
-        if verbose:
-            job.say(shlex.join(arguments))
+        output = folder or rank.TO_LAUNCHER
+        job = Job(program, hosts, here, command, settings, output, verbose=verbose)
         deadline = time.monotonic() + seconds
 
         def check_start() -> None:
             if time.monotonic() > deadline and len(server.hosts) < num_proc:
                 _raise_not_started(server, num_proc, f"did not start in {seconds:g} s")
 
-        code, received = job.follow(
-            arguments,
-            settings,
-            server,
-            program.quiet_end,
-            at_terminal=False,
-            streams=(subprocess.DEVNULL, server.stdout, server.stderr),
-            check=check_start,
-            close_ports=program.close_ports if here else None,
-        )
+        code, received = follow(job, server, check_start, captures=True)
         if not received:
             _check_end(server, num_proc, code)
     if received:  # what the signal would have done without us, now that the job has ended

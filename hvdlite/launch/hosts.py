@@ -100,11 +100,15 @@ def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
     """
     slots = sum(host.slots for host in hosts)
     if hosts and num_proc > slots:
-        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         raise StartError(
-            f"-np {num_proc} is more than the {slots} slots of {listed}; "
+            f"-np {num_proc} is more than the {slots} slots of {listed(hosts)}; "
             "raise the slots or lower -np"
         )
+
+
+def listed(hosts: Sequence[Host]) -> str:
+    """Return the hosts as ``host1:2,host2:2``."""
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def all_local(hosts: Sequence[Host]) -> bool:
@@ -198,8 +202,8 @@ def own_addresses(hosts: Sequence[Host], networks: str = "") -> list[str]:
             if name == interface or ("/" in name and _is_in(address, name))
         ]
         if not found:
-            listed = ", ".join(f"{name} ({address})" for name, address in present.items())
-            raise StartError(f"--network-interfaces {networks}: this host has {listed or 'none'}")
+            names = ", ".join(f"{name} ({address})" for name, address in present.items())
+            raise StartError(f"--network-interfaces {networks}: this host has {names or 'none'}")
     for host in () if networks else hosts:
         with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
             probe.connect((host.name, 9))  # Sends nothing, but chooses the way.

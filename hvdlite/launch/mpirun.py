@@ -11,36 +11,16 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from hvdlite.errors import StartError
 from hvdlite.launch import ports
-from hvdlite.launch.hosts import Host
+from hvdlite.launch.hosts import Host, listed
 
 _SECONDS_TO_ANSWER = 20
 
 ONE_HOST = "OMPI_MCA_btl", "self,sm"
 """The variable by which Open MPI's ranks open no ports, and cannot call ``MPI_Comm_spawn``."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The job that mpirun starts.
-
-    Attributes:
-        num_proc: number of processes.
-        hosts: where they run; empty: here, or wherever the batch system says.
-        exported: variables that mpirun must carry to other hosts.
-        command: what each process runs.
-        extra: more arguments for mpirun.
-    """
-
-    num_proc: int
-    hosts: Sequence[Host]
-    exported: Sequence[str]
-    command: Sequence[str]
-    extra: Sequence[str] = ()
 
 
 class Mpirun(ABC):
@@ -72,12 +52,26 @@ class Mpirun(ABC):
         self.path = path
         self.version = version
 
-    def arguments(self, launch: Launch) -> list[str]:
-        """Return the command line that starts ``launch``."""
-        places = ",".join(f"{host.name}:{host.slots}" for host in launch.hosts)
-        hosts = [self.host_option, places] if places else []
-        words = [self.path, "-np", str(launch.num_proc), *hosts, *self.export(launch.exported)]
-        return [*words, *launch.extra, *launch.command]
+    def arguments(
+        self,
+        num_proc: int,
+        hosts: Sequence[Host],
+        command: Sequence[str],
+        exported: Sequence[str] = (),
+        more: Sequence[str] = (),
+    ) -> list[str]:
+        """Return its command line.
+
+        Args:
+            num_proc: number of processes.
+            hosts: where they run; empty: here, or wherever the batch system says.
+            command: what each process runs.
+            exported: variables that it must carry to other hosts.
+            more: arguments of its own.
+        """
+        where = [self.host_option, listed(hosts)] if hosts else []
+        words = [self.path, "-np", str(num_proc), *where, *self.export(exported)]
+        return [*words, *more, *command]
 
     @abstractmethod
     def export(self, names: Sequence[str]) -> list[str]:
@@ -197,17 +191,23 @@ class IntelMPI(MPICH):
     agent_variables = ("I_MPI_HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP")
     network_variables = ("I_MPI_HYDRA_IFACE", "FI_TCP_IFACE")
 
-    def arguments(self, launch: Launch) -> list[str]:
-        """Return the command line that starts ``launch``: one section for each host."""
-        if not launch.hosts:
-            return super().arguments(launch)
-        words = [self.path, *self.export(launch.exported), *launch.extra]
-        left = launch.num_proc
-        for host in launch.hosts:
+    def arguments(
+        self,
+        num_proc: int,
+        hosts: Sequence[Host],
+        command: Sequence[str],
+        exported: Sequence[str] = (),
+        more: Sequence[str] = (),
+    ) -> list[str]:
+        """Return its command line: one section for each host."""
+        if not hosts:
+            return super().arguments(num_proc, hosts, command, exported, more)
+        words, left = [self.path, *self.export(exported), *more], num_proc
+        for host in hosts:
             here = min(left, host.slots)
             if here:
-                separator = [":"] if left < launch.num_proc else []
-                words += [*separator, "-host", host.name, "-n", str(here), *launch.command]
+                separator = [":"] if left < num_proc else []
+                words += [*separator, "-host", host.name, "-n", str(here), *command]
             left -= here
         return words
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from hvdlite.base import settings
 from hvdlite.errors import SettingsError, StartError
-from hvdlite.launch import job
+from hvdlite.launch.job import say
 from hvdlite.version import __version__
 
 
@@ -356,7 +356,7 @@ class Parser(argparse.ArgumentParser):
         _, is_unknown, found = message.partition("unrecognized arguments: ")
         known = [name for option in OPTIONS for name in (*option.spellings, option.opposite)]
         hint = did_you_mean(found.split(" ")[0].partition("=")[0], known) if is_unknown else ""
-        job.say(f"{self.source}{message}{hint} (see hvdliterun --help)")
+        say(f"{self.source}{message}{hint} (see hvdliterun --help)")
         sys.exit(StartError.USAGE)
 
 
@@ -413,9 +413,7 @@ def _configured(path: str) -> Iterator[str]:
         name = _SECTIONS[section] + key if section in _SECTIONS else ""
         option = known.get(_OTHER_NAMES.get(name, name))
         if option is None:
-            job.say(
-                f"--config-file {path}: {section}.{key} has no effect: hvdlite does not know it"
-            )
+            say(f"--config-file {path}: {section}.{key} has no effect: hvdlite does not know it")
         elif option.values:
             yield f"{option.flag}={value}"
         elif not isinstance(value, bool):

@@ -7,12 +7,11 @@ import pytest
 
 from hvdlite.errors import StartError
 from hvdlite.launch.hosts import Host
-from hvdlite.launch.mpirun import FLAVOURS, Launch, detect, find, name_of, recognise
+from hvdlite.launch.mpirun import FLAVOURS, detect, find, name_of, recognise
 
-HERE = Launch(num_proc=3, hosts=[], exported=[], command=["python", "train.py", "-x"])
-THERE = Launch(
-    num_proc=3, hosts=[Host("a", 2), Host("b", 2)], exported=["FOO", "PATH"], command=["train"]
-)
+HERE = 3, [], ["python", "train.py", "-x"]
+HOSTS = [Host("a", 2), Host("b", 2)]
+THERE = 3, HOSTS, ["train"], ["FOO", "PATH"]
 
 BANNERS = {
     "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://...": ("Open MPI", "5.0.11"),
@@ -63,13 +62,12 @@ def test_recognise_nothing():
 )
 def test_arguments(flavour, here, there):
     mpirun = FLAVOURS[flavour]("mpirun", "1.0")
-    assert mpirun.arguments(HERE) == here.split()
-    assert mpirun.arguments(THERE) == there.split()
+    assert mpirun.arguments(*HERE) == here.split()
+    assert mpirun.arguments(*THERE) == there.split()
 
 
 def test_intel_mpi_leaves_out_hosts_that_are_not_needed():
-    launch = Launch(num_proc=2, hosts=THERE.hosts, exported=[], command=["train"])
-    arguments = FLAVOURS["Intel MPI"]("mpirun", "1.0").arguments(launch)
+    arguments = FLAVOURS["Intel MPI"]("mpirun", "1.0").arguments(2, HOSTS, ["train"])
     assert arguments == ["mpirun", "-host", "a", "-n", "2", "train"]
 
 
