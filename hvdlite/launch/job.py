@@ -124,16 +124,14 @@ def follow(
     arguments, environment = _prepare(job, server)
     # Those that read from a terminal must be in its group, the launcher's.
     at_terminal = not captures and os.isatty(0)
-    streams: Sequence[int | None] = (None, None, None)
-    if captures:
-        streams = (subprocess.DEVNULL, server.stdout, server.stderr)
-    elif rank.STDIN in environment:
-        streams = (subprocess.DEVNULL, None, None)
     asking = Path(server.folder, ASKING)
     spawns = environment.get(ONE_HOST[0], ONE_HOST[1]) != ONE_HOST[1]
     quiet_end = job.program.quiet_end
     with _signals() as (received, asked):
-        process = _start(arguments, environment, at_terminal, streams)
+        process = _start(arguments, environment, at_terminal, captures)
+        if process.stdout and process.stderr:
+            server.read(process.stdout, protocol.OUT)
+            server.read(process.stderr, protocol.ERR)
         plan, steps = _GOES_ON, list(_GOES_ON)
         begun, told, stage = 0.0, 0, (False, False)
         try:
@@ -196,7 +194,7 @@ def _start(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     at_terminal: bool,
-    streams: Sequence[int | None],
+    captures: bool,
 ) -> subprocess.Popen[bytes]:
     launcher = os.getpid()
 
@@ -209,15 +207,16 @@ def _start(
             # A batch system signals a whole group; mpirun must get the signal once only.
             os.setpgid(0, 0)
 
-    stdin, stdout, stderr = streams
+    has_input = not captures and rank.STDIN not in environment
+    output = subprocess.PIPE if captures else None
     try:
         return subprocess.Popen(
             arguments,
             env=environment,
             preexec_fn=follow_launcher,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
+            stdin=None if has_input else subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
         )
     except OSError as error:
         text = f"{arguments[0]}: {error.strerror}"
