@@ -7,7 +7,6 @@
     check_build  what is installed, for --check-build and `hvdlite check`
     function     hvdlite.run and hvdlite.spawn: a Python function in the place of the command
     hosts        -H and --hostfile
-    environment  the variables that the ranks get
     mpirun       Open MPI, MPICH, Intel MPI: finding them, and how each is called
     job          a running mpirun: signals, failures, the exit code
 
@@ -16,7 +15,6 @@ The ranks and the launcher, which talk by `hvdlite.observe.protocol`::
     rank         the small process around each rank, which names the one that failed
     worker       the program that each rank of hvdlite.run runs
     server       the launcher's end of all connections
-    pickling     functions, results and exceptions as they travel
 """
 
 from __future__ import annotations

@@ -11,19 +11,22 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
 from hvdlite.launch import check_build, mpirun, rank
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
-from hvdlite.launch.environment import BATCH, on_this_host, with_horovod, with_own_package
 from hvdlite.launch.hosts import (
+    BATCH,
     Host,
     all_local,
     check_names,
     choose_hosts,
     listed,
     login,
+    on_this_host,
     own_addresses,
 )
 from hvdlite.launch.job import End, Job, run, say
@@ -39,6 +42,7 @@ from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 # Seconds before ranks that could not take the state of the run before are started once more.
 _PAUSE = 5.0
 
@@ -300,6 +304,30 @@ def resolve(
         path = os.pathsep.join([own, environment.get("PATH", os.defpath)])
         return [sys.executable, *command[1:]], {**environment, "PATH": path}
     return list(command), dict(environment)
+
+
+def with_horovod(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which ``import horovod`` finds hvdlite in every Python.
+
+    `hvdlite/horovod/bootstrap` has a ``sitecustomize`` that does it.
+    """
+    folder = str(_PACKAGE / "horovod" / "bootstrap")
+    # An empty entry is the current folder, an empty variable is none.
+    paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which ``import hvdlite`` finds hvdlite in this folder, too.
+
+    In the folder that holds a checkout called hvdlite, ``python -c`` and ``python -m`` take that
+    for the package, unless its own folder is on the path: an editable install comes last.
+    """
+    spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
+    if spec is None or spec.origin is not None:
+        return dict(environment)
+    paths = [*filter(None, [environment.get("PYTHONPATH")]), str(_PACKAGE.parent)]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def check(command: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -13,11 +13,10 @@ from typing import Any, NoReturn
 
 from hvdlite.errors import HorovodInternalError
 from hvdlite.launch import mpirun, rank, worker
-from hvdlite.launch.environment import on_this_host
-from hvdlite.launch.hosts import Host, choose_hosts, own_addresses
+from hvdlite.launch.hosts import Host, choose_hosts, on_this_host, own_addresses
 from hvdlite.launch.job import Job, follow
-from hvdlite.launch.pickling import RemoteError, pack, unpack
 from hvdlite.launch.server import Failure, Server, serving
+from hvdlite.launch.worker import RemoteError, pack, unpack
 from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
 

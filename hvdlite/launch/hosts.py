@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ _SLOTS = re.compile(r"(?<!\w)slots\s*=\s*(?P<slots>\d{1,9})")
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _LOOPBACK = {"localhost", "127.0.0.1"}
 _MAX_SHOWN = 200
+# Variables that say that a batch system may have given mpirun other hosts.
+BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID")
 
 
 class Host(NamedTuple):
@@ -116,6 +118,11 @@ def all_local(hosts: Sequence[Host]) -> bool:
     here = socket.gethostname()
     names = _LOOPBACK | {here, here.partition(".")[0]}
     return all(host.name in names for host in hosts)
+
+
+def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
+    """Return whether all ranks run here; without named hosts, a batch system may choose others."""
+    return all_local(hosts) and (bool(hosts) or not any(name in environment for name in BATCH))
 
 
 def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str:

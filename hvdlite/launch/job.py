@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.launch import rank, status
-from hvdlite.launch.environment import exported
 from hvdlite.launch.hosts import Host
-from hvdlite.launch.mpirun import ONE_HOST, Mpirun
+from hvdlite.launch.mpirun import ONE_HOST, Mpirun, exported
 from hvdlite.launch.server import Server
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Part

@@ -18,6 +18,13 @@ from hvdlite.launch import ports
 from hvdlite.launch.hosts import Host, listed
 
 _SECONDS_TO_ANSWER = 20
+_NAME = re.compile(r"[A-Za-z_]\w*")
+# Variables of one shell, one login or one host, and those that the MPI library carries itself.
+_STAYS = re.compile(
+    r"_|PWD|OLDPWD|SHLVL|HOSTNAME|HOST|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TERMCAP|TTY|DISPLAY"
+    r"|LS_COLORS|PS[1-4]|PROMPT_COMMAND|HIST\w*|COLUMNS|LINES|TMPDIR"
+    r"|(?:SSH|XDG|DBUS|OMPI|PRTE|PMIX|PMI|HYDRA|HYDI|SLURM|PBS|LSB)_\w*"
+)
 
 ONE_HOST = "OMPI_MCA_btl", "self,sm"
 """The variable by which Open MPI's ranks open no ports, and cannot call ``MPI_Comm_spawn``."""
@@ -221,6 +228,19 @@ FLAVOURS: dict[str, type[Mpirun]] = {
     "Intel MPI": IntelMPI,
     "MPICH": MPICH,
 }
+
+
+def exported(environment: Mapping[str, str]) -> list[str]:
+    """Return the sorted names of the variables that the ranks on other hosts get.
+
+    Left out are those that describe this shell, login or host, those that mpirun carries itself,
+    and those that mpirun cannot carry: values of several lines.
+    """
+    return sorted(
+        name
+        for name, value in environment.items()
+        if _NAME.fullmatch(name) and not _STAYS.fullmatch(name) and "\n" not in value
+    )
 
 
 def find(environment: Mapping[str, str]) -> str:

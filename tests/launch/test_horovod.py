@@ -10,7 +10,7 @@ import pytest
 
 from hvdlite.horovod.finder import BOOTSTRAP
 from hvdlite.horovod.names import MODULES, REASONS, VERSION
-from hvdlite.launch.environment import with_horovod
+from hvdlite.launch.cli import with_horovod
 from tests.launch.launcher import ROOT, environment, hvdliterun
 
 pytestmark = pytest.mark.timeout(120)

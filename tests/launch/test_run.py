@@ -18,8 +18,8 @@ import hvdlite
 from hvdlite import HorovodInternalError
 from hvdlite.errors import RankGoneError, StartError
 from hvdlite.launch import function
-from hvdlite.launch.pickling import RemoteError, RemoteTraceback
 from hvdlite.launch.server import Failure
+from hvdlite.launch.worker import RemoteError, RemoteTraceback
 from tests.launch import functions, launcher
 from tests.launch.launcher import survivors
 
