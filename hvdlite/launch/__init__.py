@@ -7,8 +7,12 @@
     check_build  what is installed, for --check-build and `hvdlite check`
     function     hvdlite.run and hvdlite.spawn: a Python function in the place of the command
     hosts        -H and --hostfile
+    discovery    hosts that come and go, and the number of ranks
     mpirun       Open MPI, MPICH, Intel MPI: finding them, and how each is called
+    ports        mpirun's ports, closed to others
     job          a running mpirun: signals, failures, the exit code
+    status       what the ranks do, for who asks
+    folders      temporary folders, which the next job removes if this one is killed
 
 The ranks and the launcher, which talk by `hvdlite.observe.protocol`::
 

@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from hvdlite.errors import HorovodInternalError, RankGoneError
@@ -28,20 +28,6 @@ _SECONDS_TO_SEE = 20.0
 PROGRAM = "import sys; sys.path.insert(0, {!r}); from hvdlite.launch.worker import main; main()"
 
 
-class Task(NamedTuple):
-    """The caller's instructions to every rank, besides the function itself.
-
-    Attributes:
-        path: the caller's ``sys.path``.
-        argv: the caller's ``sys.argv``.
-        numbered: whether the function gets the rank as its first argument and returns nothing.
-    """
-
-    path: list[str]
-    argv: list[str]
-    numbered: bool
-
-
 def main() -> None:
     """Call the function; a result ends the process as the end of a script does."""
     rank = protocol.rank_here()
@@ -53,16 +39,20 @@ def main() -> None:
         pickled, *function_parts = channel.receive()[1]
     except OSError as error:
         sys.exit(f"hvdlite: rank {rank}: {error}")
-    task = Task(*pickle.loads(pickled))
     os.environ.pop(protocol.KEY, None)
-    sys.path[:], sys.argv[:] = task.path, task.argv
+    sys.path[:], sys.argv[:] = pickle.loads(pickled)
     with _reporting(channel, "cannot load the function and its arguments"):
         function, args, kwargs = unpack(function_parts)
     with _reporting(channel, "raised", is_callers=True):
-        result = function(*((rank, *args) if task.numbered else args), **kwargs)
+        result = function(*args, **kwargs)
     with _reporting(channel, f"cannot send what the function returned ({type(result)})"):
-        packed = pack(None if task.numbered else result)
+        packed = pack(result)
     _send(channel, protocol.RESULT, *packed)
+
+
+def numbered(function: Callable[..., Any], *args: Any) -> None:
+    """Call a function with this process's rank before its arguments."""
+    function(protocol.rank_here(), *args)
 
 
 @contextlib.contextmanager
@@ -81,7 +71,7 @@ def _reporting(channel: Channel, doing: str, is_callers: bool = False) -> Iterat
             doing, is_callers = "left by sys.exit() instead of returning a result", False
         while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_filename == __file__:
             error.__traceback__ = error.__traceback__.tb_next
-        sent = RemoteError.of(error, os.uname().nodename, doing, is_callers)
+        sent = RemoteError.of(error, doing, is_callers)
         _send(channel, protocol.ERROR, pickle.dumps(tuple(sent)))
         _leave()
 
@@ -144,55 +134,54 @@ class RemoteError(NamedTuple):
 
     Attributes:
         host: where it ran.
-        doing: what it did, as in "cannot load the function".
-        summary: the exception in one line.
+        what: what it did, as in "cannot load the function", and the exception in one line.
         text: the traceback.
-        pickled: the exception; empty where it cannot be pickled.
+        pickled: the exception, which is to be raised in the caller; empty where it cannot be
+            pickled; None: it is not to be raised there.
         is_consequence: whether it only says that another rank has gone.
-        is_callers: whether it is to be raised in the caller as it is.
     """
 
     host: str
-    doing: str
-    summary: str
+    what: str
     text: str
-    pickled: Sequence[Part]
+    pickled: Sequence[Part] | None
     is_consequence: bool
-    is_callers: bool
 
     @classmethod
-    def of(cls, error: BaseException, host: str, doing: str, is_callers: bool) -> RemoteError:
-        """Describe an exception that was caught on this rank; for the arguments see above."""
-        pickled: list[Part] = []
+    def of(cls, error: BaseException, doing: str, is_callers: bool) -> RemoteError:
+        """Describe an exception that was caught on this rank.
+
+        Args:
+            error: the exception.
+            doing: what the rank did.
+            is_callers: whether it is to be raised in the caller.
+        """
+        pickled: list[Part] | None = [] if is_callers else None
         if is_callers:
             # A user's exception may hold anything and do anything when it is pickled.
             with contextlib.suppress(Exception):
                 # Its buffers as bytes, since this description is pickled itself.
                 pickled = [bytes(part) for part in pack(error)]
+        summary = "".join(traceback.format_exception_only(error)).strip()
         return cls(
-            host=host,
-            doing=doing,
-            summary="".join(traceback.format_exception_only(error)).strip(),
+            host=os.uname().nodename,
+            what=f"{doing}: {summary}",
             text="".join(traceback.format_exception(error)),
             pickled=pickled,
             # A lane's failure is another class, with that as its cause.
             is_consequence=any(isinstance(one, RankGoneError) for one in chain(error)),
-            is_callers=is_callers,
         )
 
     def error(self, rank: int) -> BaseException:
         """Return the exception to raise in the caller, with the remote traceback as its cause."""
-        raised: BaseException | None = None
+        unpacked: Any = None
         # The class may be unknown here, or may not be made of its arguments.
         with contextlib.suppress(Exception):
-            unpacked = unpack(self.pickled)
-            raised = unpacked if isinstance(unpacked, BaseException) else None
-        if raised is None:
-            why = ""
-            if self.is_callers:
-                why = " (an exception that cannot be pickled, or whose class is not known here)"
-            raised = HorovodInternalError(
-                f"rank {rank} on host {self.host} {self.doing}: {self.summary}{why}"
-            )
-        raised.__cause__ = RemoteTraceback(rank, self.host, self.text)
-        return raised
+            unpacked = unpack(self.pickled or ())
+        why = ""
+        if self.pickled is not None:
+            why = " (an exception that cannot be pickled, or whose class is not known here)"
+        told = HorovodInternalError(f"rank {rank} on host {self.host} {self.what}{why}")
+        error: BaseException = unpacked if isinstance(unpacked, BaseException) else told
+        error.__cause__ = RemoteTraceback(rank, self.host, self.text)
+        return error
