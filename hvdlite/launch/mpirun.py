@@ -38,6 +38,8 @@ class Mpirun(ABC):
         version: its version, as ``5.0.11``.
     """
 
+    #: Which one it is.
+    name: ClassVar[str]
     #: A regular expression that matches the output of ``mpirun --version``.
     banner: ClassVar[str]
     #: The signal on which it ends a job at once and prints nothing, if there is one.
@@ -113,6 +115,7 @@ class Mpirun(ABC):
 class OpenMPI(Mpirun):
     """Open MPI 5 and later, whose process manager is PRRTE."""
 
+    name = "Open MPI"
     banner = r"\(Open MPI\) (?:[5-9]|\d\d)\."
     quiet_end = signal.SIGTERM
     timestamps: ClassVar[Sequence[str]] = ("--output", "timestamp")
@@ -156,6 +159,7 @@ class OpenMPI(Mpirun):
 class OpenMPI4(OpenMPI):
     """Open MPI 4, whose process manager is ORTE."""
 
+    name = "Open MPI 4"
     banner = r"\((?:Open MPI|OpenRTE)\) 4\."
     timestamps = ("--timestamp-output",)
     elastic = ()
@@ -176,6 +180,7 @@ class MPICH(Mpirun):
     the environment along to other hosts.
     """
 
+    name = "MPICH"
     banner = r"HYDRA build details"
     ssh_variable = "HYDRA_LAUNCHER_EXTRA_ARGS"
     agent_variables = ("HYDRA_LAUNCHER_EXEC", "HYDRA_LAUNCHER")
@@ -193,6 +198,7 @@ class MPICH(Mpirun):
 class IntelMPI(MPICH):
     """Intel MPI: Hydra with a host list that knows no slots."""
 
+    name = "Intel MPI"
     banner = r"Intel\(R\) MPI Library"
     ssh_variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
     agent_variables = ("I_MPI_HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP")
@@ -222,12 +228,8 @@ class IntelMPI(MPICH):
         return {"I_MPI_PIN": "0"}
 
 
-FLAVOURS: dict[str, type[Mpirun]] = {
-    "Open MPI": OpenMPI,
-    "Open MPI 4": OpenMPI4,
-    "Intel MPI": IntelMPI,
-    "MPICH": MPICH,
-}
+FLAVOURS: Sequence[type[Mpirun]] = (OpenMPI, OpenMPI4, IntelMPI, MPICH)
+"""The more special ones first."""
 
 
 def exported(environment: Mapping[str, str]) -> list[str]:
@@ -285,29 +287,16 @@ def detect(path: str) -> Mpirun:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StartError(f"{path} --version: {error}") from None
-    flavour = recognise(path, answer.stdout)
-    if flavour is None:
-        known = ", ".join(FLAVOURS)
-        printed = (answer.stdout + answer.stderr).strip().partition("\n")[0]
-        raise StartError(
-            f"{path} is none of {known}: --version printed {printed!r}; "
-            "set HVDLITE_MPIRUN to the mpirun of one of them"
-        )
-    return flavour
-
-
-def recognise(path: str, text: str) -> Mpirun | None:
-    """Choose the flavour by the output of ``mpirun --version``; None: unknown."""
-    version = re.search(r"\d+\.\d+[\w.]*", text)
-    for flavour in FLAVOURS.values():
-        if re.search(flavour.banner, text):
+    version = re.search(r"\d+\.\d+[\w.]*", answer.stdout)
+    for flavour in FLAVOURS:
+        if re.search(flavour.banner, answer.stdout):
             return flavour(path, version.group() if version else "unknown")
-    return None
-
-
-def name_of(mpirun: Mpirun) -> str:
-    """Return the name of a flavour, as in ``FLAVOURS``."""
-    return next(name for name, kind in FLAVOURS.items() if kind is type(mpirun))
+    known = ", ".join(flavour.name for flavour in FLAVOURS)
+    printed = (answer.stdout + answer.stderr).strip().partition("\n")[0]
+    raise StartError(
+        f"{path} is none of {known}: --version printed {printed!r}; "
+        "set HVDLITE_MPIRUN to the mpirun of one of them"
+    )
 
 
 def _home() -> str:
