@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
+from math import inf
 from pathlib import Path
 
 from hvdlite.base.settings import Settings
@@ -254,14 +255,14 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
         raise StartError(
             "-H and --hostfile are not allowed with --host-discovery-script: give one of them"
         )
-    cooldown = options.blacklist_cooldown_range
-    if cooldown and cooldown[0] > cooldown[1]:
+    cooldown = options.blacklist_cooldown_range or (inf, inf)
+    if cooldown[0] > cooldown[1]:
         raise StartError(
             f"--blacklist-cooldown-range {cooldown[0]} {cooldown[1]}: expected MIN <= MAX"
         )
     return Sizes(
-        Discovery(hosts, options.host_discovery_script or "", options.slots_per_host or 1, say),
-        Blacklist(cooldown and tuple(map(float, cooldown))),
+        Discovery(hosts, options.host_discovery_script or "", options.slots_per_host or 1),
+        Blacklist((cooldown[0], cooldown[1])),
         least,
         most,
         spares,

@@ -51,14 +51,16 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         StartError: a part is not of the form ``host`` or ``host:slots``.
     """
-    hosts = [parse_host(part.strip()) for part in text.split(",")]
-    if None in hosts:
-        bad = text.split(",")[hosts.index(None)].strip()
-        raise StartError(
-            f"-H {shortened(text)}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2; "
-            f"found {shortened(bad)!r}"
-        )
-    return [host for host in hosts if host]
+    hosts = []
+    for part in map(str.strip, text.split(",")):
+        host = parse_host(part)
+        if host is None:
+            raise StartError(
+                f"-H {shortened(text)}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2; "
+                f"found {shortened(part)!r}"
+            )
+        hosts.append(host)
+    return hosts
 
 
 def shortened(text: str) -> str:

@@ -44,7 +44,7 @@ _ASKING = (SIGNAL, signal.SIGQUIT)
 
 
 class Job(NamedTuple):
-    """What mpirun is to start.
+    """The processes that mpirun is to start, and how.
 
     Attributes:
         program: the mpirun.

@@ -1,4 +1,4 @@
-"""What a rank, the process around it and their launcher say to each other.
+"""The messages between a rank, the process around it, and their launcher.
 
 They share environment variables, a folder of the job on the launcher's host, and a connection.
 There, a message is a kind and one or more parts. On this host the connection is a socket in a

@@ -302,23 +302,28 @@ def test_mistakes(options, said, capsys):
     assert capsys.readouterr().err.startswith(f"hvdliterun: {said}")
 
 
-def test_a_script_is_asked_again_and_again(tmp_path):
+def test_a_script_is_asked_again_and_again(tmp_path, capsys):
     file, said = tmp_path / "hosts", []
+
+    def has_said():
+        said.extend(capsys.readouterr().err.splitlines())
+        return said
+
     file.write_text("a:3\n\n b \n")
-    discovery = Discovery(script=f"cat {file}", slots=2, say=said.append)
+    discovery = Discovery(script=f"cat {file}", slots=2)
     with discovery.running():
         assert discovery.hosts == [Host("a", 3), Host("b", 2)]
         file.unlink()
-        _wait_until(lambda: said)
+        _wait_until(has_said)
         assert re.fullmatch(
-            r"--host-discovery-script cat .*: exit code 1 \(cat: .*: No such file or directory\); "
-            r"the job keeps the hosts that it has",
+            r"hvdliterun: --host-discovery-script cat .*: exit code 1 \(cat: .*: No such file or "
+            r"directory\); the job keeps the hosts that it has",
             said[0],
         )
         assert discovery.hosts == [Host("a", 3), Host("b", 2)]
         file.write_text("c:1\n")
         _wait_until(lambda: discovery.hosts == [Host("c", 1)])
-    assert len(said) == 1
+    assert len(has_said()) == 1
 
 
 def test_a_script_that_hangs_ends_with_the_job(tmp_path):
