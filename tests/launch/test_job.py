@@ -166,10 +166,10 @@ def test_a_folder_that_cannot_be_removed_does_not_change_the_end(monkeypatch):
     """Processes that a rank has left running may write into its folder while it is removed."""
     remove = os.rmdir
 
-    def refuse(path):
+    def refuse(path, **options):
         if Path(path).name == "rank.0":
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
-        remove(path)
+        remove(path, **options)
 
     with serving() as opened:
         folder = Path(opened.address).parent
