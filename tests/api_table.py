@@ -23,7 +23,7 @@ from typing import Any
 from hvdlite.base.settings import SAME_EVERYWHERE, Settings
 from hvdlite.compression import Compression, Strategy, registered
 from hvdlite.engine.process_sets import global_process_set
-from hvdlite.launch.options import OPTIONS
+from hvdlite.launch import options
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / "docs" / "api.md"
@@ -267,7 +267,7 @@ def _strategies() -> Iterator[str]:
 def _settings() -> Iterator[str]:
     """Yield a line for each setting, with the comment above it."""
     source = inspect.getsource(Settings)
-    flags = {option.setting: f"`{option.flag}`" for option in OPTIONS if option.setting}
+    flags = {setting: f"`--{name.replace('_', '-')}`" for name, setting in options.SETTINGS.items()}
     flags |= {"TIMELINE": "`--timeline-filename`", "STALL_CHECK_DISABLE": "`--no-stall-check`"}
     for entry in dataclasses.fields(Settings):
         if entry.metadata:

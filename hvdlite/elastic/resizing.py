@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite import collectives
 from hvdlite.errors import HorovodInternalError
-from hvdlite.launch import protocol
-from hvdlite.launch.protocol import Channel
-from hvdlite.launch.rank import rank_here
+from hvdlite.observe import protocol
 from hvdlite.world import world
 
 if TYPE_CHECKING:
@@ -31,56 +29,28 @@ class Launcher:
     """The connection to hvdliterun.
 
     Args:
-        channel: As `protocol.connect` returns it.
+        address: hvdliterun's.
 
     Attributes:
-        wants_stop: Whether this rank has been told to stop at its next commit.
+        wants_stop: whether this rank has been asked to stop at its next commit.
+
+    Raises:
+        OSError: it cannot be reached.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, address: str) -> None:
         self.wants_stop = False
-        self._channel = channel
+        self._channel = protocol.connect(address, protocol.rank_here(), os.environ)
         self._answers: queue.SimpleQueue[Sequence[bytearray] | OSError] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="hvdlite resizing", daemon=True).start()
-        channel.send(protocol.WATCH)
+        self._channel.send(protocol.WATCH)
 
-    def fetch(self) -> Any:
-        """Return the state that the previous run has handed over; None: there is none.
-
-        Raises:
-            HorovodInternalError: The connection has failed.
-        """
-        found = self._ask(protocol.FETCH)
-        return pickle.loads(found) if found else None
-
-    def keep(self, state: Any) -> None:
-        """Hand over the state for the next run.
+    def ask(self, kind: bytes, *parts: bytes) -> bytes:
+        """Send a message, and return the answer.
 
         Raises:
-            HorovodInternalError: The connection has failed, or the state cannot be pickled.
+            HorovodInternalError: the connection has failed.
         """
-        try:
-            pickled = pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # Whatever the objects in it do when they are pickled.
-            raise HorovodInternalError(
-                f"rank {world.rank()}: the state cannot be pickled, which it has to be where hosts "
-                f"come and go ({type(error).__name__}: {error}); take out what cannot travel"
-            ) from error
-        self._ask(protocol.KEEP, pickled)
-
-    def forget(self) -> None:
-        """Tell hvdliterun that all ranks have the state of the previous run.
-
-        Raises:
-            HorovodInternalError: The connection has failed.
-        """
-        self._ask(protocol.KEEP)
-
-    def close(self) -> None:
-        """Hear of no more changes."""
-        self._channel.close()
-
-    def _ask(self, kind: bytes, *parts: bytes) -> bytes:
         try:
             self._channel.send(kind, *parts)
             answer = self._answers.get(timeout=_SECONDS_TO_ANSWER)
@@ -92,6 +62,10 @@ class Launcher:
                 "keeps the state while the number of ranks changes; see what ended it"
             ) from error
         return b"".join(answer)
+
+    def close(self) -> None:
+        """Hear of no more changes."""
+        self._channel.close()
 
     def _listen(self) -> None:
         while True:
@@ -114,12 +88,12 @@ def connect() -> Launcher | None:
     """Return the connection to hvdliterun; None: the number of ranks does not change.
 
     Raises:
-        OSError: It cannot be reached.
+        OSError: it cannot be reached.
     """
     global _launcher
     address = os.environ.get(protocol.ADDRESS)
     if address and _launcher is None and not _ended:
-        _launcher = Launcher(protocol.connect(address, rank_here(), os.environ))
+        _launcher = Launcher(address)
     return _launcher
 
 
@@ -147,18 +121,18 @@ def resume(state: State) -> int | None:
         The number of resets so far; None: this is the first run.
 
     Raises:
-        HorovodInternalError: The state cannot be had, or does not fit.
+        HorovodInternalError: the state cannot be had, or does not fit.
     """
     launcher = connect()
     if launcher is None:
         return None
-    found = launcher.fetch() if world.rank() == 0 else None
-    found = collectives.broadcast_object(found, 0, "elastic.state")
+    kept = launcher.ask(protocol.FETCH) if world.rank() == 0 else b""
+    found = collectives.broadcast_object(pickle.loads(kept) if kept else None, 0, "elastic.state")
     if found is None:
         return None
     # If this run fails before, the next one gets that state. All say so, in case that one dies.
     collectives.barrier(name="elastic.resumed")
-    launcher.forget()
+    launcher.ask(protocol.KEEP)
     resets, dump = found
     state.load(dump)
     return int(resets)
@@ -168,7 +142,7 @@ def hand_over(state: State, resets: int) -> None:
     """Hand the state to hvdliterun, for a job with another number of ranks; collective.
 
     Raises:
-        HorovodInternalError: It cannot be handed over.
+        HorovodInternalError: it cannot be handed over.
     """
     launcher = connect()
     assert launcher is not None
@@ -176,7 +150,17 @@ def hand_over(state: State, resets: int) -> None:
     while True:
         before = world.current().ids
         if world.rank() == 0:
-            launcher.keep((resets, state.dump()))
+            launcher.ask(protocol.KEEP, _pickled((resets, state.dump())))
         collectives.barrier(name="elastic.resize")
         if before == world.current().ids:  # else the rank that did it may have died
             return
+
+
+def _pickled(state: Any) -> bytes:
+    try:
+        return pickle.dumps(state, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # Whatever the objects in it do when they are pickled.
+        raise HorovodInternalError(
+            f"rank {world.rank()}: the state cannot be pickled, which it has to be where hosts "
+            f"come and go ({type(error).__name__}: {error}); take out what cannot travel"
+        ) from error

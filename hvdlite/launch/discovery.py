@@ -18,10 +18,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import IO, NamedTuple
+from math import inf
+from typing import NamedTuple
 
 from hvdlite.errors import StartError
-from hvdlite.launch.hosts import Host, host_key, parse_host, shortened
+from hvdlite.launch.hosts import Host, host_key, listed, parse_host, shortened
+from hvdlite.launch.job import say
 from hvdlite.launch.server import Server
 
 _PERIOD = 1.0  # Horovod's
@@ -34,14 +36,14 @@ class Blacklist:
     """The hosts on which a process has failed, and which get no more processes for a while.
 
     Args:
-        cooldown: Seconds after the first failure, which double with each further one, and the most
-            that they grow to; None: forever.
-        clock: The time in seconds.
+        cooldown: seconds after the first failure, which double with each further one, and the most
+            that they grow to; default: forever.
+        clock: the time in seconds.
     """
 
     def __init__(
         self,
-        cooldown: tuple[float, float] | None = None,
+        cooldown: tuple[float, float] = (inf, inf),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cooldown = cooldown
@@ -51,10 +53,9 @@ class Blacklist:
 
     def add(self, key: str) -> None:
         """Add a host after a failure there."""
-        least, most = self._cooldown or (float("inf"), float("inf"))
-        seconds = min(least * 2.0 ** self._failures[key], most)
+        least, most = self._cooldown
+        self._until[key] = self._clock() + min(least * 2.0 ** self._failures[key], most)
         self._failures[key] += 1
-        self._until[key] = self._clock() + seconds
 
     def __contains__(self, key: str) -> bool:
         return self._clock() < self._until.get(key, 0.0)
@@ -64,10 +65,9 @@ class Discovery:
     """Calls a script again and again for the hosts that there are; without one, they are fixed.
 
     Args:
-        hosts: The fixed hosts.
-        script: A shell command that prints a host in each line, as ``name:slots`` or ``name``.
-        slots: Slots of a host that is printed without them.
-        say: Prints a line for the user.
+        hosts: the fixed hosts.
+        script: a shell command that prints a host in each line, as ``name:slots`` or ``name``.
+        slots: slots of a host that is printed without them.
     """
 
     def __init__(
@@ -75,13 +75,10 @@ class Discovery:
         hosts: Sequence[Host] = (),
         script: str = "",
         slots: int = 1,
-        say: Callable[[str], object] = print,
     ) -> None:
         self.hosts = list(hosts)
         self._script = script
         self._slots = slots
-        self._say = say
-        self._failure = ""
         self._ended = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -90,14 +87,12 @@ class Discovery:
         """Keep `hosts` up to date in a thread.
 
         Raises:
-            StartError: The script fails the first time.
+            StartError: the script fails the first time.
         """
         if not self._script:
             yield
             return
-        self._ask()
-        if self._failure:
-            raise StartError(self._failure)
+        self.hosts = self._ask()
         thread = threading.Thread(target=self._repeat, name="hvdlite discovery", daemon=True)
         thread.start()
         try:
@@ -109,14 +104,23 @@ class Discovery:
             thread.join()
 
     def _repeat(self) -> None:
+        told = ""
         while not self._ended.wait(_PERIOD):
-            before = self._failure
-            self._ask()
-            if self._failure and self._failure != before and not self._ended.is_set():
-                self._say(f"{self._failure}; the job keeps the hosts that it has")
+            failure = ""
+            try:
+                self.hosts = self._ask()
+            except StartError as error:
+                failure = str(error)
+            if failure and failure != told and not self._ended.is_set():
+                say(f"{failure}; the job keeps the hosts that it has")
+            told = failure
 
-    def _ask(self) -> None:
-        """Run the script, and note its hosts, or why there are none."""
+    def _ask(self) -> list[Host]:
+        """Run the script, and return the hosts that it prints.
+
+        Raises:
+            StartError: it fails.
+        """
         what = f"--host-discovery-script {self._script}"
         # Files, since a child that the script leaves behind may keep a pipe open.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -133,30 +137,24 @@ class Discovery:
             try:
                 code = self._process.wait(_SECONDS_TO_ANSWER)
             except subprocess.TimeoutExpired:
-                self._failure = f"{what}: no answer within {_SECONDS_TO_ANSWER:.0f} s"
-                return
+                raise StartError(f"{what}: no answer within {_SECONDS_TO_ANSWER:.0f} s") from None
             finally:
                 _kill(self._process)  # with the processes that it leaves behind
                 self._process.wait()
-            printed, said = (_read(file) for file in (out, err))
+            for file in (out, err):
+                file.seek(0)
+            printed, said = (file.read(_MAX_OUTPUT).decode(errors="replace") for file in (out, err))
         if code:
             last = (said.strip().splitlines() or ["no message"])[-1]
-            self._failure = f"{what}: exit code {code} ({shortened(last)})"
-            return
-        lines = [line.strip() for line in printed.splitlines() if line.strip()]
-        found = [parse_host(line, self._slots) for line in lines]
-        if None in found:
-            bad = lines[found.index(None)]
-            self._failure = f"{what}: printed {shortened(bad)!r}, expected 'host:slots' or 'host'"
-            return
-        self._failure = ""
-        self.hosts = [host for host in found if host is not None]
-
-
-def _read(file: IO[bytes]) -> str:
-    """Return what has been written to a file, as far as hosts need it."""
-    file.seek(0)
-    return file.read(_MAX_OUTPUT).decode(errors="replace")
+            raise StartError(f"{what}: exit code {code} ({shortened(last)})")
+        hosts = []
+        for line in filter(None, map(str.strip, printed.splitlines())):
+            host = parse_host(line, self._slots)
+            if host is None:
+                found = shortened(line)
+                raise StartError(f"{what}: printed {found!r}, expected 'host:slots' or 'host'")
+            hosts.append(host)
+        return hosts
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -168,8 +166,8 @@ class Plan(NamedTuple):
     """The size of a run of the job.
 
     Attributes:
-        hosts: Where it runs.
-        ranks: The number of ranks, without spares.
+        hosts: where it runs.
+        ranks: the number of ranks, without spares.
     """
 
     hosts: list[Host]
@@ -180,15 +178,15 @@ class Sizes:
     """Decides how many ranks a job has, and when it stops to have another number.
 
     Args:
-        discovery: Knows the hosts.
-        blacklist: Of hosts on which processes have failed.
-        least: The job waits for more hosts when it has fewer ranks.
-        most: The most ranks that it may have.
-        spares: Slots that it needs beside those of the ranks.
-        seconds: The longest wait for hosts.
+        discovery: knows the hosts.
+        blacklist: of hosts on which processes have failed.
+        least: the job waits for more hosts when it has fewer ranks.
+        most: the most ranks that it may have.
+        spares: slots that it needs beside those of the ranks.
+        seconds: the longest wait for hosts.
 
     Attributes:
-        discovery, most, seconds: As given.
+        discovery, most, seconds: as given.
     """
 
     def __init__(
@@ -212,15 +210,14 @@ class Sizes:
         # The number of ranks on each host, when it was last looked at, or slots of the last plan.
         self._running: Counter[str] = Counter()
 
-    def wait(self, most: int, check: Callable[[], object] = lambda: None) -> Plan:
+    def wait(self, most: int) -> Plan:
         """Return the next run's size as soon as there are slots for the least number of ranks.
 
         Args:
-            most: The most ranks that this run may have.
-            check: Called again and again; what it raises ends the wait.
+            most: the most ranks that this run may have.
 
         Raises:
-            StartError: There are not enough slots in time.
+            StartError: there are not enough slots in time.
         """
         deadline = time.monotonic() + self.seconds
         while True:
@@ -235,13 +232,12 @@ class Sizes:
                 self._running = Counter({host_key(host.name): host.slots for host in hosts})
                 return Plan(hosts, ranks)
             if time.monotonic() > deadline:
-                listed = ",".join(f"{host.name}:{host.slots}" for host in hosts) or "no host"
                 raise StartError(
-                    f"found {slots} of {self._least + self._spares} slots ({listed}) within "
-                    f"{self.seconds:.0f} s (--elastic-timeout); a host on which a process has "
+                    f"found {slots} of {self._least + self._spares} slots "
+                    f"({listed(hosts) or 'no host'}) within {self.seconds:.0f} s "
+                    "(--elastic-timeout); a host on which a process has "
                     "failed gets no more of them (--blacklist-cooldown-range)"
                 )
-            check()
             time.sleep(_TICK)
 
     def follow(self, server: Server) -> Callable[[], None]:
@@ -277,9 +273,9 @@ class Sizes:
         started: one that cannot be reached keeps mpirun from starting any process.
 
         Args:
-            plan: Of the run.
-            server: Of the run.
-            failed: Whether it has ended with an error.
+            plan: of the run.
+            server: of the run.
+            failed: whether it has ended with an error.
         """
         self._proven |= {host_key(name) for names in server.hosts.values() for name in names}
         if not failed or server.exited or not self._proven:
@@ -294,8 +290,8 @@ class Sizes:
         """Return whether the hosts have slots for more ranks than there are, or not for these.
 
         Args:
-            living: The names of each rank's host.
-            size: The number of ranks, with the spares that come in.
+            living: the names of each rank's host.
+            size: the number of ranks, with the spares that come in.
         """
         known = {host_key(host.name) for host in self.discovery.hosts}
         self._running.clear()

@@ -88,11 +88,6 @@ def _open(path: str) -> int:
 
 def remove(path: str) -> None:
     """Remove a folder; what resists stays, for a later `sweep`."""
-    with contextlib.suppress(OSError):
-        for entry in list(os.scandir(path)):
-            if entry.is_dir(follow_symlinks=False):
-                remove(entry.path)
-            else:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(entry.path)
-        os.rmdir(path)
+    import shutil  # which takes longer to load than the rest of what `rank` needs
+
+    shutil.rmtree(path, ignore_errors=True)

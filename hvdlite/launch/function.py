@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +12,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.launch import job, mpirun, protocol, rank, worker
-from hvdlite.launch.environment import exported, on_this_host
-from hvdlite.launch.hosts import Host, choose_hosts, own_addresses
-from hvdlite.launch.pickling import RemoteError, pack, unpack
-from hvdlite.launch.protocol import Part
+from hvdlite.launch import mpirun, rank, worker
+from hvdlite.launch.hosts import choose_hosts, on_this_host, own_addresses
+from hvdlite.launch.job import Job, follow
 from hvdlite.launch.server import Failure, Server, serving
+from hvdlite.launch.worker import RemoteError, pack, unpack
+from hvdlite.observe.protocol import Part
 from hvdlite.world.launchers import without_rank
 
 _START_TIMEOUT = 120.0
+_NO_FUNCTION = "the first argument is the function to run, not {!r}"
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
@@ -92,18 +91,40 @@ def run(
         raise ValueError("run() got both num_proc and np, its older name; give num_proc only")
     if hosts is not None and hostfile is not None:
         raise ValueError("run() got both hosts and hostfile; give one of them")
-    count = _count(np if num_proc is None else num_proc)
-    path = None if hostfile is None else os.fspath(hostfile)
-    results = _call(
-        (func, args, kwargs or {}),
-        count,
-        choose_hosts(hosts, path, count),
-        env=env,
-        start_timeout=start_timeout,
-        output_filename=output_filename,
-        verbose=bool(verbose),
-    )
-    return [_result(rank, results[rank]) for rank in range(count)]
+    count = next((each for each in (num_proc, np) if each is not None), 1)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_proc: found {count!r}, expected a number from 1 on")
+    places = choose_hosts(hosts, None if hostfile is None else os.fspath(hostfile), count)
+    output = rank.TO_LAUNCHER
+    if output_filename is not None:
+        output = os.path.abspath(output_filename)
+        os.makedirs(output, exist_ok=True)
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"env: found {name!r}: {value!r}, expected strings; write str(value)")
+    settings = {**without_rank(os.environ), **(env or {})}
+    seconds = _START_TIMEOUT if start_timeout is None else float(start_timeout)
+    # The folder of the script is its first entry; an interactive session has an empty one.
+    path = [os.path.abspath(entry) for entry in sys.path]
+    task = [pickle.dumps((path, sys.argv)), *_pack(func, args, kwargs or {})]
+    here = on_this_host(places, settings)
+    program = mpirun.detect(mpirun.find(settings))
+    with serving(None if here else own_addresses(places), task, count) as server:
+        command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
+        job = Job(program, places, here, command, settings, output, verbose=bool(verbose))
+        deadline = time.monotonic() + seconds
+
+        def check_start() -> None:
+            if time.monotonic() > deadline and len(server.hosts) < count:
+                _raise_not_started(server, f"did not start in {seconds:g} s")
+
+        code, received = follow(job, server, check_start, captures=True)
+        if not received:
+            _check_end(server, code)
+    if received:  # what the signal would have done without us, now that the job has ended
+        signal.raise_signal(received)
+        raise HorovodInternalError(f"the job was ended, because this process got {received.name}")
+    return [_result(rank, server.results[rank]) for rank in range(count)]
 
 
 def spawn(
@@ -131,37 +152,15 @@ def spawn(
     Raises:
         Exception: as `run`.
     """
-    count = _count(num_proc)
-    here = [Host("localhost", count)]
-    _call((func, args, {}), count, here, env=env, start_timeout=start_timeout, numbered=True)
-
-
-def _count(num_proc: int | None) -> int:
-    if num_proc is None:
-        return 1
-    if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
-        raise ValueError(f"num_proc: found {num_proc!r}, expected a number from 1 on")
-    return num_proc
-
-
-def _variables(env: Mapping[str, str] | None) -> dict[str, str]:
-    for name, value in (env or {}).items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"env: found {name!r}: {value!r}, expected strings; write str(value)")
-    return dict(env or {})
-
-
-def _folder(name: str | os.PathLike[str] | None) -> str:
-    if name is None:
-        return ""
-    path = os.path.abspath(name)
-    os.makedirs(path, exist_ok=True)
-    return path
+    if not callable(func):
+        raise TypeError(_NO_FUNCTION.format(func))
+    here = f"localhost:{num_proc}"
+    run(worker.numbered, (func, *args), None, num_proc, here, env=env, start_timeout=start_timeout)
 
 
 def _pack(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Part]:
     if not callable(func):
-        raise TypeError(f"the first argument is the function to run, not {func!r}")
+        raise TypeError(_NO_FUNCTION.format(func))
     try:
         return pack((func, tuple(args), dict(kwargs)))
     except Exception as error:  # Whatever the objects in it do when they are pickled.
@@ -181,80 +180,14 @@ def _result(rank: int, parts: list[bytearray]) -> Any:
         ) from error
 
 
-def _call(
-    function: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
-    num_proc: int,
-    hosts: Sequence[Host],
-    *,
-    env: Mapping[str, str] | None,
-    start_timeout: float | None,
-    output_filename: str | os.PathLike[str] | None = None,
-    verbose: bool = False,
-    numbered: bool = False,
-) -> dict[int, list[bytearray]]:
-    """Call a function on all ranks, and return the parts of its results by rank.
-
-    Args:
-        function: the function, its arguments and its keyword arguments.
-        num_proc: as for `run`, whose checks of the hosts have been made; so are the rest.
-        hosts: where the ranks run; empty: here, or wherever the batch system says.
-        numbered: whether the function gets the rank as its first argument, and brings no result.
-    """
-    folder, added = _folder(output_filename), _variables(env)
-    seconds = _START_TIMEOUT if start_timeout is None else float(start_timeout)
-    packed = _pack(*function)
-    # The folder of the script is its first entry; an interactive session has an empty one.
-    path = [os.path.abspath(entry) for entry in sys.path]
-    task = pickle.dumps(tuple(worker.Task(path, list(sys.argv), numbered)))
-    settings = {**without_rank(os.environ), **added}
-    here = on_this_host(hosts, settings)
-    program = mpirun.detect(mpirun.find(settings))
-    addresses = None if here else own_addresses(hosts)
-    with serving(addresses, [task, *packed], num_proc) as server:
-        needed = program.settings(root=os.geteuid() == 0, here=here, folder=server.folder)
-        settings = {**needed, **settings}
-        if server.key:
-            settings[protocol.KEY] = server.key.hex()
-        names = [] if here else exported(settings)
-        output = folder or rank.TO_LAUNCHER
-        shim = [sys.executable, "-I", "-S", rank.__file__, server.address, output]
-        command = [sys.executable, "-c", worker.PROGRAM.format(_ROOT), server.address]
-        launch = mpirun.Launch(num_proc, hosts, names, [*shim, *command])
-        arguments = program.arguments(launch)
-        if verbose:
-            job.say(shlex.join(arguments))
-        deadline = time.monotonic() + seconds
-
-        def check_start() -> None:
-            if time.monotonic() > deadline and len(server.hosts) < num_proc:
-                _raise_not_started(server, num_proc, f"did not start in {seconds:g} s")
-
-        code, received = job.follow(
-            arguments,
-            settings,
-            server,
-            program.quiet_end,
-            at_terminal=False,
-            streams=(subprocess.DEVNULL, server.stdout, server.stderr),
-            check=check_start,
-            close_ports=program.close_ports if here else None,
-        )
-        if not received:
-            _check_end(server, num_proc, code)
-    if received:  # what the signal would have done without us, now that the job has ended
-        signal.raise_signal(received)
-        raise HorovodInternalError(f"the job was ended, because this process got {received.name}")
-    return server.results
-
-
-def _check_end(server: Server, num_proc: int, code: int) -> None:
+def _check_end(server: Server, code: int) -> None:
     """Raise unless every rank has brought a result and the job has ended well."""
     if server.failures:
         raise _first_error(list(server.failures.values()))
-    missing = sorted(set(range(num_proc)) - set(server.results))
+    missing = sorted(set(range(server.ranks)) - set(server.results))
     how = rank.describe("mpirun", code)
-    if len(server.hosts) < num_proc:
-        _raise_not_started(server, num_proc, f"did not start; {how}")
+    if len(server.hosts) < server.ranks:
+        _raise_not_started(server, f"did not start; {how}")
     if missing:
         raise HorovodInternalError(f"ranks {missing} brought no result; {how}{_printed(server)}")
     if code:
@@ -274,10 +207,10 @@ def _first_error(failures: Sequence[Failure]) -> BaseException:
     return errors[0]
 
 
-def _raise_not_started(server: Server, num_proc: int, how: str) -> NoReturn:
-    missing = sorted(set(range(num_proc)) - set(server.hosts))
+def _raise_not_started(server: Server, how: str) -> NoReturn:
+    missing = sorted(set(range(server.ranks)) - set(server.hosts))
     raise HorovodInternalError(
-        f"ranks {missing} of {num_proc} {how}; check the hosts and their slots, or raise "
+        f"ranks {missing} of {server.ranks} {how}; check the hosts and their slots, or raise "
         f"start_timeout{_printed(server)}"
     )
 

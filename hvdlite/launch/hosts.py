@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ _SLOTS = re.compile(r"(?<!\w)slots\s*=\s*(?P<slots>\d{1,9})")
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _LOOPBACK = {"localhost", "127.0.0.1"}
 _MAX_SHOWN = 200
+# Variables that say that a batch system may have given mpirun other hosts.
+BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "COBALT_JOBID")
 
 
 class Host(NamedTuple):
@@ -49,14 +51,16 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         StartError: a part is not of the form ``host`` or ``host:slots``.
     """
-    hosts = [parse_host(part.strip()) for part in text.split(",")]
-    if None in hosts:
-        bad = text.split(",")[hosts.index(None)].strip()
-        raise StartError(
-            f"-H {shortened(text)}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2; "
-            f"found {shortened(bad)!r}"
-        )
-    return [host for host in hosts if host]
+    hosts = []
+    for part in map(str.strip, text.split(",")):
+        host = parse_host(part)
+        if host is None:
+            raise StartError(
+                f"-H {shortened(text)}: expected host1:slots,host2:slots, e.g. -H node1:2,node2:2; "
+                f"found {shortened(part)!r}"
+            )
+        hosts.append(host)
+    return hosts
 
 
 def shortened(text: str) -> str:
@@ -100,11 +104,15 @@ def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
     """
     slots = sum(host.slots for host in hosts)
     if hosts and num_proc > slots:
-        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
         raise StartError(
-            f"-np {num_proc} is more than the {slots} slots of {listed}; "
+            f"-np {num_proc} is more than the {slots} slots of {listed(hosts)}; "
             "raise the slots or lower -np"
         )
+
+
+def listed(hosts: Sequence[Host]) -> str:
+    """Return the hosts as ``host1:2,host2:2``."""
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def all_local(hosts: Sequence[Host]) -> bool:
@@ -112,6 +120,11 @@ def all_local(hosts: Sequence[Host]) -> bool:
     here = socket.gethostname()
     names = _LOOPBACK | {here, here.partition(".")[0]}
     return all(host.name in names for host in hosts)
+
+
+def on_this_host(hosts: Sequence[Host], environment: Mapping[str, str]) -> bool:
+    """Return whether all ranks run here; without named hosts, a batch system may choose others."""
+    return all_local(hosts) and (bool(hosts) or not any(name in environment for name in BATCH))
 
 
 def login(host: str, arguments: Sequence[str] = (), seconds: float = 6.0) -> str:
@@ -198,8 +211,8 @@ def own_addresses(hosts: Sequence[Host], networks: str = "") -> list[str]:
             if name == interface or ("/" in name and _is_in(address, name))
         ]
         if not found:
-            listed = ", ".join(f"{name} ({address})" for name, address in present.items())
-            raise StartError(f"--network-interfaces {networks}: this host has {listed or 'none'}")
+            names = ", ".join(f"{name} ({address})" for name, address in present.items())
+            raise StartError(f"--network-interfaces {networks}: this host has {names or 'none'}")
     for host in () if networks else hosts:
         with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
             probe.connect((host.name, 9))  # Sends nothing, but chooses the way.

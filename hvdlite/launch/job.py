@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,20 +16,20 @@ from types import FrameType
 from typing import NamedTuple
 
 from hvdlite.errors import StartError
-from hvdlite.launch.mpirun import ONE_HOST
-from hvdlite.launch.protocol import Part
-from hvdlite.launch.rank import STDIN, describe, die_with_parent, shell_code
+from hvdlite.launch import rank, status
+from hvdlite.launch.hosts import Host
+from hvdlite.launch.mpirun import ONE_HOST, Mpirun, exported
 from hvdlite.launch.server import Server
-from hvdlite.launch.status import Inquiry
+from hvdlite.observe import protocol
+from hvdlite.observe.protocol import Part
 from hvdlite.observe.status import ASKING, SIGNAL
 
 _TICK = 0.05
 
-ClosePorts = Callable[[int, bool, bool], None]
-
 # After how many seconds mpirun gets which signal, by what has happened. An mpirun that does
 # not end is killed, and the processes around the ranks follow it.
 _Plan = Sequence[tuple[float, signal.Signals]]
+_GOES_ON: _Plan = ()
 _FAILED: _Plan = ((4.0, signal.SIGTERM), (8.0, signal.SIGKILL))
 _ENDED: _Plan = ((0.0, signal.SIGTERM), (4.0, signal.SIGKILL))
 # A Ctrl-C reaches mpirun without our help, and a second signal makes it drop everything.
@@ -40,6 +41,30 @@ _HOPELESS = (StartError.USAGE, StartError.NOT_EXECUTABLE, StartError.NOT_FOUND)
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Both ask what the ranks do; after the report, the second one (Ctrl-\ at a terminal) ends the job.
 _ASKING = (SIGNAL, signal.SIGQUIT)
+
+
+class Job(NamedTuple):
+    """The processes that mpirun is to start, and how.
+
+    Attributes:
+        program: the mpirun.
+        hosts: where the ranks run; empty: here, or wherever the batch system says.
+        is_here: whether all of them are this host.
+        command: what each rank runs.
+        settings: the ranks' environment.
+        output: where their output goes, as for `hvdlite.launch.rank`.
+        arguments: more of them for mpirun.
+        verbose: whether to print mpirun's command line.
+    """
+
+    program: Mpirun
+    hosts: Sequence[Host]
+    is_here: bool
+    command: Sequence[str]
+    settings: Mapping[str, str]
+    output: str = ""
+    arguments: Sequence[str] = ()
+    verbose: bool = False
 
 
 class End(NamedTuple):
@@ -63,25 +88,9 @@ class End(NamedTuple):
         return bool(self.text) and self.code not in _HOPELESS
 
 
-def run(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    server: Server,
-    quiet_end: signal.Signals | None,
-    check: Callable[[], object] = lambda: None,
-    close_ports: ClosePorts | None = None,
-) -> End:
+def run(job: Job, server: Server, check: Callable[[], object] = lambda: None) -> End:
     """Do what `follow` does, and return how the job ended."""
-    code, received = follow(
-        arguments,
-        environment,
-        server,
-        quiet_end,
-        at_terminal=os.isatty(0),
-        streams=(subprocess.DEVNULL if STDIN in environment else None, None, None),
-        check=check,
-        close_ports=close_ports,
-    )
+    code, received = follow(job, server, check)
     if received:
         return End(128 + received, "")
     if server.exited:
@@ -90,30 +99,20 @@ def run(
     codes = [death.code for death in server.deaths if death.rank < server.ranks]
     if codes and not server.left:
         return End(codes[-1], "no rank is left", server.state)
-    return End(shell_code(code), describe("mpirun", code) if code else "", server.state)
+    text = rank.describe("mpirun", code) if code else ""
+    return End(rank.shell_code(code), text, server.state)
 
 
 def follow(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    server: Server,
-    quiet_end: signal.Signals | None,
-    at_terminal: bool,
-    streams: Sequence[int | None] = (None, None, None),
-    check: Callable[[], object] = lambda: None,
-    close_ports: ClosePorts | None = None,
+    job: Job, server: Server, check: Callable[[], object] = lambda: None, captures: bool = False
 ) -> tuple[int, signal.Signals | None]:
     """Run mpirun to its end, and end it when a rank or a signal demands it.
 
     Args:
-        arguments: mpirun's command line.
-        environment: its environment.
+        job: what it starts.
         server: where the ranks report.
-        quiet_end: the signal on which this mpirun ends a job without a word, if any.
-        at_terminal: whether it reads from a terminal, for which it must be in the launcher's group.
-        streams: its standard input, output and error, as `subprocess.Popen` takes them.
         check: called again and again; what it raises ends the job.
-        close_ports: `hvdlite.launch.mpirun.Mpirun.close_ports`; None: the job needs them.
+        captures: whether mpirun reads nothing, and the server shows what it prints.
 
     Returns:
         mpirun's exit code, negative for a signal, and the signal that this process got meanwhile.
@@ -121,50 +120,44 @@ def follow(
     Raises:
         StartError: mpirun cannot be started.
     """
+    arguments, environment = _prepare(job, server)
+    # Those that read from a terminal must be in its group, the launcher's.
+    at_terminal = not captures and os.isatty(0)
+    asking = Path(server.folder, ASKING)
+    spawns = environment.get(ONE_HOST[0], ONE_HOST[1]) != ONE_HOST[1]
+    quiet_end = job.program.quiet_end
     with _signals() as (received, asked):
-        process = _start(arguments, environment, at_terminal, streams)
-        steps: list[tuple[float, signal.Signals]] = []
-        inquiry: Inquiry | None = None
-        asking = os.path.join(server.folder, ASKING)
+        process = _start(arguments, environment, at_terminal, captures)
+        if process.stdout and process.stderr:
+            server.read(process.stdout, protocol.OUT)
+            server.read(process.stderr, protocol.ERR)
+        plan, steps = _GOES_ON, list(_GOES_ON)
+        begun, told, stage = 0.0, 0, (False, False)
         try:
-            ending, failed, told, is_last, begun = False, False, 0, False, False
-            spawns = environment.get(ONE_HOST[0], ONE_HOST[1]) != ONE_HOST[1]
             while process.poll() is None:
                 server.serve(_TICK)
                 check()
-                if close_ports is not None:
-                    has_ranks, are_connected = bool(server.hosts), server.are_connected()
-                    if are_connected or not begun:
-                        close_ports(process.pid, has_ranks, are_connected and not spawns)
-                        begun = has_ranks
-                    close_ports = None if are_connected else close_ports
-                if inquiry is None and (asked or os.path.exists(asking)):
+                last, stage = stage, (bool(server.hosts), server.are_connected())
+                if job.is_here and (stage != last or not server.hosts):
+                    job.program.close_ports(process.pid, stage[0], stage[1] and not spawns)
+                if asked or asking.exists():
                     is_last = signal.SIGQUIT in asked
                     asked.clear()
-                    inquiry = Inquiry(server.folder)
-                if inquiry is not None and inquiry.is_over():
                     server.clear()
-                    say(inquiry.report())
-                    inquiry = None
-                    Path(asking).unlink(missing_ok=True)
-                    if is_last:
-                        received.append(signal.SIGQUIT)
-                if received and not ending:
-                    ending = True
-                    from_terminal = received[0] == signal.SIGINT and at_terminal
-                    steps = _from_now(_ENDED_FROM_TERMINAL if from_terminal else _ENDED)
-                if server.exited and not failed and not ending:
-                    failed = True
-                    steps = _from_now(_FAILED)
+                    say(status.report(server.folder))
+                    asking.unlink(missing_ok=True)
+                    received += [signal.SIGQUIT] * is_last
                 for death in server.deaths[told:]:
                     told += 1
                     others = server.ranks + server.spares - told - len(server.left)
                     server.clear()
                     say(f"{death.text}; the other ranks go on" if others else death.text)
-                if server.wants_end and quiet_end and not ending:
+                if server.wants_end and quiet_end and not received:
                     process.send_signal(quiet_end)
                     quiet_end = None
-                while steps and time.monotonic() >= steps[0][0]:
+                if (now := _plan(server, received, at_terminal)) is not plan:
+                    plan, steps, begun = now, list(now), time.monotonic()
+                while steps and time.monotonic() >= begun + steps[0][0]:
                     process.send_signal(steps.pop(0)[1])
             server.finish()
         finally:
@@ -177,16 +170,35 @@ def say(text: str) -> None:
     print(f"hvdliterun: {text}", file=sys.stderr, flush=True)
 
 
+def _prepare(job: Job, server: Server) -> tuple[list[str], dict[str, str]]:
+    """Return mpirun's command line and environment."""
+    needed = job.program.settings(os.geteuid() == 0, job.is_here, server.folder)
+    environment = {**needed, **job.settings}
+    secret = {protocol.KEY: server.key.hex()} if server.key else {}
+    around = [sys.executable, "-I", "-S", rank.__file__, server.address, job.output]
+    arguments = job.program.arguments(
+        server.ranks + server.spares,
+        job.hosts,
+        [*around, *job.command],
+        exported=[] if job.is_here else exported({**environment, **secret}),
+        more=job.arguments,
+    )
+    if job.verbose:
+        new = environment.items() - os.environ.items()
+        say(shlex.join([*(f"{name}={value}" for name, value in sorted(new)), *arguments]))
+    return arguments, {**environment, **secret}
+
+
 def _start(
     arguments: Sequence[str],
     environment: Mapping[str, str],
     at_terminal: bool,
-    streams: Sequence[int | None],
+    captures: bool,
 ) -> subprocess.Popen[bytes]:
     launcher = os.getpid()
 
     def follow_launcher() -> None:
-        die_with_parent(launcher, signal.SIGTERM)
+        rank.die_with_parent(launcher, signal.SIGTERM)
         if at_terminal:
             # It would end before the ranks have answered.
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)
@@ -194,15 +206,16 @@ def _start(
             # A batch system signals a whole group; mpirun must get the signal once only.
             os.setpgid(0, 0)
 
-    stdin, stdout, stderr = streams
+    has_input = not captures and rank.STDIN not in environment
+    output = subprocess.PIPE if captures else None
     try:
         return subprocess.Popen(
             arguments,
             env=environment,
             preexec_fn=follow_launcher,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
+            stdin=None if has_input else subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
         )
     except OSError as error:
         text = f"{arguments[0]}: {error.strerror}"
@@ -220,9 +233,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _from_now(plan: _Plan) -> list[tuple[float, signal.Signals]]:
-    now = time.monotonic()
-    return [(now + delay, number) for delay, number in plan]
+def _plan(server: Server, received: Sequence[signal.Signals], at_terminal: bool) -> _Plan:
+    """Return how mpirun is to be ended by what has happened so far."""
+    if received:
+        from_terminal = received[0] == signal.SIGINT and at_terminal
+        return _ENDED_FROM_TERMINAL if from_terminal else _ENDED
+    return _FAILED if server.exited else _GOES_ON
 
 
 @contextlib.contextmanager

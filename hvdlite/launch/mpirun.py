@@ -11,36 +11,23 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from hvdlite.errors import StartError
 from hvdlite.launch import ports
-from hvdlite.launch.hosts import Host
+from hvdlite.launch.hosts import Host, listed
 
 _SECONDS_TO_ANSWER = 20
+_NAME = re.compile(r"[A-Za-z_]\w*")
+# Variables of one shell, one login or one host, and those that the MPI library carries itself.
+_STAYS = re.compile(
+    r"_|PWD|OLDPWD|SHLVL|HOSTNAME|HOST|HOME|USER|LOGNAME|SHELL|MAIL|TERM|TERMCAP|TTY|DISPLAY"
+    r"|LS_COLORS|PS[1-4]|PROMPT_COMMAND|HIST\w*|COLUMNS|LINES|TMPDIR"
+    r"|(?:SSH|XDG|DBUS|OMPI|PRTE|PMIX|PMI|HYDRA|HYDI|SLURM|PBS|LSB)_\w*"
+)
 
 ONE_HOST = "OMPI_MCA_btl", "self,sm"
 """The variable by which Open MPI's ranks open no ports, and cannot call ``MPI_Comm_spawn``."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The job that mpirun starts.
-
-    Attributes:
-        num_proc: number of processes.
-        hosts: where they run; empty: here, or wherever the batch system says.
-        exported: variables that mpirun must carry to other hosts.
-        command: what each process runs.
-        extra: more arguments for mpirun.
-    """
-
-    num_proc: int
-    hosts: Sequence[Host]
-    exported: Sequence[str]
-    command: Sequence[str]
-    extra: Sequence[str] = ()
 
 
 class Mpirun(ABC):
@@ -51,6 +38,8 @@ class Mpirun(ABC):
         version: its version, as ``5.0.11``.
     """
 
+    #: Which one it is.
+    name: ClassVar[str]
     #: A regular expression that matches the output of ``mpirun --version``.
     banner: ClassVar[str]
     #: The signal on which it ends a job at once and prints nothing, if there is one.
@@ -72,12 +61,26 @@ class Mpirun(ABC):
         self.path = path
         self.version = version
 
-    def arguments(self, launch: Launch) -> list[str]:
-        """Return the command line that starts ``launch``."""
-        places = ",".join(f"{host.name}:{host.slots}" for host in launch.hosts)
-        hosts = [self.host_option, places] if places else []
-        words = [self.path, "-np", str(launch.num_proc), *hosts, *self.export(launch.exported)]
-        return [*words, *launch.extra, *launch.command]
+    def arguments(
+        self,
+        num_proc: int,
+        hosts: Sequence[Host],
+        command: Sequence[str],
+        exported: Sequence[str] = (),
+        more: Sequence[str] = (),
+    ) -> list[str]:
+        """Return its command line.
+
+        Args:
+            num_proc: number of processes.
+            hosts: where they run; empty: here, or wherever the batch system says.
+            command: what each process runs.
+            exported: variables that it must carry to other hosts.
+            more: arguments of its own.
+        """
+        where = [self.host_option, listed(hosts)] if hosts else []
+        words = [self.path, "-np", str(num_proc), *where, *self.export(exported)]
+        return [*words, *more, *command]
 
     @abstractmethod
     def export(self, names: Sequence[str]) -> list[str]:
@@ -112,6 +115,7 @@ class Mpirun(ABC):
 class OpenMPI(Mpirun):
     """Open MPI 5 and later, whose process manager is PRRTE."""
 
+    name = "Open MPI"
     banner = r"\(Open MPI\) (?:[5-9]|\d\d)\."
     quiet_end = signal.SIGTERM
     timestamps: ClassVar[Sequence[str]] = ("--output", "timestamp")
@@ -155,6 +159,7 @@ class OpenMPI(Mpirun):
 class OpenMPI4(OpenMPI):
     """Open MPI 4, whose process manager is ORTE."""
 
+    name = "Open MPI 4"
     banner = r"\((?:Open MPI|OpenRTE)\) 4\."
     timestamps = ("--timestamp-output",)
     elastic = ()
@@ -175,6 +180,7 @@ class MPICH(Mpirun):
     the environment along to other hosts.
     """
 
+    name = "MPICH"
     banner = r"HYDRA build details"
     ssh_variable = "HYDRA_LAUNCHER_EXTRA_ARGS"
     agent_variables = ("HYDRA_LAUNCHER_EXEC", "HYDRA_LAUNCHER")
@@ -192,22 +198,29 @@ class MPICH(Mpirun):
 class IntelMPI(MPICH):
     """Intel MPI: Hydra with a host list that knows no slots."""
 
+    name = "Intel MPI"
     banner = r"Intel\(R\) MPI Library"
     ssh_variable = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
     agent_variables = ("I_MPI_HYDRA_BOOTSTRAP_EXEC", "I_MPI_HYDRA_BOOTSTRAP")
     network_variables = ("I_MPI_HYDRA_IFACE", "FI_TCP_IFACE")
 
-    def arguments(self, launch: Launch) -> list[str]:
-        """Return the command line that starts ``launch``: one section for each host."""
-        if not launch.hosts:
-            return super().arguments(launch)
-        words = [self.path, *self.export(launch.exported), *launch.extra]
-        left = launch.num_proc
-        for host in launch.hosts:
+    def arguments(
+        self,
+        num_proc: int,
+        hosts: Sequence[Host],
+        command: Sequence[str],
+        exported: Sequence[str] = (),
+        more: Sequence[str] = (),
+    ) -> list[str]:
+        """Return its command line: one section for each host."""
+        if not hosts:
+            return super().arguments(num_proc, hosts, command, exported, more)
+        words, left = [self.path, *self.export(exported), *more], num_proc
+        for host in hosts:
             here = min(left, host.slots)
             if here:
-                separator = [":"] if left < launch.num_proc else []
-                words += [*separator, "-host", host.name, "-n", str(here), *launch.command]
+                separator = [":"] if left < num_proc else []
+                words += [*separator, "-host", host.name, "-n", str(here), *command]
             left -= here
         return words
 
@@ -215,12 +228,21 @@ class IntelMPI(MPICH):
         return {"I_MPI_PIN": "0"}
 
 
-FLAVOURS: dict[str, type[Mpirun]] = {
-    "Open MPI": OpenMPI,
-    "Open MPI 4": OpenMPI4,
-    "Intel MPI": IntelMPI,
-    "MPICH": MPICH,
-}
+FLAVOURS: Sequence[type[Mpirun]] = (OpenMPI, OpenMPI4, IntelMPI, MPICH)
+"""The more special ones first."""
+
+
+def exported(environment: Mapping[str, str]) -> list[str]:
+    """Return the sorted names of the variables that the ranks on other hosts get.
+
+    Left out are those that describe this shell, login or host, those that mpirun carries itself,
+    and those that mpirun cannot carry: values of several lines.
+    """
+    return sorted(
+        name
+        for name, value in environment.items()
+        if _NAME.fullmatch(name) and not _STAYS.fullmatch(name) and "\n" not in value
+    )
 
 
 def find(environment: Mapping[str, str]) -> str:
@@ -265,29 +287,16 @@ def detect(path: str) -> Mpirun:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StartError(f"{path} --version: {error}") from None
-    flavour = recognise(path, answer.stdout)
-    if flavour is None:
-        known = ", ".join(FLAVOURS)
-        printed = (answer.stdout + answer.stderr).strip().partition("\n")[0]
-        raise StartError(
-            f"{path} is none of {known}: --version printed {printed!r}; "
-            "set HVDLITE_MPIRUN to the mpirun of one of them"
-        )
-    return flavour
-
-
-def recognise(path: str, text: str) -> Mpirun | None:
-    """Choose the flavour by the output of ``mpirun --version``; None: unknown."""
-    version = re.search(r"\d+\.\d+[\w.]*", text)
-    for flavour in FLAVOURS.values():
-        if re.search(flavour.banner, text):
+    version = re.search(r"\d+\.\d+[\w.]*", answer.stdout)
+    for flavour in FLAVOURS:
+        if re.search(flavour.banner, answer.stdout):
             return flavour(path, version.group() if version else "unknown")
-    return None
-
-
-def name_of(mpirun: Mpirun) -> str:
-    """Return the name of a flavour, as in ``FLAVOURS``."""
-    return next(name for name, kind in FLAVOURS.items() if kind is type(mpirun))
+    known = ", ".join(flavour.name for flavour in FLAVOURS)
+    printed = (answer.stdout + answer.stderr).strip().partition("\n")[0]
+    raise StartError(
+        f"{path} is none of {known}: --version printed {printed!r}; "
+        "set HVDLITE_MPIRUN to the mpirun of one of them"
+    )
 
 
 def _home() -> str:

@@ -1,10 +1,10 @@
 """The process around each rank: it starts the command, waits, and names the rank that fails.
 
-mpirun runs this file by its path (``python -I -S rank.py ADDRESS OUTPUT COMMAND...``), so it
-imports nothing of hvdlite and starts in a few milliseconds. ADDRESS is the launcher's, as
-`protocol.connect` takes it; empty: there is none. OUTPUT is the folder for the ranks' output, ``-``
-for the launcher, which prints it for `hvdlite.run` and at a terminal (``-2``: standard error
-alone), or empty: mpirun passes the output on.
+mpirun runs this file by its path (``python -I -S rank.py ADDRESS OUTPUT COMMAND...``), so that it
+starts in a few milliseconds. ADDRESS is the launcher's, as `protocol.connect` takes it; empty:
+there is none. OUTPUT is the folder for the ranks' output, ``-`` for the launcher, which prints it
+for `hvdlite.run` and at a terminal (``-2``: standard error alone), or empty: mpirun passes the
+output on.
 
 A rank that calls ``shutdown()`` (at its exit, too) notes it in the folder HVDLITE_LAUNCHER_FOLDER
 before the other ranks can fail because of it. The processes around those wait until the first rank
@@ -14,18 +14,27 @@ has ended before they report, so that a rank which ends by ``sys.exit(3)`` is th
 from __future__ import annotations
 
 import contextlib
-import importlib
+import glob
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
-# The names that process managers give to the rank and to the number of ranks.
-_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+if __name__ == "__main__":
+    # The package itself would load numpy, and -S leaves that out.
+    package = sys.modules["hvdlite"] = ModuleType("hvdlite")
+    package.__path__ = [os.path.dirname(os.path.dirname(__file__))]
+
+from hvdlite.launch import folders
+from hvdlite.observe import protocol
+from hvdlite.observe.protocol import RANK, Channel, first_of, rank_here
+
+# The names that process managers give to the number of ranks.
 _SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
@@ -47,24 +56,15 @@ _ORPHANED = 4.0
 _MAX_READ = 1 << 16
 _MAX_LINE = 1 << 16
 
-FOLDER = "HVDLITE_LAUNCHER_FOLDER"
-"""The environment variable with a folder for this rank alone, removed at the end of the job."""
-STEPS = "HVDLITE_LAUNCHER_STEPS"
-"""The environment variable with the file where a rank keeps the number of its last step, and 1 once
-it has met the other ranks, each an int64."""
 ELASTIC = "HVDLITE_ELASTIC"
 """The environment variable that is 1 where the other ranks go on when one has died."""
-COLUMNS = "HVDLITE_TERMINAL_COLUMNS"
-"""The environment variable with the columns of the launcher's terminal; 0: it has none."""
 STDIN = "HVDLITE_LAUNCH_STDIN"
 """The environment variable with a position and the path of what rank 0 reads: mpirun hangs where
 much is piped into it (prrte issue 2373)."""
 SHARED = "/dev/shm"
 """Where Open MPI puts the memory that the ranks of a host share."""
-_SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
-LEAVING = "leaving."
-"""The beginning of the name of a note of leaving; `time.monotonic_ns` is the rest."""
 
+_SHARED_VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 TO_LAUNCHER, ERRORS_TO_LAUNCHER = "-", "-2"
 """OUTPUT where the launcher prints what the ranks do, all of it or standard error."""
 _FORWARDED = {TO_LAUNCHER: (1, 2), ERRORS_TO_LAUNCHER: (2,)}
@@ -95,8 +95,8 @@ def main(arguments: Sequence[str]) -> None:
         die_with_parent(this)
         if forwarding:
             forwarding.enter()
-        os.environ[FOLDER] = folder
-        os.environ[STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
+        os.environ[protocol.FOLDER] = folder
+        os.environ[protocol.STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
         if shared:
             os.environ[_SHARED_VARIABLE] = shared
         _run(command, "" if numbers else output, mask)
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
     if code and not signs and not others_go_on:
         signs = _wait_for_earlier(folder, manager)
     if code and not signs & _ENDING:
-        rank = f"rank {_first(_RANK, '?')} on host {os.uname().nodename}"
+        rank = f"rank {first_of(RANK, '?')} on host {os.uname().nodename}"
         text = describe(rank, code) + _after_step(steps)
         if others_go_on:
             _report_death(channel, code, text)
@@ -116,8 +116,8 @@ def main(arguments: Sequence[str]) -> None:
             _report(channel, code, text, folder, under_way=bool(signs))
     else:
         _forget_notes(folder)
-    if code == 0 and channel:
-        _send(channel, "LEFT")
+    if code == 0:
+        _send(channel, protocol.LEFT)
     if forwarding:
         forwarding.finish(_READ)
     _end(code)
@@ -136,11 +136,6 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def rank_here() -> int:
-    """Return the rank that the process manager has given this process; 0 without one."""
-    return int(_first(_RANK, "0"))
 
 
 def describe(who: str, code: int) -> str:
@@ -164,29 +159,17 @@ def shell_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _connect(address: str) -> Any:
+def _connect(address: str) -> Channel | None:
     """Return the channel to the launcher; None: it runs on another host and listens on its own."""
     if not address:
         return None
     try:
-        return _protocol().connect(address, rank_here(), os.environ)
+        return protocol.connect(address, rank_here(), os.environ)
     except OSError as error:
         if os.sep in address:
             return None
-        os.write(2, f"hvdlite: rank {_first(_RANK, '?')}: {error}\n".encode())
+        os.write(2, f"hvdlite: rank {first_of(RANK, '?')}: {error}\n".encode())
         os._exit(_UNREACHABLE)
-
-
-def _protocol() -> Any:
-    return _import("protocol")
-
-
-def _import(name: str) -> Any:
-    """Import a file from beside this one, since the package hvdlite would load numpy."""
-    folder = os.path.dirname(__file__)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(name)
 
 
 class _Forwarding:
@@ -198,10 +181,10 @@ class _Forwarding:
     of a line is sent, too.
     """
 
-    def __init__(self, channel: Any, numbers: Sequence[int]) -> None:
+    def __init__(self, channel: Channel, numbers: Sequence[int]) -> None:
         self._channel = channel
         self._pipes = {number: os.pipe() for number in numbers}
-        self._is_live = os.environ.get(COLUMNS, "0") not in ("", "0")
+        self._is_live = os.environ.get(protocol.COLUMNS, "0") not in ("", "0")
         self._ended, self._end = os.pipe()
         self._reader = threading.Thread(target=self._forward, daemon=True)
 
@@ -222,7 +205,6 @@ class _Forwarding:
         self._reader.join(seconds)
 
     def _forward(self) -> None:
-        protocol = _protocol()
         names = {1: protocol.OUT, 2: protocol.ERR}
         kinds = {reader: names[number] for number, (reader, _) in self._pipes.items()}
         unfinished = dict.fromkeys(kinds, b"")
@@ -253,7 +235,7 @@ class _Forwarding:
             # The last picture of a bar; the end of line that makes it begin anew may be still away.
             begin = rest.rfind(b"\r", 0, len(rest) - 1)
             rest = rest[max(begin, 0) :]
-            self._channel.send(_protocol().LIVE, kind, rest)
+            self._channel.send(protocol.LIVE, kind, rest)
         return rest
 
 
@@ -277,19 +259,17 @@ def _own_shared_folder() -> str:
     """
     if "OMPI_COMM_WORLD_RANK" not in os.environ or _SHARED_VARIABLE in os.environ:
         return ""
-    folders = _import("folders")
     folders.sweep(SHARED)
     try:
-        path: str = folders.make(SHARED)[0]
+        return folders.make(SHARED)[0]
     except OSError:
         return ""
-    return path
 
 
 def _clean_up() -> None:
     """Remove this rank's shared memory."""
     for folder in _to_remove:
-        _import("folders").remove(folder)
+        folders.remove(folder)
 
 
 def _make_steps() -> int:
@@ -317,45 +297,37 @@ def _has_met_others(steps: int) -> bool:
     return steps >= 0 and any(os.pread(steps, 8, 8))
 
 
-def _notes(folder: str) -> Iterator[tuple[int, str]]:
-    """Yield the time and the path of each note of leaving in a rank's folder."""
-    try:
-        for name in os.listdir(folder):
-            if name.startswith(LEAVING):
-                yield int(name.removeprefix(LEAVING)), os.path.join(folder, name)
-    except OSError:
-        return  # The job has ended.
+def _notes(folder: str, ranks: str = "") -> dict[str, int]:
+    """Return the paths of the notes of leaving in a folder, or in its folders of ranks; with times.
+
+    There are none when the job has ended.
+    """
+    paths = glob.glob(os.path.join(glob.escape(folder), ranks, f"{protocol.LEAVING}*"))
+    return {path: int(path.rpartition(protocol.LEAVING)[2]) for path in paths}
 
 
 def _forget_notes(folder: str) -> None:
     """Let the processes around other ranks report: this rank has not failed, or is named."""
-    try:
-        for _, path in list(_notes(folder)):
+    for path in _notes(folder):
+        with contextlib.suppress(OSError):
             os.unlink(path)
-    except OSError:
-        return  # The job has ended.
 
 
 def _wait_for_earlier(folder: str, manager: int) -> set[int]:
     """Wait for the ranks that began to leave before this one; return the manager's signs."""
     if not folder:
         return set()
-    left = min((noted for noted, _ in _notes(folder)), default=time.monotonic_ns())
-    ranks = os.path.dirname(folder)
+    left = min(_notes(folder).values(), default=time.monotonic_ns())
+    launcher = os.path.dirname(folder)
     deadline = time.monotonic() + _LEAVE
-    while time.monotonic() < deadline:
-        try:
-            others = os.listdir(ranks)
-        except OSError:
-            break
-        notes = (note for name in others for note in _notes(os.path.join(ranks, name)))
-        if not any(noted < left for noted, _ in notes):
-            break
+    while min(_notes(launcher, "rank.*").values(), default=left) < left:
         info = signal.sigtimedwait(_FIRST_SIGNS, 0.02)
         if os.getppid() != manager:
             _end_group()
         if info:
             return {info.si_signo}
+        if time.monotonic() > deadline:
+            break
     return set()
 
 
@@ -382,8 +354,8 @@ def _run(command: list[str], output: str, mask: Iterable[int]) -> None:
 
 
 def _redirect(output: str) -> None:
-    width = len(str(int(_first(_SIZE, "1")) - 1))
-    folder = os.path.join(output, f"rank.{_first(_RANK, '0').zfill(width)}")
+    width = len(str(int(first_of(_SIZE, "1")) - 1))
+    folder = os.path.join(output, f"rank.{first_of(RANK, '0').zfill(width)}")
     os.makedirs(folder, exist_ok=True)
     for number, name in ((1, "stdout"), (2, "stderr")):
         path = os.path.join(folder, name)
@@ -406,7 +378,7 @@ def _take_stdin() -> None:
         os.close(file)
 
 
-def _wait(child: int, manager: int, channel: Any) -> tuple[int, set[int]]:
+def _wait(child: int, manager: int, channel: Channel | None) -> tuple[int, set[int]]:
     """Wait for the command; return how it ended, and the signals that the manager had sent.
 
     End it if the launcher has gone, and the manager, which should follow it, does not end the job.
@@ -466,7 +438,7 @@ def _drain() -> None:
         time.sleep(0.01)
 
 
-def _report(channel: Any, code: int, text: str, folder: str, under_way: bool) -> None:
+def _report(channel: Channel | None, code: int, text: str, folder: str, under_way: bool) -> None:
     """Name this rank to the launcher, or, where that is on another host, to the user.
 
     Args:
@@ -477,23 +449,23 @@ def _report(channel: Any, code: int, text: str, folder: str, under_way: bool) ->
         under_way: whether the manager is already ending the job.
     """
     # At once: the end of this rank makes others fail, which must not be named before it.
-    reported = _send(channel, "REPORT", str(shell_code(code)), text)
+    reported = _send(channel, protocol.REPORT, str(shell_code(code)), text)
     _forget_notes(folder)
     _drain()
     if reported:
         # Ending before the job does would have mpirun print its own account of it.
         if not under_way and not signal.sigtimedwait(_FIRST_SIGNS, _PASS_ON):
             _abort(code)
-            _send(channel, "END_JOB")
+            _send(channel, protocol.END_JOB)
         signal.sigtimedwait(_ENDING, _END)
     else:
         os.write(2, f"hvdliterun: {text}\n".encode())
         _abort(code)
 
 
-def _report_death(channel: Any, code: int, text: str) -> None:
+def _report_death(channel: Channel | None, code: int, text: str) -> None:
     """Name this rank, without which the others go on."""
-    if not _send(channel, "DEATH", str(shell_code(code)), text):
+    if not _send(channel, protocol.DEATH, str(shell_code(code)), text):
         os.write(2, f"hvdliterun: {text}; the other ranks go on\n".encode())
     _drain()
 
@@ -513,12 +485,12 @@ def _abort(code: int) -> None:
         return  # The manager is ending the job already.
 
 
-def _send(channel: Any, kind: str, *texts: str) -> bool:
+def _send(channel: Channel | None, kind: bytes, *texts: str) -> bool:
     """Send a message to the launcher, if there is one; return whether it was sent."""
     if channel is None:
         return False
     try:
-        channel.send(getattr(_protocol(), kind), *(text.encode() for text in texts))
+        channel.send(kind, *(text.encode() for text in texts))
     except OSError:
         return False
     return True
@@ -536,10 +508,6 @@ def _end(code: int) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(os.getpid(), -code)
     os._exit(shell_code(code))
-
-
-def _first(names: Sequence[str], default: str) -> str:
-    return next((os.environ[name] for name in names if name in os.environ), default)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TextIO
+from typing import IO, NamedTuple, TextIO
 
-from hvdlite.launch import folders, protocol
-from hvdlite.launch.protocol import Channel, ForgedError, Part
+from hvdlite.launch import folders
 from hvdlite.launch.rank import SHARED
+from hvdlite.observe import protocol
+from hvdlite.observe.protocol import Channel, ForgedError, Part
 from hvdlite.observe.status import FILE
 
 _TICK = 0.05
@@ -32,10 +33,9 @@ _MAX_WAITING = 64
 # Seconds for what is still on its way when the job has ended.
 _LAST_SECONDS = 2.0
 _REMEMBERED_LINES = 20
-# Connections that have not proved yet that they know the key: how many, and for how many seconds
-# each, when there are fewer, and when nobody else could connect because of them.
-_MAX_STRANGERS = 64
-_SECONDS_TO_PROVE, _SECONDS_WHEN_FULL = 10.0, 1.0
+# Connections that have not proved yet that they know the key: how many there may be, and for how
+# many seconds each.
+_MAX_STRANGERS, _SECONDS_TO_PROVE = 64, 10.0
 _MPIRUN = -1  # in the place of a rank
 _CLEAR = "\r\x1b[K"  # to the beginning of the line, and clear it
 
@@ -70,8 +70,7 @@ class Server:
         spares: that of the processes that wait beside them.
 
     Attributes:
-        folder: the folder given.
-        ranks, spares: as given.
+        folder, ranks, spares: as given.
         address: where the ranks connect to.
         key: what they must know; empty where only this user can connect.
         results: the parts of the results, by rank.
@@ -86,7 +85,6 @@ class Server:
             ranks have it, and for the next run as soon as rank 0 has handed it over.
         printed: the last lines that mpirun itself has printed.
         columns: of the terminal.
-        stdout, stderr: file descriptors for mpirun's output.
     """
 
     def __init__(
@@ -116,10 +114,10 @@ class Server:
         # The beginnings of lines, by rank and stream; the first of them is on the terminal.
         self._live: dict[tuple[int, str], str] = {}
         self._is_drawn = False
-        self._pipes: list[int] = []
         self._readers: list[threading.Thread] = []
-        # With the time of each one's arrival where it has not proved that it knows the key.
-        self._connections: dict[socket.socket, float | None] = {}
+        # When each one came that has not proved yet that it knows the key, and the others.
+        self._strangers: dict[socket.socket, float] = {}
+        self._known: set[socket.socket] = set()
         if addresses is not None:
             self.key = secrets.token_bytes(32)
             self._listeners = _listen(addresses or [""])
@@ -133,10 +131,24 @@ class Server:
             with protocol.short(self.address) as name:
                 self._listeners[0].bind(name)
             self._listeners[0].listen(128)
-        self.stdout, self.stderr = self._pipe(protocol.OUT), self._pipe(protocol.ERR)
         for listener in self._listeners:
             listener.settimeout(_TICK)
             _start(self._accept, listener)
+
+    def read(self, output: IO[bytes], kind: bytes) -> None:
+        """Show what mpirun itself prints.
+
+        Args:
+            output: its standard output or error.
+            kind: that of a rank's lines of the same stream.
+        """
+
+        def read() -> None:
+            with output:
+                for line in output:
+                    self._put((_MPIRUN, kind, [bytearray(line)]))
+
+        self._readers.append(_start(read))
 
     def serve(self, seconds: float) -> None:
         """Take the messages that have come; wait for one at most so many seconds."""
@@ -158,9 +170,10 @@ class Server:
 
     def finish(self) -> None:
         """Take the messages that are still on their way when all ranks have ended."""
-        self._close_pipes()
         deadline = time.monotonic() + _LAST_SECONDS
-        while self._has_more() and time.monotonic() < deadline:
+        while (
+            self._known or any(reader.is_alive() for reader in self._readers)
+        ) and time.monotonic() < deadline:
             self.serve(_TICK)
         self.serve(0)
         self._live.clear()  # of a rank that was killed together with the process around it
@@ -169,8 +182,7 @@ class Server:
     def close(self) -> None:
         """Close all connections."""
         self._closed = True
-        self._close_pipes()
-        for connection in [*self._listeners, *self._connections]:
+        for connection in [*self._listeners, *self._strangers, *self._known]:
             _shut_down(connection)
 
     def _take(self, message: _Message | OSError) -> None:
@@ -248,34 +260,14 @@ class Server:
                 self._messages.put(message, timeout=_TICK)
                 return
 
-    def _pipe(self, kind: bytes) -> int:
-        """Make a pipe for mpirun's own output, read it in a thread, and return its other end."""
-        reader, writer = os.pipe()
-
-        def read() -> None:
-            with open(reader, "rb") as file:
-                for line in file:
-                    self._put((_MPIRUN, kind, [bytearray(line)]))
-
-        self._readers.append(_start(read))
-        self._pipes.append(writer)
-        return writer
-
-    def _close_pipes(self) -> None:
-        while self._pipes:
-            os.close(self._pipes.pop())
-
-    def _has_more(self) -> bool:
-        """Return whether a rank is connected, or mpirun's output is not at its end."""
-        known = [since for since in list(self._connections.values()) if since is None]
-        return bool(known) or any(reader.is_alive() for reader in self._readers)
-
     def _accept(self, listener: socket.socket) -> None:
         """Start a thread for each connection, unless too many have not proved anything yet."""
         with listener:
             while not self._closed:
-                strangers = self._drop_strangers()
-                if len(strangers) >= _MAX_STRANGERS:
+                for stranger, since in list(self._strangers.items()):
+                    if time.monotonic() > since + _SECONDS_TO_PROVE:
+                        _shut_down(stranger)
+                if len(self._strangers) >= _MAX_STRANGERS:
                     time.sleep(_TICK)
                     continue
                 try:
@@ -283,25 +275,13 @@ class Server:
                 except (TimeoutError, ConnectionError):
                     continue
                 except OSError as error:
-                    if error.errno not in (errno.EMFILE, errno.ENFILE) or not strangers:
-                        self._put(error)
-                        return
-                    _shut_down(strangers[0])
-                    time.sleep(_TICK)
-                    continue
-                self._connections[accepted] = time.monotonic()
+                    if error.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                        time.sleep(_TICK)  # until they have been dropped
+                        continue
+                    self._put(error)
+                    return
+                self._strangers[accepted] = time.monotonic()
                 _start(self._serve_connection, accepted)
-
-    def _drop_strangers(self) -> list[socket.socket]:
-        """Close the connections that proved nothing in time, and return the others by age."""
-        arrivals = list(self._connections.items())
-        strangers = [(since, connection) for connection, since in arrivals if since is not None]
-        full = len(strangers) >= _MAX_STRANGERS
-        latest = time.monotonic() - (_SECONDS_WHEN_FULL if full else _SECONDS_TO_PROVE)
-        for since, connection in strangers:
-            if since < latest:
-                _shut_down(connection)
-        return [connection for _, connection in strangers]
 
     def _serve_connection(self, connection: socket.socket) -> None:
         channel: Channel | None = None
@@ -310,7 +290,8 @@ class Server:
             number, *names = channel.receive()[1][0].decode().split()
             rank = channel.rank = int(number)
             self.hosts[rank] = names
-            self._connections[connection] = None
+            self._known.add(connection)
+            del self._strangers[connection]
             channel.send(protocol.HELLO)
             while True:
                 kind, parts = channel.receive()
@@ -335,7 +316,8 @@ class Server:
             pass
         finally:
             connection.close()
-            del self._connections[connection]
+            self._strangers.pop(connection, None)
+            self._known.discard(connection)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from hvdlite.observe.status import ANSWER, FILE, SIGNAL, Pending, process_line
 
 # A rank that waits for others answers within 0.1 s, and one that holds the interpreter never.
 _SECONDS = 2.0
+_TICK = 0.05
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*\(most recent call first\):\n", re.M)
 # Where the threads of lanes wait for work, or have none.
 _IDLE = re.compile(r'/engine/lane\.py", line \d+ in (?:_sleep|_attend)\n')
@@ -27,7 +28,7 @@ _IN_HVDLITE = re.compile(rf"{_OWN.pattern}|  \.\.\. .*\n")
 _INNERMOST, _OUTERMOST = 16, 8
 
 
-class Rank(NamedTuple):
+class _Rank(NamedTuple):
     """A rank that has been asked.
 
     Attributes:
@@ -41,66 +42,67 @@ class Rank(NamedTuple):
     size: int
 
 
-class Inquiry:
-    """The question to all ranks of this host, and their answers.
+def report(folder: str) -> str:
+    """Ask all ranks of this host what they do.
 
     Args:
         folder: of the job's server, with the folders of the ranks.
+
+    Returns:
+        What they wait for, and the stacks, equal ones once.
     """
+    ranks = _ask(folder)
+    if not ranks:
+        return (
+            "no rank on this host has called hvd.init() yet; a rank on another host prints "
+            f"what it does on kill -{SIGNAL.name.removeprefix('SIG')}"
+        )
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        texts = _texts(ranks)
+        answers = {number: _answer(text) for number, text in texts.items()}
+        silent = [number for number, answer in answers.items() if answer is None]
+        if not silent or time.monotonic() > deadline:
+            break
+        time.sleep(_TICK)
+    lines = _waiting(answers)
+    if silent:
+        pids = ", ".join(str(ranks[number].pid) for number in silent)
+        lines.append(
+            f"{ranks_text(silent)} (process {pids}): no answer from Python within "
+            f"{_SECONDS:.0f} s: in compiled code, or stopped"
+        )
+    stacks = {number: _stacks(text) for number, text in texts.items()}
+    # Where in hvdlite a rank is just now does not matter.
+    groups: dict[str, list[int]] = defaultdict(list)
+    for number, found in stacks.items():
+        groups[_IN_HVDLITE.sub("", found)].append(number)
+    for group in groups.values():
+        lines += [f"{ranks_text(group)}, most recent call first:", stacks[group[0]]]
+    return "\n".join(lines)
 
-    def __init__(self, folder: str) -> None:
-        self._ranks: dict[int, Rank] = {}
-        for path in Path(folder).glob(f"rank.*/{FILE}"):
-            with contextlib.suppress(OSError, ValueError):
-                line, _, _ = (text := path.read_text(errors="replace")).partition("\n")
-                pid = int(line.split()[1])
-                if process_line(pid) == line + "\n":
-                    self._ranks[int(path.parent.suffix[1:])] = Rank(path, pid, len(text.encode()))
-        for rank in self._ranks.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, SIGNAL)
-        self._deadline = time.monotonic() + _SECONDS
 
-    def is_over(self) -> bool:
-        """Return whether all ranks have answered, or the time for it is over."""
-        if time.monotonic() >= self._deadline:
-            return True
-        return all(_answer(text) is not None for text in self._texts().values())
+def _ask(folder: str) -> dict[int, _Rank]:
+    """Signal all ranks that have begun; return them by number."""
+    ranks = {}
+    for path in Path(folder).glob(f"rank.*/{FILE}"):
+        with contextlib.suppress(OSError, ValueError):
+            line, _, _ = (text := path.read_text(errors="replace")).partition("\n")
+            pid = int(line.split()[1])
+            if process_line(pid) == line + "\n":
+                ranks[int(path.parent.suffix[1:])] = _Rank(path, pid, len(text.encode()))
+                os.kill(pid, SIGNAL)
+    return dict(sorted(ranks.items()))
 
-    def report(self) -> str:
-        """Return what the ranks do: what they wait for, and the stacks, equal ones once."""
-        texts = self._texts()
-        if not texts:
-            return (
-                "no rank on this host has called hvd.init() yet; a rank on another host prints "
-                f"what it does on kill -{SIGNAL.name.removeprefix('SIG')}"
-            )
-        answers = {rank: _answer(text) for rank, text in texts.items()}
-        lines = _waiting(answers)
-        silent = [rank for rank, answer in answers.items() if answer is None]
-        if silent:
-            pids = ", ".join(str(self._ranks[rank].pid) for rank in silent)
-            lines.append(
-                f"{ranks_text(silent)} (process {pids}): no answer from Python within "
-                f"{_SECONDS:.0f} s: in compiled code, or stopped"
-            )
-        stacks = {rank: _stacks(text) for rank, text in texts.items()}
-        # Where in hvdlite a rank is just now does not matter.
-        groups: dict[str, list[int]] = defaultdict(list)
-        for rank, found in stacks.items():
-            groups[_IN_HVDLITE.sub("", found)].append(rank)
-        for ranks in groups.values():
-            lines += [f"{ranks_text(ranks)}, most recent call first:", stacks[ranks[0]]]
-        return "\n".join(lines)
 
-    def _texts(self) -> dict[int, str]:
-        """Return what each rank has written since it was asked."""
-        texts = {}
-        for number, rank in sorted(self._ranks.items()):
-            with contextlib.suppress(OSError), rank.path.open("rb") as file:
-                file.seek(rank.size)
-                texts[number] = file.read().decode(errors="replace")
-        return texts
+def _texts(ranks: Mapping[int, _Rank]) -> dict[int, str]:
+    """Return what each rank has written since it was asked."""
+    texts = {}
+    for number, rank in ranks.items():
+        with contextlib.suppress(OSError), rank.path.open("rb") as file:
+            file.seek(rank.size)
+            texts[number] = file.read().decode(errors="replace")
+    return texts
 
 
 def _answer(text: str) -> list[Pending] | None:

@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from hvdlite.errors import HorovodInternalError, LauncherError, RankGoneError
-from hvdlite.launch.rank import rank_here
 from hvdlite.observe import status, timeline
+from hvdlite.observe.protocol import rank_here
 
 # Seconds in which ranks that fail together print their errors, before one of them ends the job.
 _OTHERS = 0.5

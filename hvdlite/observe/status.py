@@ -27,6 +27,8 @@ from collections.abc import Callable, Hashable
 from types import FrameType
 from typing import NamedTuple, TextIO
 
+from hvdlite.observe import protocol
+
 SIGNAL = signal.SIGUSR2
 FILE = "status"
 """The name of the file in the rank's folder. Its first line is that of `process_line`."""
@@ -129,7 +131,7 @@ def ask_launcher() -> None:
     It is for an error that is about to end a job in which some ranks hang. On another host than
     hvdliterun's, and without it, nothing happens.
     """
-    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER")
+    folder = os.environ.get(protocol.FOLDER)
     if not folder:
         return
     path = os.path.join(os.path.dirname(folder), ASKING)
@@ -159,7 +161,7 @@ def process_line(pid: int) -> str:
 
 
 def _open() -> TextIO | None:
-    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER")
+    folder = os.environ.get(protocol.FOLDER)
     if not folder:
         return None
     try:
@@ -173,7 +175,7 @@ def _open() -> TextIO | None:
 
 def _share_steps() -> memoryview | None:
     """Map the memory that the process around this rank has made; None: there is none."""
-    path = os.environ.get("HVDLITE_LAUNCHER_STEPS")
+    path = os.environ.get(protocol.STEPS)
     if not path:
         return None
     try:

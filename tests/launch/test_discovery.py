@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlite.errors import StartError
-from hvdlite.launch import cli, job, mpirun
+from hvdlite.launch import cli, mpirun
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
 from hvdlite.launch.hosts import Host, host_key
+from hvdlite.launch.job import End
 from tests.harness.hosts import network_hosts, why_unavailable
 from tests.launch import launcher
 from tests.launch.launcher import hvdliterun
@@ -155,19 +156,19 @@ def test_the_state_survives_a_run_that_cannot_start(hosts, tmp_path, monkeypatch
 def test_a_state_goes_to_the_first_run_that_takes_it(ends, states, code, said, monkeypatch, capsys):
     had = []
 
-    def run(options, program, plan, command, settings, asked, sizes, state):
+    def run(options, job, plan, number, sizes, state):
         end = ends[len(had)]
         had.append(len(state))
         if end == "stop":
-            return job.End(0, "", [b"state"])
+            return End(0, "", [b"state"])
         if end == "failed":
-            return job.End(1, "failed", [])
+            return End(1, "failed", [])
         if end == 130:  # a signal
-            return job.End(130, "")
+            return End(130, "")
         if end == "wait":
             monkeypatch.setattr(cli, "_PAUSE", 1.1)
-            return job.End(255, "mpirun", state)
-        return job.End(end, "mpirun" if end else "", state)
+            return End(255, "mpirun", state)
+        return End(end, "mpirun" if end else "", state)
 
     monkeypatch.setattr(cli, "_run", run)
     monkeypatch.setattr(cli, "_PAUSE", 0.0)
@@ -301,23 +302,28 @@ def test_mistakes(options, said, capsys):
     assert capsys.readouterr().err.startswith(f"hvdliterun: {said}")
 
 
-def test_a_script_is_asked_again_and_again(tmp_path):
+def test_a_script_is_asked_again_and_again(tmp_path, capsys):
     file, said = tmp_path / "hosts", []
+
+    def has_said():
+        said.extend(capsys.readouterr().err.splitlines())
+        return said
+
     file.write_text("a:3\n\n b \n")
-    discovery = Discovery(script=f"cat {file}", slots=2, say=said.append)
+    discovery = Discovery(script=f"cat {file}", slots=2)
     with discovery.running():
         assert discovery.hosts == [Host("a", 3), Host("b", 2)]
         file.unlink()
-        _wait_until(lambda: said)
+        _wait_until(has_said)
         assert re.fullmatch(
-            r"--host-discovery-script cat .*: exit code 1 \(cat: .*: No such file or directory\); "
-            r"the job keeps the hosts that it has",
+            r"hvdliterun: --host-discovery-script cat .*: exit code 1 \(cat: .*: No such file or "
+            r"directory\); the job keeps the hosts that it has",
             said[0],
         )
         assert discovery.hosts == [Host("a", 3), Host("b", 2)]
         file.write_text("c:1\n")
         _wait_until(lambda: discovery.hosts == [Host("c", 1)])
-    assert len(said) == 1
+    assert len(has_said()) == 1
 
 
 def test_a_script_that_hangs_ends_with_the_job(tmp_path):

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdlite.launch.environment import exported, on_this_host, with_own_package
-from hvdlite.launch.hosts import Host
+from hvdlite.launch.cli import with_own_package
+from hvdlite.launch.hosts import Host, on_this_host
+from hvdlite.launch.mpirun import exported
 
 
 def test_exported():

@@ -14,13 +14,29 @@ from pathlib import Path
 import pytest
 
 from hvdlite.errors import StartError
-from hvdlite.launch import job, protocol
+from hvdlite.launch import job
+from hvdlite.launch.mpirun import OpenMPI
 from hvdlite.launch.server import serving
+from hvdlite.observe import protocol
 
 
-def run(script, server, quiet_end=signal.SIGTERM):
+class Program(OpenMPI):
+    """A program in mpirun's place, which starts no ranks."""
+
+    def arguments(self, num_proc, hosts, command, exported=(), more=()):
+        return command[command.index(sys.executable, 1) :]
+
+
+def of(*command, quiet_end=signal.SIGTERM):
+    """A job whose mpirun is another program."""
+    program = Program("mpirun", "5.0")
+    program.quiet_end = quiet_end
+    return job.Job(program, [], True, [sys.executable, *command], dict(os.environ))
+
+
+def run(script, server, **options):
     """Return the exit code and the text about the job's end."""
-    end = job.run([sys.executable, "-u", "-c", script], dict(os.environ), server, quiet_end)
+    end = job.run(of("-u", "-c", script, **options), server)
     assert not end.state
     return end[:2]
 
@@ -80,7 +96,7 @@ def test_mpirun_is_ended_when_it_does_not_notice_a_failure(server, report, monke
 @pytest.mark.slow
 def test_the_state_is_there_until_all_ranks_have_it_and_from_when_they_hand_it_over(server):
     def end(code):
-        ended = job.run([sys.executable, "-c", f"raise SystemExit({code})"], {}, server, None)
+        ended = job.run(of("-c", f"raise SystemExit({code})"), server)
         assert ended.code == code
         return ended.state
 
@@ -140,8 +156,9 @@ time.sleep(60)
 
 
 def test_mpirun_that_cannot_be_started(server):
+    missing = job.Job(OpenMPI("/no/mpirun", "5.0"), [], True, ["true"], {})
     with pytest.raises(StartError, match="/no/mpirun: No such file") as caught:
-        job.run(["/no/mpirun"], {}, server, None)
+        job.run(missing, server)
     assert caught.value.code == 126
 
 
@@ -149,10 +166,10 @@ def test_a_folder_that_cannot_be_removed_does_not_change_the_end(monkeypatch):
     """Processes that a rank has left running may write into its folder while it is removed."""
     remove = os.rmdir
 
-    def refuse(path):
+    def refuse(path, **options):
         if Path(path).name == "rank.0":
             raise OSError(errno.ENOTEMPTY, "Directory not empty")
-        remove(path)
+        remove(path, **options)
 
     with serving() as opened:
         folder = Path(opened.address).parent

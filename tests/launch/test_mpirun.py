@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+import shlex
 import stat
 import sys
 
@@ -7,12 +9,11 @@ import pytest
 
 from hvdlite.errors import StartError
 from hvdlite.launch.hosts import Host
-from hvdlite.launch.mpirun import FLAVOURS, Launch, detect, find, name_of, recognise
+from hvdlite.launch.mpirun import MPICH, IntelMPI, OpenMPI, OpenMPI4, detect, find
 
-HERE = Launch(num_proc=3, hosts=[], exported=[], command=["python", "train.py", "-x"])
-THERE = Launch(
-    num_proc=3, hosts=[Host("a", 2), Host("b", 2)], exported=["FOO", "PATH"], command=["train"]
-)
+HERE = 3, [], ["python", "train.py", "-x"]
+HOSTS = [Host("a", 2), Host("b", 2)]
+THERE = 3, HOSTS, ["train"], ["FOO", "PATH"]
 
 BANNERS = {
     "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://...": ("Open MPI", "5.0.11"),
@@ -25,58 +26,52 @@ BANNERS = {
 
 
 @pytest.mark.parametrize("banner", BANNERS)
-def test_recognise(banner):
-    mpirun = recognise("/bin/mpirun", banner)
-    assert (name_of(mpirun), mpirun.version) == BANNERS[banner]
-    assert mpirun.path == "/bin/mpirun"
-
-
-def test_recognise_nothing():
-    assert recognise("/bin/mpirun", "mpirun (Open MPI) 1.10.2") is None
-    assert recognise("/bin/mpirun", "slurm 23.02") is None
+def test_detect(banner, tmp_path):
+    path = program(tmp_path / "mpirun", f"echo {shlex.quote(banner)}")
+    mpirun = detect(path)
+    assert (mpirun.name, mpirun.version, mpirun.path) == (*BANNERS[banner], path)
 
 
 @pytest.mark.parametrize(
     ("flavour", "here", "there"),
     [
         (
-            "Open MPI",
+            OpenMPI,
             "mpirun -np 3 python train.py -x",
             "mpirun -np 3 --host a:2,b:2 -x FOO -x PATH train",
         ),
         (
-            "Open MPI 4",
+            OpenMPI4,
             "mpirun -np 3 python train.py -x",
             "mpirun -np 3 --host a:2,b:2 -x FOO -x PATH train",
         ),
         (
-            "MPICH",
+            MPICH,
             "mpirun -np 3 python train.py -x",
             "mpirun -np 3 -hosts a:2,b:2 -genvall train",
         ),
         (
-            "Intel MPI",
+            IntelMPI,
             "mpirun -np 3 python train.py -x",
             "mpirun -genvall -host a -n 2 train : -host b -n 1 train",
         ),
     ],
 )
 def test_arguments(flavour, here, there):
-    mpirun = FLAVOURS[flavour]("mpirun", "1.0")
-    assert mpirun.arguments(HERE) == here.split()
-    assert mpirun.arguments(THERE) == there.split()
+    mpirun = flavour("mpirun", "1.0")
+    assert mpirun.arguments(*HERE) == here.split()
+    assert mpirun.arguments(*THERE) == there.split()
 
 
 def test_intel_mpi_leaves_out_hosts_that_are_not_needed():
-    launch = Launch(num_proc=2, hosts=THERE.hosts, exported=[], command=["train"])
-    arguments = FLAVOURS["Intel MPI"]("mpirun", "1.0").arguments(launch)
+    arguments = IntelMPI("mpirun", "1.0").arguments(2, HOSTS, ["train"])
     assert arguments == ["mpirun", "-host", "a", "-n", "2", "train"]
 
 
 @pytest.mark.parametrize("root", [True, False])
 def test_settings_of_open_mpi(root):
-    new = FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(root, here=True, folder="/f")
-    old = FLAVOURS["Open MPI 4"]("mpirun", "4.1.6").settings(root, here=True, folder="/f")
+    new = OpenMPI("mpirun", "5.0.11").settings(root, here=True, folder="/f")
+    old = OpenMPI4("mpirun", "4.1.6").settings(root, here=True, folder="/f")
     for settings in (new, old):
         assert settings["OMPI_MCA_mpi_yield_when_idle"] == "1"
         assert ("OMPI_ALLOW_RUN_AS_ROOT" in settings) == root
@@ -92,16 +87,14 @@ def test_settings_of_open_mpi(root):
 
 
 def test_networks_are_looked_for_where_there_are_other_hosts():
-    assert "OMPI_MCA_btl" not in FLAVOURS["Open MPI"]("mpirun", "5.0.11").settings(
-        True, False, "/f"
-    )
+    assert "OMPI_MCA_btl" not in OpenMPI("mpirun", "5.0.11").settings(True, False, "/f")
 
 
 def test_settings_of_hydra():
-    assert FLAVOURS["MPICH"]("mpirun", "4.3.2").settings(root=True, here=True, folder="/f") == {}
-    assert FLAVOURS["Intel MPI"]("mpirun", "2021.13").settings(
-        root=True, here=True, folder="/f"
-    ) == {"I_MPI_PIN": "0"}
+    assert MPICH("mpirun", "4.3.2").settings(root=True, here=True, folder="/f") == {}
+    assert IntelMPI("mpirun", "2021.13").settings(root=True, here=True, folder="/f") == {
+        "I_MPI_PIN": "0"
+    }
 
 
 @pytest.fixture
@@ -139,11 +132,6 @@ def test_find_in_order(folders, tmp_path):
         find({**environment, "HVDLITE_MPIRUN": "/no/mpirun"})
 
 
-def test_detect(tmp_path):
-    mpirun = detect(program(tmp_path / "mpirun", "echo 'mpirun (Open MPI) 4.1.6'"))
-    assert name_of(mpirun) == "Open MPI 4"
-
-
 def test_an_environment_without_a_home(tmp_path, monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     fussy = program(tmp_path / "mpirun", """test "$HOME" && echo '(Open MPI) 5.0.11'""")
@@ -161,9 +149,13 @@ def test_an_environment_without_a_home(tmp_path, monkeypatch):
 
 
 def test_detect_an_unknown_one(tmp_path):
-    unknown = program(tmp_path / "mpirun", "echo 'jsrun 10.3'; exit 1")
-    with pytest.raises(StartError, match=r"none of Open MPI, .*printed 'jsrun 10.3'"):
-        detect(unknown)
+    for banner in ("jsrun 10.3", "mpirun (Open MPI) 1.10.2", "slurm 23.02"):
+        unknown = program(tmp_path / "mpirun", f"echo '{banner}'; exit 1")
+        words = re.escape(
+            f"none of Open MPI, Open MPI 4, Intel MPI, MPICH: --version printed '{banner}'"
+        )
+        with pytest.raises(StartError, match=words):
+            detect(unknown)
     broken = tmp_path / "broken"
     broken.write_bytes(b"\x7fELF")
     broken.chmod(0o755)

@@ -209,9 +209,9 @@ def test_config_file(tmp_path, capsys):
     assert without_effect(options) == [
         "--hierarchical-allreduce",
         "--autotune",
+        "--log-hide-timestamp",
         "--autotune-log-file",
         "--thread-affinity",
-        "--log-hide-timestamp",
         "--gloo",
     ]
     lines = capsys.readouterr().err.splitlines()

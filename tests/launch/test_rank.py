@@ -15,6 +15,7 @@ import pytest
 
 from hvdlite.launch import rank
 from hvdlite.launch.server import serving
+from hvdlite.observe import protocol
 from tests.launch.launcher import survivors
 
 HOST = os.uname().nodename
@@ -91,10 +92,12 @@ def test_failure_is_reported_then_the_end_is_asked_for(server):
 def test_no_end_is_asked_for_where_the_manager_has_begun(server, tmp_path):
     source = Path(rank.__file__).read_text()
     assert source.count("_PASS_ON = 0.3") == 1
-    program = tmp_path / "rank.py"  # It gives this process, on a busy machine, more time.
+    package = Path(rank.__file__).parents[1]
+    for name in ("launch/folders.py", "observe/protocol.py"):
+        (tmp_path / name).parent.mkdir()
+        shutil.copy(package / name, tmp_path / name)
+    program = tmp_path / "launch/rank.py"  # It gives this process, on a busy machine, more time.
     program.write_text(source.replace("_PASS_ON = 0.3", "_PASS_ON = 1.0"))
-    for name in ("protocol.py", "folders.py"):
-        shutil.copy(Path(rank.__file__).with_name(name), tmp_path)
     process = shim(*python("raise SystemExit(7)"), address=server.address, program=program)
     wait_for(server, lambda: server.exited)
     assert server.exited.text == f"rank 2 on host {HOST} exited with code 7"
@@ -165,7 +168,7 @@ def test_a_rank_that_began_to_leave_before_is_named_before(server):
 
 def test_its_note_stays_until_the_launcher_knows(monkeypatch, tmp_path):
     """Otherwise the process around a rank that failed because of it could be first."""
-    note = tmp_path / f"{rank.LEAVING}7"
+    note = tmp_path / f"{protocol.LEAVING}7"
     note.touch()
     noted = []
     monkeypatch.setattr(rank, "_send", lambda *sent: noted.append(note.exists()))

@@ -18,8 +18,8 @@ import hvdlite
 from hvdlite import HorovodInternalError
 from hvdlite.errors import RankGoneError, StartError
 from hvdlite.launch import function
-from hvdlite.launch.pickling import RemoteError, RemoteTraceback
 from hvdlite.launch.server import Failure
+from hvdlite.launch.worker import RemoteError, RemoteTraceback
 from tests.launch import functions, launcher
 from tests.launch.launcher import survivors
 
@@ -93,7 +93,7 @@ def test_what_only_tells_of_another_ranks_end_counts_last():
     """A lane raises such an error when it notices that a rank is gone."""
     lost = HorovodInternalError("'x' failed: rank 1 has died")
     lost.__cause__ = RankGoneError("rank 1 has died")
-    sent = [RemoteError.of(error, HOST, "raised", True) for error in (lost, KeyError("reason"))]
+    sent = [RemoteError.of(error, "raised", True) for error in (lost, KeyError("reason"))]
     failures = [Failure(rank, 1, "", pickle.dumps(tuple(error))) for rank, error in enumerate(sent)]
     assert isinstance(function._first_error(failures), KeyError)
     failures[1] = Failure(1, 1, "rank 1 ended without a result")

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from hvdlite.launch import protocol
 from hvdlite.launch import server as server_module
 from hvdlite.launch.server import Failure, serving
+from hvdlite.observe import protocol
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -146,8 +146,7 @@ def test_a_stranger_ends_and_blocks_nothing(server, sent):
 @pytest.mark.slow
 def test_strangers_that_say_nothing_are_dropped(server, monkeypatch):
     monkeypatch.setattr(server_module, "_MAX_STRANGERS", 8)
-    monkeypatch.setattr(server_module, "_SECONDS_WHEN_FULL", 0.5)
-    monkeypatch.setattr(server_module, "_SECONDS_TO_PROVE", 1.0)
+    monkeypatch.setattr(server_module, "_SECONDS_TO_PROVE", 0.5)
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(stranger(server)) for _ in range(20)]
         with connect(server, 1) as welcome:  # It waits its turn.
@@ -181,25 +180,27 @@ def test_ranks_that_connect_all_at_once_wait_their_turn(monkeypatch):
         assert list(server.hosts) == [1]
 
 
-def test_a_process_without_descriptors_drops_a_stranger(server, monkeypatch):
-    full, accept = [], socket.socket.accept
+def test_a_process_without_descriptors_waits_until_a_stranger_is_dropped(server, monkeypatch):
+    monkeypatch.setattr(server_module, "_SECONDS_TO_PROVE", 0.5)
+    is_full, accept = threading.Event(), socket.socket.accept
 
-    def fail_once(listener):
-        if full:
-            raise full.pop()
+    def fail_when_full(listener):
+        if is_full.is_set():
+            raise OSError(errno.EMFILE, "Too many open files")
         return accept(listener)
 
-    monkeypatch.setattr(socket.socket, "accept", fail_once)
+    monkeypatch.setattr(socket.socket, "accept", fail_when_full)
     with stranger(server) as connection:
-        while not server._connections:
+        while not server._strangers:
             time.sleep(0.01)
-        full.append(OSError(errno.EMFILE, "Too many open files"))
+        is_full.set()
         while connection.recv(protocol.NONCE):
             pass
+        is_full.clear()
     assert_served(server)
-    while server._connections:
+    while server._known:
         time.sleep(0.01)
-    full.append(OSError(errno.EMFILE, "Too many open files"))
+    is_full.set()
     with pytest.raises(OSError, match="Too many"):
         server.serve(10)
 
@@ -242,10 +243,13 @@ def test_a_temporary_folder_with_a_long_name(tmp_path, monkeypatch):
 
 
 def test_the_output_of_mpirun(server, capsys):
-    os.write(server.stderr, b"one\ntw")
+    reader, writer = os.pipe()
+    server.read(os.fdopen(reader, "rb"), protocol.ERR)
+    os.write(writer, b"one\ntw")
     server.serve(1)
     assert capsys.readouterr().err == "one\n"
-    os.write(server.stderr, b"o\n" + b"many\n" * 30 + b"last")
+    os.write(writer, b"o\n" + b"many\n" * 30 + b"last")
+    os.close(writer)
     server.finish()
     assert capsys.readouterr().err == "two\n" + "many\n" * 30 + "last\n"
     assert server.printed == [*["many"] * 19, "last"]
@@ -282,7 +286,7 @@ def test_frames_of_somebody_else_are_not_taken():
 
 def test_frames_to_a_rank_from_somebody_else_are_not_taken():
     with serving(["localhost"], TASK) as server, connect(server, 0) as channel:
-        (connection,) = server._connections
+        (connection,) = server._known
         connection.sendall(protocol.HEADER.pack(protocol.TASK, 4) + b"task" + bytes(64))
         with pytest.raises(protocol.ForgedError, match="what came from the launcher was not sent"):
             channel.receive(10)

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.launch import function as launch
-from hvdlite.launch.environment import on_this_host
-from hvdlite.launch.hosts import choose_hosts
-from hvdlite.launch.pickling import RemoteTraceback
+from hvdlite.launch.hosts import choose_hosts, on_this_host
+from hvdlite.launch.worker import RemoteTraceback
 from hvdlite.tools.bench.measurement import watch
 from hvdlite.tools.bench.report import count_text
 

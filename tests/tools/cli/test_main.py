@@ -78,7 +78,7 @@ def test_completion_knows_commands_and_options(capsys, tmp_path):
 
     assert completions("hvdlite", "time") == ["timeline"]
     assert completions("hvdlite", "timeline", "--js") == ["--json"]
-    flags = {name for option in options.OPTIONS for name in option.spellings}
+    flags = {flag for option in options.make_parser().options for flag in option.option_strings}
     assert set(completions("hvdlite", "run", "--time")) <= flags
 
 

@@ -1,15 +1,17 @@
-"""The connection between the ranks and the process that started them.
+"""The messages between a rank, the process around it, and their launcher.
 
-A message is a kind and one or more parts. On this host the connection is a socket in a folder that
-only this user can open. Ranks on other hosts connect by TCP, where strangers can connect, too, and
-may write into a connection. There, each frame is followed by HMACs (see `Seal`), and nothing that
-comes without them is used. The job's key travels in the environment.
+They share environment variables, a folder of the job on the launcher's host, and a connection.
+There, a message is a kind and one or more parts. On this host the connection is a socket in a
+folder that only this user can open. Ranks on other hosts connect by TCP, where strangers can
+connect, too, and may write into a connection. There, each frame is followed by HMACs (see `Seal`),
+and nothing that comes without them is used. The job's key travels in the environment.
 
 `multiprocessing.connection` also has framing and authentication, but loses four properties: it
 authenticates the beginning of a connection only, with HMAC-MD5 before Python 3.12; its handshake
 has no time limit; and it transfers large arrays at half the speed, into memory that is read-only.
 
-The process around each rank loads this file by its path; it imports nothing of hvdlite.
+The process around each rank loads this file without the rest of hvdlite, of which it imports
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,23 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+# The names that process managers give to the rank.
+RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+FOLDER = "HVDLITE_LAUNCHER_FOLDER"
+"""The environment variable with a folder for this rank alone, removed at the end of the job."""
+
+LEAVING = "leaving."
+"""The beginning of the name of a note of leaving in it; `time.monotonic_ns` is the rest."""
+
+STEPS = "HVDLITE_LAUNCHER_STEPS"
+"""The environment variable with the file where a rank keeps the number of its last step, and 1 once
+it has met the other ranks, each an int64."""
+
+COLUMNS = "HVDLITE_TERMINAL_COLUMNS"
+"""The environment variable with the columns of the launcher's terminal; 0: it has none."""
 
 KEY = "HVDLITE_LAUNCH_KEY"
 """The environment variable with the job's key, hexadecimal; only where ranks connect by TCP."""
@@ -200,6 +218,16 @@ class Channel:
                 raise ConnectionError("the other end has closed the connection")
             done += count
         return received
+
+
+def first_of(names: Sequence[str], default: str) -> str:
+    """Return the value of the first of these environment variables that is set."""
+    return next((os.environ[name] for name in names if name in os.environ), default)
+
+
+def rank_here() -> int:
+    """Return the rank that the process manager has given this process; 0 without one."""
+    return int(first_of(RANK, "0"))
 
 
 def connect(address: str, rank: int, environment: Mapping[str, str]) -> Channel:
