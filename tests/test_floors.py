@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "horovod": (_BESIDE, 508, "horovod"),
     "launch": (_BESIDE, 3686, "launch"),
     "tools": (_TOOLS, 4977, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 703, "common"),
+    "facade": (_FACADE, 701, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 try:
     import tensorflow as _tensorflow
@@ -61,8 +61,14 @@ _seed_too(_seed_keras, parts=False)
 
 if TYPE_CHECKING:
     from hvdlite.tensorflow import elastic
+    from hvdlite.tensorflow.sync_batch_norm import SyncBatchNormalization
 else:
-    __getattr__, __dir__ = common.beside(globals(), elastic="hvdlite.tensorflow.elastic")
+    __getattr__, __dir__ = common.beside(
+        globals(),
+        elastic="hvdlite.tensorflow.elastic",
+        # Imports Keras, which then has chosen its backend.
+        SyncBatchNormalization="hvdlite.tensorflow.sync_batch_norm:SyncBatchNormalization",
+    )
 
 __all__ = [
     *common.names,
@@ -90,7 +96,7 @@ __all__ = [
     # training
     "DistributedGradientTape",
     "PartialDistributedGradientTape",
-    "SyncBatchNormalization",  # noqa: F405 - see __getattr__
+    "SyncBatchNormalization",
     "DistributedOptimizer",
     "exchange_state_dict",
     "load_exchange_state_dict",
@@ -109,11 +115,3 @@ __all__ = [
     "assign_variables",
     "summary_writer",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "SyncBatchNormalization":  # imports Keras, which then has chosen its backend
-        from hvdlite.tensorflow.sync_batch_norm import SyncBatchNormalization
-
-        return SyncBatchNormalization
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
