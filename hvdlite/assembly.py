@@ -1,14 +1,14 @@
 """How the rooms beside the core come into a job: when its settings ask for them.
 
-The core owns the seams (`supervisor.choose`, `parts.divide`, `points.plan`) and knows none of the
-rooms; what is not asked for is not imported.
+The core owns the seams (`supervisor.choose`, `parts.divide`, `observers.plan`) and knows none of
+the rooms; what is not asked for is not imported.
 """
 
 from __future__ import annotations
 
 import os
 
-from hvdlite.base import points
+from hvdlite.base import observers
 from hvdlite.base.settings import Settings
 from hvdlite.engine import supervisor
 from hvdlite.world import parts
@@ -39,4 +39,4 @@ def _plan(place: int, places: int) -> None:
 
 supervisor.choose = _supervise
 parts.divide = _divide
-points.plan = _plan
+observers.plan = _plan

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from hvdlite.base import points
+from hvdlite.base import observers
 
 _SECONDS_TO_LIVE = 24 * 3600
 
@@ -48,7 +48,7 @@ def replacing(path: Path, keep: int = 1) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
             if keep > 1:
                 _keep_generation(path)
-            for observe in points.observers:
+            for observe in observers.current:
                 observe("checkpoint", temporary)
             os.replace(temporary, path)
         except BaseException:
@@ -158,7 +158,7 @@ def replacing_by_name(path: Path) -> Iterator[Path]:
             _copy_permissions(path, temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            for observe in points.observers:
+            for observe in observers.current:
                 observe("checkpoint", temporary)
             os.replace(temporary, path)
             _sync_folder(path.parent)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hvdlite.base import points
+from hvdlite.base import observers
 from hvdlite.base.interrupts import run_overdue, uninterrupted
 from hvdlite.base.settings import Settings
 from hvdlite.elastic.forming import Forming, form_of_living
@@ -211,7 +211,7 @@ class Recovery(Supervisor):
         states = {lane.name: lane.guard.hold() for lane in lanes}
         self._wait_for_others(lanes, began)
         self._revoke(lanes)  # so that what is still going on ends, and can be freed
-        for observe in points.observers:
+        for observe in observers.current:
             observe("recover")
         attempts: list[_Attempt] = []
         old: list[Any] = [self._gathering.comm]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.base import points
+from hvdlite.base import observers
 from hvdlite.base.interrupts import Interrupted, deferred, is_due, leave, uninterrupted, workers
 from hvdlite.base.settings import Settings
 from hvdlite.engine.device import DeviceExecutor
@@ -176,7 +176,7 @@ class Lane:
         if world.is_child:
             raise world.child_error()
         handle = Handle(operation.name)
-        for observe in points.observers:
+        for observe in observers.current:
             observe("submit", self.name, (operation,))
         with self._lock:
             self._queue.add(operation)

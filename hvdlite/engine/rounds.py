@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.base import points
+from hvdlite.base import observers
 from hvdlite.base.settings import Settings
 from hvdlite.engine.agreement import (
     LIKELY,
@@ -115,7 +115,7 @@ class Rounds:
             self._closes = self._queue.closing and not self._operations
             if self._devices.under_way:
                 self._devices.check()  # first, so that a failure here stops all ranks
-            for observe in points.observers:
+            for observe in observers.current:
                 observe("meet", self._name, self._operations)
         operations = self._operations
         groups = fuse(operations, self._settings.fusion_threshold)
@@ -136,7 +136,7 @@ class Rounds:
                 self._deliver(self._close)
             return
         outcome = None if agreed else self._negotiate()
-        for observe in points.observers:
+        for observe in observers.current:
             observe("agreed", self._name, operations)
         if outcome is not None:
             self._carry_out(*outcome)
@@ -171,15 +171,15 @@ class Rounds:
         """
         if self._transport.confirms:
             self.in_doubt = outcome
-            for observe in points.observers:
+            for observe in observers.current:
                 observe("confirm", self._name)
             self._transport.confirm()
             self.in_doubt = None
             self.confirmed += 1
-        for observe in points.observers:
+        for observe in observers.current:
             observe("deliver", self._name)
         outcome()
-        for observe in points.observers:
+        for observe in observers.current:
             observe("delivered", self._name)
 
     def _negotiate(self) -> tuple[Decision, dict[int, Pending]]:
@@ -303,7 +303,7 @@ class Rounds:
                 for operation in group:
                     operation.protect()
                     operation.is_protected = True
-            for observe in points.observers:
+            for observe in observers.current:
                 observe("exchange", self._name, group)
             try:
                 # An overflow shows in the result; an error would end the job for it.
@@ -315,7 +315,7 @@ class Rounds:
             except (GradientError, MismatchError) as error:  # the same on all ranks
                 self._deliver(partial(self._fail, first, error))
                 continue
-            for observe in points.observers:
+            for observe in observers.current:
                 observe("exchanged", self._name, group)
             if self._transport.confirms:
                 self._deliver(partial(self._finish, group, results))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdlite.base import interrupts, points, settings
+from hvdlite.base import interrupts, observers, settings
 from hvdlite.base.arguments import check_count
 from hvdlite.engine import Engine, supervisor
 from hvdlite.engine.process_sets import ProcessSet, ProcessSets, global_process_set
@@ -178,7 +178,7 @@ def start(
         settings.compare(values, comm)
         division.check(comm.size)
         whole = world.World.split(MPI, comm, values.force_local_size, create)
-        for observe in points.observers:
+        for observe in observers.current:
             observe("form")
         division.step = max(comm.allgather(division.step))
         run = Run(comm.bcast(os.urandom(8).hex()), 0)
@@ -206,8 +206,8 @@ def start(
         if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
         if is_first:
-            points.plan(*guardian.place)
-        for observe in points.observers:
+            observers.plan(*guardian.place)
+        for observe in observers.current:
             observe("start")
     except (ValueError, OSError, HorovodInternalError):
         shutdown()

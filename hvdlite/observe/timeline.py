@@ -43,7 +43,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvdlite.base import points
+from hvdlite.base import observers
 from hvdlite.observe.trace_file import Event, Run, TraceFile
 
 QUEUE = "QUEUE"
@@ -127,7 +127,7 @@ class Timeline:
         self._put(("i", row, event, now, now, args))
 
     def observe(self, point: str, row: str = "", operations: Sequence[Any] = ()) -> None:
-        """Record what a lane does; arguments as in `hvdlite.base.points`."""
+        """Record what a lane does; arguments as in `hvdlite.base.observers`."""
         now, began = self.now(), self._began.get(row, 0)
         if point in ("meet", "exchange"):
             self._began[row] = now
@@ -243,7 +243,7 @@ def start(
     path = os.path.abspath(os.fspath(file_path))
     try:
         current = Timeline(path, rank, run, mark_cycles)
-        points.add(current.observe)
+        observers.add(current.observe)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -286,7 +286,7 @@ def _forget(timeline: Timeline) -> None:
     global current
     if current is timeline:
         current = None
-        points.remove(timeline.observe)
+        observers.remove(timeline.observe)
 
 
 def _leave_to_parent() -> None:

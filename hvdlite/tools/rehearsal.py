@@ -60,7 +60,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import IO, Any, Protocol
 
-from hvdlite.base import points
+from hvdlite.base import observers
 from hvdlite.errors import SettingsError
 from hvdlite.observe import status
 
@@ -93,7 +93,7 @@ class Contributing(Protocol):
 
 # The faults of this rank that have not come, and what makes them come.
 _left: list[Fault] = []
-_observers: list[points.Observer] = []
+_observers: list[observers.Observer] = []
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,10 @@ def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
     corrupting = [fault for fault in faults if fault.corrupts_exchange]
     others = [fault for fault in faults if not fault.corrupts_exchange]
     for observer in _observers:
-        points.remove(observer)
+        observers.remove(observer)
     _observers[:] = [*[_Planted()] * bool(others), *[_Corruption()] * bool(corrupting)]
     for observer in _observers:
-        points.add(observer)
+        observers.add(observer)
     atexit.unregister(_tell_what_is_left)
     if faults:
         atexit.register(_tell_what_is_left)

@@ -581,9 +581,9 @@ def test_process_sets_of_init_are_those_of_its_ranks():
 import os, signal
 import numpy as np
 import hvdlite as hvd
-from hvdlite.base import points
+from hvdlite.base import observers
 if os.environ["OMPI_COMM_WORLD_RANK"] == "0":  # faults are planted later
-    points.add(lambda point, *_: point == "recover" and os.kill(os.getpid(), signal.SIGKILL))
+    observers.add(lambda point, *_: point == "recover" and os.kill(os.getpid(), signal.SIGKILL))
 sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2]), hvd.ProcessSet([2, 3])]
 hvd.init(process_sets=sets)
 print([each.ranks for each in sets])

@@ -121,13 +121,13 @@ def test_who_is_left(faults, count, left):
 )
 def test_a_death_while_a_world_is_formed(victims, count, left):
     planted = """
-from hvdlite.base import points
+from hvdlite.base import observers
 formed = 0
 def reach(point, *args):
     global formed
     formed += point == "form"
     point == "form" and VICTIMS.get(me) == formed and os.kill(os.getpid(), signal.SIGKILL)
-points.add(reach)
+observers.add(reach)
 hvd.init(process_sets=sets)
 """.replace("VICTIMS", repr(victims))
     code = CODE.replace("hvd.init(process_sets=sets)\n", planted)
@@ -144,12 +144,12 @@ hvd.init(process_sets=sets)
 @pytest.mark.slow
 def test_a_rank_that_cannot_communicate_ends_the_job_though_none_has_died():
     planted = """
-from hvdlite.base import points
+from hvdlite.base import observers
 hvd.init(process_sets=sets)
 def reach(point, *args):
     if point == "form" and me == 0:
         raise OSError("no memory left")
-points.add(reach)
+observers.add(reach)
 """
     code = CODE.replace("hvd.init(process_sets=sets)\n", planted)
     found, stderr = run([at(1, 8)], 0, 3, code, returncode=1)

@@ -8,7 +8,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite import recipe
-from hvdlite.base import points
+from hvdlite.base import observers
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
 from hvdlite.gradients import GradientExchange
@@ -44,7 +44,7 @@ def test_an_allreduce_by_its_name(elements, in_place, size):
             np.testing.assert_array_equal(found, expected)
             np.testing.assert_array_equal(handle.wait(), other)
             np.testing.assert_array_equal(array, found if in_place else 1)
-    assert points.observers == ()
+    assert observers.current == ()
 
 
 @ranks(2)

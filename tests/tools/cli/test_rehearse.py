@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from hvdlite.base import points
+from hvdlite.base import observers
 from hvdlite.errors import SettingsError, StartError
 from hvdlite.observe import status
 from hvdlite.tools import rehearsal
@@ -186,14 +186,14 @@ def test_a_fault_comes_once_and_at_its_point(monkeypatch):
     try:
         for step in (1, 2, 3):
             for point in ("meet", "exchange", "meet", "meet"):
-                for observe in points.observers:
+                for observe in observers.current:
                     observe(point)
                 expected = (step, point) > (2, "exchange") or step > 2
                 assert len(killed) <= expected
         assert killed == [(os.getpid(), signal.SIGKILL)]
     finally:
         rehearsal.plant({}, rank=1, ranks=2)
-    assert points.observers == ()
+    assert observers.current == ()
 
 
 def test_a_fault_that_has_not_come_is_told(run, capsys):

@@ -1,4 +1,10 @@
-"""The points that this rank gets to, and the observers that hear of them.
+"""Observer: what hears of each point that this rank gets to.
+
+The timeline and a rehearsal's planted faults are observers. The core calls each of them with a
+point and with what it is about, in the thread that gets there, and knows none of them::
+
+    for observe in observers.current:
+        observe("exchange", lane, operations)
 
 ==============  =============================================  =======================
 point           this rank                                      what it is about
@@ -26,7 +32,7 @@ from collections.abc import Callable
 Observer = Callable[..., object]
 
 #: Who hears of all points, in this order. Assign a new tuple: other threads read it.
-observers: tuple[Observer, ...] = ()
+current: tuple[Observer, ...] = ()
 
 #: Called once, before ``start``, with this process's number at the start and the number of all;
 #: the facade fills it.
@@ -35,11 +41,11 @@ plan: Callable[[int, int], object] = lambda place, places: None  # noqa: E731
 
 def add(observer: Observer) -> None:
     """Have an observer hear of all points, after the others."""
-    global observers
-    observers = (*observers, observer)
+    global current
+    current = (*current, observer)
 
 
 def remove(observer: Observer) -> None:
     """Have an observer hear of no more; do nothing if it did not."""
-    global observers
-    observers = tuple(each for each in observers if each != observer)
+    global current
+    current = tuple(each for each in current if each != observer)
