@@ -8,13 +8,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdlite.engine.calls import Call
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.memory import Extent
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
+from hvdlite.transport.gpu.cuda import Event
+
+if TYPE_CHECKING:
+    from hvdlite.engine.device import DeviceMemory
 
 # A program submits the same names step after step.
 _MAX_DIGESTS = 4096
@@ -63,6 +67,8 @@ class Operation(ABC):
         submitted: Time of the submission, by ``time.monotonic``.
         note: Added to the name in messages.
         memory: The device memory of its arrays; None: they are on the host.
+        ready: Events for which the device has to wait before it is executed.
+        tensors: Tensors that the device uses in it, once it has been executed.
         handle: Handle that delivers the result; set at the submission.
         stands_in: Whether ranks that have joined can take part in it, see `stand_in`.
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.
@@ -76,7 +82,9 @@ class Operation(ABC):
     handle: Handle
     call: Call | None = None
     note = ""
-    memory: Any = None
+    memory: DeviceMemory | None = None
+    ready: Sequence[Event] = ()
+    tensors: Sequence[Any] = ()
     nbytes = 0
     sent = 0
     stands_in = False
@@ -220,7 +228,8 @@ class Operation(ABC):
         """Run the collective, and return the handle's result.
 
         Args:
-            transport: The lane's transport; every rank is in the same call.
+            transport: The lane's, of the memory that the arrays lie in; every rank is in the same
+                call. That of a device takes `hvdlite.transport.gpu.base.FlatArray`.
             payloads: Every rank's payload, by rank.
         """
 

@@ -133,6 +133,12 @@ class CountingTransport(Transport):
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         return self._inner.empty(size, dtype)
 
+    def scale(self, source: Any, target: Any, scaling: Scaling) -> None:
+        self._inner.scale(source, target, scaling)
+
+    def convert(self, source: Any, target: Any, scaling: Scaling) -> None:
+        self._inner.convert(source, target, scaling)
+
     def release(self, array: Any) -> None:
         self._inner.release(array)
 
@@ -148,18 +154,6 @@ class CountingTransport(Transport):
         """Count slices."""
         self._count_allreduce([send])
         self._inner.allreduce(send, result, op, scaling)
-
-    def allreduce_zero_copy(
-        self,
-        send: Any,
-        parts: Sequence[tuple[int, Any]],
-        result: Any,
-        op: ReduceOp,
-        scaling: Scaling,
-    ) -> None:
-        """Count slices."""
-        self._count_allreduce([send])
-        self._inner.allreduce_zero_copy(send, parts, result, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling

@@ -123,16 +123,9 @@ class NCCLTransport(DeviceTransport):
             self.abort(failure)
         super().check()
 
-    def allreduce(
-        self,
-        send: Any,
-        result: Any,
-        op: ReduceOp,
-        scaling: Scaling,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
+    def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Use ``ncclAllReduce`` where it is exact, slices elsewhere."""
-        kind = dtype or send.dtype
+        kind = send.dtype
         if kind.kind == "c":
             kind = np.dtype(f"float{4 * kind.itemsize}")
             send, result = send.view(kind), result.view(kind)
@@ -140,11 +133,11 @@ class NCCLTransport(DeviceTransport):
         if not send.size:
             return
         if op is ReduceOp.ADASUM:
-            self._staged.allreduce(send, result, op, scaling, kind)
+            self._staged.allreduce(send, result, op, scaling)
         elif kind.name in _NATIVE[op] and not is_integer_mean(kind, op, scaling):
-            self._allreduce_natively(send, result, op, scaling, kind)
+            self._allreduce_natively(send, result, op, scaling)
         else:
-            self._allreduce_slices(send, result, op, scaling, kind)
+            self._allreduce_slices(send, result, op, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Send and receive the pieces that are not empty, as one group."""
@@ -208,15 +201,13 @@ class NCCLTransport(DeviceTransport):
             if alone:
                 self._lock.release()
 
-    def _allreduce_natively(
-        self, send: Any, result: Any, op: ReduceOp, scaling: Scaling, kind: np.dtype[Any]
-    ) -> None:
-        number = _OPS[op]
+    def _allreduce_natively(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
+        kind, number = send.dtype, _OPS[op]
         # NCCL averages by multiplying with 1/size: as exact as the division for powers of 2.
         is_average = op is ReduceOp.SUM and scaling == Scaling(1.0, self.size)
         if is_average and kind.kind == "f" and self.size & (self.size - 1) == 0:
             number, scaling = _AVERAGE, Scaling()
-        source, target = self._cuda.pointer(send), self._cuda.pointer(result)
+        source, target = self._cuda.pointer(as_bytes(send)), self._cuda.pointer(as_bytes(result))
         with self._calling():
             self._communicator.allReduce(
                 source, target, send.size, _TYPES[kind.name], number, self.stream.ptr
@@ -224,21 +215,19 @@ class NCCLTransport(DeviceTransport):
         if not scaling.is_identity:
             self._cuda.reduce(result, result, ReduceOp.SUM, scaling, kind)
 
-    def _allreduce_slices(
-        self, send: Any, result: Any, op: ReduceOp, scaling: Scaling, kind: np.dtype[Any]
-    ) -> None:
+    def _allreduce_slices(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce equal slices, one on each rank, and the remainder on all ranks."""
         step, left = divmod(send.size, self.size)
         if step:
             mine = result[self.rank * step : (self.rank + 1) * step]
-            self.reducescatter(equal_parts(send, self.size), mine, op, scaling, kind)
+            self.reducescatter(equal_parts(send, self.size), mine, op, scaling)
             gathered = [as_bytes(part) for part in equal_parts(result, self.size)]
             self.allgather(as_bytes(mine), gathered)
         if left:
-            rows = self._cuda.empty(self.size * left, send.dtype)
+            rows = self.empty(self.size * left, send.dtype)
             gathered = [as_bytes(row) for row in equal_parts(rows, self.size)]
             self.allgather(as_bytes(send[-left:]), gathered)
-            self._cuda.reduce(rows, result[-left:], op, scaling, kind)
+            self._cuda.reduce(rows, result[-left:], op, scaling, send.dtype)
 
     def _place(self, array: Any) -> tuple[int, int]:
         return self._cuda.pointer(array), int(array.nbytes)

@@ -40,7 +40,6 @@ class HostStaged(DeviceTransport):
     ) -> None:
         stream = None if owner is None else owner.stream
         super().__init__(cuda, control, device, timeout, stream)
-        self._control = control
         self._chunk_bytes = chunk_bytes
         self._owner = owner
         self._buffers = [_PinnedBuffer(cuda.pinned, self._wait) for _ in range(2)]
@@ -67,19 +66,11 @@ class HostStaged(DeviceTransport):
             self._owner.abort(reason)
         super().abort(reason)
 
-    def allreduce(
-        self,
-        send: Any,
-        result: Any,
-        op: ReduceOp,
-        scaling: Scaling,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
+    def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce chunk by chunk, but for Adasum, which looks at the whole array."""
-        kind = dtype or send.dtype
 
         def exchange(chunk: Any) -> None:
-            values = chunk.view(kind)
+            values = chunk.view(send.dtype)
             self._control.allreduce(values, values, op, scaling)
 
         step = max(1, send.nbytes) if op is ReduceOp.ADASUM else self._chunk_bytes
