@@ -1,4 +1,4 @@
-"""What the collectives on one array have in common, wherever it lies."""
+"""The base of collectives on one array, on the host or on a device."""
 
 from __future__ import annotations
 
