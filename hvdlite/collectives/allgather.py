@@ -9,14 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from hvdlite.base.arrays import as_bytes, cut
-from hvdlite.collectives.arrays import (
-    ArrayOperation,
-    device_of,
-    flat,
-    host_or_device_array,
-    signature_of,
-    value_of,
-)
+from hvdlite.collectives.arrays import ArrayOperation, checked_array, flat, signature_of, value_of
 from hvdlite.engine import Handle, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
@@ -63,7 +56,7 @@ def describe_allgather(array: Any, name: str, with_rows: bool = False) -> Allgat
         name: Name of the operation.
         with_rows: Whether the result is `Gathered`.
     """
-    return Allgather(name, host_or_device_array(array), with_rows=with_rows)
+    return Allgather(name, checked_array(array), with_rows=with_rows)
 
 
 class Gathered(NamedTuple):
@@ -107,7 +100,7 @@ class Allgather(ArrayOperation):
         rows, *row = array.shape or (1,)
         self._row = tuple(row)
         entry = "the shape after its first axis", self._row
-        signature = signature_of(label, array.dtype, device_of(array), entry)
+        signature = signature_of(label, array, entry)
         super().__init__(name, signature, array, struct.pack("<q", rows), failure)
         self._with_rows = with_rows
 

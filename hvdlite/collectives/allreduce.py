@@ -24,11 +24,10 @@ from hvdlite.base.reduction import (
 )
 from hvdlite.collectives.arrays import (
     ArrayOperation,
+    checked_array,
     device_of,
     empty_like,
     flat,
-    host_or_device_array,
-    signature_of,
     value_of,
 )
 from hvdlite.compression import (
@@ -138,7 +137,7 @@ def describe_allreduce(
         ValueError: As `allreduce`, for everything that this rank can tell alone.
     """
     op = reduction.choose(average, op)
-    array = host_or_device_array(array, out)
+    array = checked_array(array, out)
     reduction.check(op, array.dtype)
     if prescale != 1.0 or type(prescale) is not float:
         prescale = reduction.check_factor("prescale_factor", prescale, array.dtype)
@@ -189,15 +188,17 @@ def _signature(
     postscale: float,
     compression: str,
 ) -> Signature:
-    return signature_of(
-        "allreduce",
-        dtype,
-        device,
-        ("shape", shape),
-        ("op", op.name.capitalize()),
-        ("prescale_factor", prescale),
-        ("postscale_factor", postscale),
-        ("compression", compression),
+    return Signature(
+        (
+            ("the operation", "allreduce"),
+            ("dtype", dtype.name),
+            ("shape", shape),
+            ("op", op.name.capitalize()),
+            ("prescale_factor", prescale),
+            ("postscale_factor", postscale),
+            ("compression", compression),
+            ("device", device),
+        )
     )
 
 

@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.base.arrays import as_bytes, cut
-from hvdlite.collectives.arrays import (
-    ArrayOperation,
-    device_of,
-    flat,
-    host_or_device_array,
-    signature_of,
-    value_of,
-)
+from hvdlite.collectives.arrays import ArrayOperation, checked_array, flat, signature_of, value_of
 from hvdlite.engine import Engine, Handle, Operation, runtime
 from hvdlite.engine.device import DeviceResult
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
@@ -51,11 +44,8 @@ def alltoall(
             rank is not in the process set.
         HorovodInternalError: The ranks disagree, or communication failed.
     """
-    engine = runtime.engine(process_set)
-    rows, received = engine.run(
-        "alltoall", name, lambda name: describe_alltoall(array, splits, name, engine)
-    )
-    return rows, np.array(received, np.int32)
+    rows, route = run_alltoall(array, splits, name, process_set)
+    return rows, np.array(route.received, np.int32)
 
 
 def alltoall_async(
@@ -119,7 +109,7 @@ def describe_alltoall(
 
     Its result is the received rows and a list of how many came from each rank.
     """
-    array = host_or_device_array(array)
+    array = checked_array(array)
     if not array.shape:
         raise ValueError("alltoall needs an array of rows, found a scalar")
     counts = _checked_splits(splits, array.shape[0], engine.size) if back is None else back.received
@@ -172,7 +162,7 @@ class Alltoall(ArrayOperation):
         expected: Sequence[int] | None = None,
     ) -> None:
         entry = "the shape after its first axis", tuple(array.shape[1:])
-        signature = signature_of("alltoall", array.dtype, device_of(array), entry)
+        signature = signature_of("alltoall", array, entry)
         super().__init__(name, signature, array)
         self.splits = splits
         self._ids = ids

@@ -16,24 +16,31 @@ from hvdlite.transport import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
 
 
-@lru_cache(4096)
-def signature_of(
-    label: str, dtype: np.dtype[Any], device: str, *entries: tuple[str, Hashable]
-) -> Signature:
+def signature_of(label: str, array: Any, *entries: tuple[str, Hashable]) -> Signature:
     """Return the signature of a collective on an array.
 
     Args:
         label: Kind of the operation, in messages.
-        dtype: Of the array.
-        device: What it lies on, see `device_of`.
-        *entries: Further properties that must be equal on all ranks.
+        array: The array, whose dtype and device must be the same on all ranks.
+        *entries: Further properties that must be equal.
     """
-    return Signature(
-        (("the operation", label), ("dtype", dtype.name), *entries, ("device", device))
-    )
+    return _signature(label, array.dtype, device_of(array), entries)
 
 
-def host_or_device_array(array: Any, out: Any = None) -> Any:
+@lru_cache(4096)
+def _signature(
+    label: str, dtype: np.dtype[Any], device: str, entries: tuple[tuple[str, Hashable], ...]
+) -> Signature:
+    first = ("the operation", label), ("dtype", dtype.name)
+    return Signature((*first, *entries, ("device", device)))
+
+
+def device_of(array: Any) -> str:
+    """Return the kind of device whose memory an array lies in, for signatures."""
+    return "cuda" if isinstance(array, DeviceArray) else "cpu"
+
+
+def checked_array(array: Any, out: Any = None) -> Any:
     """Return the array of a call's argument.
 
     Args:
@@ -51,9 +58,9 @@ def host_or_device_array(array: Any, out: Any = None) -> Any:
     return array
 
 
-def device_of(array: Any) -> str:
-    """Return the kind of memory that an array lies in, which must be the same on all ranks."""
-    return "cuda" if isinstance(array, DeviceArray) else "cpu"
+def flat(array: Any) -> Any:
+    """Return the elements of a contiguous array, as transports take them."""
+    return array.flat if isinstance(array, DeviceArray) else array.reshape(-1)
 
 
 def empty_like(array: Any) -> Any:
@@ -61,11 +68,6 @@ def empty_like(array: Any) -> Any:
     if isinstance(array, DeviceArray):
         return array.like(array.shape)
     return np.empty(array.shape, array.dtype)
-
-
-def flat(array: Any) -> Any:
-    """Return the elements of a contiguous array, as transports take them."""
-    return array.flat if isinstance(array, DeviceArray) else array.reshape(-1)
 
 
 def value_of(array: Any) -> Any:

@@ -9,10 +9,9 @@ from typing import Any
 from hvdlite.base.arrays import as_bytes
 from hvdlite.collectives.arrays import (
     ArrayOperation,
-    device_of,
+    checked_array,
     empty_like,
     flat,
-    host_or_device_array,
     signature_of,
     value_of,
 )
@@ -73,7 +72,7 @@ def describe_broadcast(
 ) -> Broadcast:
     """Make the operation that `broadcast` submits to an engine."""
     root = checked_root(engine, root_rank)
-    return Broadcast(name, host_or_device_array(array, out), root, out)
+    return Broadcast(name, checked_array(array, out), root, out)
 
 
 def checked_root(engine: Engine, root_rank: int) -> int:
@@ -116,8 +115,8 @@ class Broadcast(ArrayOperation):
         self._writer = "broadcast", root
         # Allocated before the ranks meet: a failure then concerns this rank alone.
         self._out = empty_like(array) if out is None else out
-        entries = ("shape", tuple(array.shape)), ("root_rank", root)
-        signature = signature_of("broadcast", array.dtype, device_of(array), *entries)
+        entries = ("shape", array.shape), ("root_rank", root)
+        signature = signature_of("broadcast", array, *entries)
         super().__init__(name, signature, array, out=self._out)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:

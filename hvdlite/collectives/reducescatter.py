@@ -12,14 +12,7 @@ from hvdlite.base import reduction
 from hvdlite.base.arrays import cut, slice_bounds
 from hvdlite.base.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
 from hvdlite.collectives.allreduce import out_of_range
-from hvdlite.collectives.arrays import (
-    ArrayOperation,
-    device_of,
-    flat,
-    host_or_device_array,
-    signature_of,
-    value_of,
-)
+from hvdlite.collectives.arrays import ArrayOperation, checked_array, flat, signature_of, value_of
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Handle, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
@@ -92,7 +85,7 @@ def describe_reducescatter(
 ) -> Reducescatter:
     """Make the operation that `reducescatter` submits; arguments and errors as there."""
     op = reduction.choose(None, op)
-    array = host_or_device_array(array)
+    array = checked_array(array)
     if not array.shape:
         raise ValueError("reducescatter needs an array of rows, found a scalar")
     if op is ReduceOp.ADASUM:
@@ -127,8 +120,7 @@ class Reducescatter(ArrayOperation):
     ) -> None:
         signature = signature_of(
             "reducescatter",
-            array.dtype,
-            device_of(array),
+            array,
             ("shape", array.shape),
             ("op", op.name.capitalize()),
             ("prescale_factor", prescale),
