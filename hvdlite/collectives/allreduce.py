@@ -254,6 +254,9 @@ class Allreduce(ArrayOperation):
         self._scales_integers = is_on_host and scales_integers(array.dtype, prescale, postscale)
         is_simple = is_on_host and strategy is None and not self._scales_integers
         self._can_be_fused = is_simple and op is not ReduceOp.ADASUM
+        if self._can_be_fused and prescale == 1.0:
+            self.inline_data = self._send
+        self._value = value_of(self._out)
         self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
 
     def stand_in(self) -> Callable[[], Operation]:
@@ -268,11 +271,6 @@ class Allreduce(ArrayOperation):
         if self.nbytes > LARGEST_FUSED or not self._can_be_fused:
             return None
         return self._send.dtype, self._op, self._factors
-
-    @property
-    def inline_data(self) -> Any:
-        """The flat array, unless it has to be scaled first or needs a reduction of its own."""
-        return self._send if self._can_be_fused and self._factors[0] == 1.0 else None
 
     def protect(self) -> None:
         """Keep a copy of an array that the result is written to."""
@@ -291,6 +289,8 @@ class Allreduce(ArrayOperation):
         """Set the first entry of what is sent; an array that does not get the result stays."""
         if self._result is not self._send:
             self._send = self._send.copy()
+            if self.inline_data is not None:
+                self.inline_data = self._send
         set_first(self._send, value)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
@@ -315,7 +315,7 @@ class Allreduce(ArrayOperation):
         else:
             with timeline.span(self.lane, timeline.EXCHANGE):
                 reduce()
-        return value_of(self._out)
+        return self._value
 
     def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:
         """Reduce the arrays of a group, of which this is the first, in one exchange."""
@@ -325,7 +325,7 @@ class Allreduce(ArrayOperation):
         op, scaling = _split_average(self._op, self._factors[1], transport.size)
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.allreduce_all(sends, results, op, scaling)
-        return [value_of(operation._out) for operation in group]
+        return [operation._value for operation in group]
 
     def _scaled(self, transport: Transport) -> Any:
         """Return the array to reduce, multiplied by the factor that comes before."""
@@ -343,7 +343,7 @@ class Allreduce(ArrayOperation):
         self.sent = bucket.sent
         if self._factors[1] != 1.0:
             transport.scale(result, result, Scaling(self._factors[1]))
-        return value_of(self._out)
+        return self._value
 
     def _reduce_scaled_integers(self, transport: Transport) -> Any:
         """Reduce in float64, so that every rank sees whether a result fits the integer type."""

@@ -175,8 +175,10 @@ def exchange_bucket(
     if weight != 1.0 or counting is not None:
         bucket.copy_zero_copy_parts()
     if weight != 1.0:
-        # Zeros rather than 0 * gradients: the average of no samples is NaN.
-        transport.scale(bucket.send, bucket.result, Scaling(weight))
+        if weight or not isinstance(send, np.ndarray):
+            transport.scale(send, bucket.result, Scaling(weight))
+        else:  # not 0 * gradients: the average of no samples is NaN
+            bucket.result[...] = 0
         bucket = bucket.derive(bucket.result, bucket.result)
     dtype = bucket.send.dtype
     if is_floating(dtype) and dtype.itemsize == 2 and not strategy.is_identity:

@@ -69,6 +69,7 @@ class Operation(ABC):
         memory: The device memory of its arrays; None: they are on the host.
         ready: Events for which the device has to wait before it is executed.
         tensors: Tensors that the device uses in it, once it has been executed.
+        inline_data: A flat array that may travel with the digests; None: there is none.
         handle: Handle that delivers the result; set at the submission.
         stands_in: Whether ranks that have joined can take part in it, see `stand_in`.
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.
@@ -85,6 +86,7 @@ class Operation(ABC):
     memory: DeviceMemory | None = None
     ready: Sequence[Event] = ()
     tensors: Sequence[Any] = ()
+    inline_data: Any = None
     nbytes = 0
     sent = 0
     stands_in = False
@@ -171,11 +173,6 @@ class Operation(ABC):
     @property
     def fusion(self) -> Hashable | None:
         """A key: operations with equal keys may run by `execute_together`; None: alone."""
-        return None
-
-    @property
-    def inline_data(self) -> Any:
-        """A flat array that may travel with the digests; None: the operation has none."""
         return None
 
     def stand_in(self) -> Callable[[], Operation]:

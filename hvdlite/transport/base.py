@@ -159,12 +159,9 @@ class Transport(ABC):
         target[...] = source
 
     def scale(self, source: Any, target: Any, scaling: Scaling) -> None:
-        """Write ``source``, scaled, into ``target``, which may be the same; not collective.
-
-        A factor of 0 gives zeros, whatever the source.
-        """
-        if target is not source or not scaling.factor:
-            target[...] = source if scaling.factor else 0
+        """Write ``source``, scaled, into ``target``, which may be the same; not collective."""
+        if target is not source:
+            target[...] = source
         target[...] = scaling.apply(target)
 
     def convert(self, source: Any, target: Any, scaling: Scaling) -> None:

@@ -184,6 +184,15 @@ class TestAllreduce:
         assert scalar == 2.0
 
     @TWO
+    def test_a_factor_of_0_does_not_hide_a_nan(self):
+        hvd.init()
+        array = np.array([1, np.nan], np.float32)
+        for compression in (hvd.Compression.none, hvd.Compression.fp16):
+            for factors in ({"prescale_factor": 0.0}, {"postscale_factor": 0.0}):
+                found = hvd.allreduce(array, op=hvd.Sum, compression=compression, **factors)
+                np.testing.assert_array_equal(found, [0, np.nan])
+
+    @TWO
     def test_an_out_that_would_lose_the_result_is_refused(self):
         hvd.init()
         array = np.ones((2, 3), np.float32)
