@@ -44,18 +44,6 @@ class HostStaged(DeviceTransport):
         self._owner = owner
         self._buffers = [_PinnedBuffer(cuda.pinned, self._wait) for _ in range(2)]
 
-    @classmethod
-    def connect(
-        cls,
-        cuda: Cuda,
-        control: Transport,
-        device: int,
-        facts: list[dict[str, Any]],
-        timeout: float | None,
-    ) -> HostStaged:
-        """Serve any ranks."""
-        return cls(cuda, control, device, timeout)
-
     def check(self) -> None:
         super().check()
         if self._owner is not None:

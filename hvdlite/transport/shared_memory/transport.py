@@ -90,20 +90,6 @@ class SharedMemoryTransport(Transport):
         self._cross = cross
         self._owners = owners or self.size
 
-    @classmethod
-    def connect(
-        cls,
-        MPI: Any,  # noqa: N803
-        world: World,
-        shared_memory: bool,
-        before: Transport | None = None,
-    ) -> SharedMemoryTransport | None:
-        """Serve the ranks of one node."""
-        if not shared_memory or world.node.size < world.comm.size:
-            return None
-        barrier = join(world, getattr(before, "arena", None))
-        return None if barrier is None else cls(barrier, world.node.rank)
-
     @property
     def arena(self) -> Arena:
         """The memory of the arrays from `empty`."""
