@@ -226,13 +226,12 @@ class DeviceTransport(Transport):
         self._cuda.copy(target, source)
 
     def scale(self, source: Any, target: Any, scaling: Scaling) -> None:
-        """Multiply also by a factor of 0: NaN stays NaN."""
         self._check_entered()
-        self._cuda.reduce(source, target, ReduceOp.SUM, scaling, target.dtype)
+        self._cuda.reduce(source, target, ReduceOp.SUM, scaling)
 
     def convert(self, source: Any, target: Any, scaling: Scaling) -> None:
         self._check_entered()
-        self._cuda.convert(source, target, scaling, source.dtype, target.dtype)
+        self._cuda.convert(source, target, scaling)
 
     def reducescatter(
         self, pieces: Sequence[Any], result: Any, op: ReduceOp, scaling: Scaling
@@ -246,7 +245,7 @@ class DeviceTransport(Transport):
             raise ValueError("Adasum is not defined for pieces of arrays; use allreduce")
         rows = self.empty(self.size * result.size, result.dtype)
         self.alltoall([as_bytes(piece) for piece in pieces], equal_parts(as_bytes(rows), self.size))
-        self._cuda.reduce(rows, result, op, scaling, result.dtype)
+        self._cuda.reduce(rows, result, op, scaling)
 
     def _check_entered(self) -> None:
         """Raise if the work of a call would not be in order with the rest."""

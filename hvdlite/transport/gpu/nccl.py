@@ -99,7 +99,15 @@ class NCCLTransport(DeviceTransport):
         facts: list[dict[str, Any]],
         timeout: float | None,
     ) -> NCCLTransport | str:
-        """Serve ranks with the same version of NCCL, and a device for each."""
+        """Connect ranks with the same version of NCCL, and a device for each; collective.
+
+        Args:
+            cuda, control, device, timeout: as in `DeviceTransport`.
+            facts: what `registry.connect_device` knows of all ranks, by rank.
+
+        Returns:
+            The transport, or on all ranks why it does not suit them.
+        """
         objection = _objection(facts)
         if objection is None:
             communicator, objection = _join(control, device, cuda)
@@ -213,7 +221,7 @@ class NCCLTransport(DeviceTransport):
                 source, target, send.size, _TYPES[kind.name], number, self.stream.ptr
             )
         if not scaling.is_identity:
-            self._cuda.reduce(result, result, ReduceOp.SUM, scaling, kind)
+            self._cuda.reduce(result, result, ReduceOp.SUM, scaling)
 
     def _allreduce_slices(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce equal slices, one on each rank, and the remainder on all ranks."""
@@ -227,7 +235,7 @@ class NCCLTransport(DeviceTransport):
             rows = self.empty(self.size * left, send.dtype)
             gathered = [as_bytes(row) for row in equal_parts(rows, self.size)]
             self.allgather(as_bytes(send[-left:]), gathered)
-            self._cuda.reduce(rows, result[-left:], op, scaling, send.dtype)
+            self._cuda.reduce(rows, result[-left:], op, scaling)
 
     def _place(self, array: Any) -> tuple[int, int]:
         return self._cuda.pointer(array), int(array.nbytes)

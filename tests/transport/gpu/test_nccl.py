@@ -194,7 +194,7 @@ def test_arithmetic_takes_its_place_between_collectives():
 
         def twice():
             rank.transport.allreduce(array, array, Sum, Scaling())
-            rank.transport._cuda.reduce(array, array, Sum, Scaling(10.0), array.dtype)
+            rank.transport._cuda.reduce(array, array, Sum, Scaling(10.0))
             rank.transport.allreduce(array, array, Sum, Scaling())
 
         rank.transport.enqueue(twice).wait(10)
