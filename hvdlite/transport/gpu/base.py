@@ -119,10 +119,9 @@ class DeviceTransport(Transport):
         control: the lane's host transport.
         device: the number of the device.
         timeout: seconds after which work that the host waits for has failed; None: never.
-        stream: the stream to work on; None: one of its own.
 
     Attributes:
-        stream: the stream that it works on; ``ptr`` is its address.
+        stream: its own stream, on which it works; ``ptr`` is its address.
     """
 
     def __init__(
@@ -131,14 +130,13 @@ class DeviceTransport(Transport):
         control: Transport,
         device: int,
         timeout: float | None = None,
-        stream: Any = None,
     ) -> None:
         self.rank, self.size, self.members = control.rank, control.size, control.members
         self.timeout = timeout
         self._cuda = cuda
         self._control = control
         self._device = device
-        self.stream = cuda.stream(device) if stream is None else stream
+        self.stream = cuda.stream(device)
         self._failure: str | None = None
         self._entered: int | None = None
 

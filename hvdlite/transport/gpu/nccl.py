@@ -14,7 +14,7 @@ from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.base import Transport
-from hvdlite.transport.gpu.base import DeviceTransport, Work, equal_parts
+from hvdlite.transport.gpu.base import Work, equal_parts
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.reduce import is_integer_mean
@@ -51,8 +51,8 @@ _ID_BYTES = 128
 _JOIN_SECONDS = 120.0
 
 
-class NCCLTransport(DeviceTransport):
-    """Collectives by NCCL, on a stream of their own.
+class NCCLTransport(HostStaged):
+    """Collectives by NCCL, and through the host what it lacks.
 
     NCCL reduces some types as numpy would: integers of 8, 32 and 64 bits, float32, float64, and
     sums of complex numbers. It would round 16-bit floats after every addition. So these, and all
@@ -88,7 +88,6 @@ class NCCLTransport(DeviceTransport):
         super().__init__(cuda, control, device, timeout)
         self._communicator = communicator
         self._lock = threading.Lock()
-        self._staged = HostStaged(cuda, control, device, timeout, owner=self)
 
     @classmethod
     def connect(
@@ -141,7 +140,7 @@ class NCCLTransport(DeviceTransport):
         if not send.size:
             return
         if op is ReduceOp.ADASUM:
-            self._staged.allreduce(send, result, op, scaling)
+            super().allreduce(send, result, op, scaling)
         elif kind.name in _NATIVE[op] and not is_integer_mean(kind, op, scaling):
             self._allreduce_natively(send, result, op, scaling)
         else:
@@ -195,7 +194,7 @@ class NCCLTransport(DeviceTransport):
             with contextlib.suppress(HorovodInternalError):
                 last.wait(_CLOSE_SECONDS if self.timeout is None else self.timeout)
         if self._failure is None:
-            self._staged.close()
+            super().close()
             self._failure = f"rank {self.members[self.rank]}: the NCCL transport has been closed"
             with self._lock:
                 self._communicator.destroy()
