@@ -339,7 +339,8 @@ class Allreduce(ArrayOperation):
         send, result = self._scaled(transport), self._result
         parameter = Parameter(self.name, self._array.shape, self._array.dtype)
         bucket = Bucket([parameter], Reduction(self._op), None).derive(send, result)
-        exchange_bucket(strategy.choose(parameter), bucket, transport)
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            exchange_bucket(strategy.choose(parameter), bucket, transport)
         self.sent = bucket.sent
         if self._factors[1] != 1.0:
             transport.scale(result, result, Scaling(self._factors[1]))

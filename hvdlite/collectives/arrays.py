@@ -111,6 +111,7 @@ class ArrayOperation(Operation):
         if isinstance(array, DeviceArray):
             memory = self.memory = array.memory
             self._stream = memory.stream()
+            # After the result has been allocated: others may be using its memory until now.
             self.ready = [memory.cuda.record(memory.index, self._stream)]
             self.tensors = [array.tensor] if out is None else [array.tensor, out.tensor]
             self._extents = ()

@@ -95,7 +95,6 @@ class CountingTransport(Transport):
         return self.by_collective.total()
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
-        """Count the digests."""
         self._count_to_all("meet", DIGEST_SIZE * min(len(digests), self.max_digests))
         return self._inner.meet(digests, on_wait, data)
 
@@ -112,41 +111,34 @@ class CountingTransport(Transport):
         self._inner.convert(source, target, scaling)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Count the message, for each other rank."""
         self._count_to_all("gather", len(message))
         return self._inner.gather(message)
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Count slices."""
         self._count_allreduce([send])
         self._inner.allreduce(send, result, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Count slices of all arrays together."""
         self._count_allreduce(sends)
         self._inner.allreduce_all(sends, results, op, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Count the pieces for the others."""
         self._count_pieces("alltoall", pieces)
         self._inner.alltoall(pieces, result)
 
     def reducescatter(
         self, pieces: Sequence[Any], result: Any, op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Count the pieces for the others."""
         self._count_pieces("reducescatter", pieces)
         self._inner.reducescatter(pieces, result, op, scaling)
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
-        """Count the piece, for each other rank."""
         self._count_to_all("allgather", piece.nbytes)
         self._inner.allgather(piece, result)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Count the array, except on the last of the ranks that pass it on."""
         is_last = self.rank == (root - 1) % self.size
         self.by_collective["broadcast"] += 0 if is_last else len(array)
         self._inner.broadcast(array, root)

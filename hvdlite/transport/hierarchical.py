@@ -10,7 +10,6 @@ import numpy as np
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.shared_memory.barrier import Barrier
-from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 from hvdlite.world.world import World
 
@@ -39,11 +38,7 @@ class HierarchicalTransport(MPITransport):
         super().__init__(MPI, world.comm, world.ids, world.create)
         self._node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
         self._nodes = len(ranks)
-
-    @property
-    def arena(self) -> Arena:
-        """The memory of the arrays from `empty`."""
-        return self._node.arena
+        self.arena = barrier.arena
 
     def revoke(self) -> None:
         super().revoke()
