@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
-from hvdlite.base.arrays import as_bytes, cut
-from hvdlite.collectives.arrays import ArrayOperation, checked_array, flat, signature_of, value_of
+from hvdlite.base.arrays import as_bytes
+from hvdlite.collectives.arrays import (
+    ArrayOperation,
+    checked_array,
+    cut_rows,
+    signature_of,
+    value_of,
+)
 from hvdlite.engine import Handle, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
@@ -108,8 +112,6 @@ class Allgather(ArrayOperation):
         """Return the whole, alone or as `Gathered`."""
         rows = [struct.unpack("<q", payload)[0] for payload in payloads]
         whole = self._allocate(transport, (sum(rows), *self._row))
-        row = prod(self._row) * self._array.dtype.itemsize
-        bounds = list(itertools.accumulate((row * count for count in rows), initial=0))
-        transport.allgather(as_bytes(flat(self._array)), cut(as_bytes(flat(whole)), bounds))
+        transport.allgather(as_bytes(self._array.ravel()), cut_rows(whole, rows))
         value = value_of(whole)
         return Gathered(value, rows, transport.rank) if self._with_rows else value

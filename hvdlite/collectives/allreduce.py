@@ -25,10 +25,7 @@ from hvdlite.base.reduction import (
 from hvdlite.collectives.arrays import (
     ArrayOperation,
     checked_array,
-    device_of,
     empty_like,
-    flat,
-    value_of,
 )
 from hvdlite.compression import (
     Bucket,
@@ -40,6 +37,7 @@ from hvdlite.compression import (
     exchange_bucket,
 )
 from hvdlite.engine import Handle, Operation, Signature, runtime
+from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError
 from hvdlite.observe import timeline
@@ -182,7 +180,7 @@ def _strategy(
 def _signature(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
-    device: str,
+    on_device: bool,
     op: ReduceOp,
     prescale: float,
     postscale: float,
@@ -197,7 +195,7 @@ def _signature(
             ("prescale_factor", prescale),
             ("postscale_factor", postscale),
             ("compression", compression),
-            ("device", device),
+            ("device", "cuda" if on_device else "cpu"),
         )
     )
 
@@ -224,7 +222,12 @@ class Allreduce(ArrayOperation):
         strategy: How the array travels; None: as it is.
     """
 
+    stands_in = True
     _kept: Any = None
+    _scales_integers = _can_be_fused = False
+    #: The transport that `_reduce` reduces over.
+    _prepared_for: Transport | None = None
+    _reduce: Callable[[], None]
 
     def __init__(
         self,
@@ -240,24 +243,28 @@ class Allreduce(ArrayOperation):
         # Allocated before the ranks meet: a failure then concerns this rank alone.
         self._out = empty_like(array) if out is None else out
         compression = "none" if strategy is None else strategy.name
+        on_device = isinstance(array, DeviceArray)
         signature = _signature(
-            array.dtype, array.shape, device_of(array), op, prescale, postscale, compression
+            array.dtype, array.shape, on_device, op, prescale, postscale, compression
         )
         super().__init__(name, signature, array, out=self._out)
         self._op = op
         self._factors = prescale, postscale
         self._strategy = strategy
         # Flat; that of an array which is not contiguous is a copy.
-        self._send = flat(array)
-        self._result = self._send if out is array else flat(self._out)
-        self.stands_in = is_on_host = self.memory is None
-        self._scales_integers = is_on_host and scales_integers(array.dtype, prescale, postscale)
-        is_simple = is_on_host and strategy is None and not self._scales_integers
-        self._can_be_fused = is_simple and op is not ReduceOp.ADASUM
-        if self._can_be_fused and prescale == 1.0:
-            self.inline_data = self._send
-        self._value = value_of(self._out)
-        self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
+        self._send = array.ravel()
+        self._result = self._send if out is array else self._out.ravel()
+        if on_device:
+            self.stands_in = False
+            self._value = self._out.tensor
+        else:
+            self._value = self._out
+            if prescale != 1.0 or postscale != 1.0:
+                self._scales_integers = scales_integers(array.dtype, prescale, postscale)
+            is_plain = strategy is None and op is not ReduceOp.ADASUM
+            self._can_be_fused = is_plain and not self._scales_integers
+            if self._can_be_fused and prescale == 1.0:
+                self.inline_data = self._send
 
     def stand_in(self) -> Callable[[], Operation]:
         array, factors = self._array, self._factors
@@ -299,8 +306,7 @@ class Allreduce(ArrayOperation):
         Raises:
             GradientError: On all ranks; factors take an integer out of its type's range.
         """
-        prepared_for, reduce = self._prepared
-        if prepared_for is not transport:
+        if self._prepared_for is not transport:
             if self._strategy is not None:
                 return self._exchange(transport, self._strategy)
             if self._scales_integers:
@@ -308,13 +314,13 @@ class Allreduce(ArrayOperation):
             if self._factors[0] != 1.0:
                 return self.execute_together((), transport)[0]
             op, scaling = _split_average(self._op, self._factors[1], transport.size)
-            reduce = transport.allreduce_init(self._send, self._result, op, scaling)
-            self._prepared = transport, reduce
+            self._reduce = transport.allreduce_init(self._send, self._result, op, scaling)
+            self._prepared_for = transport
         if timeline.current is None:
-            reduce()
+            self._reduce()
         else:
             with timeline.span(self.lane, timeline.EXCHANGE):
-                reduce()
+                self._reduce()
         return self._value
 
     def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.base.arrays import as_bytes, cut
-from hvdlite.collectives.arrays import ArrayOperation, checked_array, flat, signature_of, value_of
+from hvdlite.collectives.arrays import (
+    ArrayOperation,
+    checked_array,
+    cut_rows,
+    signature_of,
+    value_of,
+)
 from hvdlite.engine import Engine, Handle, Operation, runtime
 from hvdlite.engine.device import DeviceResult
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
@@ -181,20 +184,13 @@ class Alltoall(ArrayOperation):
             (received[place],) = struct.unpack_from("<q", payload, 8 * transport.rank)
         expected = received if self._expected is None else self._expected
         result = self._allocate(transport, (sum(expected), *self._array.shape[1:]))
-        row = prod(self._array.shape[1:]) * self._array.dtype.itemsize
-        outgoing = cut(as_bytes(flat(self._array)), _bounds(self.splits, row))
-        incoming = cut(as_bytes(flat(result)), _bounds(expected, row))
+        outgoing, incoming = cut_rows(self._array, self.splits), cut_rows(result, expected)
         for place, part in enumerate(incoming):
             if received[place] < expected[place]:  # the rank that was to send them has died
                 part[...] = 0
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.alltoall(
                 [outgoing[place] for place in self._places],
-                [incoming[place][: received[place] * row] for place in self._places],
+                [incoming[place] for place in self._places],
             )
         return value_of(result), received
-
-
-def _bounds(rows: Sequence[int], row: int) -> list[int]:
-    """Return where each rank's part begins, and the last one ends, in rows of ``row`` bytes."""
-    return list(itertools.accumulate((count * row for count in rows), initial=0))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from hvdlite.base.arrays import as_array, check_out
+from hvdlite.base.arrays import as_array, as_bytes, check_out, cut
 from hvdlite.engine import Operation, Signature
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.memory import Extent, extents_of
@@ -24,7 +26,8 @@ def signature_of(label: str, array: Any, *entries: tuple[str, Hashable]) -> Sign
         array: The array, whose dtype and device must be the same on all ranks.
         *entries: Further properties that must be equal.
     """
-    return _signature(label, array.dtype, device_of(array), entries)
+    device = "cuda" if isinstance(array, DeviceArray) else "cpu"
+    return _signature(label, array.dtype, device, entries)
 
 
 @lru_cache(4096)
@@ -33,11 +36,6 @@ def _signature(
 ) -> Signature:
     first = ("the operation", label), ("dtype", dtype.name)
     return Signature((*first, *entries, ("device", device)))
-
-
-def device_of(array: Any) -> str:
-    """Return the kind of device whose memory an array lies in, for signatures."""
-    return "cuda" if isinstance(array, DeviceArray) else "cpu"
 
 
 def checked_array(array: Any, out: Any = None) -> Any:
@@ -58,16 +56,17 @@ def checked_array(array: Any, out: Any = None) -> Any:
     return array
 
 
-def flat(array: Any) -> Any:
-    """Return the elements of a contiguous array, as transports take them."""
-    return array.flat if isinstance(array, DeviceArray) else array.reshape(-1)
-
-
 def empty_like(array: Any) -> Any:
     """Return an uninitialised array of the same shape and dtype in the same memory."""
     if isinstance(array, DeviceArray):
         return array.like(array.shape)
     return np.empty(array.shape, array.dtype)
+
+
+def cut_rows(array: Any, counts: Sequence[int]) -> list[Any]:
+    """Return the bytes of the first ``counts[0]`` rows, of the next ``counts[1]``, and so on."""
+    row = prod(array.shape[1:]) * array.dtype.itemsize
+    return cut(as_bytes(array.ravel()), [0, *accumulate(row * count for count in counts)])
 
 
 def value_of(array: Any) -> Any:

@@ -11,7 +11,6 @@ from hvdlite.collectives.arrays import (
     ArrayOperation,
     checked_array,
     empty_like,
-    flat,
     signature_of,
     value_of,
 )
@@ -120,8 +119,8 @@ class Broadcast(ArrayOperation):
         super().__init__(name, signature, array, out=self._out)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        out, root = as_bytes(flat(self._out)), transport.members.index(self.root)
+        out, root = as_bytes(self._out.ravel()), transport.members.index(self.root)
         if self._out is not self._array and transport.rank == root:
-            transport.copy(as_bytes(flat(self._array)), out)
+            transport.copy(as_bytes(self._array.ravel()), out)
         transport.broadcast(out, root)
         return value_of(self._out)

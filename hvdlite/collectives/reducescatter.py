@@ -12,7 +12,7 @@ from hvdlite.base import reduction
 from hvdlite.base.arrays import cut, slice_bounds
 from hvdlite.base.reduction import ReduceOp, Scaling, first_beyond, scale_integers, scales_integers
 from hvdlite.collectives.allreduce import out_of_range
-from hvdlite.collectives.arrays import ArrayOperation, checked_array, flat, signature_of, value_of
+from hvdlite.collectives.arrays import ArrayOperation, checked_array, signature_of, value_of
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Handle, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
@@ -147,7 +147,7 @@ class Reducescatter(ArrayOperation):
         own = bounds[transport.rank + 1] - bounds[transport.rank]
         pieces = [bound * prod(row) for bound in bounds]
         result = self._allocate(transport, (own, *row))
-        send, target = flat(array), flat(result)
+        send, target = array.ravel(), result.ravel()
         narrows, divisor = wire_dtype != array.dtype, self._divisor(transport)
         before = Scaling(self._factors[0], divisor if narrows else 1)
         after = Scaling(self._factors[1], 1 if narrows else divisor)

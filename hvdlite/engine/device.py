@@ -76,9 +76,8 @@ class DeviceArray:
     dtype: np.dtype[Any]
     memory: DeviceMemory
 
-    @property
-    def flat(self) -> FlatArray:
-        """Its elements."""
+    def ravel(self) -> FlatArray:
+        """Return its elements, as transports take them."""
         return FlatArray(self.memory.array(self.tensor), self.dtype)
 
     @property
