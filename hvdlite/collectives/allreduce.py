@@ -342,7 +342,13 @@ class Allreduce(ArrayOperation):
 
     def _exchange(self, transport: Transport, strategy: Strategy) -> Any:
         """Reduce by a strategy."""
-        send, result = self._scaled(transport), self._result
+        send, result = self._send, self._result
+        prescale = Scaling(self._factors[0])
+        if result is send and self.memory is None and not prescale.is_identity:
+            # The strategy may refuse the array, which then stays as it is.
+            send = prescale.apply(send.copy())
+        else:
+            send = self._scaled(transport)
         parameter = Parameter(self.name, self._array.shape, self._array.dtype)
         bucket = Bucket([parameter], Reduction(self._op), None).derive(send, result)
         with timeline.span(self.lane, timeline.EXCHANGE):
