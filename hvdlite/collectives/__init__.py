@@ -1,9 +1,9 @@
 """Collectives on numpy arrays, device arrays and objects: one file per family of operations.
 
 A file holds all about its operation: the public calls, the checks and the description
-(``describe_...``), and the classes that carry it out on host and device memory. There is one way
-to submit: ``engine.run(kind, name, describe)``, or ``engine.submit(...)`` for a handle, where
-``describe(name)`` makes the operation. The adapters call the same ``describe_...`` functions.
+(``describe_...``), and the class that carries it out, wherever arrays lie (``arrays.py``). There is
+one way to submit: ``engine.run(kind, name, describe)``, or ``engine.submit(...)`` for a handle,
+where ``describe(name)`` makes the operation. The adapters call the same ``describe_...`` functions.
 """
 
 from __future__ import annotations

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from hvdlite.base.arrays import as_array, as_bytes, flat
-from hvdlite.engine import Handle, Operation, Signature, runtime
-from hvdlite.engine.device import DeviceArray, DeviceOperation
-from hvdlite.engine.memory import Extent, extents_of
+from hvdlite.base.arrays import as_bytes
+from hvdlite.collectives.arrays import (
+    ArrayOperation,
+    checked_array,
+    cut_rows,
+    signature_of,
+    value_of,
+)
+from hvdlite.engine import Handle, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.base import DeviceTransport
 
 
 def allgather(
@@ -52,7 +52,7 @@ def allgather_async(
     )
 
 
-def describe_allgather(array: Any, name: str, with_rows: bool = False) -> Operation:
+def describe_allgather(array: Any, name: str, with_rows: bool = False) -> Allgather:
     """Make the operation that `allgather` submits.
 
     Args:
@@ -60,9 +60,7 @@ def describe_allgather(array: Any, name: str, with_rows: bool = False) -> Operat
         name: Name of the operation.
         with_rows: Whether the result is `Gathered`.
     """
-    if isinstance(array, DeviceArray):
-        return DeviceAllgather(name, array, with_rows)
-    return Allgather(name, np.atleast_1d(as_array(array)), with_rows=with_rows)
+    return Allgather(name, checked_array(array), with_rows=with_rows)
 
 
 class Gathered(NamedTuple):
@@ -84,25 +82,12 @@ class Gathered(NamedTuple):
         return sum(self.rows[: self.own]), self.rows[self.own]
 
 
-def _signature(
-    label: str, dtype: np.dtype[Any], shape: tuple[int, ...], device: str = "cpu"
-) -> Signature:
-    return Signature(
-        (
-            ("the operation", label),
-            ("dtype", dtype.name),
-            ("the shape after its first axis", tuple(shape[1:])),
-            ("device", device),
-        )
-    )
-
-
-class Allgather(Operation):
-    """An allgather of host arrays.
+class Allgather(ArrayOperation):
+    """An allgather.
 
     Args:
         name: Name of the operation.
-        array: Array of at least one axis; all but the first are the same on all ranks.
+        array: Array whose axes but the first are the same on all ranks; a scalar counts as one row.
         label: Kind of the operation, in messages.
         with_rows: Whether the result is `Gathered`.
         failure: Why this rank has no array.
@@ -116,49 +101,17 @@ class Allgather(Operation):
         with_rows: bool = False,
         failure: str | None = None,
     ) -> None:
-        signature = _signature(label, array.dtype, array.shape)
-        super().__init__(name, signature, struct.pack("<q", len(array)), failure)
-        self._array = array
+        rows, *row = array.shape or (1,)
+        self._row = tuple(row)
+        entry = "the shape after its first axis", self._row
+        signature = signature_of(label, array, entry)
+        super().__init__(name, signature, array, struct.pack("<q", rows), failure)
         self._with_rows = with_rows
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
         """Return the whole, alone or as `Gathered`."""
         rows = [struct.unpack("<q", payload)[0] for payload in payloads]
-        shape = self._array.shape[1:]
-        whole = np.empty((sum(rows), *shape), self._array.dtype)
-        pieces = [as_bytes(flat(part)) for part in np.split(whole, np.cumsum(rows)[:-1])]
-        transport.allgather(as_bytes(flat(self._array)), pieces)
-        return Gathered(whole, rows, transport.rank) if self._with_rows else whole
-
-    def extents(self) -> Sequence[Extent]:
-        return extents_of(self, self._array)
-
-
-class DeviceAllgather(DeviceOperation):
-    """An allgather of device arrays; arguments as in `Allgather`, a scalar counts as one row."""
-
-    def __init__(self, name: str, array: DeviceArray, with_rows: bool = False) -> None:
-        rows, *self._row = array.shape or (1,)
-        signature = _signature("allgather", array.dtype, (rows, *self._row), "cuda")
-        super().__init__(name, signature, array.memory, struct.pack("<q", rows))
-        self._array = array
-        self._with_rows = with_rows
-        self._stream = array.memory.stream()
-        self.follow(self._stream)
-
-    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
-        """Allocate the whole, on the stream on which the operation was submitted."""
-        rows = [struct.unpack("<q", payload)[0] for payload in payloads]
-        with self.memory.on(self._stream):
-            self._whole = self._array.like((sum(rows), *self._row))
-        self.follow(self._stream)
-        row = prod(self._row) * self._array.dtype.itemsize
-        self._bounds = list(itertools.accumulate((row * count for count in rows), initial=0))
-        self.tensors = (self._array.tensor, self._whole.tensor)
-        whole = self._whole.tensor
-        self.value = Gathered(whole, rows, rank) if self._with_rows else whole
-
-    def exchange(self, transport: DeviceTransport) -> None:
-        whole = as_bytes(self._whole.flat)
-        pieces = [whole[start:stop] for start, stop in itertools.pairwise(self._bounds)]
-        transport.allgather(as_bytes(self._array.flat), pieces)
+        whole = self._allocate(transport, (sum(rows), *self._row))
+        transport.allgather(as_bytes(self._array.ravel()), cut_rows(whole, rows))
+        value = value_of(whole)
+        return Gathered(value, rows, transport.rank) if self._with_rows else value

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.base import reduction
-from hvdlite.base.arrays import as_array, check_out, set_first
+from hvdlite.base.arrays import set_first
 from hvdlite.base.reduction import (
     ReduceOp,
     Scaling,
@@ -21,6 +21,11 @@ from hvdlite.base.reduction import (
     is_floating,
     scale_integers,
     scales_integers,
+)
+from hvdlite.collectives.arrays import (
+    ArrayOperation,
+    checked_array,
+    empty_like,
 )
 from hvdlite.compression import (
     Bucket,
@@ -32,14 +37,12 @@ from hvdlite.compression import (
     exchange_bucket,
 )
 from hvdlite.engine import Handle, Operation, Signature, runtime
-from hvdlite.engine.device import DeviceArray, DeviceOperation
-from hvdlite.engine.memory import Extent, extents_of
+from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
 from hvdlite.transport.base import LARGEST_FUSED
-from hvdlite.transport.gpu.base import DeviceTransport
 
 
 def allreduce(
@@ -125,18 +128,14 @@ def describe_allreduce(
     compression: Strategy = Compression.none,
     out: Any = None,
     average: bool | None = None,
-) -> Operation:
+) -> Allreduce:
     """Check the arguments of `allreduce`, and return its operation.
 
     Raises:
         ValueError: As `allreduce`, for everything that this rank can tell alone.
     """
     op = reduction.choose(average, op)
-    on_device = isinstance(array, DeviceArray)
-    if not on_device:
-        array = as_array(array)
-        if out is not None:
-            check_out(out, array)
+    array = checked_array(array, out)
     reduction.check(op, array.dtype)
     if prescale != 1.0 or type(prescale) is not float:
         prescale = reduction.check_factor("prescale_factor", prescale, array.dtype)
@@ -145,11 +144,7 @@ def describe_allreduce(
     strategy = None
     if compression is not Compression.none:
         strategy = _strategy(compression, array, name, op, prescale, postscale)
-    if on_device:
-        return DeviceAllreduce(name, array, op, prescale, postscale, out, strategy)
-    if strategy is not None:
-        return CompressedAllreduce(name, array, strategy, Reduction(op), prescale, postscale, out)
-    return Allreduce(name, array, op, prescale, postscale, out)
+    return Allreduce(name, array, op, prescale, postscale, out, strategy)
 
 
 def _strategy(
@@ -185,11 +180,11 @@ def _strategy(
 def _signature(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
+    on_device: bool,
     op: ReduceOp,
     prescale: float,
     postscale: float,
     compression: str,
-    device: str = "cpu",
 ) -> Signature:
     return Signature(
         (
@@ -200,7 +195,7 @@ def _signature(
             ("prescale_factor", prescale),
             ("postscale_factor", postscale),
             ("compression", compression),
-            ("device", device),
+            ("device", "cuda" if on_device else "cpu"),
         )
     )
 
@@ -213,8 +208,8 @@ def _split_average(op: ReduceOp, postscale: float, size: int) -> tuple[ReduceOp,
     return op, Scaling(postscale)
 
 
-class Allreduce(Operation):
-    """An allreduce of a host array.
+class Allreduce(ArrayOperation):
+    """An allreduce.
 
     Args:
         name: Name of the operation.
@@ -224,11 +219,15 @@ class Allreduce(Operation):
         postscale: Factor after it.
         out: Contiguous array of the same shape and dtype for the result, which may be the array
             itself; None allocates one.
+        strategy: How the array travels; None: as it is.
     """
 
     stands_in = True
-    _extents: Sequence[Extent] = ()
     _kept: Any = None
+    _scales_integers = _can_be_fused = False
+    #: The transport that `_reduce` reduces over.
+    _prepared_for: Transport | None = None
+    _reduce: Callable[[], None]
 
     def __init__(
         self,
@@ -238,69 +237,67 @@ class Allreduce(Operation):
         prescale: float = 1.0,
         postscale: float = 1.0,
         out: Any = None,
+        strategy: Strategy | None = None,
     ) -> None:
-        signature = _signature(array.dtype, array.shape, op, prescale, postscale, "none")
-        super().__init__(name, signature)
-        self._op = op
-        self._factors = prescale, postscale
-        self._array = array
         self._given = out
         # Allocated before the ranks meet: a failure then concerns this rank alone.
-        self._out = np.empty(array.shape, array.dtype) if out is None else out
+        self._out = empty_like(array) if out is None else out
+        compression = "none" if strategy is None else strategy.name
+        on_device = isinstance(array, DeviceArray)
+        signature = _signature(
+            array.dtype, array.shape, on_device, op, prescale, postscale, compression
+        )
+        super().__init__(name, signature, array, out=self._out)
+        self._op = op
+        self._factors = prescale, postscale
+        self._strategy = strategy
         # Flat; that of an array which is not contiguous is a copy.
-        self._send = array if array.ndim == 1 else array.reshape(-1)
-        self._result = self._send if out is array else self._out.reshape(-1)
-        self.nbytes = array.nbytes
-        scaled = prescale != 1.0 or postscale != 1.0
-        self._scales_integers = scaled and scales_integers(array.dtype, prescale, postscale)
-        self._prepared: tuple[Transport | None, Callable[[], None]] = None, lambda: None
+        self._send = array.ravel()
+        self._result = self._send if out is array else self._out.ravel()
+        if on_device:
+            self.stands_in = False
+            self._value = self._out.tensor
+        else:
+            self._value = self._out
+            if prescale != 1.0 or postscale != 1.0:
+                self._scales_integers = scales_integers(array.dtype, prescale, postscale)
+            is_plain = strategy is None and op is not ReduceOp.ADASUM
+            self._can_be_fused = is_plain and not self._scales_integers
+            if self._can_be_fused and prescale == 1.0:
+                self.inline_data = self._send
 
     def stand_in(self) -> Callable[[], Operation]:
+        array, factors = self._array, self._factors
         return partial(
-            _allreduce_zeros,
-            self.name,
-            self._array.shape,
-            self._array.dtype,
-            self._op,
-            *self._factors,
+            _allreduce_zeros, self.name, array.shape, array.dtype, self._op, factors, self._strategy
         )
-
-    def extents(self) -> Sequence[Extent]:
-        if not self._extents:
-            self._extents = extents_of(self, self._send, self._given)
-        return self._extents
 
     @property
     def fusion(self) -> Hashable | None:
         """The dtype, reduction and factors of small arrays."""
-        if self.nbytes > LARGEST_FUSED or self._op is ReduceOp.ADASUM or self._scales_integers:
+        if self.nbytes > LARGEST_FUSED or not self._can_be_fused:
             return None
         return self._send.dtype, self._op, self._factors
 
-    @property
-    def inline_data(self) -> Any:
-        """The flat array, unless it has to be scaled first or needs a reduction of its own."""
-        if self._factors[0] != 1.0 or self._op is ReduceOp.ADASUM or self._scales_integers:
-            return None
-        return self._send
-
     def protect(self) -> None:
         """Keep a copy of an array that the result is written to."""
-        if self._result is self._send:
+        if self._result is self._send and self.memory is None:
             self._kept = self._send.copy()
 
     def restore(self) -> None:
-        if self._result is self._send:
+        if self._kept is not None:
             self._send[...] = self._kept
 
     def contribution(self, name: str) -> str:
-        is_meant = name == self.name and self._send.size and is_floating(self._send.dtype)
-        return name if is_meant else ""
+        is_meant = name == self.name and self.memory is None and self._send.size
+        return name if is_meant and is_floating(self._send.dtype) else ""
 
     def corrupt(self, name: str, value: float) -> None:
         """Set the first entry of what is sent; an array that does not get the result stays."""
         if self._result is not self._send:
             self._send = self._send.copy()
+            if self.inline_data is not None:
+                self.inline_data = self._send
         set_first(self._send, value)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
@@ -309,34 +306,57 @@ class Allreduce(Operation):
         Raises:
             GradientError: On all ranks; factors take an integer out of its type's range.
         """
-        if self._scales_integers:
-            return self._reduce_scaled_integers(transport)
-        if self._factors[0] != 1.0:
-            return self.execute_together((), transport)[0]
-        prepared_for, reduce = self._prepared
-        if prepared_for is not transport:
+        if self._prepared_for is not transport:
+            if self._strategy is not None:
+                return self._exchange(transport, self._strategy)
+            if self._scales_integers:
+                return self._reduce_scaled_integers(transport)
+            if self._factors[0] != 1.0:
+                return self.execute_together((), transport)[0]
             op, scaling = _split_average(self._op, self._factors[1], transport.size)
-            reduce = transport.allreduce_init(self._send, self._result, op, scaling)
-            self._prepared = transport, reduce
+            self._reduce = transport.allreduce_init(self._send, self._result, op, scaling)
+            self._prepared_for = transport
         if timeline.current is None:
-            reduce()
+            self._reduce()
         else:
             with timeline.span(self.lane, timeline.EXCHANGE):
-                reduce()
-        return self._out
+                self._reduce()
+        return self._value
 
     def execute_together(self, others: Sequence[Any], transport: Transport) -> list[Any]:
         """Reduce the arrays of a group, of which this is the first, in one exchange."""
         group: list[Allreduce] = [self, *others]
-        if self._factors[0] == 1.0:
-            sends = [operation._send for operation in group]
-        else:
-            sends = [operation._scaled() for operation in group]
+        sends = [operation._scaled(transport) for operation in group]
         results = [operation._result for operation in group]
         op, scaling = _split_average(self._op, self._factors[1], transport.size)
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.allreduce_all(sends, results, op, scaling)
-        return [operation._out for operation in group]
+        return [operation._value for operation in group]
+
+    def _scaled(self, transport: Transport) -> Any:
+        """Return the array to reduce, multiplied by the factor that comes before."""
+        if self._factors[0] == 1.0:
+            return self._send
+        transport.scale(self._send, self._result, Scaling(self._factors[0]))
+        return self._result  # free until the reduction
+
+    def _exchange(self, transport: Transport, strategy: Strategy) -> Any:
+        """Reduce by a strategy."""
+        send, result = self._send, self._result
+        prescale = Scaling(self._factors[0])
+        if result is send and self.memory is None and not prescale.is_identity:
+            # The strategy may refuse the array, which then stays as it is.
+            send = prescale.apply(send.copy())
+        else:
+            send = self._scaled(transport)
+        parameter = Parameter(self.name, self._array.shape, self._array.dtype)
+        bucket = Bucket([parameter], Reduction(self._op), None).derive(send, result)
+        with timeline.span(self.lane, timeline.EXCHANGE):
+            exchange_bucket(strategy.choose(parameter), bucket, transport)
+        self.sent = bucket.sent
+        if self._factors[1] != 1.0:
+            transport.scale(result, result, Scaling(self._factors[1]))
+        return self._value
 
     def _reduce_scaled_integers(self, transport: Transport) -> Any:
         """Reduce in float64, so that every rank sees whether a result fits the integer type."""
@@ -354,23 +374,17 @@ class Allreduce(Operation):
         self._result[...] = scaled
         return self._out
 
-    def _scaled(self) -> Any:
-        """Return the array to reduce, multiplied by the factor that comes before."""
-        if self._result is not self._send:
-            self._result[...] = self._send  # free until the reduction
-        return Scaling(self._factors[0]).apply(self._result)
-
 
 def _allreduce_zeros(
     name: str,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     op: ReduceOp,
-    prescale: float,
-    postscale: float,
+    factors: tuple[float, float],
+    strategy: Strategy | None,
 ) -> Allreduce:
     zeros = np.zeros(shape, dtype)
-    return Allreduce(name, zeros, op, prescale, postscale, out=zeros)
+    return Allreduce(name, zeros, op, *factors, zeros, strategy)
 
 
 def out_of_range(name: str, value: Any, dtype: np.dtype[Any], factors: tuple[float, float]) -> str:
@@ -380,118 +394,3 @@ def out_of_range(name: str, value: Any, dtype: np.dtype[Any], factors: tuple[flo
         f"{name!r} with prescale_factor={factors[0]:g} and postscale_factor={factors[1]:g}: {found}"
         f"beyond the range of {dtype.name}; use smaller factors, or convert the values to a float"
     )
-
-
-class CompressedAllreduce(Operation):
-    """An allreduce of a host array by a strategy; arguments as in `Allreduce`."""
-
-    stands_in = True
-
-    def __init__(
-        self,
-        name: str,
-        array: Any,
-        strategy: Strategy,
-        reduction: Reduction,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        out: Any = None,
-    ) -> None:
-        dtype, shape = array.dtype, array.shape
-        signature = _signature(dtype, shape, reduction.op, prescale, postscale, strategy.name)
-        super().__init__(name, signature)
-        self._array = array
-        self.nbytes = array.nbytes
-        parameter = Parameter(name, shape, dtype)
-        self._strategy = strategy.choose(parameter)
-        self._bucket = Bucket([parameter], reduction)
-        self._prescale = Scaling(prescale)
-        self._postscale = Scaling(postscale)
-        self._out = out
-
-    def stand_in(self) -> Callable[[], Operation]:
-        parameter, reduction = self._bucket.parameters[0], self._bucket.reduction
-        return partial(_compressed_zeros, parameter, self._strategy, reduction)
-
-    def contribution(self, name: str) -> str:
-        return name if name == self.name and self._array.size else ""
-
-    def corrupt(self, name: str, value: float) -> None:
-        """Set the first entry of what is sent; the caller's array stays."""
-        self._array = self._array.copy()
-        set_first(self._array, value)
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        bucket = self._bucket
-        bucket.send_slot(0)[...] = self._array
-        bucket.send[...] = self._prescale.apply(bucket.send)
-        exchange_bucket(self._strategy, bucket, transport)
-        self.sent = bucket.sent
-        result = self._postscale.apply(bucket.result).reshape(self._array.shape)
-        if self._out is None:
-            return result
-        self._out[...] = result
-        return self._out
-
-    def extents(self) -> Sequence[Extent]:
-        return extents_of(self, self._array, self._out)
-
-
-def _compressed_zeros(parameter: Parameter, strategy: Strategy, reduction: Reduction) -> Operation:
-    zeros = np.zeros(parameter.shape, parameter.dtype)
-    return CompressedAllreduce(parameter.name, zeros, strategy, reduction)
-
-
-class DeviceAllreduce(DeviceOperation):
-    """An allreduce of a device array.
-
-    Args:
-        name: Name of the operation.
-        array: Array of this rank; it must not change until the result has been taken.
-        op: One of the six reductions.
-        prescale: Factor before the reduction.
-        postscale: Factor after it.
-        out: Array for the result, which may be the array itself; None allocates one.
-        strategy: Strategy that works on devices; None: elements travel as they are.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        array: DeviceArray,
-        op: ReduceOp,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        out: DeviceArray | None = None,
-        strategy: Strategy | None = None,
-    ) -> None:
-        compression = "none" if strategy is None else strategy.name
-        signature = _signature(
-            array.dtype, array.shape, op, prescale, postscale, compression, "cuda"
-        )
-        super().__init__(name, signature, array.memory)
-        self._array = array
-        self._op = op
-        self._factors = prescale, postscale
-        self._strategy = strategy
-        self._out = array.like(array.shape) if out is None else out
-        self.nbytes = array.nbytes
-        self.tensors = (array.tensor, self._out.tensor)
-        self.value = self._out.tensor
-        # After the result has been allocated: others may be using its memory until now.
-        self.follow(array.memory.stream())
-
-    def exchange(self, transport: DeviceTransport) -> None:
-        prescale, postscale = self._factors
-        dtype, send, out = self._array.dtype, self._array.flat, self._out.flat
-        if prescale != 1.0:
-            transport.scale(send, out, Scaling(prescale), dtype)
-            send = out
-        with timeline.span(self.lane, timeline.EXCHANGE):
-            if self._strategy is None:
-                op, scaling = _split_average(self._op, postscale, transport.size)
-                transport.allreduce(send, out, op, scaling, dtype)
-                return
-            self._strategy.exchange_on_device(send, out, dtype, Reduction(self._op), transport)
-            if postscale != 1.0:
-                transport.scale(out, out, Scaling(postscale), dtype)

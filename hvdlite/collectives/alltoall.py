@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.base.arrays import as_array, as_bytes, cut, flat
-from hvdlite.engine import Engine, Handle, Operation, Signature, runtime
-from hvdlite.engine.device import DeviceArray, DeviceOperation, DeviceResult
-from hvdlite.engine.memory import Extent, extents_of
+from hvdlite.collectives.arrays import (
+    ArrayOperation,
+    checked_array,
+    cut_rows,
+    signature_of,
+    value_of,
+)
+from hvdlite.engine import Engine, Handle, Operation, runtime
+from hvdlite.engine.device import DeviceResult
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.base import DeviceTransport
 
 
 def alltoall(
@@ -45,11 +47,8 @@ def alltoall(
             rank is not in the process set.
         HorovodInternalError: The ranks disagree, or communication failed.
     """
-    engine = runtime.engine(process_set)
-    rows, received = engine.run(
-        "alltoall", name, lambda name: describe_alltoall(array, splits, name, engine)
-    )
-    return rows, np.array(received, np.int32)
+    rows, route = run_alltoall(array, splits, name, process_set)
+    return rows, np.array(route.received, np.int32)
 
 
 def alltoall_async(
@@ -108,19 +107,15 @@ def run_alltoall(
 
 def describe_alltoall(
     array: Any, splits: Any, name: str, engine: Engine, back: Route | None = None
-) -> Alltoall | DeviceAlltoall:
+) -> Alltoall:
     """Make the operation that `alltoall` submits; arguments and errors as in `run_alltoall`.
 
     Its result is the received rows and a list of how many came from each rank.
     """
-    on_device = isinstance(array, DeviceArray)
-    if not on_device:
-        array = as_array(array)
+    array = checked_array(array)
     if not array.shape:
         raise ValueError("alltoall needs an array of rows, found a scalar")
     counts = _checked_splits(splits, array.shape[0], engine.size) if back is None else back.received
-    if on_device:
-        return DeviceAlltoall(name, array, counts)
     ids, sent = (engine.world.ids, None) if back is None else back[:2]
     alltoall = Alltoall(name, array, counts, ids, sent)
     alltoall.go_on(engine.world.ids)
@@ -150,34 +145,8 @@ def _checked_splits(splits: Any, rows: int, size: int) -> list[int]:
     return counts
 
 
-def _signature(dtype: np.dtype[Any], shape: tuple[int, ...], device: str = "cpu") -> Signature:
-    return Signature(
-        (
-            ("the operation", "alltoall"),
-            ("dtype", dtype.name),
-            ("the shape after its first axis", tuple(shape[1:])),
-            ("device", device),
-        )
-    )
-
-
-def _packed(splits: Sequence[int]) -> bytes:
-    """Encode a rank's splits as the payload of its operation."""
-    return struct.pack(f"<{len(splits)}q", *splits)
-
-
-def _received_rows(payloads: Sequence[bytes], rank: int) -> list[int]:
-    """Return how many rows a rank gets from each, by the payloads of all."""
-    return [struct.unpack_from("<q", payload, 8 * rank)[0] for payload in payloads]
-
-
-def _bounds(rows: Sequence[int], row: int) -> list[int]:
-    """Return where each rank's part begins, and the last one ends, in rows of ``row`` bytes."""
-    return list(itertools.accumulate((count * row for count in rows), initial=0))
-
-
-class Alltoall(Operation):
-    """An alltoall of host arrays.
+class Alltoall(ArrayOperation):
+    """An alltoall.
 
     Args:
         name: Name of the operation.
@@ -195,68 +164,33 @@ class Alltoall(Operation):
         ids: Sequence[int],
         expected: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(name, _signature(array.dtype, array.shape))
-        self._array = array
+        entry = "the shape after its first axis", tuple(array.shape[1:])
+        signature = signature_of("alltoall", array, entry)
+        super().__init__(name, signature, array)
         self.splits = splits
         self._ids = ids
         self._expected = expected
-        self.nbytes = array.nbytes
 
     def go_on(self, members: Sequence[int]) -> None:
         """Send rows to the ranks that are left, and expect rows of them, alone."""
         self._places = [self._ids.index(member) for member in members]
-        self.payload = _packed([self.splits[place] for place in self._places])
+        counts = [self.splits[place] for place in self._places]
+        self.payload = struct.pack(f"<{len(counts)}q", *counts)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> tuple[Any, list[int]]:
         """Return the received rows, in the order of the places, and how many came from each."""
         received = [0] * len(self.splits)
-        for place, count in zip(
-            self._places, _received_rows(payloads, transport.rank), strict=True
-        ):
-            received[place] = count
+        for place, payload in zip(self._places, payloads, strict=True):
+            (received[place],) = struct.unpack_from("<q", payload, 8 * transport.rank)
         expected = received if self._expected is None else self._expected
-        shape = self._array.shape[1:]
-        make = np.empty if self._expected is None else np.zeros  # some rows may not come
-        result = make((sum(expected), *shape), self._array.dtype)
-        row = prod(shape) * self._array.itemsize
-        outgoing = cut(as_bytes(flat(self._array)), _bounds(self.splits, row))
-        incoming = cut(as_bytes(flat(result)), _bounds(expected, row))
+        result = self._allocate(transport, (sum(expected), *self._array.shape[1:]))
+        outgoing, incoming = cut_rows(self._array, self.splits), cut_rows(result, expected)
+        for place, part in enumerate(incoming):
+            if received[place] < expected[place]:  # the rank that was to send them has died
+                part[...] = 0
         with timeline.span(self.lane, timeline.EXCHANGE):
             transport.alltoall(
                 [outgoing[place] for place in self._places],
-                [incoming[place][: received[place] * row] for place in self._places],
+                [incoming[place] for place in self._places],
             )
-        return result, received
-
-    def extents(self) -> Sequence[Extent]:
-        return extents_of(self, self._array)
-
-
-class DeviceAlltoall(DeviceOperation):
-    """An alltoall of device arrays; arguments as in `Alltoall`. No rank dies: the job would end."""
-
-    def __init__(self, name: str, array: DeviceArray, splits: Sequence[int]) -> None:
-        signature = _signature(array.dtype, array.shape, "cuda")
-        super().__init__(name, signature, array.memory, _packed(splits))
-        self._array = array
-        self.splits = splits
-        self._stream = array.memory.stream()
-        self.nbytes = array.nbytes
-        self.follow(self._stream)
-
-    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
-        """Allocate the result, on the stream on which the operation was submitted."""
-        self._received = _received_rows(payloads, rank)
-        with self.memory.on(self._stream):
-            self._result = self._array.like((sum(self._received), *self._array.shape[1:]))
-        self.follow(self._stream)
-        self.tensors = (self._array.tensor, self._result.tensor)
-        self.value = self._result.tensor, self._received
-
-    def exchange(self, transport: DeviceTransport) -> None:
-        row = prod(self._array.shape[1:]) * self._array.dtype.itemsize
-        with timeline.span(self.lane, timeline.EXCHANGE):
-            transport.alltoall(
-                cut(as_bytes(self._array.flat), _bounds(self.splits, row)),
-                cut(as_bytes(self._result.flat), _bounds(self._received, row)),
-            )
+        return value_of(result), received

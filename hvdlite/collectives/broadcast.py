@@ -6,15 +6,17 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from hvdlite.base.arrays import as_array, as_bytes, check_out
-from hvdlite.engine import Engine, Handle, Operation, Signature, runtime
-from hvdlite.engine.device import DeviceArray, DeviceOperation
-from hvdlite.engine.memory import Extent, extents_of
+from hvdlite.base.arrays import as_bytes
+from hvdlite.collectives.arrays import (
+    ArrayOperation,
+    checked_array,
+    empty_like,
+    signature_of,
+    value_of,
+)
+from hvdlite.engine import Engine, Handle, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.world import world
 
 
@@ -66,15 +68,10 @@ def broadcast_async(
 
 def describe_broadcast(
     engine: Engine, array: Any, name: str, root_rank: int, out: Any = None
-) -> Operation:
+) -> Broadcast:
     """Make the operation that `broadcast` submits to an engine."""
     root = checked_root(engine, root_rank)
-    if isinstance(array, DeviceArray):
-        return DeviceBroadcast(name, array, root, out)
-    array = as_array(array)
-    if out is not None:
-        check_out(out, array)
-    return Broadcast(name, array, root, out)
+    return Broadcast(name, checked_array(array, out), root, out)
 
 
 def checked_root(engine: Engine, root_rank: int) -> int:
@@ -99,22 +96,8 @@ def checked_root(engine: Engine, root_rank: int) -> int:
     raise ValueError(f"root_rank={root} is not a rank that takes part; {found}")
 
 
-def _signature(
-    dtype: np.dtype[Any], shape: tuple[int, ...], root: int, device: str = "cpu"
-) -> Signature:
-    return Signature(
-        (
-            ("the operation", "broadcast"),
-            ("dtype", dtype.name),
-            ("shape", tuple(shape)),
-            ("root_rank", root),
-            ("device", device),
-        )
-    )
-
-
-class Broadcast(Operation):
-    """A broadcast of a host array.
+class Broadcast(ArrayOperation):
+    """A broadcast.
 
     Args:
         name: Name of the operation.
@@ -125,42 +108,19 @@ class Broadcast(Operation):
     """
 
     def __init__(self, name: str, array: Any, root: int, out: Any = None) -> None:
-        super().__init__(name, _signature(array.dtype, array.shape, root))
-        self._array = array
         self.root = root
+        self._given = out
         # Broadcasts from one root may write to the same memory: a model has tied weights twice.
         self._writer = "broadcast", root
-        self._given = out
         # Allocated before the ranks meet: a failure then concerns this rank alone.
-        self._out = np.empty(array.shape, array.dtype) if out is None else out
+        self._out = empty_like(array) if out is None else out
+        entries = ("shape", array.shape), ("root_rank", root)
+        signature = signature_of("broadcast", array, *entries)
+        super().__init__(name, signature, array, out=self._out)
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        root = transport.members.index(self.root)
+        out, root = as_bytes(self._out.ravel()), transport.members.index(self.root)
         if self._out is not self._array and transport.rank == root:
-            self._out[...] = self._array
-        transport.broadcast(as_bytes(self._out.reshape(-1)), root)
-        return self._out
-
-    def extents(self) -> Sequence[Extent]:
-        return extents_of(self._writer, self._array, self._given)
-
-
-class DeviceBroadcast(DeviceOperation):
-    """A broadcast of a device array; arguments as in `Broadcast`."""
-
-    def __init__(
-        self, name: str, array: DeviceArray, root: int, out: DeviceArray | None = None
-    ) -> None:
-        super().__init__(name, _signature(array.dtype, array.shape, root, "cuda"), array.memory)
-        self._array = array
-        self.root = root
-        self._out = array.like(array.shape) if out is None else out
-        self.tensors = (array.tensor, self._out.tensor)
-        self.value = self._out.tensor
-        self.follow(array.memory.stream())
-
-    def exchange(self, transport: DeviceTransport) -> None:
-        out, root = as_bytes(self._out.flat), transport.members.index(self.root)
-        if self._out is not self._array and transport.rank == root:
-            transport.copy(as_bytes(self._array.flat), out)
+            transport.copy(as_bytes(self._array.ravel()), out)
         transport.broadcast(out, root)
+        return value_of(self._out)

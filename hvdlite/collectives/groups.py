@@ -13,12 +13,10 @@ from hvdlite.collectives.allreduce import describe_allreduce
 from hvdlite.collectives.reducescatter import describe_reducescatter
 from hvdlite.compression import Compression, Strategy
 from hvdlite.engine import Handle, Operation, Signature, runtime
-from hvdlite.engine.device import DeviceMemory, DeviceOperation
 from hvdlite.engine.fusion import fuse
 from hvdlite.engine.memory import Extent
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.base import DeviceTransport
 
 
 def grouped_allreduce(
@@ -164,7 +162,7 @@ def _submit(
 
 def describe_group(
     label: str, name: str, items: Iterable[Any], describe: Callable[[Any, str], Operation]
-) -> Operation:
+) -> Group:
     """Make one operation of several.
 
     Args:
@@ -176,24 +174,18 @@ def describe_group(
     Raises:
         ValueError: There is no item, the members are on several devices, or as ``describe``.
     """
-    operations: list[Any] = [
-        describe(item, f"{name}.{number}") for number, item in enumerate(items)
-    ]
+    operations = [describe(item, f"{name}.{number}") for number, item in enumerate(items)]
     if not operations:
         raise ValueError(f"a {label} needs one array at least; found none")
-    memories = {id(operation.memory): operation.memory for operation in operations}
-    if len(memories) > 1:
+    if len({id(operation.memory) for operation in operations}) > 1:
         raise ValueError(
             f"the arrays of a {label} must lie on one device; found several, or the host besides"
         )
-    (memory,) = memories.values()
-    if memory is None:
-        return Group(name, label, operations)
-    return DeviceGroup(name, label, operations, memory)
+    return Group(name, label, operations)
 
 
 class Group(Operation):
-    """Operations of one family on host arrays, which begin and end together.
+    """Operations of one family, which begin and end together.
 
     None of them begins before every rank has submitted all, and if one is refused, all are.
 
@@ -210,6 +202,13 @@ class Group(Operation):
         self._operations = list(operations)
         self.nbytes = sum(operation.nbytes for operation in operations)
         self.stands_in = all(operation.stands_in for operation in operations)
+        self.memory = operations[0].memory
+        self.ready = [event for operation in operations for event in operation.ready]
+
+    @property
+    def tensors(self) -> Sequence[Any]:  # type: ignore[override]
+        """The tensors of all operations."""
+        return [tensor for operation in self._operations for tensor in operation.tensors]
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[Any]:
         """Run all, fused where that is possible, and return their results."""
@@ -237,32 +236,6 @@ class Group(Operation):
 
 def _group_of(name: str, label: str, makers: Sequence[Callable[[], Operation]]) -> Group:
     return Group(name, label, [make() for make in makers])
-
-
-class DeviceGroup(DeviceOperation):
-    """Operations of one family on arrays of one device; arguments as in `Group`."""
-
-    def __init__(
-        self, name: str, label: str, operations: Sequence[DeviceOperation], memory: DeviceMemory
-    ) -> None:
-        super().__init__(name, _signature(label, operations), memory, _payload(operations))
-        self._operations = list(operations)
-        self.nbytes = sum(operation.nbytes for operation in operations)
-
-    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
-        known = _split(payloads, self._operations)
-        for operation in self._operations:
-            operation.lane = self.lane
-            operation.prepare(known[id(operation)], rank)
-        self.ready = [event for operation in self._operations for event in operation.ready]
-        self.tensors = tuple(
-            tensor for operation in self._operations for tensor in operation.tensors
-        )
-        self.value = [operation.value for operation in self._operations]
-
-    def exchange(self, transport: DeviceTransport) -> None:
-        for operation in self._operations:
-            operation.exchange(transport)
 
 
 def _signature(label: str, operations: Sequence[Operation]) -> Signature:

@@ -99,10 +99,6 @@ def _pickled(obj: Any) -> tuple[bytes, str | None]:
         return b"", f"the {type(obj).__name__} cannot be pickled: {error}"
 
 
-def _signature(root: int) -> Signature:
-    return Signature((("the operation", "broadcast of an object"), ("root_rank", root)))
-
-
 class BroadcastBytes(Operation):
     """A broadcast of bytes, whose number only the root knows.
 
@@ -113,19 +109,9 @@ class BroadcastBytes(Operation):
         failure: Why the root has none.
     """
 
-    def __init__(
-        self,
-        name: str,
-        content: bytes,
-        root: int,
-        failure: str | None = None,
-    ) -> None:
-        super().__init__(
-            name,
-            _signature(root),
-            payload=struct.pack("<q", len(content)),
-            failure=failure,
-        )
+    def __init__(self, name: str, content: bytes, root: int, failure: str | None = None) -> None:
+        entries = ("the operation", "broadcast of an object"), ("root_rank", root)
+        super().__init__(name, Signature(entries), struct.pack("<q", len(content)), failure)
         self._content = content
         self.root = root
 

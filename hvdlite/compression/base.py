@@ -10,10 +10,9 @@ import numpy as np
 
 from hvdlite.base import float16
 from hvdlite.base.reduction import ReduceOp, Scaling, is_floating
-from hvdlite.compression.bucket import Bucket, Parameter, Reduction
+from hvdlite.compression.bucket import Bucket, Parameter
 from hvdlite.transport import Transport
 from hvdlite.transport.counting import CountingTransport, allreduce_bytes, count_exchange
-from hvdlite.transport.gpu.base import DeviceTransport
 
 
 class Strategy(ABC):
@@ -72,30 +71,12 @@ class Strategy(ABC):
         ``unsent`` plus the result. If it raises, it has changed nothing except the result, which
         is then meaningless.
 
-        Arrays are float32 or float64; `exchange_bucket` converts 16-bit floats.
+        Arrays are float32 or float64; `exchange_bucket` converts 16-bit floats. A strategy that is
+        ``on_device`` gets `FlatArray`, too, of any floats, and leaves arithmetic to the transport.
 
         Raises:
             GradientError: on all ranks; a gradient cannot be exchanged by this strategy.
         """
-
-    def exchange_on_device(
-        self,
-        send: Any,
-        result: Any,
-        dtype: np.dtype[Any],
-        reduction: Reduction,
-        transport: DeviceTransport,
-    ) -> None:
-        """Do the work of `exchange` on device arrays, if the strategy is ``on_device``.
-
-        Args:
-            send: all elements, flat; bfloat16 as uint16. It is left unchanged.
-            result: receives the reduction, in the same form.
-            dtype: of the elements.
-            reduction: sum or average; Adasum needs buckets on the host.
-            transport: runs the collectives; this method is called inside its ``enqueue``.
-        """
-        raise NotImplementedError(f"{self!r} does not work on device arrays")
 
     def __repr__(self) -> str:
         """Return the constructor's call, without arguments that have their default values."""
@@ -142,26 +123,11 @@ class Dense(Strategy):
         before, after = bucket.reduction.scalings(send.dtype, transport.size)
         if not before.is_identity:
             bucket.copy_zero_copy_parts()
-            bucket.result[...] = bucket.send
-            bucket.result[...] = before.apply(bucket.result)
+            transport.scale(send, bucket.result, before)
             send = bucket.result
         bucket.reduce(transport, send, bucket.result, after)
         if bucket.unsent is not None:
             bucket.unsent[...] = 0
-
-    def exchange_on_device(
-        self,
-        send: Any,
-        result: Any,
-        dtype: np.dtype[Any],
-        reduction: Reduction,
-        transport: DeviceTransport,
-    ) -> None:
-        before, after = reduction.scalings(dtype, transport.size)
-        if not before.is_identity:
-            transport.scale(send, result, before, dtype)
-            send = result
-        transport.allreduce(send, result, ReduceOp.SUM, after, dtype)
 
     def __repr__(self) -> str:
         return "Compression.none"
@@ -209,9 +175,10 @@ def exchange_bucket(
     if weight != 1.0 or counting is not None:
         bucket.copy_zero_copy_parts()
     if weight != 1.0:
-        # Zeros rather than 0 * gradients: the average of no samples is NaN.
-        bucket.result[...] = bucket.send if weight else 0
-        bucket.result[...] = Scaling(weight).apply(bucket.result)
+        if weight or not isinstance(send, np.ndarray):
+            transport.scale(send, bucket.result, Scaling(weight))
+        else:  # not 0 * gradients: the average of no samples is NaN
+            bucket.result[...] = 0
         bucket = bucket.derive(bucket.result, bucket.result)
     dtype = bucket.send.dtype
     if is_floating(dtype) and dtype.itemsize == 2 and not strategy.is_identity:

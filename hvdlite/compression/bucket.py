@@ -96,7 +96,8 @@ class Bucket:
     Args:
         parameters: in their order within the arrays.
         reduction: to be computed by the exchange.
-        empty: makes a flat array of a given size and dtype.
+        empty: makes a flat array of a given size and dtype; None: there are no arrays before
+            `derive`.
         state: what strategies remember of the parameters; None: nothing yet.
 
     Attributes:
@@ -119,7 +120,7 @@ class Bucket:
         self,
         parameters: Sequence[Parameter],
         reduction: Reduction,
-        empty: Callable[[int, np.dtype[Any]], Any] = np.empty,
+        empty: Callable[[int, np.dtype[Any]], Any] | None = np.empty,
         state: StrategyState | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
@@ -132,12 +133,16 @@ class Bucket:
         self.zero_copy: dict[int, Any] = {}
         self.unsent: Any = None
         self.sent = 0
-        self.send: Any = empty(self.bounds[-1], parameters[0].dtype)
-        self.allocate_result()
+        self.send: Any = None
+        self.result: Any = None
+        if empty is not None:
+            self.send = empty(self.bounds[-1], parameters[0].dtype)
+            self.allocate_result()
 
     def allocate_result(self) -> None:
         """Allocate a new result array; its users may keep the old one."""
-        self.result: Any = None  # so that its memory can be reused
+        assert self._empty is not None
+        self.result = None  # so that its memory can be reused
         self.result = self._empty(self.bounds[-1], self.parameters[0].dtype)
 
     def copy_zero_copy_parts(self) -> None:

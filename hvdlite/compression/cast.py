@@ -11,13 +11,13 @@ import numpy as np
 
 from hvdlite.base import float16
 from hvdlite.base.arguments import check_choice
+from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling, is_floating
 from hvdlite.compression.base import DENSE, Strategy
-from hvdlite.compression.bucket import Bucket, Parameter, Reduction
+from hvdlite.compression.bucket import Bucket, Parameter
 from hvdlite.compression.codec import Codec, add_by_slices, greatest_magnitude
 from hvdlite.compression.custom import cast
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.base import DeviceTransport
 
 _log = logging.getLogger("hvdlite")
 # Larger scales, and their reciprocals, are out of the range of float32.
@@ -110,26 +110,12 @@ class Cast(Strategy):
             return
         scaling = replace(bucket.reduction.combined(transport.size), factor=factor)
         rounded = transport.empty(bucket.send.size, self.dtype)
-        _Rounding(self, scaling, bucket).encode(bucket.send, rounded.view(np.uint8))
+        if self.scale is None:
+            transport.convert(bucket.send, rounded, scaling)
+        else:
+            _Rounding(self, scaling, bucket).encode(bucket.send, as_bytes(rounded))
         bucket.reduce(transport, rounded, rounded, Scaling())
-        float16.widen(rounded, bucket.result)
-        Scaling(1.0 / factor).apply(bucket.result)
-
-    def exchange_on_device(
-        self,
-        send: Any,
-        result: Any,
-        dtype: np.dtype[Any],
-        reduction: Reduction,
-        transport: DeviceTransport,
-    ) -> None:
-        if not self._narrows(dtype):
-            DENSE.exchange_on_device(send, result, dtype, reduction, transport)
-            return
-        rounded = transport.empty(send.size, self.dtype)
-        transport.convert(send, rounded, reduction.combined(transport.size), dtype, self.dtype)
-        transport.allreduce(rounded, rounded, ReduceOp.SUM, Scaling(), self.dtype)
-        transport.convert(rounded, result, Scaling(), self.dtype, dtype)
+        transport.convert(rounded, bucket.result, Scaling(1.0 / factor))
 
     def _narrows(self, dtype: np.dtype[Any]) -> bool:
         return is_floating(dtype) and dtype.itemsize > self.dtype.itemsize

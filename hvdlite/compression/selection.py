@@ -107,22 +107,21 @@ def _merge(chosen: Any, tied: Any) -> Any:
 
 def _above(values: Any, limit: Any) -> Any:
     """Return the indices of all magnitudes above a limit."""
-    dtype = index_dtype(values.size)
-    found = [np.empty(0, dtype)]
-    for piece in float16.pieces(values.size):
-        here = np.flatnonzero(_magnitudes(values[piece]) > limit)
-        found.append(np.add(here, piece.start, dtype=dtype, casting="unsafe"))
-    return np.concatenate(found)
+    return _search(values, np.greater, limit, values.size)
 
 
 def _equal(values: Any, limit: Any, most: int) -> Any:
     """Return the indices of the first ``most`` magnitudes that equal the limit."""
+    return _search(values, np.equal, limit, most)
+
+
+def _search(values: Any, compare: np.ufunc, limit: Any, most: int) -> Any:
     dtype = index_dtype(values.size)
     found = [np.empty(0, dtype)]
     for piece in float16.pieces(values.size):
         if most <= 0:
             break
-        here = np.flatnonzero(_magnitudes(values[piece]) == limit)[:most]
+        here = np.flatnonzero(compare(_magnitudes(values[piece]), limit))[:most]
         found.append(np.add(here, piece.start, dtype=dtype, casting="unsafe"))
         most -= here.size
     return np.concatenate(found)

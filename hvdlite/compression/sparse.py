@@ -24,6 +24,7 @@ from hvdlite.base.arguments import (
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression.base import Strategy
 from hvdlite.compression.bucket import Bucket
+from hvdlite.compression.codec import greatest_magnitude
 from hvdlite.compression.messages import agree, find_not_finite, gather_messages
 from hvdlite.compression.selection import at_least, greatest, index_dtype
 from hvdlite.engine.agreement import ranks_text
@@ -159,11 +160,7 @@ class RandomK(Strategy):
     def __post_init__(self) -> None:
         check_ratio("ratio", self.ratio)
         check_count("seed", self.seed, 0)
-
-    @property
-    def tells_unsent(self) -> bool:  # type: ignore[override]
-        """Return False if it sends more than there was."""
-        return not self.unbiased
+        object.__setattr__(self, "tells_unsent", not self.unbiased)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Draw entries and reduce them."""
@@ -433,11 +430,11 @@ def _present(bucket: Bucket) -> list[slice]:
 
 def _norm(values: Any) -> float:
     """Return the Euclidean norm, also if squares are out of range."""
-    greatest = float(max(values.max(initial=0), -values.min(initial=0)))
-    if not 0 < greatest < np.inf:
-        return greatest
+    unit = float(greatest_magnitude(values))
+    if not 0 < unit < np.inf:
+        return unit
     squares = (
-        np.add.reduce(np.square(values[piece] / greatest), dtype=np.float64)
+        np.add.reduce(np.square(values[piece] / unit), dtype=np.float64)
         for piece in float16.pieces(values.size)
     )
-    return greatest * math.sqrt(sum(squares))
+    return unit * math.sqrt(sum(squares))

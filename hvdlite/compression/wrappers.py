@@ -35,11 +35,9 @@ class Wrapper(Strategy):
                 f"{kind}({found}): {found} is no strategy; give one with its settings, as in "
                 f"{kind}(hvd.Compression.TopK(0.01), ...)"
             )
-
-    @property
-    def ops(self) -> tuple[ReduceOp, ...]:  # type: ignore[override]
-        """Return those of the inner strategy, without Adasum, which is not linear."""
-        return tuple(op for op in self.inner.ops if op is not ReduceOp.ADASUM)
+        # Adasum is not linear.
+        ops = tuple(op for op in self.inner.ops if op is not ReduceOp.ADASUM)
+        object.__setattr__(self, "ops", ops)
 
     def choose(self, parameter: Parameter) -> Strategy:
         """Wrap the strategy that the inner one chooses, unless that loses nothing."""
@@ -129,11 +127,7 @@ class WarmUp(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("steps", self.steps, 0)
-
-    @property
-    def tells_unsent(self) -> bool:  # type: ignore[override]
-        """Return whether the inner strategy does."""
-        return self.inner.tells_unsent
+        object.__setattr__(self, "tells_unsent", self.inner.tells_unsent)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
         """Exchange without the inner strategy or with it, depending on the step."""
@@ -169,29 +163,15 @@ class ByParameter(Strategy):
     among: Sequence[Strategy]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "among", tuple(self.among))
-        if not self.among:
+        among = tuple(self.among)
+        if not among:
             raise ValueError("among is empty; list the strategies that the rule may return")
-
-    @property
-    def ops(self) -> tuple[ReduceOp, ...]:  # type: ignore[override]
-        """Return the reductions that all of them compute."""
-        return tuple(op for op in ReduceOp if all(op in each.ops for each in self.among))
-
-    @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        """Return whether any of them is."""
-        return any(each.stateful for each in self.among)
-
-    @property
-    def tells_unsent(self) -> bool:  # type: ignore[override]
-        """Return whether all of them do."""
-        return all(each.tells_unsent for each in self.among)
-
-    @property
-    def takes_weights(self) -> bool:  # type: ignore[override]
-        """Return whether all of them do."""
-        return all(each.takes_weights for each in self.among)
+        object.__setattr__(self, "among", among)
+        ops = tuple(op for op in ReduceOp if all(op in each.ops for each in among))
+        object.__setattr__(self, "ops", ops)
+        object.__setattr__(self, "stateful", any(each.stateful for each in among))
+        object.__setattr__(self, "tells_unsent", all(each.tells_unsent for each in among))
+        object.__setattr__(self, "takes_weights", all(each.takes_weights for each in among))
 
     def choose(self, parameter: Parameter) -> Strategy:
         """Return the strategy that the rule chooses.

@@ -1,11 +1,10 @@
-"""Operations on device arrays, and the part of a lane that runs them."""
+"""Device arrays, and the part of a lane that runs operations on them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,12 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdlite.base.settings import Settings
-from hvdlite.engine.operation import Operation, Signature
+from hvdlite.engine.operation import Operation
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.base import DeviceTransport, Work
-from hvdlite.transport.gpu.cuda import Cuda, Event
+from hvdlite.transport.gpu.base import DeviceTransport, FlatArray, Work
+from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.registry import connect_device
 
 # A few steps of a large model; the host does not run further ahead.
@@ -77,10 +76,9 @@ class DeviceArray:
     dtype: np.dtype[Any]
     memory: DeviceMemory
 
-    @property
-    def flat(self) -> Any:
-        """Its elements as a flat device array."""
-        return self.memory.array(self.tensor)
+    def ravel(self) -> FlatArray:
+        """Return its elements, as transports take them."""
+        return FlatArray(self.memory.array(self.tensor), self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -143,52 +141,10 @@ class DeviceResult:
         return self._work.done()
 
 
-class DeviceOperation(Operation):
-    """A collective on device arrays.
-
-    Args:
-        name, signature, payload: As in `Operation`.
-        memory: The memory of the arrays.
-
-    Attributes:
-        executor: Executor of the lane that it was submitted to.
-        ready: Events for which the device has to wait before.
-        tensors: Tensors that the collective uses.
-        value: The result, once `exchange` has been called.
-    """
-
-    memory: DeviceMemory
-    executor: DeviceExecutor
-
-    def __init__(
-        self, name: str, signature: Signature, memory: DeviceMemory, payload: bytes = b""
-    ) -> None:
-        super().__init__(name, signature, payload)
-        self.memory = memory
-        self.ready: list[Event] = []
-        self.tensors: tuple[Any, ...] = ()
-        self.value: Any = None
-
-    def follow(self, stream: int) -> None:
-        """Wait, on the device, for the work that a stream has been given by now."""
-        self.ready.append(self.memory.cuda.record(self.memory.index, stream))
-
-    def prepare(self, payloads: Sequence[bytes], rank: int) -> None:
-        """Do what needs every rank's payload, on this rank; called before `exchange`."""
-
-    @abstractmethod
-    def exchange(self, transport: DeviceTransport) -> None:
-        """Enqueue the collective on the device."""
-
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> DeviceResult:
-        """Enqueue it on the device by the lane's device transport."""
-        return self.executor.run(self, payloads)
-
-
 class DeviceExecutor:
     """Runs a lane's device operations; it connects its device transport with the first one.
 
-    Only the thread that drives the lane may call `run` and `check`.
+    Only the thread that drives the lane may call `execute` and `check`.
 
     Args:
         control: The lane's host transport.
@@ -215,9 +171,8 @@ class DeviceExecutor:
         """True once there is a device transport."""
         return self._transport is not None
 
-    def admit(self, operation: Any) -> None:
+    def admit(self, operation: Operation, index: int) -> None:
         """Accept an operation; it fails, on all ranks, if it is for another device."""
-        index = operation.memory.index
         if self._index is None:
             self._index = index
         elif self._index != index:
@@ -225,21 +180,27 @@ class DeviceExecutor:
                 f"{operation.name!r} lies on device {index}, and this rank's collectives are on "
                 f"device {self._index}; move it there: one rank exchanges on one device"
             )
-        operation.executor = self
 
-    def run(self, operation: DeviceOperation, payloads: Sequence[bytes]) -> DeviceResult:
-        """Enqueue an operation that all ranks have agreed on; collective.
+    def execute(self, operation: Operation, payloads: Sequence[bytes]) -> DeviceResult:
+        """Send to the device what an operation does, on which all ranks have agreed; collective.
 
         Raises:
             HorovodInternalError: A rank cannot use its device, or communication failed.
         """
-        transport = self._connected(operation.memory)
+        memory = operation.memory
+        assert memory is not None
+        transport = self._connected(memory)
+        value: Any = None
+
+        def execute() -> None:
+            nonlocal value
+            value = operation.execute(transport, payloads)
+
         while len(self.under_way) >= _MAX_UNDER_WAY:
             time.sleep(_POLL_SECONDS)
             self.check()
-        operation.prepare(payloads, transport.rank)
-        work = transport.enqueue(lambda: operation.exchange(transport), operation.ready)
-        result = DeviceResult(transport, work, operation.memory, operation.tensors, operation.value)
+        work = transport.enqueue(execute, operation.ready)
+        result = DeviceResult(transport, work, memory, operation.tensors, value)
         self.under_way.append((time.monotonic(), result))
         return result
 

@@ -183,7 +183,7 @@ class Lane:
             operation.is_protected = False
             operation.handle = handle  # now that it is known not to be in flight with another
             if operation.memory is not None:
-                self._devices.admit(operation)
+                self._devices.admit(operation, operation.memory.index)
             operation.lane = self.name
             handle.driver = self
             if begin or self._driver is not None:

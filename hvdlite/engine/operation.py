@@ -8,13 +8,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdlite.engine.calls import Call
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.memory import Extent
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
+from hvdlite.transport.gpu.cuda import Event
+
+if TYPE_CHECKING:
+    from hvdlite.engine.device import DeviceMemory
 
 # A program submits the same names step after step.
 _MAX_DIGESTS = 4096
@@ -63,6 +67,9 @@ class Operation(ABC):
         submitted: Time of the submission, by ``time.monotonic``.
         note: Added to the name in messages.
         memory: The device memory of its arrays; None: they are on the host.
+        ready: Events for which the device has to wait before it is executed.
+        tensors: Tensors that the device uses in it, once it has been executed.
+        inline_data: A flat array that may travel with the digests; None: there is none.
         handle: Handle that delivers the result; set at the submission.
         stands_in: Whether ranks that have joined can take part in it, see `stand_in`.
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.
@@ -76,7 +83,10 @@ class Operation(ABC):
     handle: Handle
     call: Call | None = None
     note = ""
-    memory: Any = None
+    memory: DeviceMemory | None = None
+    ready: Sequence[Event] = ()
+    tensors: Sequence[Any] = ()
+    inline_data: Any = None
     nbytes = 0
     sent = 0
     stands_in = False
@@ -165,11 +175,6 @@ class Operation(ABC):
         """A key: operations with equal keys may run by `execute_together`; None: alone."""
         return None
 
-    @property
-    def inline_data(self) -> Any:
-        """A flat array that may travel with the digests; None: the operation has none."""
-        return None
-
     def stand_in(self) -> Callable[[], Operation]:
         """Return a function that makes the operation by which a joined rank takes part.
 
@@ -220,7 +225,8 @@ class Operation(ABC):
         """Run the collective, and return the handle's result.
 
         Args:
-            transport: The lane's transport; every rank is in the same call.
+            transport: The lane's, of the memory that the arrays lie in; every rank is in the same
+                call. That of a device takes `hvdlite.transport.gpu.base.FlatArray`.
             payloads: Every rank's payload, by rank.
         """
 

@@ -310,6 +310,8 @@ class Rounds:
                 with np.errstate(all="ignore"):
                     if others:
                         results = first.execute_together(others, self._transport)
+                    elif first.memory is not None:
+                        results = [self._devices.execute(first, payloads)]
                     else:
                         results = [first.execute(self._transport, payloads)]
             except (GradientError, MismatchError) as error:  # the same on all ranks

@@ -167,6 +167,10 @@ class GradientBucket(Operation):
     def order_writes(self) -> None:
         """Order writes into slots after the last exchange; on the host its end does that."""
 
+    def _exchanged(self) -> Bucket:
+        """Return the arrays as the transport takes them."""
+        return self.arrays
+
     def receive_metadata(self, payloads: Sequence[bytes], transport: Transport) -> Metadata:
         """Take over the metadata of all ranks; compare their replicas, if any sends a digest.
 
@@ -225,11 +229,11 @@ class GradientBucket(Operation):
             MismatchError: on all ranks, see `replicas.compare`.
         """
         found = self.receive_metadata(payloads, transport)
-        arrays, strategy = self.arrays, self.strategy
-        if not arrays.send.size or found.is_empty:
+        if not self.nbytes or found.is_empty:
             return None
         if not self.keeps_result:
-            arrays.allocate_result()
+            self.arrays.allocate_result()
+        arrays, strategy = self._exchanged(), self.strategy
         with timeline.span(self.lane, timeline.EXCHANGE):
             exchange_bucket(strategy, arrays, transport, self.weight)
         self.sent = arrays.sent

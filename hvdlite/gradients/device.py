@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from hvdlite.base.reduction import Scaling
 from hvdlite.compression import Bucket, Strategy
-from hvdlite.engine.device import DeviceMemory, DeviceOperation, DeviceResult
+from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
 from hvdlite.gradients.bucket import GradientBucket
-from hvdlite.observe import timeline
-from hvdlite.transport import Transport
-from hvdlite.transport.counting import allreduce_bytes, count_exchange
-from hvdlite.transport.gpu.base import DeviceTransport
+from hvdlite.transport.gpu.base import FlatArray
 from hvdlite.transport.gpu.cuda import Event
 
 
-class DeviceGradientBucket(GradientBucket, DeviceOperation):
+class DeviceGradientBucket(GradientBucket):
     """A bucket of tensors on a device.
 
     A gradient is copied into it on the stream that is current when it is marked, and the
@@ -28,6 +22,9 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         memory: of the device.
     """
 
+    memory: DeviceMemory
+    ready: list[Event]
+
     def __init__(
         self,
         name: str,
@@ -38,7 +35,6 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
     ) -> None:
         self.memory = memory
         self.tensors = (arrays.send, arrays.result)
-        self.value = None
         # Earlier users of this memory did so before this point.
         self._allocated = memory.cuda.record(memory.index, memory.stream())
         self._read: Event | None = None  # the end of the last exchange
@@ -104,30 +100,9 @@ class DeviceGradientBucket(GradientBucket, DeviceOperation):
         self._streams.add(stream)
         self._seal()
 
-    def execute(self, transport: Transport, payloads: Sequence[bytes]) -> DeviceResult:
-        """Take over the metadata of all ranks, and send the exchange to the device.
-
-        Raises:
-            GradientError: as `metadata.decode`, on all ranks.
-            MismatchError: on all ranks; the replicas differ.
-        """
-        self._metadata = self.receive_metadata(payloads, transport)
-        return DeviceOperation.execute(self, transport, payloads)
-
-    def exchange(self, transport: DeviceTransport) -> None:
-        if self._metadata.is_empty:
-            return
-        arrays, memory = self.arrays, self.memory
-        send, result = memory.array(arrays.send), memory.array(arrays.result)
-        dtype = arrays.parameters[0].dtype
-        with timeline.span(self.lane, timeline.EXCHANGE):
-            if self.weight != 1.0:
-                transport.scale(send, result, Scaling(self.weight), dtype)
-                send = result
-            self.strategy.exchange_on_device(send, result, dtype, arrays.reduction, transport)
-        sizes = dtype.itemsize, self.strategy.wire_dtype(dtype).itemsize
-        uncompressed, self.sent = (
-            allreduce_bytes(send.size * each, each, transport.rank, transport.size)
-            for each in sizes
+    def _exchanged(self) -> Bucket:
+        view, dtype = self.memory.array, self.arrays.parameters[0].dtype
+        send, result = (
+            FlatArray(view(tensor), dtype) for tensor in (self.arrays.send, self.arrays.result)
         )
-        count_exchange(self.sent, uncompressed)
+        return self.arrays.derive(send, result)

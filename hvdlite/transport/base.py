@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.base import float16
 from hvdlite.base.arrays import as_bytes, slice_bounds
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.observe import timeline
@@ -152,6 +153,34 @@ class Transport(ABC):
     def scratch(self, size: int, dtype: np.dtype[Any], exchanged: bool = False) -> Any:
         """Return an uninitialised flat array for one collective, perhaps as `empty` does."""
         return self.empty(size, dtype) if exchanged else np.empty(size, dtype)
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy one array to another of as many bytes; not collective."""
+        target[...] = source
+
+    def scale(self, source: Any, target: Any, scaling: Scaling) -> None:
+        """Write ``source``, scaled, into ``target``, which may be the same; not collective."""
+        if target is not source:
+            target[...] = source
+        target[...] = scaling.apply(target)
+
+    def convert(self, source: Any, target: Any, scaling: Scaling) -> None:
+        """Write floats, scaled and then rounded to another type, into ``target``; not collective.
+
+        An overflow becomes infinite.
+        """
+        if target.itemsize >= source.itemsize:
+            float16.widen(source, target)
+            scaling.apply(target)
+            return
+        for piece in float16.pieces(source.size):
+            values = scaled = source[piece]
+            if not scaling.is_identity:
+                is_single = values.dtype == np.float32
+                scaled = float16.scratch(values.size) if is_single else np.empty_like(values)
+                scaling.write(values, scaled)
+            with np.errstate(over="ignore"):
+                float16.narrow(scaled, target[piece])
 
     def scatter_slices(self, array: Any) -> Any:
         """Return all ranks' values of slice r on rank r, one row for each rank."""

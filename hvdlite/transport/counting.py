@@ -85,7 +85,8 @@ class CountingTransport(Transport):
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
-        self.rank, self.size = inner.rank, inner.size
+        self.rank, self.size, self.members = inner.rank, inner.size, inner.members
+        self.max_digests = inner.max_digests
         self.by_collective: Counter[str] = Counter()
 
     @property
@@ -93,39 +94,9 @@ class CountingTransport(Transport):
         """Return the sum over all collectives."""
         return self.by_collective.total()
 
-    @property
-    def members(self) -> Sequence[int]:  # type: ignore[override]
-        """Return the inner one's."""
-        return self._inner.members
-
-    @property
-    def max_digests(self) -> int:  # type: ignore[override]
-        """Return the inner one's."""
-        return self._inner.max_digests
-
-    @property
-    def lane(self) -> str:
-        """Return the inner one's."""
-        return self._inner.lane
-
-    @lane.setter
-    def lane(self, value: str) -> None:
-        self._inner.lane = value
-
-    def count(self, collective: str, nbytes: int) -> None:
-        """Add the bytes that a collective sends from this rank to others."""
-        self.by_collective[collective] += nbytes
-
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
-        """Count the digests."""
         self._count_to_all("meet", DIGEST_SIZE * min(len(digests), self.max_digests))
         return self._inner.meet(digests, on_wait, data)
-
-    def absent(self) -> list[int] | None:
-        return self._inner.absent()
-
-    def check_alive(self) -> None:
-        self._inner.check_alive()
 
     def leave(self) -> None:
         self._inner.leave()
@@ -133,74 +104,56 @@ class CountingTransport(Transport):
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         return self._inner.empty(size, dtype)
 
-    def release(self, array: Any) -> None:
-        self._inner.release(array)
+    def scale(self, source: Any, target: Any, scaling: Scaling) -> None:
+        self._inner.scale(source, target, scaling)
 
-    def zero_copy_range(self, size: int) -> slice:
-        return self._inner.zero_copy_range(size)
+    def convert(self, source: Any, target: Any, scaling: Scaling) -> None:
+        self._inner.convert(source, target, scaling)
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Count the message, for each other rank."""
         self._count_to_all("gather", len(message))
         return self._inner.gather(message)
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Count slices."""
         self._count_allreduce([send])
         self._inner.allreduce(send, result, op, scaling)
-
-    def allreduce_zero_copy(
-        self,
-        send: Any,
-        parts: Sequence[tuple[int, Any]],
-        result: Any,
-        op: ReduceOp,
-        scaling: Scaling,
-    ) -> None:
-        """Count slices."""
-        self._count_allreduce([send])
-        self._inner.allreduce_zero_copy(send, parts, result, op, scaling)
 
     def allreduce_all(
         self, sends: Sequence[Any], results: Sequence[Any], op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Count slices of all arrays together."""
         self._count_allreduce(sends)
         self._inner.allreduce_all(sends, results, op, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Count the pieces for the others."""
         self._count_pieces("alltoall", pieces)
         self._inner.alltoall(pieces, result)
 
     def reducescatter(
         self, pieces: Sequence[Any], result: Any, op: ReduceOp, scaling: Scaling
     ) -> None:
-        """Count the pieces for the others."""
         self._count_pieces("reducescatter", pieces)
         self._inner.reducescatter(pieces, result, op, scaling)
 
     def allgather(self, piece: Any, result: Sequence[Any]) -> None:
-        """Count the piece, for each other rank."""
         self._count_to_all("allgather", piece.nbytes)
         self._inner.allgather(piece, result)
 
     def broadcast(self, array: Any, root: int) -> None:
-        """Count the array, except on the last of the ranks that pass it on."""
         is_last = self.rank == (root - 1) % self.size
-        self.count("broadcast", 0 if is_last else len(array))
+        self.by_collective["broadcast"] += 0 if is_last else len(array)
         self._inner.broadcast(array, root)
 
     def close(self) -> None:
         self._inner.close()
 
     def _count_to_all(self, collective: str, nbytes: int) -> None:
-        self.count(collective, (self.size - 1) * nbytes)
+        self.by_collective[collective] += (self.size - 1) * nbytes
 
     def _count_pieces(self, collective: str, pieces: Sequence[Any]) -> None:
         others = (piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
-        self.count(collective, sum(others))
+        self.by_collective[collective] += sum(others)
 
     def _count_allreduce(self, arrays: Sequence[Any]) -> None:
         nbytes = sum(array.nbytes for array in arrays)
-        self.count("allreduce", allreduce_bytes(nbytes, arrays[0].itemsize, self.rank, self.size))
+        sent = allreduce_bytes(nbytes, arrays[0].itemsize, self.rank, self.size)
+        self.by_collective["allreduce"] += sent

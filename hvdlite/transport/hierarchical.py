@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from hvdlite.base.reduction import ReduceOp, Scaling
-from hvdlite.transport.base import Transport
 from hvdlite.transport.mpi import MPITransport
-from hvdlite.transport.shared_memory.segment import Arena
-from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
+from hvdlite.transport.shared_memory.barrier import Barrier
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
 from hvdlite.world.world import World
 
 
@@ -28,40 +27,18 @@ class HierarchicalTransport(MPITransport):
     Args:
         MPI: the module ``mpi4py.MPI``.
         world: the ranks.
-        node: over this node's ranks, with the transport across nodes.
-        nodes: the number of nodes.
+        barrier: of this node's ranks.
     """
 
     title = "shared memory within nodes, MPI between them"
 
-    def __init__(self, MPI: Any, world: World, node: SharedMemoryTransport, nodes: int) -> None:  # noqa: N803
-        super().__init__(MPI, world.comm, world.ids, world.create)
-        self._node = node
-        self._nodes = nodes
-
-    @classmethod
-    def connect(
-        cls,
-        MPI: Any,  # noqa: N803
-        world: World,
-        shared_memory: bool,
-        before: Transport | None = None,
-    ) -> HierarchicalTransport | None:
-        """Serve several nodes, one of which has several ranks."""
+    def __init__(self, MPI: Any, world: World, barrier: Barrier) -> None:  # noqa: N803
         ranks = [world.nodes.count(node) for node in set(world.nodes)]
-        if not shared_memory or len(ranks) == 1 or max(ranks) == 1:
-            return None
-        barrier = join(world, getattr(before, "arena", None))
-        if barrier is None:
-            return None
         cross = MPITransport(MPI, world.cross, None, world.create)
-        node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
-        return cls(MPI, world, node, len(ranks))
-
-    @property
-    def arena(self) -> Arena:
-        """The memory of the arrays from `empty`."""
-        return self._node.arena
+        super().__init__(MPI, world.comm, world.ids, world.create)
+        self._node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
+        self._nodes = len(ranks)
+        self.arena = barrier.arena
 
     def revoke(self) -> None:
         super().revoke()

@@ -14,7 +14,7 @@ from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.transport.base import DIGEST_SIZE, LARGEST_FUSED, NoRoomError, OnWait, Transport
 from hvdlite.transport.liveness import Liveness
 from hvdlite.transport.reduce import is_integer_mean
-from hvdlite.world.world import Create, World, create_at_once
+from hvdlite.world.world import Create, create_at_once
 
 # Counts have 32 bits in MPI 3: larger arrays are sent in pieces of at most this many bytes.
 _MAX_BYTES = 2**30
@@ -83,17 +83,6 @@ class MPITransport(Transport):
             ReduceOp.MAX: MPI.MAX,
             ReduceOp.PRODUCT: MPI.PROD,
         }
-
-    @classmethod
-    def connect(
-        cls,
-        MPI: Any,  # noqa: N803
-        world: World,
-        shared_memory: bool,
-        before: Transport | None = None,
-    ) -> MPITransport | None:
-        """Serve any world."""
-        return cls(MPI, world.comm, world.ids, world.create)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare the smallest digests with the largest, found as the smallest complements.

@@ -1,4 +1,4 @@
-"""The registry of transports, and the choice of one for the ranks at hand."""
+"""The choice of a transport for the ranks at hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,12 @@ from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
-from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
 from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
-
-#: The registered transports of host arrays, best first. Each is called collectively with the module
-#: ``mpi4py.MPI``, the world, whether shared memory may be used, and the transport in whose place it
-#: comes, or None; on all ranks it returns a transport, or on all ranks None if it does not suit
-#: them.
-TRANSPORTS: tuple[Callable[[Any, World, bool, Transport | None], Transport | None], ...] = (
-    Loopback.connect,
-    SharedMemoryTransport.connect,
-    HierarchicalTransport.connect,
-    MPITransport.connect,
-)
-#: The registered transports of device arrays, best first. Each is called collectively with the
-#: devices, the host transport, this rank's device, all ranks' `_facts` and the time limit; on all
-#: ranks it returns a transport, or on all ranks why it does not suit them.
-DEVICE_TRANSPORTS: tuple[
-    Callable[[Cuda, Transport, int, list[dict[str, Any]], float | None], DeviceTransport | str], ...
-] = (
-    NCCLTransport.connect,
-    HostStaged.connect,
-)
 
 
 def connect(
@@ -62,8 +41,18 @@ def connect(
         before: the transport that these ranks, and some that have died, used before. The new one
             exchanges the arrays that `Transport.empty` has returned there as fast as its own.
     """
-    made = (candidate(MPI, world, shared_memory, before) for candidate in TRANSPORTS)
-    transport = next(transport for transport in made if transport is not None)
+    barrier = None
+    if shared_memory and len(set(world.nodes)) < world.comm.size:
+        barrier = join(world, getattr(before, "arena", None))
+    transport: Transport
+    if world.comm.size == 1:
+        transport = Loopback()
+    elif barrier is None:
+        transport = MPITransport(MPI, world.comm, world.ids, world.create)
+    elif world.node.size == world.comm.size:
+        transport = SharedMemoryTransport(barrier, world.node.rank)
+    else:
+        transport = HierarchicalTransport(MPI, world, barrier)
     transport.members = world.ids
     return transport
 
@@ -104,13 +93,13 @@ def connect_device(
                 "cupy on all ranks (pip install 'hvdlite[cuda13]')"
             )
     assert cuda is not None
-    for candidate in (HostStaged.connect,) if through_host else DEVICE_TRANSPORTS:
-        made = candidate(cuda, control, device, everywhere, timeout)
+    if not through_host:
+        made = NCCLTransport.connect(cuda, control, device, everywhere, timeout)
         if not isinstance(made, str):
             return made
         if control.rank == 0:
             _log.warning("device arrays go through host memory, which is slower: %s", made)
-    raise AssertionError("the last transport suits all ranks")
+    return HostStaged(cuda, control, device, timeout)
 
 
 def _facts(cuda: Cuda, device: int) -> dict[str, Any]:

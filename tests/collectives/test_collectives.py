@@ -184,6 +184,26 @@ class TestAllreduce:
         assert scalar == 2.0
 
     @TWO
+    def test_an_array_in_place_that_a_strategy_refuses_stays_as_it_is(self):
+        hvd.init()
+        array = np.array([1, np.nan if hvd.rank() else 2], np.float32)
+        before = array.tobytes()
+        with pytest.raises(hvd.GradientError, match="not finite on rank 1"):
+            hvd.allreduce(
+                array, prescale_factor=2.0, compression=hvd.Compression.TopK(0.5), out=array
+            )
+        assert array.tobytes() == before
+
+    @TWO
+    def test_a_factor_of_0_does_not_hide_a_nan(self):
+        hvd.init()
+        array = np.array([1, np.nan], np.float32)
+        for compression in (hvd.Compression.none, hvd.Compression.fp16):
+            for factors in ({"prescale_factor": 0.0}, {"postscale_factor": 0.0}):
+                found = hvd.allreduce(array, op=hvd.Sum, compression=compression, **factors)
+                np.testing.assert_array_equal(found, [0, np.nan])
+
+    @TWO
     def test_an_out_that_would_lose_the_result_is_refused(self):
         hvd.init()
         array = np.ones((2, 3), np.float32)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Adasum, Average, Max, Sum
-from hvdlite.collectives.allgather import DeviceAllgather
-from hvdlite.collectives.allreduce import Allreduce, DeviceAllreduce
-from hvdlite.collectives.broadcast import DeviceBroadcast
+from hvdlite.collectives.allgather import Allgather
+from hvdlite.collectives.allreduce import Allreduce
+from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.compression import Compression
 from hvdlite.engine import lane as lanes
 from hvdlite.engine.device import DeviceResult
@@ -37,7 +37,7 @@ def connect():
 def total(rank, name="x", value=None, size=5):
     """An allreduce of what a pending kernel writes."""
     value = rank.rank + 1.0 if value is None else value
-    return DeviceAllreduce(name, rank.memory.lend(np.full(size, value, np.float32)), Sum)
+    return Allreduce(name, rank.memory.lend(np.full(size, value, np.float32)), Sum)
 
 
 def read(rank, handle):
@@ -63,7 +63,7 @@ def test_allreduce_of_every_kind_and_step_after_step(connect, size):
         ):
             arrays = samples(size, dtype, (3, 4), seed=step)
             array = rank.memory.lend(arrays[rank.rank])
-            found = read(rank, rank.named.submit(DeviceAllreduce("x", array, op)))
+            found = read(rank, rank.named.submit(Allreduce("x", array, op)))
             check_reduction(found, arrays, op)
             assert rank.memory.read(array.tensor).tobytes() == arrays[rank.rank].tobytes()
 
@@ -74,7 +74,7 @@ def test_allreduce_of_every_kind_and_step_after_step(connect, size):
 def test_in_place_and_with_factors(connect, size):
     def reduce(rank):
         array = rank.memory.lend(np.full(7, rank.rank + 1.0, np.float32))
-        result = rank.named.run(DeviceAllreduce("x", array, Average, 2.0, 3.0, array))
+        result = rank.named.run(Allreduce("x", array, Average, 2.0, 3.0, array))
         assert result.take() is array.tensor
         expected = np.float32(6.0 * (size + 1) / 2)
         np.testing.assert_allclose(rank.memory.read(array.tensor), expected, rtol=1e-6)
@@ -92,7 +92,7 @@ def test_compression_rounds_on_the_device_as_on_the_host(connect, name, dtype):
         arrays = samples(3, dtype, 9)
         array = rank.memory.lend(arrays[rank.rank])
         factor = 1.0 if dtype == "int32" else 2.0
-        operation = DeviceAllreduce("x", array, Sum, 1.0, factor, strategy=strategy)
+        operation = Allreduce("x", array, Sum, 1.0, factor, strategy=strategy)
         return arrays, read(rank, rank.named.submit(operation))
 
     for arrays, found in on_all_ranks(reduce, connect(3).ranks):
@@ -110,7 +110,7 @@ def test_compression_rounds_on_the_device_as_on_the_host(connect, name, dtype):
 def test_allgather_of_uneven_rows(connect, size):
     def gather(rank):
         mine = rank.memory.lend(np.full((rank.rank, 2), rank.rank, np.int32))
-        handle = rank.named.submit(DeviceAllgather("x", mine, with_rows=True))
+        handle = rank.named.submit(Allgather("x", mine, with_rows=True))
         whole, rows, _ = handle.wait().take()
         assert rows == list(range(size))
         expected = [[r, r] for r in range(size) for _ in range(r)]
@@ -124,10 +124,10 @@ def test_broadcast_from_every_root(connect, size):
     def send(rank):
         for root in range(size):
             array = rank.memory.lend(np.full((2, 3), rank.rank, np.int64))
-            result = rank.named.run(DeviceBroadcast("x", array, root))
+            result = rank.named.run(Broadcast("x", array, root))
             np.testing.assert_array_equal(rank.memory.read(result.take()), root)
             np.testing.assert_array_equal(rank.memory.read(array.tensor), rank.rank)
-            rank.named.run(DeviceBroadcast("y", array, root, array)).take()
+            rank.named.run(Broadcast("y", array, root, array)).take()
             np.testing.assert_array_equal(rank.memory.read(array.tensor), root)
 
     on_all_ranks(send, connect(size).ranks)
@@ -136,7 +136,7 @@ def test_broadcast_from_every_root(connect, size):
 def test_adasum_goes_through_the_host(connect):
     def reduce(rank):
         arrays = samples(2, "float32", 9)
-        operation = DeviceAllreduce("x", rank.memory.lend(arrays[rank.rank]), Adasum)
+        operation = Allreduce("x", rank.memory.lend(arrays[rank.rank]), Adasum)
         check_reduction(read(rank, rank.named.submit(operation)), arrays, Adasum)
 
     on_all_ranks(reduce, connect(2).ranks)
@@ -146,7 +146,7 @@ class TestOrder:
     def test_without_the_event_the_collective_reads_what_was_there_before(self, connect):
         def reduce(rank):
             operation = total(rank)
-            operation.ready.clear()
+            operation.ready.clear()  # the event
             result = rank.named.run(operation)
             while not result.done():
                 pass
@@ -161,7 +161,7 @@ class TestOrder:
         def reduce(rank):
             operation = total(rank)
             rank.named.run(operation)
-            return rank.memory.read(operation.value)
+            return rank.memory.read(operation.tensors[1])
 
         for found in on_all_ranks(reduce, connect(2).ranks):
             assert not (found == 3.0).any()

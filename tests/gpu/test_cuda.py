@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Max, Min, Product, Scaling, Sum
+from hvdlite.transport.gpu.base import FlatArray
 from tests.references import FLOATS, INTEGERS, dtype_of, samples
 from tests.transport.gpu.test_kernels import _reduce
 
@@ -26,7 +27,7 @@ def test_reductions_are_numpy_s_to_the_bit(cuda, dtype):
                 rows = np.stack(samples(count, dtype, size))
                 sent = cupy.asarray(rows.reshape(-1).view(stored))
                 result = cupy.zeros(size, stored)
-                cuda.reduce(sent, result, op, scaling, kind)
+                cuda.reduce(FlatArray(sent, kind), FlatArray(result, kind), op, scaling)
                 found = cupy.asnumpy(result).view(kind)
                 with np.errstate(all="ignore"):
                     expected = _reduce(rows, op, scaling)
@@ -38,7 +39,7 @@ def test_a_row_may_be_scaled_in_place(cuda):
     import cupy
 
     array = cupy.arange(7, dtype=cupy.float32)
-    cuda.reduce(array, array, Sum, Scaling(3.0), array.dtype)
+    cuda.reduce(array, array, Sum, Scaling(3.0))
     assert array.tolist() == [0, 3, 6, 9, 12, 15, 18]
 
 
@@ -75,7 +76,8 @@ def test_torch_s_memory_and_streams(cuda):
     stream = cuda.stream(0)
     cuda.wait_event(0, stream.ptr, event)
     with cuda.on(0, stream):
-        cuda.reduce(view, view, Sum, Scaling(2.0), dtype_of("bfloat16"))
+        doubled = FlatArray(view, dtype_of("bfloat16"))
+        cuda.reduce(doubled, doubled, Sum, Scaling(2.0))
         stream.synchronize()
     assert tensor.tolist() == [0, 2, 4, 6, 8, 10]
     assert cupy.asnumpy(view).view(dtype_of("bfloat16"))[5] == 10

@@ -11,7 +11,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.base.reduction import Average, Sum
-from hvdlite.collectives.allreduce import DeviceAllreduce
+from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import lane as lanes
 from hvdlite.engine import runtime
@@ -182,7 +182,7 @@ def test_gradients_and_named_operations_share_a_communicator(connect):
 
             def submit(step=step, handles=handles):
                 array = rank.memory.lend(np.full(5, rank.rank + 1.0))
-                operation = DeviceAllreduce(f"loss {step}", array, Sum)
+                operation = Allreduce(f"loss {step}", array, Sum)
                 handles.append(rank.named.submit(operation))
 
             if rank.rank == 0:
@@ -363,7 +363,7 @@ def test_processes_without_nccl_go_through_the_host(size):
         mark_all(rank, made, step)
         made.finish()
         check(rank, made, step, size)
-    operation = DeviceAllreduce("x", memory.lend(np.full(5, hvd.rank() + 1.0)), hvd.Sum)
+    operation = Allreduce("x", memory.lend(np.full(5, hvd.rank() + 1.0)), hvd.Sum)
     found = memory.read(engine.named.run(operation).take())
     assert found.tolist() == [size * (size + 1) / 2] * 5
     hvd.shutdown()  # a job's next test has another fake

@@ -5,13 +5,12 @@ import errno
 import gc
 import logging
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Scaling, Sum
-from hvdlite.transport import Loopback, MPITransport, connect, registry
+from hvdlite.transport import Loopback, MPITransport, connect
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.shared_memory import futex
 from hvdlite.transport.shared_memory.segment import Peer
@@ -41,15 +40,6 @@ def refuse(*_, **__):
 def works(made):
     for check in (checks.meet, checks.gather, checks.broadcast, checks.arrays_of_its_own):
         check(made)
-
-
-def test_the_first_registered_transport_that_suits_the_ranks_is_chosen(monkeypatch):
-    chosen = Loopback()
-    candidates = (lambda *_: None, lambda *_: chosen, pytest.fail)
-    monkeypatch.setattr(registry, "TRANSPORTS", candidates)
-    world = SimpleNamespace(ids=(7,))
-    assert connect(None, world) is chosen
-    assert chosen.members == (7,)
 
 
 class TestChoice:

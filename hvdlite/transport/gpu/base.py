@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,11 +13,32 @@ import numpy as np
 from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.base import Transport
+from hvdlite.transport.base import OnWait, Transport
 from hvdlite.transport.gpu.cuda import Cuda, Event, stored_as
 
 _SPIN_SECONDS = 100e-6
 _MAX_SLEEP = 1e-3
+
+
+class FlatArray:
+    """A flat array in device memory, and the dtype of its elements, which cupy may lack.
+
+    Args:
+        array: cupy's; bfloat16 as uint16.
+        dtype: of the elements.
+    """
+
+    def __init__(self, array: Any, dtype: np.dtype[Any]) -> None:
+        self._array = array
+        self.dtype = dtype
+        self.size, self.itemsize, self.nbytes = array.size, dtype.itemsize, array.nbytes
+
+    def __getitem__(self, part: slice) -> FlatArray:
+        return FlatArray(self._array[part], self.dtype)
+
+    def view(self, dtype: Any) -> Any:
+        """View the memory as an array of cupy's."""
+        return self._array.view(dtype)
 
 
 class Work:
@@ -71,13 +92,13 @@ class Work:
             time.sleep(0 if elapsed < _SPIN_SECONDS else min(elapsed / 8, _MAX_SLEEP))
 
 
-class DeviceTransport(ABC):
+class DeviceTransport(Transport):
     """The collectives of one communicator on flat contiguous arrays of one device.
 
-    The lane uses it beside its host transport, over which the ranks have met. All data methods are
-    collective, and do the same as in `Transport`. They send work to the transport's own stream and
-    may be called only in the function that `enqueue` runs. In there that stream is cupy's current
-    one, so arithmetic on cupy arrays runs in order with the collectives.
+    The lane uses it beside its host transport, over which the ranks meet and send messages. All
+    data methods send work to the transport's own stream and may be called only in the function that
+    `enqueue` runs. In there that stream is cupy's current one, so arithmetic on cupy arrays runs in
+    order with the collectives.
 
     Events alone determine the order of work::
 
@@ -88,7 +109,7 @@ class DeviceTransport(ABC):
     None of the three makes the host wait for the device. The arrays must stay alive, and unused by
     other streams, until the work is done.
 
-    bfloat16 arrays have cupy's own type, or uint16 with ``dtype`` given.
+    Arrays are cupy's, or `FlatArray`.
 
     After a failure every call raises. Work that the device still does then gives garbage: a caller
     that has used results without `Work.wait` has to restore whatever it computed from them.
@@ -98,13 +119,9 @@ class DeviceTransport(ABC):
         control: the lane's host transport.
         device: the number of the device.
         timeout: seconds after which work that the host waits for has failed; None: never.
-        stream: the stream to work on; None: one of its own.
 
     Attributes:
-        rank: this process's rank.
-        size: the number of ranks.
-        members: global ranks, used in messages.
-        stream: the stream that it works on; ``ptr`` is its address.
+        stream: its own stream, on which it works; ``ptr`` is its address.
     """
 
     def __init__(
@@ -113,13 +130,13 @@ class DeviceTransport(ABC):
         control: Transport,
         device: int,
         timeout: float | None = None,
-        stream: Any = None,
     ) -> None:
         self.rank, self.size, self.members = control.rank, control.size, control.members
         self.timeout = timeout
         self._cuda = cuda
+        self._control = control
         self._device = device
-        self.stream = cuda.stream(device) if stream is None else stream
+        self.stream = cuda.stream(device)
         self._failure: str | None = None
         self._entered: int | None = None
 
@@ -183,51 +200,39 @@ class DeviceTransport(ABC):
             self._disconnect()
         self.check()
 
-    def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return memory for use in the running exchange; bfloat16 as uint16."""
+    def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
+        """Meet on the host."""
+        return self._control.meet(digests, on_wait)
+
+    def leave(self) -> None:
+        self._control.leave()
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Exchange messages on the host."""
+        return self._control.gather(message)
+
+    def empty(self, size: int, dtype: np.dtype[Any]) -> FlatArray:
+        """Return memory for use in the running exchange."""
         self._check_entered()
-        return self._cuda.empty(size, stored_as(dtype))
+        return FlatArray(self._cuda.empty(size, stored_as(dtype)), dtype)
+
+    def scratch(self, size: int, dtype: np.dtype[Any], exchanged: bool = False) -> FlatArray:
+        return self.empty(size, dtype)
 
     def copy(self, source: Any, target: Any) -> None:
-        """Copy one array to another of as many bytes."""
         self._check_entered()
         self._cuda.copy(target, source)
 
-    def scale(self, source: Any, target: Any, scaling: Scaling, dtype: np.dtype[Any]) -> None:
-        """Write ``source``, scaled, into ``target``, which may be the same."""
+    def scale(self, source: Any, target: Any, scaling: Scaling) -> None:
         self._check_entered()
-        self._cuda.reduce(source, target, ReduceOp.SUM, scaling, dtype)
+        self._cuda.reduce(source, target, ReduceOp.SUM, scaling)
 
-    def convert(
-        self,
-        source: Any,
-        target: Any,
-        scaling: Scaling,
-        dtype: np.dtype[Any],
-        target_dtype: np.dtype[Any],
-    ) -> None:
-        """Write ``source``, scaled and then rounded to another float, into ``target``."""
+    def convert(self, source: Any, target: Any, scaling: Scaling) -> None:
         self._check_entered()
-        self._cuda.convert(source, target, scaling, dtype, target_dtype)
-
-    @abstractmethod
-    def allreduce(
-        self,
-        send: Any,
-        result: Any,
-        op: ReduceOp,
-        scaling: Scaling,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
-        """Write ``scaling.apply(op over all ranks' send)``, the same bits, into ``result``."""
+        self._cuda.convert(source, target, scaling)
 
     def reducescatter(
-        self,
-        pieces: Sequence[Any],
-        result: Any,
-        op: ReduceOp,
-        scaling: Scaling,
-        dtype: np.dtype[Any] | None = None,
+        self, pieces: Sequence[Any], result: Any, op: ReduceOp, scaling: Scaling
     ) -> None:
         """Reduce all ranks' ``pieces[r]`` on rank r, in the order of the ranks.
 
@@ -236,22 +241,9 @@ class DeviceTransport(ABC):
         """
         if op is ReduceOp.ADASUM:
             raise ValueError("Adasum is not defined for pieces of arrays; use allreduce")
-        self._check_entered()
-        rows = self._cuda.empty(self.size * result.size, result.dtype)
+        rows = self.empty(self.size * result.size, result.dtype)
         self.alltoall([as_bytes(piece) for piece in pieces], equal_parts(as_bytes(rows), self.size))
-        self._cuda.reduce(rows, result, op, scaling, dtype or result.dtype)
-
-    @abstractmethod
-    def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Send ``pieces[r]`` (bytes) to every rank r, and receive ``result[r]`` from it."""
-
-    @abstractmethod
-    def allgather(self, piece: Any, result: Sequence[Any]) -> None:
-        """Receive every rank r's piece (bytes) in ``result[r]``."""
-
-    @abstractmethod
-    def broadcast(self, array: Any, root: int) -> None:
-        """Overwrite the byte array with rank ``root``'s."""
+        self._cuda.reduce(rows, result, op, scaling)
 
     def _check_entered(self) -> None:
         """Raise if the work of a call would not be in order with the rest."""

@@ -1,7 +1,8 @@
 """A thin layer over cupy, which is loaded lazily, for the device transports.
 
 Streams are identified by their addresses, as in torch's ``stream.cuda_stream``; 0 is the default
-stream. Device arrays are cupy's, flat and contiguous. Work goes to the stream that `Cuda.on` has
+stream. Device arrays are flat and contiguous: cupy's, or `hvdlite.transport.gpu.base.FlatArray` of
+elements that cupy has no type for. Work goes to the stream that `Cuda.on` has
 made current in the calling thread.
 """
 
@@ -166,9 +167,7 @@ class Cuda:
                 self._cupy.cuda.get_current_stream().ptr,
             )
 
-    def reduce(
-        self, rows: Any, result: Any, op: ReduceOp, scaling: Scaling, dtype: np.dtype[Any]
-    ) -> None:
+    def reduce(self, rows: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce the rows that lie one after the other in ``rows`` into ``result``.
 
         16-bit floats are reduced and scaled in float32. A single row is only scaled; it may be
@@ -179,42 +178,29 @@ class Cuda:
             result: an array of the size of a row.
             op: SUM, MIN, MAX or PRODUCT; SUM alone for complex numbers.
             scaling: applied to the reduction.
-            dtype: of the elements; the arrays' own may be a stand-in (bfloat16).
         """
         if not result.size:
             return
-        stored, element = _stored_as(dtype)
+        stored, element = _stored_as(result.dtype)
         rows, result = rows.view(stored), result.view(stored)
         reduce = self._kernel(element, op, scaling.is_identity, scaling.factor == 1.0)
         count = rows.size // result.size
         reduce(rows, count, result.size, scaling.factor, scaling.divisor, result)
 
-    def convert(
-        self,
-        source: Any,
-        target: Any,
-        scaling: Scaling,
-        dtype: np.dtype[Any],
-        target_dtype: np.dtype[Any],
-    ) -> None:
+    def convert(self, source: Any, target: Any, scaling: Scaling) -> None:
         """Scale floats, and round them to another type of float.
 
         Args:
             source: the floats.
             target: an array of as many elements.
             scaling: applied before rounding.
-            dtype: of the source's elements.
-            target_dtype: of the target's elements.
         """
-        if target.size:
-            source, target = (
-                source.view(_stored_as(dtype)[0]),
-                target.view(_stored_as(target_dtype)[0]),
-            )
-            convert = self._conversion(
-                dtype, target_dtype, scaling.is_identity, scaling.factor == 1.0
-            )
-            convert(source, scaling.factor, scaling.divisor, target)
+        if not target.size:
+            return
+        dtypes = source.dtype, target.dtype
+        values, out = (each.view(_stored_as(each.dtype)[0]) for each in (source, target))
+        convert = self._conversion(*dtypes, scaling.is_identity, scaling.factor == 1.0)
+        convert(values, scaling.factor, scaling.divisor, out)
 
     @functools.cache  # noqa: B019 - one object for the life of a transport
     def _conversion(

@@ -14,7 +14,7 @@ from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.base import Transport
-from hvdlite.transport.gpu.base import DeviceTransport, Work, equal_parts
+from hvdlite.transport.gpu.base import Work, equal_parts
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.reduce import is_integer_mean
@@ -51,8 +51,8 @@ _ID_BYTES = 128
 _JOIN_SECONDS = 120.0
 
 
-class NCCLTransport(DeviceTransport):
-    """Collectives by NCCL, on a stream of their own.
+class NCCLTransport(HostStaged):
+    """Collectives by NCCL, and through the host what it lacks.
 
     NCCL reduces some types as numpy would: integers of 8, 32 and 64 bits, float32, float64, and
     sums of complex numbers. It would round 16-bit floats after every addition. So these, and all
@@ -88,7 +88,6 @@ class NCCLTransport(DeviceTransport):
         super().__init__(cuda, control, device, timeout)
         self._communicator = communicator
         self._lock = threading.Lock()
-        self._staged = HostStaged(cuda, control, device, timeout, owner=self)
 
     @classmethod
     def connect(
@@ -99,7 +98,15 @@ class NCCLTransport(DeviceTransport):
         facts: list[dict[str, Any]],
         timeout: float | None,
     ) -> NCCLTransport | str:
-        """Serve ranks with the same version of NCCL, and a device for each."""
+        """Connect ranks with the same version of NCCL, and a device for each; collective.
+
+        Args:
+            cuda, control, device, timeout: as in `DeviceTransport`.
+            facts: what `registry.connect_device` knows of all ranks, by rank.
+
+        Returns:
+            The transport, or on all ranks why it does not suit them.
+        """
         objection = _objection(facts)
         if objection is None:
             communicator, objection = _join(control, device, cuda)
@@ -123,16 +130,9 @@ class NCCLTransport(DeviceTransport):
             self.abort(failure)
         super().check()
 
-    def allreduce(
-        self,
-        send: Any,
-        result: Any,
-        op: ReduceOp,
-        scaling: Scaling,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
+    def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Use ``ncclAllReduce`` where it is exact, slices elsewhere."""
-        kind = dtype or send.dtype
+        kind = send.dtype
         if kind.kind == "c":
             kind = np.dtype(f"float{4 * kind.itemsize}")
             send, result = send.view(kind), result.view(kind)
@@ -140,11 +140,11 @@ class NCCLTransport(DeviceTransport):
         if not send.size:
             return
         if op is ReduceOp.ADASUM:
-            self._staged.allreduce(send, result, op, scaling, kind)
+            super().allreduce(send, result, op, scaling)
         elif kind.name in _NATIVE[op] and not is_integer_mean(kind, op, scaling):
-            self._allreduce_natively(send, result, op, scaling, kind)
+            self._allreduce_natively(send, result, op, scaling)
         else:
-            self._allreduce_slices(send, result, op, scaling, kind)
+            self._allreduce_slices(send, result, op, scaling)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
         """Send and receive the pieces that are not empty, as one group."""
@@ -194,7 +194,7 @@ class NCCLTransport(DeviceTransport):
             with contextlib.suppress(HorovodInternalError):
                 last.wait(_CLOSE_SECONDS if self.timeout is None else self.timeout)
         if self._failure is None:
-            self._staged.close()
+            super().close()
             self._failure = f"rank {self.members[self.rank]}: the NCCL transport has been closed"
             with self._lock:
                 self._communicator.destroy()
@@ -208,37 +208,33 @@ class NCCLTransport(DeviceTransport):
             if alone:
                 self._lock.release()
 
-    def _allreduce_natively(
-        self, send: Any, result: Any, op: ReduceOp, scaling: Scaling, kind: np.dtype[Any]
-    ) -> None:
-        number = _OPS[op]
+    def _allreduce_natively(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
+        kind, number = send.dtype, _OPS[op]
         # NCCL averages by multiplying with 1/size: as exact as the division for powers of 2.
         is_average = op is ReduceOp.SUM and scaling == Scaling(1.0, self.size)
         if is_average and kind.kind == "f" and self.size & (self.size - 1) == 0:
             number, scaling = _AVERAGE, Scaling()
-        source, target = self._cuda.pointer(send), self._cuda.pointer(result)
+        source, target = self._cuda.pointer(as_bytes(send)), self._cuda.pointer(as_bytes(result))
         with self._calling():
             self._communicator.allReduce(
                 source, target, send.size, _TYPES[kind.name], number, self.stream.ptr
             )
         if not scaling.is_identity:
-            self._cuda.reduce(result, result, ReduceOp.SUM, scaling, kind)
+            self._cuda.reduce(result, result, ReduceOp.SUM, scaling)
 
-    def _allreduce_slices(
-        self, send: Any, result: Any, op: ReduceOp, scaling: Scaling, kind: np.dtype[Any]
-    ) -> None:
+    def _allreduce_slices(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce equal slices, one on each rank, and the remainder on all ranks."""
         step, left = divmod(send.size, self.size)
         if step:
             mine = result[self.rank * step : (self.rank + 1) * step]
-            self.reducescatter(equal_parts(send, self.size), mine, op, scaling, kind)
+            self.reducescatter(equal_parts(send, self.size), mine, op, scaling)
             gathered = [as_bytes(part) for part in equal_parts(result, self.size)]
             self.allgather(as_bytes(mine), gathered)
         if left:
-            rows = self._cuda.empty(self.size * left, send.dtype)
+            rows = self.empty(self.size * left, send.dtype)
             gathered = [as_bytes(row) for row in equal_parts(rows, self.size)]
             self.allgather(as_bytes(send[-left:]), gathered)
-            self._cuda.reduce(rows, result[-left:], op, scaling, kind)
+            self._cuda.reduce(rows, result[-left:], op, scaling)
 
     def _place(self, array: Any) -> tuple[int, int]:
         return self._cuda.pointer(array), int(array.nbytes)

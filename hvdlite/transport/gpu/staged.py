@@ -26,7 +26,6 @@ class HostStaged(DeviceTransport):
     Args:
         cuda, control, device, timeout: as in `DeviceTransport`.
         chunk_bytes: the size of a chunk, a multiple of 16.
-        owner: the transport whose stream and failures this one shares; None: it has its own.
     """
 
     def __init__(
@@ -36,50 +35,16 @@ class HostStaged(DeviceTransport):
         device: int,
         timeout: float | None = None,
         chunk_bytes: int = 4 * 2**20,
-        owner: DeviceTransport | None = None,
     ) -> None:
-        stream = None if owner is None else owner.stream
-        super().__init__(cuda, control, device, timeout, stream)
-        self._control = control
+        super().__init__(cuda, control, device, timeout)
         self._chunk_bytes = chunk_bytes
-        self._owner = owner
         self._buffers = [_PinnedBuffer(cuda.pinned, self._wait) for _ in range(2)]
 
-    @classmethod
-    def connect(
-        cls,
-        cuda: Cuda,
-        control: Transport,
-        device: int,
-        facts: list[dict[str, Any]],
-        timeout: float | None,
-    ) -> HostStaged:
-        """Serve any ranks."""
-        return cls(cuda, control, device, timeout)
-
-    def check(self) -> None:
-        super().check()
-        if self._owner is not None:
-            self._owner.check()
-
-    def abort(self, reason: str) -> None:
-        if self._owner is not None:
-            self._owner.abort(reason)
-        super().abort(reason)
-
-    def allreduce(
-        self,
-        send: Any,
-        result: Any,
-        op: ReduceOp,
-        scaling: Scaling,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
+    def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
         """Reduce chunk by chunk, but for Adasum, which looks at the whole array."""
-        kind = dtype or send.dtype
 
         def exchange(chunk: Any) -> None:
-            values = chunk.view(kind)
+            values = chunk.view(send.dtype)
             self._control.allreduce(values, values, op, scaling)
 
         step = max(1, send.nbytes) if op is ReduceOp.ADASUM else self._chunk_bytes
@@ -121,12 +86,6 @@ class HostStaged(DeviceTransport):
 
     def _disconnect(self) -> None:
         """Do nothing: the ranks wait for each other on the host only."""
-
-    def _check_entered(self) -> None:
-        if self._owner is None:
-            super()._check_entered()
-        else:
-            self._owner._check_entered()
 
     def _mark(self) -> Event:
         return self.record(self.stream.ptr)

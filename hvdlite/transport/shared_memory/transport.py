@@ -73,6 +73,9 @@ class SharedMemoryTransport(Transport):
         cross: the transport that reduces a slice further, over the nodes; None: there is only one.
         owners: the number of this node's ranks that have a slice; less than all where another node
             has fewer ranks. Given with ``cross``.
+
+    Attributes:
+        arena: the memory of the arrays from `empty`.
     """
 
     title = "shared memory"
@@ -85,29 +88,10 @@ class SharedMemoryTransport(Transport):
         self.size = len(barrier.slots)
         self.chunk = _CHUNK
         self._barrier = barrier
-        self._arena = barrier.arena
+        self.arena = barrier.arena
         self._brought = 0  # the generation for which `meet` has written a chunk; 0: none
         self._cross = cross
         self._owners = owners or self.size
-
-    @classmethod
-    def connect(
-        cls,
-        MPI: Any,  # noqa: N803
-        world: World,
-        shared_memory: bool,
-        before: Transport | None = None,
-    ) -> SharedMemoryTransport | None:
-        """Serve the ranks of one node."""
-        if not shared_memory or world.node.size < world.comm.size:
-            return None
-        barrier = join(world, getattr(before, "arena", None))
-        return None if barrier is None else cls(barrier, world.node.rank)
-
-    @property
-    def arena(self) -> Arena:
-        """The memory of the arrays from `empty`."""
-        return self._arena
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare all ranks' digests; the first chunk of the data travels with them."""
@@ -153,11 +137,11 @@ class SharedMemoryTransport(Transport):
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
         """Return an array in shared memory."""
-        return self._arena.empty(size, np.dtype(dtype))
+        return self.arena.empty(size, np.dtype(dtype))
 
     def release(self, array: Any) -> None:
         """Allow a forked child a copy of it."""
-        self._arena.release(array)
+        self.arena.release(array)
 
     def zero_copy_range(self, size: int) -> slice:
         """Return this rank's own slice, which it alone reduces."""
@@ -329,8 +313,8 @@ class SharedMemoryTransport(Transport):
 
     def _find(self, send: Any, result: Any) -> tuple[int, int] | None:
         """Return the offsets of two arrays in shared memory, or None if either lies elsewhere."""
-        sent = self._arena.find(send)
-        written = None if sent is None else self._arena.find(result)
+        sent = self.arena.find(send)
+        written = None if sent is None else self.arena.find(result)
         return None if sent is None or written is None else (sent, written)
 
     def _views(self, own: Any, offsets: Sequence[int]) -> list[Any]:
@@ -405,7 +389,7 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         """Free all memory that is not in use any more."""
-        self._arena.close()
+        self.arena.close()
         if self._cross is not None:
             self._cross.close()
 

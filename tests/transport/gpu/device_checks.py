@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.base.reduction import Adasum, Average, Max, Min, Product, Scaling, Sum
+from hvdlite.transport.gpu.base import FlatArray
 from tests.references import INTEGERS, Digest, cases, check_reduction, dtype_of, sample, samples
 from tests.transport.checks import agree
 
@@ -49,10 +50,11 @@ def allreduce(rank, array, op, scaling=Scaling()):  # noqa: B008 - it is frozen
     """Reduce out of place, check that the input stays, and that in place is the same."""
     kind = array.dtype
     send, result = rank.upload(array), rank.upload(np.zeros_like(array))
-    rank.run(lambda: rank.transport.allreduce(send, result, op, scaling, kind))
+    arrays = FlatArray(send, kind), FlatArray(result, kind)
+    rank.run(lambda: rank.transport.allreduce(*arrays, op, scaling))
     assert rank.download(send, kind).tobytes() == array.tobytes()
     found = rank.download(result, kind)
-    rank.run(lambda: rank.transport.allreduce(send, send, op, scaling, kind))
+    rank.run(lambda: rank.transport.allreduce(arrays[0], arrays[0], op, scaling))
     assert rank.download(send, kind).tobytes() == found.tobytes()
     return found
 
@@ -163,9 +165,10 @@ def reducescatter(rank):
         kind = dtype_of(dtype)
         bounds = np.cumsum([0, *range(rank.size)])
         send = rank.upload(arrays[rank.rank])
-        pieces = [send[bounds[r] : bounds[r + 1]] for r in range(rank.size)]
+        pieces = [FlatArray(send[bounds[r] : bounds[r + 1]], kind) for r in range(rank.size)]
         result = rank.upload(np.zeros(rank.rank, kind))
-        rank.run(lambda: rank.transport.reducescatter(pieces, result, op, Scaling(), kind))  # noqa: B023
+        target = FlatArray(result, kind)
+        rank.run(lambda: rank.transport.reducescatter(pieces, target, op, Scaling()))  # noqa: B023
         mine = slice(bounds[rank.rank], bounds[rank.rank + 1])
         check_reduction(rank.download(result, kind), [array[mine] for array in arrays], op)
 

@@ -215,9 +215,10 @@ class FakeCuda:
             to, fro = target.view(np.uint8), source.view(np.uint8)
             self.node.launch(self._current.stream, lambda: np.copyto(to, fro), "copy")
 
-    def reduce(self, rows, result, op, scaling, dtype):
+    def reduce(self, rows, result, op, scaling):
         if not result.size:
             return
+        dtype = result.dtype
         rows, out = rows.view(dtype).reshape(-1, result.size), result.view(dtype)
 
         def compute():
@@ -232,9 +233,9 @@ class FakeCuda:
 
         self.node.launch(self._current.stream, compute, "reduce")
 
-    def convert(self, source, target, scaling, dtype, target_dtype):
+    def convert(self, source, target, scaling):
         assert source.size == target.size
-        values, out = source.view(dtype), target.view(target_dtype)
+        values, out = source.view(source.dtype), target.view(target.dtype)
 
         def compute():
             wide = values.astype(accumulator(values.dtype))

@@ -67,7 +67,7 @@ def test_every_rank_gets_the_id_of_rank_0():
 )
 def test_where_nccl_cannot_work_all_ranks_go_through_the_host(cudas, reason, caplog):
     ranks = connect(2, cudas)
-    assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
+    assert all(type(rank.transport) is HostStaged for rank in ranks)
     (record,) = caplog.records
     assert reason in record.getMessage()
     on_all_ranks(device_checks.broadcast, ranks)
@@ -78,7 +78,7 @@ def test_a_rank_that_fails_to_connect_makes_the_others_abort(monkeypatch):
     node = FakeNode()
     cudas = [FakeCuda(node, "0"), FakeCuda(node, "1", refuses="connect")]
     ranks = connect(2, lambda _: cudas)
-    assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
+    assert all(type(rank.transport) is HostStaged for rank in ranks)
 
 
 def test_a_communicator_that_not_all_ranks_have_is_aborted(monkeypatch):
@@ -93,7 +93,7 @@ def test_a_communicator_that_not_all_ranks_have_is_aborted(monkeypatch):
 
     monkeypatch.setattr(cudas[1], "communicator", fail)
     ranks = connect(2, lambda _: cudas)
-    assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
+    assert all(type(rank.transport) is HostStaged for rank in ranks)
     assert node.communicators[0].aborts == 1
 
 
@@ -103,7 +103,7 @@ def test_ranks_may_share_a_device_where_nccl_is_told_so(monkeypatch):
 
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert isinstance(connect(2, shared(23001))[0].transport, NCCLTransport)
-    assert isinstance(connect(2, shared(22907))[0].transport, HostStaged)
+    assert type(connect(2, shared(22907))[0].transport) is HostStaged
 
 
 # The order of work
@@ -194,7 +194,7 @@ def test_arithmetic_takes_its_place_between_collectives():
 
         def twice():
             rank.transport.allreduce(array, array, Sum, Scaling())
-            rank.transport._cuda.reduce(array, array, Sum, Scaling(10.0), array.dtype)
+            rank.transport._cuda.reduce(array, array, Sum, Scaling(10.0))
             rank.transport.allreduce(array, array, Sum, Scaling())
 
         rank.transport.enqueue(twice).wait(10)
@@ -401,7 +401,7 @@ def test_ranks_that_never_connect_go_through_the_host(monkeypatch, caplog):
     node = FakeNode()
     cudas = [FakeCuda(node, "0", refuses="hang"), FakeCuda(node, "1", refuses="hang")]
     ranks = connect(2, lambda _: cudas)
-    assert all(isinstance(rank.transport, HostStaged) for rank in ranks)
+    assert all(type(rank.transport) is HostStaged for rank in ranks)
     assert "rank 0: NCCL did not connect within 0.1 s" in caplog.text
     # Communicators that come about all the same are ended.
     monkeypatch.setattr("tests.transport.gpu.fake_nccl.SECONDS", 10.0)
