@@ -32,7 +32,7 @@ class StopInterrupt(HostsUpdatedInterrupt):
 
 
 class Restorable(abc.ABC):
-    """What training can return to after a failure: a state, or an object in it."""
+    """Base class of states, and of their handlers, to which training can return."""
 
     @abc.abstractmethod
     def save(self) -> None:
