@@ -63,42 +63,25 @@ class Sharding:
     shares: int = 0
 
     def __post_init__(self) -> None:
-        if (self.rank is None) != (self.size is None):
-            raise ValueError(
-                f"rank={self.rank} and size={self.size}: give both, or neither to take the world's"
-            )
-        if self.rank is None:
-            object.__setattr__(self, "rank", parts.current.rank)
-            object.__setattr__(self, "size", parts.current.size)
-        for name, least in (
-            ("samples", 0),
-            ("batch_size", 1),
-            ("size", 1),
-            ("seed", 0),
-            ("done", 0),
-            ("shares", 0),
-        ):
+        for name, value in zip(("rank", "size"), own_part(self.rank, self.size), strict=True):
+            object.__setattr__(self, name, value)
+        for name, least in (("samples", 0), ("batch_size", 1), ("seed", 0), ("shares", 0)):
             check_count(name, getattr(self, name), least)
-        check_count("rank", self.rank, 0)
-        if self.rank >= self.size:
-            raise ValueError(f"rank={self.rank} is not below size={self.size}")
+        check_count("done", self.done, 0)
         if self.done > self.samples:
             raise ValueError(f"done={self.done} is more than samples={self.samples}")
         left = self.samples - self.done
-        if self.done and not left:
-            return  # the end of an epoch
-        if self.done and left < self.size and not self.allow_empty:
-            raise ValueError(
-                f"rank {self.rank}: after {self.done} of {self.samples} samples the epoch has "
-                f"{left} left, which cannot give each of {self.size} ranks one: start at most "
-                f"{left} ranks, or leave these samples out by beginning with the next epoch"
-            )
-        if left < self.size and not self.allow_empty:
-            raise ValueError(
-                f"rank {self.rank}: {self.samples} samples cannot give each of {self.size} ranks "
-                f"one: start at most {self.samples} ranks, or, for evaluation, pass "
-                "allow_empty=True and weight the metrics by the number of samples"
-            )
+        if left >= self.size or self.allow_empty or (self.done and not left):  # an epoch's end
+            return
+        found = f"{left} samples"
+        remedy = ", for evaluation, pass allow_empty=True and weight the metrics by the number of"
+        if self.done:
+            found = f"after {self.done} of {self.samples} samples the epoch has {left} left, which"
+            remedy = " begin with the next epoch and leave out these"
+        raise ValueError(
+            f"rank {self.rank}: {found} cannot give each of {self.size} ranks one: start at most "
+            f"{left} ranks, or{remedy} samples"
+        )
 
     @cached_property
     def global_batch_sizes(self) -> tuple[int, ...]:
@@ -206,6 +189,19 @@ class Sharding:
         if self.shuffle:
             np.random.default_rng((self.seed, epoch)).shuffle(order)
         return order
+
+
+def own_part(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return a rank and a number of ranks as they are given or, if neither is, the world's."""
+    if (rank is None) != (size is None):
+        raise ValueError(f"rank={rank} and size={size}: give both, or neither to take the world's")
+    if rank is None or size is None:
+        return parts.current.rank, parts.current.size
+    check_count("size", size)
+    check_count("rank", rank, 0)
+    if rank >= size:
+        raise ValueError(f"rank={rank} is not below size={size}")
+    return rank, size
 
 
 def _slice(total: int, rank: int, size: int) -> tuple[int, int]:
