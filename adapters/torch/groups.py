@@ -15,10 +15,11 @@ from hvdlite.collectives import (
     describe_group,
     describe_reducescatter,
 )
+from hvdlite.collectives.call import Call
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.torch import autograd
+from hvdlite.torch.autograd import Allgather, Allreduce, Reducescatter
 from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submit, synchronize
 from hvdlite.torch.persistent import memory_of
@@ -51,10 +52,9 @@ def grouped_allreduce(
     """
     name = name or runtime.engine(process_set).unnamed("grouped_allreduce")
     chosen = reduction.choose(average, op)
-    factors = prescale_factor, postscale_factor
     strategy = check_strategy(compression, CONVERSION)
-    arguments = name, strategy, chosen, *factors, process_set
-    return list(autograd.Allreduce.apply(True, *arguments, *_checked(tensors)))
+    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
+    return list(Allreduce.apply(call, *_checked(tensors)))
 
 
 def grouped_allreduce_async(
@@ -142,7 +142,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
     name = name or runtime.engine(process_set).unnamed("grouped_allgather")
-    return list(autograd.Allgather.apply(True, name, process_set, *_checked(tensors)))
+    return list(Allgather.apply(Call(True, name, process_set), *_checked(tensors)))
 
 
 def grouped_allgather_async(
@@ -169,9 +169,9 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Do `reducescatter` for several tensors as one unit; see `grouped_allreduce`."""
     name = name or runtime.engine(process_set).unnamed("grouped_reducescatter")
-    factors = prescale_factor, postscale_factor
-    arguments = name, compression, reduction.choose(None, op), *factors, process_set
-    return list(autograd.Reducescatter.apply(True, *arguments, *_checked(tensors)))
+    chosen = reduction.choose(None, op)
+    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    return list(Reducescatter.apply(call, *_checked(tensors)))
 
 
 def grouped_reducescatter_async(
