@@ -10,7 +10,7 @@ from hvdlite.elastic.state import CapturingHandler, ObjectState, State, Variable
 from hvdlite.gradients.optimizer_replica import variables_of
 from hvdlite.gradients.synchronizer import Synchronizer
 from hvdlite.keras._optimizer import distributed_part
-from hvdlite.keras._values import batches_per_call
+from hvdlite.keras._values import batches_per_call, build_optimizer
 
 
 class KerasState(ObjectState):
@@ -40,8 +40,7 @@ class KerasState(ObjectState):
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
         # Variables created later could not be restored to their initial values.
-        if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
-            optimizer.build(model.trainable_variables)
+        build_optimizer(optimizer, model)
         super().__init__(
             model=_ModelHandler(model), optimizer=_OptimizerHandler(optimizer), **kwargs
         )

@@ -187,6 +187,17 @@ def differ_by_rank(variables: Sequence[Any]) -> None:
             variable.assign(different_on(world.rank(), to_array(variable)))
 
 
+def build_optimizer(optimizer: Any, model: Any) -> bool:
+    """Create an optimizer's variables for a built model, and return whether it has them all."""
+
+    def is_built() -> bool:
+        return bool(getattr(optimizer, "built", False) or getattr(optimizer, "_built", False))
+
+    if hasattr(optimizer, "build") and not is_built():
+        optimizer.build(model.trainable_variables)
+    return is_built()
+
+
 def batches_per_call(model: Any) -> int:
     """Return the number of batches that one call of a model's training function takes."""
     count: Any = getattr(model, "_steps_per_execution", None)

@@ -16,7 +16,7 @@ from hvdlite import collectives
 from hvdlite.base import reduction
 from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.collectives import Route, describe_allgather, run_alltoall
-from hvdlite.collectives.call import Call
+from hvdlite.collectives.call import Call, members
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.graphs import for_session
@@ -121,7 +121,7 @@ def grouped_allreduce(
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
     call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
-    results = _checked(tensors)
+    results = members(tensors, tf.Tensor, tf.Variable)
     dense = [n for n, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
     for number, each in enumerate(results):
         if isinstance(each, tf.IndexedSlices):
@@ -222,7 +222,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
-    wholes, _ = _allgather(Call(True, name, process_set), _checked(tensors))
+    wholes, _ = _allgather(Call(True, name, process_set), members(tensors, tf.Tensor, tf.Variable))
     return wholes
 
 
@@ -434,7 +434,7 @@ def grouped_reducescatter(
     check_strategy(compression)
     chosen = reduction.choose(None, op)
     call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, compression)
-    return _reducescatter(call, _checked(tensors))
+    return _reducescatter(call, members(tensors, tf.Tensor, tf.Variable))
 
 
 @unconverted
@@ -506,12 +506,3 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> tf.T
 
     (last,) = run(wait, [], [tf.TensorSpec((), tf.int32)], process_set)
     return last
-
-
-def _checked(tensors: Sequence[Any]) -> list[Any]:
-    if isinstance(tensors, tf.Tensor | tf.Variable):
-        raise TypeError("expected a list of tensors, found a tensor")
-    listed = list(tensors)
-    if not listed:
-        raise ValueError("a grouped collective needs one tensor at least; found none")
-    return listed

@@ -15,7 +15,7 @@ from hvdlite.collectives import (
     describe_group,
     describe_reducescatter,
 )
-from hvdlite.collectives.call import Call
+from hvdlite.collectives.call import Call, members
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
@@ -54,7 +54,7 @@ def grouped_allreduce(
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
     call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
-    return list(Allreduce.apply(call, *_checked(tensors)))
+    return list(Allreduce.apply(call, *members(tensors, torch.Tensor)))
 
 
 def grouped_allreduce_async(
@@ -142,7 +142,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
     name = name or runtime.engine(process_set).unnamed("grouped_allgather")
-    return list(Allgather.apply(Call(True, name, process_set), *_checked(tensors)))
+    return list(Allgather.apply(Call(True, name, process_set), *members(tensors, torch.Tensor)))
 
 
 def grouped_allgather_async(
@@ -171,7 +171,7 @@ def grouped_reducescatter(
     name = name or runtime.engine(process_set).unnamed("grouped_reducescatter")
     chosen = reduction.choose(None, op)
     call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, compression)
-    return list(Reducescatter.apply(call, *_checked(tensors)))
+    return list(Reducescatter.apply(call, *members(tensors, torch.Tensor)))
 
 
 def grouped_reducescatter_async(
@@ -207,19 +207,10 @@ def _submit(
     listed: list[torch.Tensor] = []
 
     def describe(name: str) -> Operation:
-        listed.extend(_checked(tensors))
+        listed.extend(members(tensors, torch.Tensor))
         return describe_group(f"grouped {kind}", name, listed, prepare(listed))
 
     return submit(f"grouped_{kind}", name, describe, convert or _like, listed, process_set)
-
-
-def _checked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        raise TypeError("expected a list of tensors, found a tensor")
-    listed = list(tensors)
-    if not listed:
-        raise ValueError("a grouped collective needs one tensor at least; found none")
-    return listed
 
 
 def _like(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from hvdlite.base.reduction import Average, ReduceOp
@@ -25,9 +25,15 @@ class Call(NamedTuple):
         self, arrays: Sequence[Any], one: Callable[..., Any], several: Callable[..., Any]
     ) -> Any:
         """Return the results of a collective for one array, or of the one for several."""
-        options = self._asdict()
-        grouped = options.pop("grouped")
-        return several(arrays, **options) if grouped else [one(arrays[0], **options)]
+        options = {
+            "name": self.name,
+            "op": self.op,
+            "prescale_factor": self.prescale_factor,
+            "postscale_factor": self.postscale_factor,
+            "compression": self.compression,
+            "process_set": self.process_set,
+        }
+        return several(arrays, **options) if self.grouped else [one(arrays[0], **options)]
 
     def backward(self) -> Call:
         """Return the same call for gradients."""
@@ -44,3 +50,13 @@ class Call(NamedTuple):
                 f"{'grouped_' * self.grouped}{kind} with op={self.op.name.capitalize()} has no "
                 f"gradient; {remedy}, or use Sum or Average"
             )
+
+
+def members(tensors: Iterable[Any], *kinds: type[Any]) -> list[Any]:
+    """Return the tensors of a group, which is no single tensor of these kinds."""
+    if isinstance(tensors, kinds):
+        raise TypeError("expected a list of tensors, found a tensor")
+    listed = list(tensors)
+    if not listed:
+        raise ValueError("a grouped collective needs one tensor at least; found none")
+    return listed

@@ -258,7 +258,8 @@ class VariablesHandler(CapturingHandler):
             HorovodInternalError: they are not those of the variables.
         """
         variables = self.shared()
-        shapes = [tuple(variable.shape) for variable in variables]
+        # Of the values: a variable of TensorFlow may be of any shape.
+        shapes = [np.shape(variable.numpy()) for variable in variables]
         if shapes != [array.shape for array in captured]:
             raise HorovodInternalError(
                 f"the state of the previous run has {len(captured)} variables, this one "
@@ -269,8 +270,12 @@ class VariablesHandler(CapturingHandler):
             variable.assign(array)
 
     def sync(self) -> None:
-        names = [getattr(each, "path", None) or each.name for each in self.shared()]
-        self.apply(broadcast_arrays(names, self.capture(), 0, "elastic.variables"))
+        variables = self.shared()
+        names = [getattr(each, "path", None) or each.name for each in variables]
+        arrays = [np.asarray(variable.numpy()) for variable in variables]
+        values = broadcast_arrays(names, arrays, 0, "elastic.variables")
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
 
 
 class ObjectState(State):

@@ -49,12 +49,7 @@ class Checkpoint:
     `_decode`.
 
     Args:
-        path: The file, on the host of rank 0.
-        keep: How many generations remain, at least 1: the file itself, and its predecessors as
-            ``PATH.generation-NUMBER``.
-
-    Raises:
-        ValueError: ``keep`` is less than 1.
+        path, keep: As for `checkpoint`.
     """
 
     # The only key of the dicts by which a subclass tells tensors from arrays; empty: it does not.
@@ -318,6 +313,9 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> Checkpoint:
             ``torch.save`` does. A file is read by its content.
         keep: How many generations remain: the file itself, and its predecessors as
             ``PATH.generation-NUMBER``, which `Checkpoint.load` uses if the file is damaged.
+
+    Raises:
+        ValueError: ``keep`` is less than 1.
 
     Example::
 

@@ -101,7 +101,7 @@ class Sharding:
         """The number of steps of the epoch, or of what is left of it; the same on all ranks."""
         return len(self.global_batch_sizes)
 
-    @property
+    @cached_property
     def weights(self) -> tuple[float, ...]:
         """The factor of this rank's mean loss at each step.
 
@@ -126,7 +126,7 @@ class Sharding:
 
     def global_batches(self, epoch: int) -> list[npt.NDArray[np.int64]]:
         """Return all ranks' batches of an epoch: for each step one array of indices."""
-        order = self._order(epoch)
+        order = epoch_order(self.samples, epoch, self.shuffle, self.seed)
         bounds = itertools.accumulate(self.global_batch_sizes, initial=self.done)
         return [order[start:stop] for start, stop in itertools.pairwise(bounds)]
 
@@ -183,12 +183,14 @@ class Sharding:
             return self
         return replace(self, rank=rank, size=size, shares=self.shares or self.size)
 
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        check_count("epoch", epoch, 0)
-        order = np.arange(self.samples, dtype=np.int64)
-        if self.shuffle:
-            np.random.default_rng((self.seed, epoch)).shuffle(order)
-        return order
+
+def epoch_order(samples: int, epoch: int, shuffle: bool, seed: int) -> npt.NDArray[np.int64]:
+    """Return the order in which an epoch takes the samples, on any number of ranks."""
+    check_count("epoch", epoch, 0)
+    order = np.arange(samples, dtype=np.int64)
+    if shuffle:
+        np.random.default_rng((seed, epoch)).shuffle(order)
+    return order
 
 
 def own_part(rank: int | None, size: int | None) -> tuple[int, int]:
