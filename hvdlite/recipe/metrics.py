@@ -139,7 +139,7 @@ def _of_all(make: Callable[[], _Result], name: str, failure: str) -> list[_Resul
     try:
         made = make()
     except Exception as error:  # the other ranks wait
-        problem = str(error)
+        problem = str(error) or type(error).__name__
     found = collectives.allgather_object((made, problem), name=name)
     problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(found) if problem]
     if problems:
