@@ -17,6 +17,7 @@ from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,
     broadcast_variables,
+    build_optimizer,
     differ_by_rank,
     to_array,
 )
@@ -110,7 +111,7 @@ class BroadcastGlobalVariablesCallback:
         if all(collectives.allgather_object(len(weights), f"{name}: weights")):
             self._broadcast_weights(weights)
             # On all ranks or on none: legacy Keras would choose other names in the first batch.
-            is_built = _build_optimizer(self.model)
+            is_built = build_optimizer(getattr(self.model, "optimizer", None), self.model)
             _, state = self._built()
             mine = is_built, len(state)
             if all(each == (True, len(state)) for each in collectives.allgather_object(mine, name)):
@@ -158,18 +159,6 @@ class BroadcastGlobalVariablesCallback:
         built = self.model.weights if self.model.built else ()
         weights = [weight for weight in built if id(weight) not in local]
         return weights, variables_of(getattr(self.model, "optimizer", None))
-
-
-def _build_optimizer(model: Any) -> bool:
-    """Create the variables of a built model's optimizer, and return whether it has them all."""
-    optimizer: Any = getattr(model, "optimizer", None)
-    if hasattr(optimizer, "build") and not _is_built(optimizer):
-        optimizer.build(model.trainable_variables)
-    return _is_built(optimizer)
-
-
-def _is_built(optimizer: Any) -> bool:
-    return bool(getattr(optimizer, "built", False) or getattr(optimizer, "_built", False))
 
 
 class MetricAverageCallback:

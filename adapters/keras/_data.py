@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from hvdlite import recipe
+from hvdlite.recipe import Sharding
 from hvdlite.recipe.batches import Batches, take
 from hvdlite.world import parts
 
@@ -59,6 +60,7 @@ class ShardedData(keras.utils.PyDataset):
         super().__init__()
         self._data = data
         self._batches = batches
+        self._order: tuple[int, Sharding, list[Any]] | None = None  # of one epoch
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -68,8 +70,12 @@ class ShardedData(keras.utils.PyDataset):
 
     def __getitem__(self, step: int) -> Any:
         parts.current.refuse("a hvdlite.keras.shard in fit", "use hvdlite.tensorflow.shard")
-        sharding = self._batches.upcoming
-        indices = sharding.indices(self._batches.position()[0])[step]
+        epoch, sharding = self._batches.position()[0], self._batches.upcoming
+        order = self._order
+        if order is None or order[:2] != (epoch, sharding):
+            order = self._order = epoch, sharding, sharding.indices(epoch)
+        _, sharding, all_indices = order  # with what it has computed
+        indices = all_indices[step]
         batch = take(self._data, indices)
         if not isinstance(batch, tuple) or len(batch) != 2:
             return batch

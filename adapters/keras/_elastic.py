@@ -6,21 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hvdlite import collectives
-from hvdlite.elastic.state import State, VariableState
+from hvdlite.elastic.state import CapturingHandler, ObjectState, State, VariablesHandler
 from hvdlite.gradients.optimizer_replica import variables_of
 from hvdlite.gradients.synchronizer import Synchronizer
 from hvdlite.keras._optimizer import distributed_part
-from hvdlite.keras._values import batches_per_call
-from hvdlite.world import world
+from hvdlite.keras._values import batches_per_call, build_optimizer
 
 
-class KerasState(VariableState):
+class KerasState(ObjectState):
     """The state of a Keras model, its optimizer, and other attributes.
 
     Weights, the optimizer's variables (including the learning rate), what its compression and
     schedule remember, and random seeds are kept in memory. The seeds stay each rank's own, and so
-    do residuals of a compression: a rank that comes in begins with none.
+    do residuals of a compression: a rank that joins begins with none.
 
     Args:
         model: A built model of Keras 3 or legacy Keras; the attribute ``model``.
@@ -42,82 +40,61 @@ class KerasState(VariableState):
         if optimizer is None:
             optimizer = getattr(model, "optimizer", None)
         # Variables created later could not be restored to their initial values.
-        if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
-            optimizer.build(model.trainable_variables)
-        self.model = model
-        self.optimizer = optimizer
-        super().__init__(**kwargs)
-        self._exchange = self._exchange_state()
+        build_optimizer(optimizer, model)
+        super().__init__(
+            model=_ModelHandler(model), optimizer=_OptimizerHandler(optimizer), **kwargs
+        )
+        # Behind the variables: a schedule begins again with the weights that it finds.
+        self._handlers.append(("optimizer", _ExchangeHandler(optimizer)))
 
-    def save(self) -> None:
-        """Keep copies of all values and of what the compression remembers."""
-        super().save()
-        self._exchange = self._exchange_state()
 
-    def restore(self) -> None:
-        """Assign the values that were saved last."""
-        super().restore()
-        synchronizer = self._synchronizer()
-        if synchronizer is not None and self._exchange is not None:
-            synchronizer.load_state(self._exchange, is_own=True)
+class _ModelHandler(VariablesHandler):
+    """Handles a model."""
 
-    def sync(self) -> None:
-        """Give all ranks rank 0's state, except seeds and residuals, and save; collective.
+    def variables(self) -> Sequence[Any]:
+        return self.value.variables
 
-        Raises:
-            HorovodInternalError: The ranks disagree on the variables, or communication failed.
-        """
+    def shared(self) -> Sequence[Any]:
+        return self.value.weights  # all but random seeds
+
+
+class _OptimizerHandler(VariablesHandler):
+    """Handles an optimizer's variables."""
+
+    def variables(self) -> Sequence[Any]:
+        found = list(variables_of(self.value))
+        rate = getattr(self.value, "learning_rate", None)
+        if hasattr(rate, "assign") and all(rate is not each for each in found):
+            found.append(rate)
+        return found
+
+
+class _ExchangeHandler(CapturingHandler):
+    """Handles what an optimizer's compression and schedule remember."""
+
+    def capture(self) -> Any:
         if (synchronizer := self._synchronizer()) is not None:
-            process_set = synchronizer.options.process_set
-            own = synchronizer.state.common_state_dict(process_set) if world.rank() == 0 else None
-            common = collectives.broadcast_object(own, 0, "elastic.exchange_state")
-            if common and world.rank() != 0:
-                synchronizer.load_state(common)
-        super().sync()
+            return synchronizer.state.state_dict(synchronizer.options.process_set)
+        return None
+
+    def capture_common(self) -> Any:
+        if (synchronizer := self._synchronizer()) is not None:
+            return synchronizer.state.common_state_dict(synchronizer.options.process_set)
+        return None
+
+    def apply(self, captured: Any, is_own: bool = False) -> None:
+        synchronizer = self._synchronizer()
+        if synchronizer is not None and captured is not None:
+            synchronizer.load_state(captured, is_own)
 
     def gather(self) -> None:
-        """Bring what the compression remembers on all ranks to rank 0; collective."""
-        super().gather()
         if (synchronizer := self._synchronizer()) is not None:
             synchronizer.state.consolidate(synchronizer.options.process_set)
 
-    def dump(self) -> Any:
-        """Return the variables, the attributes, and what this rank's compression remembers."""
-        return {**super().dump(), "exchange": self._exchange_state()}
-
-    def load(self, dump: Any) -> None:
-        """Assign the variables, set the attributes, and save them."""
-        super().load(dump)
-        synchronizer = self._synchronizer()
-        if synchronizer is not None and dump["exchange"] is not None:
-            synchronizer.load_state(dump["exchange"])
-            self._exchange = self._exchange_state()
-
-    def variables_kept(self) -> Sequence[Any]:
-        """Return everything that training changes."""
-        return self._with_optimizer(self.model.variables)
-
-    def variables_shared(self) -> Sequence[Any]:
-        """Return everything that training changes, except random seeds."""
-        return self._with_optimizer(self.model.weights)
-
     def _synchronizer(self) -> Synchronizer | None:
         """Return the exchange of the optimizer's gradients; None: it has none."""
-        part = distributed_part(self.optimizer)
+        part = distributed_part(self.value)
         return None if part is None else part._hvdlite
-
-    def _exchange_state(self) -> Any:
-        synchronizer = self._synchronizer()
-        if synchronizer is None:
-            return None
-        return synchronizer.state.state_dict(synchronizer.options.process_set)
-
-    def _with_optimizer(self, variables: Sequence[Any]) -> list[Any]:
-        found = [*variables, *variables_of(self.optimizer)]
-        rate = getattr(self.optimizer, "learning_rate", None)
-        if hasattr(rate, "assign"):
-            found.append(rate)
-        return list({id(variable): variable for variable in found}.values())
 
 
 # For each state, the callbacks that update its ``batch`` and its ``epoch``.

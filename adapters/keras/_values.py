@@ -15,7 +15,7 @@ from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Compression, Strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.optimizer_replica import variables_of
-from hvdlite.recipe.seeding import seed_frameworks
+from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.variables import broadcast_arrays, different_on, is_seed
 from hvdlite.world import parts, world
 
@@ -180,11 +180,22 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
 def differ_by_rank(variables: Sequence[Any]) -> None:
     """Give the seeds of random layers among the variables other values on each rank."""
     if parts.current.are_fixed:
-        seed_frameworks()  # whatever has drawn from them
+        seed_part(all_frameworks=True)  # whatever has drawn from them
         return
     for variable in variables:
         if is_seed(variable.name):
             variable.assign(different_on(world.rank(), to_array(variable)))
+
+
+def build_optimizer(optimizer: Any, model: Any) -> bool:
+    """Create an optimizer's variables for a built model, and return whether it has them all."""
+
+    def is_built() -> bool:
+        return bool(getattr(optimizer, "built", False) or getattr(optimizer, "_built", False))
+
+    if hasattr(optimizer, "build") and not is_built():
+        optimizer.build(model.trainable_variables)
+    return is_built()
 
 
 def batches_per_call(model: Any) -> int:

@@ -21,16 +21,11 @@ class TensorCheckpoint(Checkpoint):
     """A checkpoint whose trees may hold tensors and variables, which are loaded as arrays."""
 
     def save(self, state: Any, blocking: bool = True) -> None:
-        """Replace the file by the state of rank 0; collective.
+        """Write the state of rank 0, as `hvdlite.recipe.Checkpoint.save` does; collective.
 
-        Args:
-            state: As in `hvdlite.recipe.Checkpoint.save`, with tensors and variables; e.g.
-                ``{"weights": model.variables, "optimizer": optimizer.variables}``.
-            blocking: As in `hvdlite.recipe.Checkpoint.save`.
+        For example ``{"weights": model.variables, "optimizer": optimizer.variables}``.
 
         Raises:
-            TypeError: Something else is in the tree.
-            CheckpointError: The file cannot be written.
             RuntimeError: Inside ``tf.function``.
         """
         if tf.inside_function():

@@ -16,6 +16,7 @@ from hvdlite import collectives
 from hvdlite.base import reduction
 from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.collectives import Route, describe_allgather, run_alltoall
+from hvdlite.collectives.call import Call, members
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.graphs import for_session
@@ -31,7 +32,7 @@ from hvdlite.tensorflow.tensors import (
 )
 from hvdlite.world import world
 
-_Factors = tuple[float, float]
+_REMEDY = "wrap its input in tf.stop_gradient"
 
 
 def allreduce(
@@ -85,10 +86,10 @@ def allreduce(
     """
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
-    factors = prescale_factor, postscale_factor
+    call = Call(False, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
     if isinstance(tensor, tf.IndexedSlices):
-        return _allreduce_slices(tensor, chosen, factors, name, process_set)
-    return _allreduce([tensor], False, name, strategy, chosen, factors, process_set)[0]
+        return _allreduce_slices(call, tensor)
+    return _allreduce(call, [tensor])[0]
 
 
 def grouped_allreduce(
@@ -119,65 +120,43 @@ def grouped_allreduce(
     """
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
-    factors = prescale_factor, postscale_factor
-    results = _checked(tensors)
+    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
+    results = members(tensors, tf.Tensor, tf.Variable)
     dense = [n for n, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
     for number, each in enumerate(results):
         if isinstance(each, tf.IndexedSlices):
             own = None if name is None else f"{name}.{number}"
-            results[number] = _allreduce_slices(each, chosen, factors, own, process_set)
+            results[number] = _allreduce_slices(call._replace(name=own), each)
     if dense:
-        chunk = [results[number] for number in dense]
-        reduced = _allreduce(chunk, True, name, strategy, chosen, factors, process_set)
+        reduced = _allreduce(call, [results[number] for number in dense])
         for number, result in zip(dense, reduced, strict=True):
             results[number] = result
     return results
 
 
 @unconverted
-def _allreduce(
-    tensors: Sequence[Any],
-    grouped: bool,
-    name: str | None,
-    compression: Strategy,
-    op: ReduceOp,
-    factors: _Factors,
-    process_set: ProcessSet,
-) -> list[tf.Tensor]:
+def _allreduce(call: Call, tensors: Sequence[Any]) -> list[tf.Tensor]:
     def reduce(*arrays: Any) -> list[Any]:
-        options: dict[str, Any] = {"compression": compression, "process_set": process_set}
-        if grouped:
-            return collectives.grouped_allreduce(arrays, None, name, op, *factors, **options)
-        return [collectives.allreduce(arrays[0], None, name, op, *factors, **options)]
+        results: list[Any] = call.reduce(
+            arrays, collectives.allreduce, collectives.grouped_allreduce
+        )
+        return results
 
     @tf.custom_gradient
     def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
         def gradient(*upstream: Any) -> list[tf.Tensor]:
-            if op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT):
-                raise _no_gradient("grouped_allreduce" if grouped else "allreduce", op)
-            back = _backward_name(name)
-            return _allreduce(upstream, grouped, back, compression, op, factors, process_set)
+            call.check_differentiable("allreduce", _REMEDY)
+            return _allreduce(call.backward(), upstream)
 
-        return run(reduce, tensors, list(map(like, tensors)), process_set), gradient
+        return run(reduce, tensors, list(map(like, tensors)), call.process_set), gradient
 
     return list(differentiable(*map(to_tensor, tensors)))
 
 
-def _averaged(
-    tensors: Sequence[Any], grouped: bool, name: str | None, process_set: ProcessSet
-) -> list[tf.Tensor]:
-    return _allreduce(tensors, grouped, name, Compression.none, Average, (1.0, 1.0), process_set)
-
-
 @unconverted
-def _allreduce_slices(
-    slices: tf.IndexedSlices,
-    op: ReduceOp,
-    factors: _Factors,
-    name: str | None,
-    process_set: ProcessSet,
-) -> tf.IndexedSlices:
-    if factors != (1.0, 1.0):
+def _allreduce_slices(call: Call, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    op = call.op
+    if (call.prescale_factor, call.postscale_factor) != (1.0, 1.0):
         raise NotImplementedError("tf.IndexedSlices are reduced without scaling factors")
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise NotImplementedError(
@@ -186,7 +165,7 @@ def _allreduce_slices(
         )
     # As one unit: should a rank die, both are from the same ranks.
     parts = slices.values, slices.indices
-    (values, indices), size = _allgather(parts, True, name, process_set)
+    (values, indices), size = _allgather(call._replace(grouped=True), parts)
     if op is ReduceOp.AVERAGE and values.dtype.is_integer:
         values, indices = _integer_mean(values, indices, size)
     elif op is ReduceOp.AVERAGE:
@@ -232,7 +211,7 @@ def allgather(
         MismatchError: The ranks disagree.
         HorovodInternalError: Communication failed.
     """
-    (whole,), _ = _allgather([tensor], False, name, process_set)
+    (whole,), _ = _allgather(Call(False, name, process_set), [tensor])
     return whole
 
 
@@ -243,18 +222,17 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
-    wholes, _ = _allgather(_checked(tensors), True, name, process_set)
+    wholes, _ = _allgather(Call(True, name, process_set), members(tensors, tf.Tensor, tf.Variable))
     return wholes
 
 
 @unconverted
-def _allgather(
-    tensors: Sequence[Any], grouped: bool, name: str | None, process_set: ProcessSet
-) -> tuple[list[tf.Tensor], tf.Tensor]:
+def _allgather(call: Call, tensors: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Return what has been gathered, and the number of ranks that it is from."""
+    name, process_set = call.name, call.process_set
 
     def gather(*arrays: Any) -> list[Any]:
-        if grouped:
+        if call.grouped:
             found = collectives.grouped_allgather_async(
                 arrays, name, with_rows=True, process_set=process_set
             ).wait()
@@ -277,7 +255,7 @@ def _allgather(
         wholes, spans = found[: len(tensors)], found[len(tensors) :]
 
         def gradient(*upstream: Any) -> list[tf.Tensor]:
-            reduced = _averaged(upstream[:-1], grouped, _backward_name(name), process_set)
+            reduced = _allreduce(call.backward_average(), upstream[:-1])
             return [
                 tf.reshape(whole[span[0] : span[0] + span[1]], tf.shape(tensor))
                 for whole, span, tensor in zip(reduced, spans, tensors, strict=True)
@@ -314,6 +292,7 @@ def broadcast(
         MismatchError: The ranks disagree.
         HorovodInternalError: Communication failed.
     """
+    call = Call(False, name, process_set)
 
     def spread(array: Any) -> list[Any]:
         # Asked now: a rank may have another number in the backward pass.
@@ -323,7 +302,7 @@ def broadcast(
     @tf.custom_gradient
     def differentiable(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
         def gradient(upstream: Any) -> tf.Tensor:
-            (reduced,) = _averaged([upstream], False, _backward_name(name), process_set)
+            (reduced,) = _allreduce(call.backward_average(), [upstream])
             return tf.where(is_root, reduced, tf.zeros_like(reduced))
 
         specs = [like(tensor), tf.TensorSpec((), tf.bool)]
@@ -362,13 +341,13 @@ def alltoall(
         HorovodInternalError: Communication failed.
     """
     counts = [] if splits is None else [tf.convert_to_tensor(splits)]
-    rows, received = _alltoall(tensor, counts, False, name, process_set)
+    rows, received = _alltoall(Call(False, name, process_set), tensor, counts)
     return rows if splits is None else (rows, received)
 
 
 @unconverted
 def _alltoall(
-    tensor: Any, how: Sequence[tf.Tensor], is_back: bool, name: str | None, process_set: ProcessSet
+    call: Call, tensor: Any, how: Sequence[tf.Tensor], is_back: bool = False
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Exchange rows.
 
@@ -380,7 +359,7 @@ def _alltoall(
         given = [np.asarray(each) for each in numbers]
         splits = None if is_back or not given else given[0]
         back = Route(*(each.tolist() for each in given)) if is_back else None
-        rows, route = run_alltoall(array, splits, name, process_set, back)
+        rows, route = run_alltoall(array, splits, call.name, call.process_set, back)
         return [rows, *(np.array(each, np.int32) for each in route)]
 
     @tf.custom_gradient
@@ -388,10 +367,10 @@ def _alltoall(
         tensor: tf.Tensor,
     ) -> tuple[tuple[tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
         specs = [rows_like(tensor), *[tf.TensorSpec((None,), tf.int32)] * len(Route._fields)]
-        rows, *route = run(exchange, [tensor, *how], specs, process_set)
+        rows, *route = run(exchange, [tensor, *how], specs, call.process_set)
 
         def gradient(upstream: Any, _: Any = None) -> tf.Tensor:
-            back, _ = _alltoall(upstream, route, True, _backward_name(name), process_set)
+            back, _ = _alltoall(call.backward(), upstream, route, is_back=True)
             return tf.reshape(back, tf.shape(tensor))
 
         return (rows, route[-1]), gradient
@@ -436,8 +415,8 @@ def reducescatter(
     """
     check_strategy(compression)
     chosen = reduction.choose(None, op)
-    factors = prescale_factor, postscale_factor
-    return _reducescatter([tensor], False, compression, chosen, name, process_set, factors)[0]
+    call = Call(False, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    return _reducescatter(call, [tensor])[0]
 
 
 def grouped_reducescatter(
@@ -454,46 +433,35 @@ def grouped_reducescatter(
     """Reduce and scatter several tensors as one unit; see `reducescatter`, `grouped_allreduce`."""
     check_strategy(compression)
     chosen = reduction.choose(None, op)
-    factors = prescale_factor, postscale_factor
-    tensors = _checked(tensors)
-    return _reducescatter(tensors, True, compression, chosen, name, process_set, factors)
+    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    return _reducescatter(call, members(tensors, tf.Tensor, tf.Variable))
 
 
 @unconverted
-def _reducescatter(
-    tensors: Sequence[Any],
-    grouped: bool,
-    compression: Strategy,
-    op: ReduceOp,
-    name: str | None,
-    process_set: ProcessSet,
-    factors: _Factors,
-) -> list[tf.Tensor]:
+def _reducescatter(call: Call, tensors: Sequence[Any]) -> list[tf.Tensor]:
     def reduce(*arrays: Any) -> list[Any]:
-        options: dict[str, Any] = {"compression": compression, "process_set": process_set}
-        if grouped:
-            return collectives.grouped_reducescatter(arrays, name, op, *factors, **options)
-        return [collectives.reducescatter(arrays[0], name, op, *factors, **options)]
+        results: list[Any] = call.reduce(
+            arrays, collectives.reducescatter, collectives.grouped_reducescatter
+        )
+        return results
 
     @tf.custom_gradient
     def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
         def scaled(upstream: tf.Tensor) -> tf.Tensor:
-            factor = tf.cast(factors[0] * factors[1], upstream.dtype)
-            if op is ReduceOp.SUM:
-                factor *= tf.cast(set_size(process_set), upstream.dtype)
+            factor = tf.cast(call.prescale_factor * call.postscale_factor, upstream.dtype)
+            if call.op is ReduceOp.SUM:
+                factor *= tf.cast(set_size(call.process_set), upstream.dtype)
             return upstream * factor
 
         def gradient(*upstream: Any) -> list[tf.Tensor]:
-            if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-                raise _no_gradient("reducescatter", op)
-            own = list(map(scaled, upstream))
-            wholes, _ = _allgather(own, grouped, _backward_name(name), process_set)
+            call.check_differentiable("reducescatter", _REMEDY)
+            wholes, _ = _allgather(call.backward(), list(map(scaled, upstream)))
             return [
                 tf.reshape(whole, tf.shape(tensor))
                 for whole, tensor in zip(wholes, tensors, strict=True)
             ]
 
-        return run(reduce, tensors, list(map(rows_like, tensors)), process_set), gradient
+        return run(reduce, tensors, list(map(rows_like, tensors)), call.process_set), gradient
 
     return list(differentiable(*map(to_tensor, tensors)))
 
@@ -538,24 +506,3 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> tf.T
 
     (last,) = run(wait, [], [tf.TensorSpec((), tf.int32)], process_set)
     return last
-
-
-def _checked(tensors: Sequence[Any]) -> list[Any]:
-    if isinstance(tensors, tf.Tensor | tf.Variable):
-        raise TypeError("expected a list of tensors, found a tensor")
-    listed = list(tensors)
-    if not listed:
-        raise ValueError("a grouped collective needs one tensor at least; found none")
-    return listed
-
-
-def _no_gradient(call: str, op: ReduceOp) -> NotImplementedError:
-    return NotImplementedError(
-        f"{call} with op={op.name.capitalize()} has no gradient; wrap its input in "
-        "tf.stop_gradient, or use Sum or Average"
-    )
-
-
-def _backward_name(name: str | None) -> str | None:
-    """Return the name of the collective in the backward pass."""
-    return None if name is None else f"{name}.gradient"

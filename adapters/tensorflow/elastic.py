@@ -8,11 +8,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite import elastic
+from hvdlite.base.reduction import Average
 from hvdlite.elastic import HostUpdate, ObjectState, State
-from hvdlite.elastic.state import VariableState
+from hvdlite.elastic.state import CapturingHandler, VariablesHandler
+from hvdlite.engine.process_sets import global_process_set
+from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.keras._elastic import KerasState
 from hvdlite.tensorflow.errors import naming_errors
-from hvdlite.tensorflow.exchange_state import ExchangeStates
+from hvdlite.tensorflow.exchange_state import exchange_state, exchange_states
 
 __all__ = ["HostUpdate", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -25,12 +28,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     return elastic.run(naming_errors(func))
 
 
-class TensorFlowState(VariableState):
+class TensorFlowState(ObjectState):
     """The elastic state of variables and of other attributes.
 
     With the variables goes what the compression and the schedule of a `DistributedGradientTape`
     remember of its sources, if all of them are among the variables. Residuals stay each rank's own:
-    one that comes in begins with none.
+    one that joins begins with none.
 
     Args:
         variables: ``tf.Variable`` or Keras variables, in any nested structure; the attribute
@@ -53,48 +56,43 @@ class TensorFlowState(VariableState):
                 "TensorFlow 2 keeps no list of all variables; pass those that training changes, "
                 "for example variables=[*model.variables, *optimizer.variables]"
             )
-        self.variables = variables
-        super().__init__(**kwargs)
-        self._exchange = ExchangeStates(self.variables_kept())
+        super().__init__(variables=_VariablesHandler(variables), **kwargs)
+        self._handlers.append(("variables", _TapesHandler(variables)))
 
-    def save(self) -> None:
-        """Keep copies of the variables' values, of the tapes' states and of the attributes."""
-        super().save()
-        self._exchange = ExchangeStates(self.variables_kept())
-        self._exchange.save()
+
+class _VariablesHandler(VariablesHandler):
+    """Handles variables in any nested structure."""
+
+    def variables(self) -> Sequence[Any]:
+        return list(tf.nest.flatten(self.value))
+
+
+class _TapesHandler(CapturingHandler):
+    """Handles what tapes remember of variables, by the positions of their sources."""
+
+    def capture(self) -> Any:
+        return {key: each.state_dict(global_process_set) for key, each in self._states().items()}
+
+    def capture_common(self) -> Any:
+        states = self._states().items()
+        return {key: each.common_state_dict(global_process_set) for key, each in states}
+
+    def apply(self, captured: Any, is_own: bool = False) -> None:
+        variables = tf.nest.flatten(self.value)
+        for key, saved in captured.items():
+            state = exchange_state([variables[position] for position in key])
+            state.load_state_dict(saved, Average, global_process_set, is_own)
 
     def restore(self) -> None:
-        """Return to what was saved last."""
-        super().restore()
-        self._exchange.restore()
-
-    def sync(self) -> None:
-        """Give all ranks rank 0's variables, states and attributes, and save them; collective.
-
-        Raises:
-            HorovodInternalError: The ranks disagree on the variables, or communication failed.
-        """
-        ExchangeStates(self.variables_kept()).sync()
-        super().sync()
+        # A state that has been made since begins again.
+        self.apply({key: self._saved.get(key, {}) for key in self._states()}, is_own=True)
 
     def gather(self) -> None:
-        """Bring what the tapes' compressions remember on all ranks to rank 0; collective."""
-        super().gather()
-        ExchangeStates(self.variables_kept()).consolidate()
+        for state in self._states().values():
+            state.consolidate(global_process_set)
 
-    def dump(self) -> Any:
-        """Return the variables, the attributes, and the tapes' states."""
-        return {**super().dump(), "tapes": ExchangeStates(self.variables_kept()).dump()}
-
-    def load(self, dump: Any) -> None:
-        """Assign the variables, set the attributes, load the tapes' states, and save them."""
-        super().load(dump)
-        ExchangeStates(self.variables_kept()).load(dump["tapes"])
-        self.save()
-
-    def variables_kept(self) -> Sequence[Any]:
-        """Return the variables in a list."""
-        return list(tf.nest.flatten(self.variables))
+    def _states(self) -> dict[tuple[int, ...], ExchangeState]:
+        return exchange_states(tf.nest.flatten(self.value))
 
 
 class TensorFlowKerasState(KerasState):

@@ -80,9 +80,10 @@ def translated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
         try:
             return function(*args, **kwargs)
         except (errors.HorovodInternalError, ValueError) as error:
-            kind = _kind_of(error)
-            if kind is None or is_from_handler(error):
+            is_named = isinstance(error, tf.errors.OpError | errors.NotInitializedError)
+            if is_named or is_from_handler(error):
                 raise
+            kind = next(_KINDS[each] for each in type(error).__mro__ if each in _KINDS)
             # Into a graph's status, too: hence "from None", without which all of it would come
             # twice, and without hvdlite's own lines.
             trace = error.__traceback__ if _log.isEnabledFor(logging.DEBUG) else None
@@ -91,32 +92,22 @@ def translated(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
     return call
 
 
-def _kind_of(error: Exception) -> type[tf.errors.OpError] | None:
-    if isinstance(error, tf.errors.OpError | errors.NotInitializedError):
-        return None
-    if isinstance(error, errors.MismatchError):
-        return MismatchError
-    if isinstance(error, errors.NotFiniteError):
-        return NotFiniteError
-    if isinstance(error, errors.GradientError):
-        return GradientError
-    if isinstance(error, errors.HorovodInternalError):
-        return HorovodInternalError
-    return UnsupportedError if isinstance(error, errors.UnsupportedError) else ArgumentError
-
-
-_KINDS = {
-    (tf.errors.UNKNOWN, "MismatchError"): MismatchError,
-    (tf.errors.UNKNOWN, "GradientError"): GradientError,
-    (tf.errors.UNKNOWN, "NotFiniteError"): NotFiniteError,
-    (tf.errors.UNKNOWN, "HorovodInternalError"): HorovodInternalError,
-    (tf.errors.INVALID_ARGUMENT, "ArgumentError"): ArgumentError,
-    (tf.errors.INVALID_ARGUMENT, "UnsupportedError"): UnsupportedError,
-    (tf.errors.INVALID_ARGUMENT, "NotInitializedError"): ArgumentError,
+_KINDS: dict[type[Exception], type[tf.errors.OpError]] = {
+    errors.MismatchError: MismatchError,
+    errors.NotFiniteError: NotFiniteError,
+    errors.GradientError: GradientError,
+    errors.HorovodInternalError: HorovodInternalError,
+    errors.UnsupportedError: UnsupportedError,
+    ValueError: ArgumentError,
+}
+# By the name that a graph's status has.
+_NAMED_KINDS = {
+    **{kind.__name__: kind for kind in _KINDS.values()},
+    "NotInitializedError": ArgumentError,
 }
 _log = logging.getLogger("hvdlite")
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in ', re.M)
-_NAMED = re.compile(rf"(?<!\S)({'|'.join(name for _, name in _KINDS)}): ")
+_NAMED = re.compile(rf"(?<!\S)({'|'.join(_NAMED_KINDS)}): ")
 
 
 def named_by(error: Exception) -> Exception:
@@ -124,8 +115,12 @@ def named_by(error: Exception) -> Exception:
     if not isinstance(error, tf.errors.OpError):
         return error
     named = _NAMED.search(error.message)
-    kind = _KINDS.get((error.error_code, named[1])) if named else None
-    if named is None or kind is None or isinstance(error, kind):
+    if named is None:
+        return error
+    kind = _NAMED_KINDS[named[1]]
+    is_argument = issubclass(kind, ArgumentError)
+    code = tf.errors.INVALID_ARGUMENT if is_argument else tf.errors.UNKNOWN
+    if error.error_code != code or isinstance(error, kind):
         return error
     message = _shortened(error.message, named.start())
     return kind(error.node_def, error.op, message, error.experimental_payloads)

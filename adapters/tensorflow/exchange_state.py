@@ -7,14 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite import collectives
 from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import StrategyState
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.tensorflow.tensors import value_of
 from hvdlite.tensorflow.variables import WeakVariablesDict
-from hvdlite.world import world
 
 _states: WeakVariablesDict[ExchangeState] = WeakVariablesDict()
 
@@ -31,57 +29,14 @@ def exchange_state(sources: Sequence[Any]) -> ExchangeState:
     return _states.of(inner, lambda: ExchangeState(StrategyState()))
 
 
-class ExchangeStates:
-    """The states of the tapes whose sources are among some variables, for `TensorFlowState`.
-
-    Args:
-        variables: Of TensorFlow or Keras.
-    """
-
-    def __init__(self, variables: Sequence[Any]) -> None:
-        self._variables = list(variables)
-        self._kept: dict[tuple[int, ...], dict[str, Any]] = {}
-
-    def save(self) -> None:
-        """Keep copies of the states."""
-        self._kept = self.dump()
-
-    def restore(self) -> None:
-        """Load what `save` has kept, and what there was none of begins anew."""
-        for key, state in self._states():
-            saved = self._kept.get(key, {})
-            state.load_state_dict(saved, Average, global_process_set, is_own=True)
-
-    def consolidate(self) -> None:
-        """Make the states the same on all ranks; collective."""
-        for _, state in self._states():
-            state.consolidate(global_process_set)
-
-    def dump(self) -> dict[tuple[int, ...], dict[str, Any]]:
-        """Return the states by the positions of their sources."""
-        return {key: state.state_dict(global_process_set) for key, state in self._states()}
-
-    def load(self, dump: Mapping[tuple[int, ...], Mapping[str, Any]]) -> None:
-        """Load what `dump` has returned, also in another process."""
-        for key, saved in dump.items():
-            state = exchange_state([self._variables[position] for position in key])
-            state.load_state_dict(saved, Average, global_process_set)
-
-    def sync(self) -> None:
-        """Give all ranks rank 0's states, except residuals; collective."""
-        own = {key: state.common_state_dict(global_process_set) for key, state in self._states()}
-        common = collectives.broadcast_object(own, 0, "elastic.exchange_states")
-        if world.rank() != 0:
-            self.load(common)
-
-    def _states(self) -> list[tuple[tuple[int, ...], ExchangeState]]:
-        """Return the states, each with the positions of its sources."""
-        positions = {id(value_of(each)): n for n, each in enumerate(self._variables)}
-        return [
-            (tuple(positions[source] for source in key), state)
-            for key, state in _states.items()
-            if positions.keys() >= set(key)
-        ]
+def exchange_states(variables: Sequence[Any]) -> dict[tuple[int, ...], ExchangeState]:
+    """Return the states whose sources are among some variables, by the sources' positions."""
+    positions = {id(value_of(each)): n for n, each in enumerate(variables)}
+    return {
+        tuple(positions[source] for source in key): state
+        for key, state in _states.items()
+        if positions.keys() >= set(key)
+    }
 
 
 def exchange_state_dict(

@@ -18,7 +18,7 @@ from hvdlite.engine.process_sets import global_process_set
 from hvdlite.errors import HorovodInternalError, NotFiniteError
 from hvdlite.gradients.finite import tell_left_out
 from hvdlite.gradients.synchronizer import Options
-from hvdlite.recipe.seeding import seed_frameworks, seed_part
+from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified
 from hvdlite.tensorflow.tensors import dtype_of, engine, like, run, unconverted, value_of
@@ -57,7 +57,7 @@ class VirtualSteps:
         self._compared: list[Any] = []
         self._generators: list[Any] | None = None
         self.stepped = False
-        seed_frameworks()
+        seed_part(all_frameworks=True)
 
     def state(self) -> VirtualState:
         """Return what is saved and loaded."""

@@ -17,10 +17,17 @@ from hvdlite.collectives import (
     describe_broadcast,
     describe_reducescatter,
 )
+from hvdlite.collectives.call import Call
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.torch import autograd
+from hvdlite.torch.autograd import (
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    Reducescatter,
+)
 from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submit, synchronize
 from hvdlite.torch.persistent import allreduce_in_place, memory_of
@@ -99,8 +106,8 @@ def allreduce(
     name = name or runtime.engine(process_set).unnamed("allreduce")
     strategy = check_strategy(compression, CONVERSION)
     chosen = reduction.choose(average, op)
-    arguments = name, strategy, chosen, prescale_factor, postscale_factor, process_set
-    result: torch.Tensor = autograd.Allreduce.apply(False, *arguments, tensor)[0]
+    call = Call(False, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
+    result: torch.Tensor = Allreduce.apply(call, tensor)[0]
     return result
 
 
@@ -156,7 +163,7 @@ def allgather(
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("allgather")
-    result: torch.Tensor = autograd.Allgather.apply(False, name, process_set, tensor)[0]
+    result: torch.Tensor = Allgather.apply(Call(False, name, process_set), tensor)[0]
     return result
 
 
@@ -219,7 +226,7 @@ def broadcast(
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("broadcast")
-    result: torch.Tensor = autograd.Broadcast.apply(tensor, root_rank, name, process_set)
+    result: torch.Tensor = Broadcast.apply(Call(False, name, process_set), root_rank, tensor)
     return result
 
 
@@ -277,7 +284,8 @@ def alltoall(
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("alltoall")
-    result, received = autograd.Alltoall.apply(tensor, host_splits(splits), name, process_set)
+    call = Call(False, name, process_set)
+    result, received = Alltoall.apply(call, host_splits(splits), None, tensor)
     return result if splits is None else (result, received)
 
 
@@ -330,8 +338,8 @@ def reducescatter(
     """
     name = name or runtime.engine(process_set).unnamed("reducescatter")
     chosen = reduction.choose(None, op)
-    arguments = name, compression, chosen, prescale_factor, postscale_factor, process_set
-    result: torch.Tensor = autograd.Reducescatter.apply(False, *arguments, tensor)[0]
+    call = Call(False, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    result: torch.Tensor = Reducescatter.apply(call, tensor)[0]
     return result
 
 

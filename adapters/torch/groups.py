@@ -15,10 +15,11 @@ from hvdlite.collectives import (
     describe_group,
     describe_reducescatter,
 )
+from hvdlite.collectives.call import Call, members
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.torch import autograd
+from hvdlite.torch.autograd import Allgather, Allreduce, Reducescatter
 from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.handles import TensorHandle, copy_result, mark_written, submit, synchronize
 from hvdlite.torch.persistent import memory_of
@@ -51,10 +52,9 @@ def grouped_allreduce(
     """
     name = name or runtime.engine(process_set).unnamed("grouped_allreduce")
     chosen = reduction.choose(average, op)
-    factors = prescale_factor, postscale_factor
     strategy = check_strategy(compression, CONVERSION)
-    arguments = name, strategy, chosen, *factors, process_set
-    return list(autograd.Allreduce.apply(True, *arguments, *_checked(tensors)))
+    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
+    return list(Allreduce.apply(call, *members(tensors, torch.Tensor)))
 
 
 def grouped_allreduce_async(
@@ -142,7 +142,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
     name = name or runtime.engine(process_set).unnamed("grouped_allgather")
-    return list(autograd.Allgather.apply(True, name, process_set, *_checked(tensors)))
+    return list(Allgather.apply(Call(True, name, process_set), *members(tensors, torch.Tensor)))
 
 
 def grouped_allgather_async(
@@ -169,9 +169,9 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Do `reducescatter` for several tensors as one unit; see `grouped_allreduce`."""
     name = name or runtime.engine(process_set).unnamed("grouped_reducescatter")
-    factors = prescale_factor, postscale_factor
-    arguments = name, compression, reduction.choose(None, op), *factors, process_set
-    return list(autograd.Reducescatter.apply(True, *arguments, *_checked(tensors)))
+    chosen = reduction.choose(None, op)
+    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    return list(Reducescatter.apply(call, *members(tensors, torch.Tensor)))
 
 
 def grouped_reducescatter_async(
@@ -207,19 +207,10 @@ def _submit(
     listed: list[torch.Tensor] = []
 
     def describe(name: str) -> Operation:
-        listed.extend(_checked(tensors))
+        listed.extend(members(tensors, torch.Tensor))
         return describe_group(f"grouped {kind}", name, listed, prepare(listed))
 
     return submit(f"grouped_{kind}", name, describe, convert or _like, listed, process_set)
-
-
-def _checked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        raise TypeError("expected a list of tensors, found a tensor")
-    listed = list(tensors)
-    if not listed:
-        raise ValueError("a grouped collective needs one tensor at least; found none")
-    return listed
 
 
 def _like(results: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

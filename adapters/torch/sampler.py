@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler, default_collate, get_worker_info
 
 from hvdlite.recipe import Sharding, Stream, batches
+from hvdlite.recipe.sharding import epoch_order
 from hvdlite.world import parts, world
 
 
@@ -244,7 +245,7 @@ class ElasticSampler(Sampler[int]):
         All ranks must have the same processed samples: `TorchState` merges their records.
         """
         rank, size = self.rank, self.num_replicas = world.rank(), world.size()
-        order = self._order()
+        order = epoch_order(len(self.dataset), self.epoch, self.shuffle, self.seed)
         if self.processed_indices:
             done = np.fromiter(self.processed_indices, np.int64)
             order = order[~np.isin(order, done)]
@@ -260,12 +261,6 @@ class ElasticSampler(Sampler[int]):
     def remaining_indices(self) -> list[int]:
         """The samples that were not processed at the last `reset`, in the data set's order."""
         return np.sort(self._remaining).tolist()
-
-    def _order(self) -> Any:
-        samples = len(self.dataset)
-        # One rank and one batch give the order of the epoch, which depends on neither number.
-        whole = Sharding(samples, max(samples, 1), 0, 1, self.shuffle, self.seed, allow_empty=True)
-        return np.concatenate([*whole.indices(self.epoch), np.empty(0, np.int64)])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)

@@ -70,7 +70,9 @@ class SyncBatchNorm(_BatchNorm):
                 "SyncBatchNorm", "use torch.nn.BatchNorm, and pass model= to DistributedOptimizer"
             )
         if not self.training or runtime.engine(self.process_set).size == 1:
-            return self._normalised_alone(input)
+            if self.training:
+                self._check_count(input, input.numel() // max(1, self.num_features))
+            return super().forward(input)
         moments = _whole_moments(input, self.process_set)
         self._check_count(input, moments.count)
         self._track(moments)
@@ -93,24 +95,6 @@ class SyncBatchNorm(_BatchNorm):
                 f"shape (N, {self.num_features}, ...), found {tuple(input.shape)}"
             )
 
-    def _normalised_alone(self, input: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            momentum = 0.0
-        else:
-            momentum = self._next_momentum()
-            self._check_count(input, input.numel() // max(1, self.num_features))
-        tracked = not self.training or self.track_running_stats
-        return torch.nn.functional.batch_norm(
-            input,
-            self.running_mean if tracked else None,
-            self.running_var if tracked else None,
-            self.weight,
-            self.bias,
-            self.training or self.running_mean is None,
-            momentum,
-            self.eps,
-        )
-
     def _check_count(self, input: torch.Tensor, count: int) -> None:
         if count == 1:
             raise ValueError(
@@ -119,15 +103,13 @@ class SyncBatchNorm(_BatchNorm):
                 "variance; use larger batches, or call model.eval()"
             )
 
-    def _next_momentum(self) -> float:
-        """Count a batch; return its weight in the running statistics."""
-        if not self.track_running_stats or self.num_batches_tracked is None:
-            return self.momentum or 0.0
-        self.num_batches_tracked.add_(1)
-        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-
     def _track(self, moments: Moments) -> None:
-        momentum = self._next_momentum()
+        """Count a batch, and move the running statistics by its weight."""
+        momentum = self.momentum or 0.0
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
         if not self.track_running_stats or moments.count == 0:
             return
         if self.running_mean is None or self.running_var is None:

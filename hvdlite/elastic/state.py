@@ -6,16 +6,16 @@ import abc
 import copy
 import enum
 import queue
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvdlite import collectives
-from hvdlite.base.arrays import describe
 from hvdlite.base.reduction import Max
 from hvdlite.elastic import resizing, start
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdlite.recipe.variables import broadcast_arrays
 from hvdlite.world import parts, world
 
 
@@ -31,11 +31,61 @@ class StopInterrupt(HostsUpdatedInterrupt):
     """All ranks stop, and the job goes on with another number of them."""
 
 
-class State(abc.ABC):
+class Restorable(abc.ABC):
+    """Base class of states, and of their handlers, to which training can return."""
+
+    @abc.abstractmethod
+    def save(self) -> None:
+        """Keep a copy of the state in memory."""
+
+    @abc.abstractmethod
+    def restore(self) -> None:
+        """Return to the last saved state."""
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Give all ranks the state of rank 0; collective."""
+
+    def merge(self) -> None:  # noqa: B027 - most have nothing to merge
+        """Share each rank's part of the work with all ranks; collective.
+
+        This is the part of `sync` that is needed whenever ranks have changed, even if all of
+        them have the same weights. By default it does nothing.
+        """
+
+    def gather(self) -> None:
+        """Bring what other ranks have, and the next run needs, to rank 0; collective.
+
+        By default, do what `merge` does.
+        """
+        self.merge()
+
+    def dump(self) -> Any:
+        """Return the state for a job that goes on with another number of ranks; picklable.
+
+        Rank 0 calls it where hosts come and go (``hvdliterun --host-discovery-script``).
+
+        Raises:
+            HorovodInternalError: The class does not define it.
+        """
+        raise HorovodInternalError(
+            f"{type(self).__name__} cannot go on with another number of ranks, since it has no "
+            "dump() and load(dump); define them, or use ObjectState or TorchState"
+        )
+
+    def load(self, dump: Any) -> None:
+        """Take on a state that `dump` has returned in another process; called on all ranks."""
+        raise NotImplementedError
+
+    def reset(self) -> None:  # noqa: B027 - nor anything to adapt
+        """Adapt to a new world; by default do nothing."""
+
+
+class State(Restorable):
     """The state of a training function, which `run` saves, restores and synchronises.
 
-    A subclass defines `save`, `restore` and `sync`, and calls
-    ``super().__init__()``.
+    A subclass defines `save`, `restore` and `sync`, which also saves, and calls
+    ``super().__init__()``. `reset` is called before the callbacks.
 
     Attributes:
         commits: the number of commits so far.
@@ -69,52 +119,6 @@ class State(abc.ABC):
     def _keep(self) -> None:
         self.save()
         self.commits += 1
-
-    @abc.abstractmethod
-    def save(self) -> None:
-        """Keep a copy of the state in memory."""
-
-    @abc.abstractmethod
-    def restore(self) -> None:
-        """Return to the last saved state."""
-
-    @abc.abstractmethod
-    def sync(self) -> None:
-        """Give all ranks the state of rank 0, and save it; collective."""
-
-    def merge(self) -> None:  # noqa: B027 - most states have nothing to merge
-        """Share each rank's part of the work with all ranks; collective.
-
-        This is the part of `sync` that is needed whenever ranks have changed, even if all of
-        them have the same weights. By default it does nothing.
-        """
-
-    def gather(self) -> None:
-        """Bring what other ranks have, and the next run needs, to rank 0; collective.
-
-        By default, do what `merge` does.
-        """
-        self.merge()
-
-    def dump(self) -> Any:
-        """Return the state for a job that goes on with another number of ranks; picklable.
-
-        Rank 0 calls it where hosts come and go (``hvdliterun --host-discovery-script``).
-
-        Raises:
-            HorovodInternalError: The class does not define it.
-        """
-        raise HorovodInternalError(
-            f"{type(self).__name__} cannot go on with another number of ranks, since it has no "
-            "dump() and load(dump); define them, or use ObjectState or TorchState"
-        )
-
-    def load(self, dump: Any) -> None:
-        """Take on a state that `dump` has returned in another process; called on all ranks."""
-        raise NotImplementedError
-
-    def reset(self) -> None:  # noqa: B027 - nor anything to adapt
-        """Adapt to a new world, before the callbacks are called; by default do nothing."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Add functions to be called, without arguments, when a new world has been formed.
@@ -165,6 +169,115 @@ class State(abc.ABC):
             raise HostsUpdatedInterrupt(skip_sync=not found[1])
 
 
+class StateHandler(Restorable):
+    """Base class of handlers, which save, restore and synchronise one attribute of a state.
+
+    Attributes:
+        value: the object that the attribute is.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def set_value(self, value: Any) -> None:
+        """Replace the object, and save its state."""
+        self.value = value
+        self.save()
+
+
+class CapturingHandler(StateHandler):
+    """A handler that saves, restores and synchronises by two methods: `capture` and `apply`."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    @abc.abstractmethod
+    def capture(self) -> Any:
+        """Return a copy of the object's state; picklable."""
+
+    @abc.abstractmethod
+    def apply(self, captured: Any, is_own: bool = False) -> None:
+        """Put the object into a state that `capture` has returned, and leave that unchanged.
+
+        Args:
+            captured: the state.
+            is_own: whether this process has captured it, so that all of it is this rank's.
+        """
+
+    def capture_common(self) -> Any:
+        """Return the part of the state with which another rank may begin; by default all of it."""
+        return self.capture()
+
+    def save(self) -> None:
+        self._saved = self.capture()
+
+    def restore(self) -> None:
+        self.apply(self._saved, is_own=True)
+
+    def sync(self) -> None:
+        is_root = world.rank() == 0
+        own = self.capture_common() if is_root else None
+        common = collectives.broadcast_object(own, 0, f"elastic.{type(self.value).__name__}")
+        if not is_root:
+            self.apply(common)
+
+    def dump(self) -> Any:
+        return self.capture()
+
+    def load(self, dump: Any) -> None:
+        self.apply(dump)
+
+
+class VariablesHandler(CapturingHandler):
+    """Handles an object's variables, which have ``numpy()`` and ``assign()``."""
+
+    @abc.abstractmethod
+    def variables(self) -> Sequence[Any]:
+        """Return the variables that are saved and restored."""
+
+    def shared(self) -> Sequence[Any]:
+        """Return the variables that `sync` gives to all ranks; by default all."""
+        return self.variables()
+
+    def save(self) -> None:
+        # With their variables, since others may be made later.
+        self._kept = [(each, np.array(each.numpy())) for each in self.variables()]
+
+    def restore(self) -> None:
+        for variable, value in self._kept:
+            variable.assign(value)
+
+    def capture(self) -> list[Any]:
+        return [np.array(variable.numpy()) for variable in self.shared()]
+
+    def apply(self, captured: Sequence[Any], is_own: bool = False) -> None:
+        """Assign the values.
+
+        Raises:
+            HorovodInternalError: they are not those of the variables.
+        """
+        variables = self.shared()
+        # Of the values: a variable of TensorFlow may be of any shape.
+        shapes = [np.shape(variable.numpy()) for variable in variables]
+        if shapes != [array.shape for array in captured]:
+            raise HorovodInternalError(
+                f"the state of the previous run has {len(captured)} variables, this one "
+                f"{len(shapes)}, or their shapes differ; the script has to make the same ones on "
+                "any number of ranks"
+            )
+        for variable, array in zip(variables, captured, strict=True):
+            variable.assign(array)
+
+    def sync(self) -> None:
+        variables = self.shared()
+        names = [getattr(each, "path", None) or each.name for each in variables]
+        arrays = [np.asarray(variable.numpy()) for variable in variables]
+        values = broadcast_arrays(names, arrays, 0, "elastic.variables")
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+
 class ObjectState(State):
     """A state whose parts are its attributes, anything that can be copied and pickled.
 
@@ -177,7 +290,8 @@ class ObjectState(State):
     Args:
         bcast_object: a function that returns rank 0's object on all ranks; None: hvdlite's.
         get_rank: not needed; accepted because Horovod takes it.
-        **kwargs: the attributes, and their values at the start.
+        **kwargs: the attributes, and their values at the start. A `StateHandler` takes the place of
+            the object that it handles.
 
     Raises:
         ValueError: the class has an attribute or a method of such a name.
@@ -191,42 +305,70 @@ class ObjectState(State):
     ) -> None:
         super().__init__()
         self._bcast_object = bcast_object or _broadcast
-        self._names = tuple(kwargs)
+        self._names: list[str] = []  # of the attributes without a handler
+        self._handlers: list[tuple[str, StateHandler]] = []
         for name, value in kwargs.items():
             if hasattr(self, name):
                 raise ValueError(
                     f"{name!r} is a part of {type(self).__name__} already; give the value another "
                     "name"
                 )
-            setattr(self, name, value)
-        self._saved: dict[str, Any] = {}
-        ObjectState.save(self)
-
-    def save(self) -> None:
-        """Keep deep copies of the attributes."""
+            if isinstance(value, StateHandler):
+                self._handlers.append((name, value))
+                setattr(self, name, value.value)
+            else:
+                self._names.append(name)
+                setattr(self, name, value)
         self._saved = copy.deepcopy(self._values())
 
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self._values())
+        for handler in self._current():
+            handler.save()
+
     def restore(self) -> None:
-        """Set the attributes to their saved values."""
         self._set(copy.deepcopy(self._saved))
+        for handler in self._current():
+            handler.restore()
 
     def sync(self) -> None:
         """Set the attributes to those of rank 0, and save them; collective.
 
+        What is each rank's own stays so, such as the residuals of a compression and the seeds of
+        random layers; records of samples are merged.
+
         Raises:
-            HorovodInternalError: a value cannot be pickled, or communication failed.
+            HorovodInternalError: the ranks disagree on parameters or variables, a value cannot be
+                pickled, or communication failed.
         """
         self._set(self._bcast_object(self._values()))
-        ObjectState.save(self)
+        for handler in self._current():
+            handler.sync()
+        self.save()
+
+    def merge(self) -> None:
+        """Merge the records of samples, and save; collective."""
+        for handler in self._current():
+            handler.merge()
+        self.save()
+
+    def gather(self) -> None:
+        for handler in self._current():
+            handler.gather()
 
     def dump(self) -> Any:
-        """Return the attributes by name."""
-        return {"values": self._values()}
+        return self._values(), [handler.dump() for handler in self._current()]
 
     def load(self, dump: Any) -> None:
-        """Set the attributes, and save them."""
-        self._set(dump["values"])
-        ObjectState.save(self)
+        values, dumps = dump
+        self._set(values)
+        for handler, each in zip(self._current(), dumps, strict=True):
+            handler.load(each)
+        self.save()
+
+    def reset(self) -> None:
+        for handler in self._current():
+            handler.reset()
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
@@ -235,84 +377,11 @@ class ObjectState(State):
         for name, value in values.items():
             setattr(self, name, value)
 
-
-class VariableState(ObjectState):
-    """A state of variables that have ``numpy()`` and ``assign()``, and of other attributes.
-
-    A subclass defines `variables_kept`.
-
-    Args:
-        **kwargs: as for `ObjectState`.
-    """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._kept: list[tuple[Any, Any]] = []
-        self._keep_values()
-
-    def variables_kept(self) -> Sequence[Any]:
-        """Return the variables that are saved and restored."""
-        raise NotImplementedError
-
-    def variables_shared(self) -> Sequence[Any]:
-        """Return the variables that `sync` gives to all ranks; by default all."""
-        return self.variables_kept()
-
-    def save(self) -> None:
-        """Keep copies of the variables' values and of the other attributes."""
-        super().save()
-        self._keep_values()
-
-    def restore(self) -> None:
-        """Assign the saved values."""
-        super().restore()
-        for variable, value in self._kept:
-            variable.assign(value)
-
-    def sync(self) -> None:
-        """Give all ranks rank 0's variables and other attributes, and save them; collective.
-
-        Raises:
-            HorovodInternalError: the ranks disagree on the variables, or communication failed.
-        """
-        super().sync()
-        variables = self.variables_shared()
-        arrays = [np.asarray(variable.numpy()) for variable in variables]
-        layout = [
-            (getattr(variable, "path", None) or variable.name, describe(array))
-            for variable, array in zip(variables, arrays, strict=True)
-        ]
-        collectives.agree_on("elastic.variables", layout)
-        for number, (variable, array) in enumerate(zip(variables, arrays, strict=True)):
-            variable.assign(collectives.broadcast(array, 0, f"elastic.variable.{number}"))
-        self.save()
-
-    def dump(self) -> Any:
-        """Return the attributes, and the variables that `sync` gives to all ranks."""
-        arrays = [np.array(variable.numpy()) for variable in self.variables_shared()]
-        return {**super().dump(), "variables": arrays}
-
-    def load(self, dump: Any) -> None:
-        """Assign the variables, set the attributes, and save them.
-
-        Raises:
-            HorovodInternalError: The variables are not those of the state.
-        """
-        super().load(dump)
-        variables, arrays = self.variables_shared(), dump["variables"]
-        shapes = [np.asarray(variable.numpy()).shape for variable in variables]
-        if shapes != [array.shape for array in arrays]:
-            raise HorovodInternalError(
-                f"the state of the previous run has {len(arrays)} variables, this one "
-                f"{len(shapes)}, or their shapes differ; the script has to make the same ones on "
-                "any number of ranks"
-            )
-        for variable, array in zip(variables, arrays, strict=True):
-            variable.assign(array)
-        self.save()
-
-    def _keep_values(self) -> None:
-        self._kept = [(v, np.array(v.numpy())) for v in self.variables_kept()]
+    def _current(self) -> Iterator[StateHandler]:
+        """Yield the handlers, with the current values of their attributes."""
+        for name, handler in self._handlers:
+            handler.value = getattr(self, name)
+            yield handler
 
 
 def _broadcast(value: Any) -> Any:

@@ -49,9 +49,9 @@ class Batches(Member):
         self.trains = True
         self.sharding = sharding
         self._data = data
-        self._next_epoch = 0
-        self._taken = 0  # batches of the next epoch that the last iteration has yielded
-        self._is_over = False  # whether the sharding is that of an epoch that has ended
+        self._epoch = 0  # of the sharding
+        self._taken = 0  # batches of that epoch that the last iteration has yielded
+        self._is_over = False  # whether these are all, so that the next iteration is another epoch
         self._is_at_end = False  # whether a loop over that epoch has yet to ask for another batch
         self._changes: list[tuple[tuple[int, int], int, int]] = []  # see `renumber`, oldest first
         self._follows = follows
@@ -63,17 +63,13 @@ class Batches(Member):
         return self.upcoming.steps
 
     def __iter__(self) -> Iterator[Any]:
-        self._begin(self._next_epoch, self.upcoming)
-        epoch, sharding = self._next_epoch, self.sharding
+        epoch, sharding = self._begin_next()
         indices = sharding.indices(epoch)
         for step in range(1, sharding.steps + 1):
             with membership.lock:
                 numbered = self._numbered(sharding, (epoch, step))
-                # Count before the last batch is yielded, since a loop that counts steps never asks
-                # for another one; but not if another iteration or `set_epoch` has moved the epoch.
-                if self._next_epoch == epoch and self.sharding is sharding:
-                    self.sharding = numbered
-                    self._count(epoch, step)
+                # Before the last batch is yielded: a loop that counts steps asks for no other one.
+                self._count(epoch, sharding, step, numbered)
             if numbered is not sharding:
                 sharding, indices = numbered, numbered.indices(epoch)
             yield take(self._data, indices[step - 1])
@@ -83,23 +79,22 @@ class Batches(Member):
         """Return an iteration for a loader that asks for another batch whenever it returns one."""
         return iter(self)
 
-    def _count(self, epoch: int, step: int) -> None:
-        """Count a step of the iteration in progress as taken."""
-        self._taken = step
-        if step == self.sharding.steps:
-            self._next_epoch, self._taken, self._is_over = epoch + 1, 0, True
-            self._is_at_end = True
+    def _count(self, epoch: int, sharding: Sharding, step: int, numbered: Sharding) -> None:
+        """Count a step as taken, unless another iteration or `set_epoch` has moved the epoch."""
+        if self._epoch == epoch and self.sharding is sharding and not self._is_over:
+            self.sharding = numbered
+            self._taken = step
+            self._is_over = self._is_at_end = step == numbered.steps
 
     def _end(self, epoch: int) -> None:
         """Note that a loop over an epoch has come to its end."""
-        if self._next_epoch == epoch and not self.sharding.steps:  # the rest of it was empty
-            self._count(epoch, 0)
-        if self._next_epoch == epoch + 1:
+        if self._epoch == epoch:
+            self._is_over = self._is_over or not self.sharding.steps  # the rest of it was empty
             self._is_at_end = False
 
     def position(self) -> tuple[int, int]:
         """Return the epoch and its step that this rank has taken last."""
-        return self._next_epoch, self._taken
+        return (self._epoch + 1, 0) if self._is_over else (self._epoch, self._taken)
 
     def begin(self, rank: int, size: int) -> None:
         """Take the rank and the number of ranks to begin with."""
@@ -132,7 +127,7 @@ class Batches(Member):
         The epoch at which training goes on after `load_state_dict` begins in its middle; any other
         at its start.
         """
-        if epoch != self._next_epoch:
+        if epoch != self.position()[0]:
             self._begin(epoch, dataclasses.replace(self.sharding, done=0))
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
@@ -157,15 +152,15 @@ class Batches(Member):
 
             hvd.checkpoint(path).save({"weights": weights, "data": batches.state_dict()})
         """
-        if step is None and self._is_at_end:
-            return self.sharding.position(self._next_epoch - 1, self.sharding.steps)
+        if step is None and self._is_over and not self._is_at_end:
+            return self.upcoming.position(self._epoch + 1, 0)
         if step is None:
-            return self.upcoming.position(self._next_epoch, self._taken)
+            return self.sharding.position(self._epoch, self._taken)
         if step < 1:
             raise ValueError(
                 f"step={step}: expected at least 1; leave it out before the first step"
             )
-        return self.sharding.position(self._next_epoch - self._is_over, step)
+        return self.sharding.position(self._epoch, step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position that `state_dict` has returned, on any number of ranks.
@@ -190,9 +185,13 @@ class Batches(Member):
         return dataclasses.replace(self.sharding, done=0) if self._is_over else self.sharding
 
     def _begin(self, epoch: int, sharding: Sharding) -> None:
-        self.sharding = sharding
-        self._next_epoch, self._taken, self._is_over = epoch, 0, False
-        self._is_at_end = False
+        self._epoch, self.sharding, self._taken = epoch, sharding, 0
+        self._is_over = self._is_at_end = False
+
+    def _begin_next(self) -> tuple[int, Sharding]:
+        """Begin an iteration, and return its epoch and its sharding."""
+        self._begin(self.position()[0], self.upcoming)
+        return self._epoch, self.sharding
 
 
 def shard(

@@ -11,9 +11,9 @@ import errno
 import io
 import logging
 import os
-import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -49,12 +49,7 @@ class Checkpoint:
     `_decode`.
 
     Args:
-        path: The file, on the host of rank 0.
-        keep: How many generations remain, at least 1: the file itself, and its predecessors as
-            ``PATH.generation-NUMBER``.
-
-    Raises:
-        ValueError: ``keep`` is less than 1.
+        path, keep: As for `checkpoint`.
     """
 
     # The only key of the dicts by which a subclass tells tensors from arrays; empty: it does not.
@@ -65,8 +60,7 @@ class Checkpoint:
             raise ValueError(f"checkpoint {path}: keep is {keep}, expected at least 1")
         self.path = Path(path)
         self.keep = keep
-        self._writing: threading.Thread | None = None
-        self._failure: Exception | None = None
+        self._writing: Future[None] | None = None
 
     def exists(self) -> bool:
         """Return on all ranks whether rank 0 finds the file."""
@@ -94,8 +88,7 @@ class Checkpoint:
                 dead rank 0 passes None. With ``blocking=False`` the next call raises what the
                 thread could not do, and a failure that no call has raised is logged at exit.
         """
-        write = self._write if blocking else self._write_in_thread
-        _on_rank_zero(lambda: write(self._checked(state)), "checkpoint.save")
+        _on_rank_zero(lambda: self._write(state, blocking), "checkpoint.save")
 
     def load(self, default: Any = _REQUIRED) -> Any:
         """Read the file on rank 0 and return an equal tree on every rank.
@@ -116,7 +109,12 @@ class Checkpoint:
         if default is not _REQUIRED and not self.exists():
             return default
         read: _Arrays = []  # stays empty on the other ranks
-        structure, layouts = _on_rank_zero(lambda: self._read_into(read), "checkpoint.load")
+
+        def read_here() -> tuple[Any, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
+            structure, read[:] = self._read_newest()
+            return structure, [(array.dtype, array.shape) for array in read]
+
+        structure, layouts = _on_rank_zero(read_here, "checkpoint.load")
         arrays = read or [np.empty(shape, dtype) for dtype, shape in layouts]
         for number, array in enumerate(arrays):
             _fill(array, f"checkpoint.load.{number}")
@@ -132,17 +130,6 @@ class Checkpoint:
             _on_rank_zero(check, "checkpoint.load.end")
         return self._decode(unflatten(structure, arrays))
 
-    def _checked(self, state: Any) -> Any:
-        """Return the state, which a rank that has taken the place of rank 0 must have, too."""
-        first = world.current().ids[0]
-        if state is None and first != 0:
-            raise CheckpointError(
-                f"{self.path} cannot be written: rank 0, which had the state, has died, and rank "
-                f"{first} of the start, which has taken its place, passed None; with "
-                "--elastic, pass the state on all ranks"
-            )
-        return state
-
     def _encode(self, state: Any) -> Any:
         """Return the tree to write; called on rank 0, where it may raise."""
         return state
@@ -156,56 +143,52 @@ class Checkpoint:
         with _explained(self.path, "found"):
             return self.path.exists()
 
-    def _write(self, state: Any) -> None:
+    def _write(self, state: Any, blocking: bool = True) -> None:
         self._wait()
+        if state is None and (first := world.current().ids[0]) != 0:
+            raise CheckpointError(
+                f"{self.path} cannot be written: rank 0, which had the state, has died, and rank "
+                f"{first} of the start, which has taken its place, passed None; with --elastic, "
+                "pass the state on all ranks"
+            )
         with _explained(self.path, "written"):
-            self._replace(self._writer(state))
+            write = self._writer(state, copied=not blocking)
+        if blocking:
+            self._replace(write)
+            return
+        # The interpreter waits for the thread before it ends.
+        executor = ThreadPoolExecutor(1, "hvdlite-checkpoint")
+        self._writing = executor.submit(self._replace, write)
+        executor.shutdown(wait=False)
+        atexit.register(self._report)
 
     def _replace(self, write: Callable[[IO[bytes]], None]) -> None:
-        try:
-            with files.replacing(self.path, self.keep) as file:
-                write(file)
-        except Exception as error:
-            reason = _find_lack_of_room(error)
-            if reason is None:
-                raise
-            size = _Size()
-            write(size)  # type: ignore[arg-type]
-            raise CheckpointError(
-                f"{self.path} cannot be written on the host of rank 0: {reason}: the file needs "
-                f"{size.tell() / 1e6:.1f} MB beside the previous one, which is unchanged; make "
-                "room, or choose a path on another disk"
-            ) from error
-
-    def _write_in_thread(self, state: Any) -> None:
-        self._wait()
         with _explained(self.path, "written"):
-            write = self._writer(state, copied=True)
-
-        def run() -> None:
             try:
-                with _explained(self.path, "written"):
-                    self._replace(write)
+                with files.replacing(self.path, self.keep) as file:
+                    write(file)
             except Exception as error:
-                self._failure = error
-                atexit.register(self._report)
-
-        # The interpreter waits for threads that are not daemons before it ends.
-        self._writing = threading.Thread(target=run, name="hvdlite-checkpoint", daemon=False)
-        self._writing.start()
+                reason = _find_lack_of_room(error)
+                if reason is None:
+                    raise
+                size = _Size()
+                write(size)  # type: ignore[arg-type]
+                raise CheckpointError(
+                    f"{self.path} cannot be written on the host of rank 0: {reason}: the file "
+                    f"needs {size.tell() / 1e6:.1f} MB beside the previous one, which is "
+                    "unchanged; make room, or choose a path on another disk"
+                ) from error
 
     def _wait(self) -> None:
         """Wait until the thread has written, and raise its error."""
         if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+            writing, self._writing = self._writing, None
             atexit.unregister(self._report)
-            raise failure
+            writing.result()
 
     def _report(self) -> None:
-        _log.error("%s", self._failure)
+        if self._writing is not None and (failure := self._writing.exception()) is not None:
+            _log.error("%s", failure)
 
     def _writer(self, state: Any, copied: bool = False) -> Callable[[IO[bytes]], None]:
         """Check the state, and return the function that writes it, or a copy, into an open file."""
@@ -222,30 +205,21 @@ class Checkpoint:
             return lambda file: _safetensors.write(file, structure, arrays, self._tensor_key)
         return lambda file: _npz.write(file, structure, arrays)
 
-    def _read_into(
-        self, arrays: _Arrays
-    ) -> tuple[Any, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
-        """Read the file into ``arrays``; return the structure and the arrays' layouts."""
+    def _read_newest(self) -> tuple[Any, _Arrays]:
+        """Return the structure and the arrays of the newest readable generation."""
         self._wait()
         try:
-            structure, found = self._read_file(self.path)
-        except CheckpointError as error:
-            structure, found = self._read_previous(error)
-        arrays.extend(found)
-        return structure, [(array.dtype, array.shape) for array in found]
-
-    def _read_previous(self, failure: CheckpointError) -> tuple[Any, _Arrays]:
-        """Read the newest readable generation before the file; raise the failure if none is."""
-        # Without the file, the user wants to begin anew: a save never leaves this state.
-        if self.path.exists():
-            for generation in files.previous_generations(self.path):
+            return self._read_file(self.path)
+        except CheckpointError as failure:
+            # Without the file, the user wants to begin anew: a save never leaves this state.
+            for generation in files.previous_generations(self.path) if self.path.exists() else ():
                 try:
                     content = self._read_file(generation)
                 except CheckpointError:
                     continue
                 _log.warning("%s; loaded the generation before it, %s", failure, generation)
                 return content
-        raise failure
+            raise
 
     def _read_file(self, path: Path) -> tuple[Any, _Arrays]:
         with _explained(path, "read"):
@@ -339,6 +313,9 @@ def checkpoint(path: str | os.PathLike[str], keep: int = 1) -> Checkpoint:
             ``torch.save`` does. A file is read by its content.
         keep: How many generations remain: the file itself, and its predecessors as
             ``PATH.generation-NUMBER``, which `Checkpoint.load` uses if the file is damaged.
+
+    Raises:
+        ValueError: ``keep`` is less than 1.
 
     Example::
 

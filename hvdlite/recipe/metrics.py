@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from hvdlite import collectives
 from hvdlite.base.arrays import as_array, describe
 from hvdlite.errors import HorovodInternalError
-from hvdlite.world import world
+
+_Result = TypeVar("_Result")
 
 
 class _Layout(NamedTuple):
-    """The arrays that one rank gives to `gather`, or the problem with them."""
+    """The arrays that one rank gives to `gather`."""
 
     samples: int
     rows: tuple[tuple[Any, tuple[int, ...]], ...]  # dtype and shape of each array's rows
     has_places: bool
-    problem: str | None
 
     def __str__(self) -> str:
         shown = self.rows[:-1] if self.has_places else self.rows
         rows = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in shown)
         return f"rows of {rows} {'with' if self.has_places else 'without'} indices"
-
-
-class _Entry(NamedTuple):
-    """The values of one rank, or the reason why it has none."""
-
-    values: dict[str, float]
-    weight: float
-    problem: str | None
 
 
 def average_metrics(metrics: Mapping[str, float], weight: float = 1.0) -> dict[str, float]:
@@ -56,17 +48,16 @@ def average_metrics(metrics: Mapping[str, float], weight: float = 1.0) -> dict[s
             weights are 0.
         HorovodInternalError: The ranks have different names.
     """
-    entries = collectives.allgather_object(_entry_of(metrics, weight), name="average_metrics")
-    _check(entries)
-    if not any(entry.weight for entry in entries):
+    entries = _entries("average_metrics", metrics, weight)
+    total = sum(share for _, share in entries)
+    if not total:
         raise ValueError(
             f"the weights of all {len(entries)} ranks are 0: pass the number of samples of each "
             "rank as weight"
         )
-    total = sum(entry.weight for entry in entries)
     return {
-        key: sum(r.weight * r.values[key] for r in entries if r.weight > 0) / total
-        for key in entries[world.rank()].values
+        key: sum(share * values[key] for values, share in entries if share > 0) / total
+        for key in metrics
     }
 
 
@@ -87,12 +78,8 @@ def sum_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     Returns:
         The sums, in the order of ``metrics``, as floats.
     """
-    entries = collectives.allgather_object(_entry_of(metrics, 1.0), name="sum_metrics")
-    _check(entries)
-    return {
-        key: math.fsum(entry.values[key] for entry in entries)
-        for key in entries[world.rank()].values
-    }
+    entries = _entries("sum_metrics", metrics)
+    return {key: math.fsum(values[key] for values, _ in entries) for key in metrics}
 
 
 def gather(values: Any, indices: Any = None) -> Any:
@@ -123,18 +110,21 @@ def gather(values: Any, indices: Any = None) -> Any:
             have indices and others have none.
     """
     several = isinstance(values, tuple)
-    arrays, own = _arrays_of(values if several else (values,), indices)
-    layouts = collectives.allgather_object(own, name="gather")
-    problems = [f"rank {rank}: {r.problem}" for rank, r in enumerate(layouts) if r.problem]
-    if problems:
-        raise ValueError("values cannot be gathered: " + "; ".join(problems))
+    arrays: list[Any] = []
+
+    def describe() -> _Layout:
+        arrays.extend(_arrays_of(values if several else (values,), indices))
+        rows = tuple((array.dtype, array.shape[1:]) for array in arrays)
+        return _Layout(len(arrays[0]), rows, indices is not None)
+
+    layouts = _of_all(describe, "gather", "values cannot be gathered")
     # A rank without samples knows neither the dtype nor the shape of a row.
     known = {str(each): (rank, each) for rank, each in enumerate(layouts) if each.samples}
     if len(known) > 1:
         found = "; ".join(f"rank {rank} has {text}" for text, (rank, _) in known.items())
         raise HorovodInternalError(f"ranks gather different values: {found}; give the same on all")
-    _, layout = next(iter(known.values()), (0, own))
-    if not own.samples:
+    _, layout = next(iter(known.values()), (0, layouts[0]))
+    if not len(arrays[0]):
         arrays = [np.empty((0, *shape), dtype) for dtype, shape in layout.rows]
     gathered = collectives.grouped_allgather(arrays, name="gather")  # those of the same ranks
     if layout.has_places:
@@ -143,23 +133,33 @@ def gather(values: Any, indices: Any = None) -> Any:
     return tuple(gathered) if several else gathered[0]
 
 
-def _arrays_of(values: tuple[Any, ...], indices: Any) -> tuple[list[Any], _Layout]:
-    """Return this rank's arrays, the indices last, without raising: the other ranks wait."""
+def _of_all(make: Callable[[], _Result], name: str, failure: str) -> list[_Result]:
+    """Return what all ranks have made; if one of them has failed, raise on all of them."""
+    made = problem = None
     try:
-        arrays = [_joined(value) for value in values]
-        if indices is not None:
-            places = _joined(indices)
-            if places.size and (places.dtype.kind not in "iu" or places.ndim != 1):
-                raise ValueError(f"indices are {describe(places)}, expected integers[n]")
-            arrays.append(places.astype(np.int64))
-        counts = [len(array) for array in arrays]
-        if len(set(counts)) > 1:
-            last = ", the last of them indices" if indices is not None else ""
-            raise ValueError(f"found {counts} rows{last}, expected as many in each array")
-    except Exception as error:
-        return [], _Layout(0, (), False, str(error))
-    rows = tuple((array.dtype, array.shape[1:]) for array in arrays)
-    return arrays, _Layout(counts[0], rows, indices is not None, None)
+        made = make()
+    except Exception as error:  # the other ranks wait
+        problem = str(error) or type(error).__name__
+    found = collectives.allgather_object((made, problem), name=name)
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(found) if problem]
+    if problems:
+        raise ValueError(f"{failure}: {'; '.join(problems)}")
+    return [each for each, _ in found]
+
+
+def _arrays_of(values: tuple[Any, ...], indices: Any) -> list[Any]:
+    """Return this rank's arrays, the indices last."""
+    arrays = [_joined(value) for value in values]
+    if indices is not None:
+        places = _joined(indices)
+        if places.size and (places.dtype.kind not in "iu" or places.ndim != 1):
+            raise ValueError(f"indices are {describe(places)}, expected integers[n]")
+        arrays.append(places.astype(np.int64))
+    counts = [len(array) for array in arrays]
+    if len(set(counts)) > 1:
+        last = ", the last of them indices" if indices is not None else ""
+        raise ValueError(f"found {counts} rows{last}, expected as many in each array")
+    return arrays
 
 
 def _joined(value: Any) -> Any:
@@ -175,16 +175,32 @@ def _joined(value: Any) -> Any:
     return np.concatenate(parts)
 
 
-def _entry_of(metrics: Mapping[str, float], weight: float) -> _Entry:
-    """Check this rank's values without raising, since the other ranks wait for its entry."""
-    try:
+def _entries(
+    name: str, metrics: Mapping[str, float], weight: float = 1.0
+) -> list[tuple[dict[str, float], float]]:
+    """Return the values and the weights of all ranks."""
+
+    def make() -> tuple[dict[str, float], float]:
         values = {key: _scalar(f"metric {key!r}", value) for key, value in metrics.items()}
         share = _scalar("weight", weight)
         if not (math.isfinite(share) and share >= 0):
             raise ValueError(f"weight={share!r} is not a number of samples: expected 0 or more")
-    except Exception as error:
-        return _Entry({}, 0.0, str(error))
-    return _Entry(values, share, None)
+        return values, share
+
+    entries = _of_all(make, name, "metrics cannot be combined")
+    names = set().union(*(values for values, _ in entries))
+    missing = {
+        key: ranks
+        for key in sorted(names, key=str)
+        if (ranks := [rank for rank, (values, _) in enumerate(entries) if key not in values])
+    }
+    if missing:
+        found = "; ".join(f"{key!r} is missing on ranks {ranks}" for key, ranks in missing.items())
+        raise HorovodInternalError(
+            f"ranks have different metrics: {found}. Pass the same names on all ranks, "
+            "with weight 0 where a rank has no samples"
+        )
+    return entries
 
 
 def _scalar(name: str, value: Any) -> float:
@@ -198,22 +214,3 @@ def _scalar(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name} is a {found}, expected a real scalar ({error})") from error
-
-
-def _check(entries: list[_Entry]) -> None:
-    """Raise the same error on all ranks if the entries cannot be combined."""
-    problems = [f"rank {rank}: {r.problem}" for rank, r in enumerate(entries) if r.problem]
-    if problems:
-        raise ValueError("metrics cannot be combined: " + "; ".join(problems))
-    names = set().union(*(entry.values for entry in entries))
-    missing = {
-        name: ranks
-        for name in sorted(names, key=str)
-        if (ranks := [rank for rank, r in enumerate(entries) if name not in r.values])
-    }
-    if missing:
-        found = "; ".join(f"{name!r} is missing on ranks {r}" for name, r in missing.items())
-        raise HorovodInternalError(
-            f"ranks have different metrics: {found}. Pass the same names on all ranks, "
-            "with weight 0 where a rank has no samples"
-        )

@@ -74,13 +74,16 @@ def _seed_differently(n: int) -> None:
     if parts.current.place is None:
         _seed_all(n, _BY_RANK, rank)
     else:
-        seed_frameworks()
+        seed_part(all_frameworks=True)
 
 
-def seed_part() -> int:
+def seed_part(all_frameworks: bool = False) -> int:
     """Seed the random numbers of the virtual rank whose turn it is, for its part of the step.
 
     It does nothing where there are no virtual ranks.
+
+    Args:
+        all_frameworks: Whether to seed those for which it takes long, too.
 
     Returns:
         The seed, for frameworks that are not seeded by this; 0: there are no virtual ranks.
@@ -88,14 +91,7 @@ def seed_part() -> int:
     place = parts.current.place
     if place is None:
         return 0
-    return _seed_all(_last, _BY_PART, *place, is_part=True)
-
-
-def seed_frameworks() -> None:
-    """Do what `seed_part` does, for all frameworks."""
-    place = parts.current.place
-    if place is not None:
-        _seed_all(_last, _BY_PART, *place)
+    return _seed_all(_last, _BY_PART, *place, is_part=not all_frameworks)
 
 
 def seed_too(framework: Callable[[int], object], parts: bool = True) -> None:

@@ -63,42 +63,25 @@ class Sharding:
     shares: int = 0
 
     def __post_init__(self) -> None:
-        if (self.rank is None) != (self.size is None):
-            raise ValueError(
-                f"rank={self.rank} and size={self.size}: give both, or neither to take the world's"
-            )
-        if self.rank is None:
-            object.__setattr__(self, "rank", parts.current.rank)
-            object.__setattr__(self, "size", parts.current.size)
-        for name, least in (
-            ("samples", 0),
-            ("batch_size", 1),
-            ("size", 1),
-            ("seed", 0),
-            ("done", 0),
-            ("shares", 0),
-        ):
+        for name, value in zip(("rank", "size"), own_part(self.rank, self.size), strict=True):
+            object.__setattr__(self, name, value)
+        for name, least in (("samples", 0), ("batch_size", 1), ("seed", 0), ("shares", 0)):
             check_count(name, getattr(self, name), least)
-        check_count("rank", self.rank, 0)
-        if self.rank >= self.size:
-            raise ValueError(f"rank={self.rank} is not below size={self.size}")
+        check_count("done", self.done, 0)
         if self.done > self.samples:
             raise ValueError(f"done={self.done} is more than samples={self.samples}")
         left = self.samples - self.done
-        if self.done and not left:
-            return  # the end of an epoch
-        if self.done and left < self.size and not self.allow_empty:
-            raise ValueError(
-                f"rank {self.rank}: after {self.done} of {self.samples} samples the epoch has "
-                f"{left} left, which cannot give each of {self.size} ranks one: start at most "
-                f"{left} ranks, or leave these samples out by beginning with the next epoch"
-            )
-        if left < self.size and not self.allow_empty:
-            raise ValueError(
-                f"rank {self.rank}: {self.samples} samples cannot give each of {self.size} ranks "
-                f"one: start at most {self.samples} ranks, or, for evaluation, pass "
-                "allow_empty=True and weight the metrics by the number of samples"
-            )
+        if left >= self.size or self.allow_empty or (self.done and not left):  # an epoch's end
+            return
+        found = f"{left} samples"
+        remedy = ", for evaluation, pass allow_empty=True and weight the metrics by the number of"
+        if self.done:
+            found = f"after {self.done} of {self.samples} samples the epoch has {left} left, which"
+            remedy = " begin with the next epoch and leave out these"
+        raise ValueError(
+            f"rank {self.rank}: {found} cannot give each of {self.size} ranks one: start at most "
+            f"{left} ranks, or{remedy} samples"
+        )
 
     @cached_property
     def global_batch_sizes(self) -> tuple[int, ...]:
@@ -118,7 +101,7 @@ class Sharding:
         """The number of steps of the epoch, or of what is left of it; the same on all ranks."""
         return len(self.global_batch_sizes)
 
-    @property
+    @cached_property
     def weights(self) -> tuple[float, ...]:
         """The factor of this rank's mean loss at each step.
 
@@ -143,7 +126,7 @@ class Sharding:
 
     def global_batches(self, epoch: int) -> list[npt.NDArray[np.int64]]:
         """Return all ranks' batches of an epoch: for each step one array of indices."""
-        order = self._order(epoch)
+        order = epoch_order(self.samples, epoch, self.shuffle, self.seed)
         bounds = itertools.accumulate(self.global_batch_sizes, initial=self.done)
         return [order[start:stop] for start, stop in itertools.pairwise(bounds)]
 
@@ -200,12 +183,27 @@ class Sharding:
             return self
         return replace(self, rank=rank, size=size, shares=self.shares or self.size)
 
-    def _order(self, epoch: int) -> npt.NDArray[np.int64]:
-        check_count("epoch", epoch, 0)
-        order = np.arange(self.samples, dtype=np.int64)
-        if self.shuffle:
-            np.random.default_rng((self.seed, epoch)).shuffle(order)
-        return order
+
+def epoch_order(samples: int, epoch: int, shuffle: bool, seed: int) -> npt.NDArray[np.int64]:
+    """Return the order in which an epoch takes the samples, on any number of ranks."""
+    check_count("epoch", epoch, 0)
+    order = np.arange(samples, dtype=np.int64)
+    if shuffle:
+        np.random.default_rng((seed, epoch)).shuffle(order)
+    return order
+
+
+def own_part(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Return a rank and a number of ranks as they are given or, if neither is, the world's."""
+    if (rank is None) != (size is None):
+        raise ValueError(f"rank={rank} and size={size}: give both, or neither to take the world's")
+    if rank is None or size is None:
+        return parts.current.rank, parts.current.size
+    check_count("size", size)
+    check_count("rank", rank, 0)
+    if rank >= size:
+        raise ValueError(f"rank={rank} is not below size={size}")
+    return rank, size
 
 
 def _slice(total: int, rank: int, size: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from hvdlite.base.arguments import check_count
 from hvdlite.base.reduction import Min
 from hvdlite.engine import Handle, runtime
 from hvdlite.errors import HorovodInternalError
+from hvdlite.recipe.sharding import own_part
 from hvdlite.world import parts, world
 
 _Item = TypeVar("_Item")
@@ -44,17 +45,12 @@ class Stream:
         allow_empty: bool = False,
     ) -> None:
         check_count("batch_size", batch_size)
-        if (rank is None) != (size is None):
-            raise ValueError(f"rank={rank} and size={size}: give both, or neither")
-        if rank is None:
+        if rank is None and size is None:
             parts.current.refuse(
                 f"data of unknown length (a {type(data).__name__})", "give them a length and items"
             )
         self.data, self.batch_size, self.allow_empty = data, batch_size, allow_empty
-        self.rank = world.rank() if rank is None else rank
-        self.size = world.size() if size is None else size
-        check_count("size", self.size)
-        check_count("rank", self.rank, 0, self.size - 1)
+        self.rank, self.size = own_part(rank, size)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.part(0, 1)

@@ -37,16 +37,15 @@ class BatchesInTurns(Batches):
                 f"after the batches of virtual {ranks_text(turns.done)}; leave a loop only after a "
                 "step (optimizer.stepped), and evaluate under torch.no_grad()"
             )
-        self._begin(self._next_epoch, self.upcoming)
-        epoch, sharding = self._next_epoch, self.sharding
+        epoch, sharding = self._begin_next()
         self._first_step, self._before = turns.step, turns.ended
         self._yielded = 0
         self._surplus = None if self.is_ahead else 1
         for step, batch in enumerate(sharding.global_batches(epoch), start=1):
             share = turns.share
             for rank in share:
-                if rank == share[-1] and (self._next_epoch, self.sharding) == (epoch, sharding):
-                    self._count(epoch, step)
+                if rank == share[-1]:
+                    self._count(epoch, sharding, step, sharding)
                 yield self._part(sharding.share(batch, rank), rank)
             while (added := turns.take_added(self)) is not None:
                 yield self._part(sharding.share(batch, added), added)
@@ -115,11 +114,11 @@ class BatchesInTurns(Batches):
         Raises:
             ValueError: The iteration has not made so many steps.
         """
-        counted = made = self.sharding.steps if self._is_over else self._taken
+        made = self._taken
         if self.is_ahead and self.trains and self._turns.ended > self._before:
-            made = min(counted, max(self._turns.step - self._first_step, 0))
-        if step is None and made < counted:  # the others are prefetched
-            return self.sharding.position(self._next_epoch - self._is_over, made)
+            made = min(made, max(self._turns.step - self._first_step, 0))
+        if step is None and made < self._taken:  # the others are prefetched
+            return self.sharding.position(self._epoch, made)
         if step is not None and step > made:
             raise ValueError(
                 f"step={step}, but {made} steps have been taken in this iteration: with virtual "

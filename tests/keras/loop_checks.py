@@ -1,10 +1,13 @@
 """Test custom training loops and steps with Keras 3 on any framework."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
 
 import hvdlite.keras as hvd
+from hvdlite.recipe import Sharding
 from tests.keras.measures import close, exchanges, same_on_all_ranks
 from tests.keras.models import (
     BATCH,
@@ -78,6 +81,17 @@ def test_sharded_data_in_fit():
         assert len(count) == 2 * len(batches)
         assert batches.position()[0] >= 2  # Keras may look at a batch, and end an epoch, before
         assert same_on_all_ranks(model.get_weights())
+
+
+def test_the_order_of_an_epoch_is_made_once():
+    batches = hvd.shard(np.zeros(5 * hvd.size()), 1)
+    make = Sharding.indices
+    with mock.patch.object(Sharding, "indices", autospec=True, side_effect=make) as made:
+        for _ in range(2):
+            for step in range(5):
+                assert len(batches[step]) == 1
+            batches.on_epoch_end()
+    assert made.call_count == 2
 
 
 def uneven(step):

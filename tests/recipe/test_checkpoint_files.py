@@ -37,9 +37,7 @@ def write(path, state):
 
 
 def read(path):
-    arrays = []
-    structure, _ = Checkpoint(path)._read_into(arrays)
-    return unflatten(structure, arrays)
+    return unflatten(*Checkpoint(path)._read_newest())
 
 
 @pytest.fixture
@@ -619,7 +617,7 @@ def test_a_thread_writes_the_state_of_the_call(path, monkeypatch):
     go, fsync = threading.Event(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (go.wait(30), fsync(file)))
     saved, state = Checkpoint(path), {"w": np.zeros(1000)}
-    saved._write_in_thread(state)
+    saved._write(state, blocking=False)
     state["w"] += 1
     assert not path.exists()
     go.set()
@@ -630,8 +628,8 @@ def test_a_thread_writes_the_state_of_the_call(path, monkeypatch):
 def test_the_next_call_raises_what_the_thread_could_not_write(path):
     path.mkdir()
     saved = Checkpoint(path)
-    for call in (lambda: saved._write(2), saved._exists, lambda: saved._read_into([])):
-        saved._write_in_thread(1)
+    for call in (lambda: saved._write(2), saved._exists, saved._read_newest):
+        saved._write(1, blocking=False)
         with pytest.raises(CheckpointError, match=r"state\.npz cannot be written.*IsADirectory"):
             call()
     path.rmdir()
@@ -642,7 +640,7 @@ def test_the_next_call_raises_what_the_thread_could_not_write(path):
 END = """
 import sys
 from hvdlite.recipe import Checkpoint
-Checkpoint(sys.argv[1])._write_in_thread(list(range(100_000)))
+Checkpoint(sys.argv[1])._write(list(range(100_000)), blocking=False)
 """
 
 
@@ -680,7 +678,7 @@ def audited_fsync(descriptor):
 saved = Checkpoint(path, keep=2)
 os.fsync = audited_fsync
 sys.addaudithook(audit)
-(saved._write_in_thread if in_thread else saved._write)({"w": np.full(1000, 2.0)})
+saved._write({"w": np.full(1000, 2.0)}, blocking=not in_thread)
 saved._wait()
 os._exit(0)
 """

@@ -42,9 +42,10 @@ def test_few_samples_and_bad_arguments():
         hvd.shard(iter("abc"), 2)
     with pytest.raises(ValueError, match="give both"):
         Stream("abc", 2, rank=0)
-    for bad in ({"batch_size": 0}, {"batch_size": 1, "rank": 2, "size": 2}):
-        with pytest.raises(ValueError, match="is not an integer"):
-            Stream("abc", **bad)
+    with pytest.raises(ValueError, match="batch_size=0 is not an integer"):
+        Stream("abc", batch_size=0)
+    with pytest.raises(ValueError, match="rank=2 is not below size=2"):
+        Stream("abc", batch_size=1, rank=2, size=2)
 
 
 @ranks(1, 2, 3)
