@@ -1,4 +1,4 @@
-"""Values of options that several commands have."""
+"""Options that several commands have, and their values."""
 
 from __future__ import annotations
 
@@ -18,3 +18,15 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from 1 on")
     return int(text)
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where ranks run."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOSTS", help="as for hvdliterun: node1:2,node2:2")
+    where.add_argument("--hostfile", metavar="FILE", help="as for hvdliterun")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the file of a plot."""
+    parser.add_argument("--plot", metavar="FILE", help="write a plot: .png, .pdf or .svg")

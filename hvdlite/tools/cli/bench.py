@@ -14,7 +14,7 @@ from hvdlite.launch.hosts import choose_hosts
 from hvdlite.tools.bench import contenders, job, report
 from hvdlite.tools.bench.workloads import WORKLOADS
 from hvdlite.tools.cli import plots
-from hvdlite.tools.cli.arguments import numbers, positive
+from hvdlite.tools.cli.arguments import add_hosts, add_plot, numbers, positive
 
 HELP = "measure allreduce, training steps and compression beside DDP, plain MPI and others"
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
@@ -130,9 +130,7 @@ def _add_common(
         metavar="S",
         help="per size or model, about, at most (%(default)g)",
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOSTS", help="as for hvdliterun: node1:2,node2:2")
-    where.add_argument("--hostfile", metavar="FILE", help="as for hvdliterun")
+    add_hosts(parser)
     add(
         "--json",
         nargs="?",
@@ -140,7 +138,7 @@ def _add_common(
         metavar="FILE",
         help="write JSON, with the time of every round; without FILE: print it, and no table",
     )
-    add("--plot", metavar="FILE", help="write a plot: .png, .pdf or .svg")
+    add_plot(parser)
 
 
 def _sizes(text: str) -> list[int]:
