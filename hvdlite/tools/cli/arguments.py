@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from hvdlite.errors import StartError
 
 
 def numbers(text: str) -> list[int]:
@@ -20,6 +25,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(value: Any) -> float:
+    """Return a finite number above 0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"found {value!r}, expected a number above 0")
+    return number
+
+
 def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where ranks run."""
     where = parser.add_mutually_exclusive_group()
@@ -30,3 +46,16 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 def add_plot(parser: argparse.ArgumentParser) -> None:
     """Add the option that names the file of a plot."""
     parser.add_argument("--plot", metavar="FILE", help="write a plot: .png, .pdf or .svg")
+
+
+def check_file(option: str, path: str) -> None:
+    """Refuse the name of a file that could not be written in the end.
+
+    Raises:
+        StartError: it is a folder, or in none.
+    """
+    folder = Path(path).parent
+    if Path(path).is_dir():
+        raise StartError(f"{option} {path}: it is a folder; name a file")
+    if not folder.is_dir():
+        raise StartError(f"{option} {path}: there is no folder {folder}; make it first")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.tools.bench import report
+from hvdlite.tools.cli.arguments import check_file
 
 SUFFIXES = (".png", ".pdf", ".svg")
 # One colour for each contender, in all figures.
@@ -49,8 +50,7 @@ def check(path: str) -> None:
     """
     if Path(path).suffix.lower() not in SUFFIXES:
         raise StartError(f"--plot {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
-    if not Path(path).parent.is_dir():
-        raise StartError(f"--plot {path}: there is no folder {Path(path).parent}; make it first")
+    check_file("--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hvdlite.errors import StartError
 from hvdlite.tools.bench.report import count_text, table
 from hvdlite.tools.cli import plots, script
-from hvdlite.tools.cli.arguments import add_hosts, add_plot, numbers, positive
+from hvdlite.tools.cli.arguments import above_zero, add_hosts, add_plot, numbers, positive
 
 HELP = "run a script on several numbers of ranks, and compare its speed"
 SPEEDS = ("images_per_s", "samples_per_s")
@@ -162,14 +162,14 @@ def find_speed(
         matches = list(pattern.finditer(text))
         if not matches:
             raise StartError(f"--pattern {pattern.pattern!r} matches nothing in the output")
-        return _checked(f"--pattern {pattern.pattern!r}", "speed", matches[-1].group(1))
+        return _speed(f"--pattern {pattern.pattern!r}", "speed", matches[-1].group(1))
     names = SPEEDS if metric is None else (metric,)
     others: dict[str, Any] = {}
     for line in reversed(text.splitlines()):
         values = _object(line)
         for name in names:
             if values.get(name) is not None:
-                return _checked(name, name, values[name])
+                return _speed(name, name, values[name])
         others = others or values
     if metric is None:
         return None
@@ -187,14 +187,11 @@ def _object(line: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _checked(source: str, name: str, value: Any) -> tuple[str, float]:
+def _speed(source: str, name: str, value: Any) -> tuple[str, float]:
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise StartError(f"{source}: found {value!r}, expected a number above 0")
-    return name, number
+        return name, above_zero(value)
+    except argparse.ArgumentTypeError as error:
+        raise StartError(f"{source}: {error}") from None
 
 
 # Comparing
