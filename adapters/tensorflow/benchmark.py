@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -17,10 +17,7 @@ import hvdlite.tensorflow as hvd
 from hvdlite.tools.bench.job import naming
 from hvdlite.tools.bench.workloads import (
     CLASSES,
-    LAYER_WIDTH,
-    LAYERS,
     LEARNING_RATE,
-    MLP_WIDTHS,
     MOMENTUM,
     RESNET_GROUPS,
     WORKLOADS,
@@ -115,8 +112,10 @@ def build(name: str) -> keras.Model:
         name: of a workload.
     """
     keras.utils.set_random_seed(0)
-    inputs = keras.Input(WORKLOADS[name].sample)
-    return keras.Model(inputs, _BUILDERS[name](inputs))
+    chosen = WORKLOADS[name]
+    inputs = keras.Input(chosen.sample)
+    outputs = _dense(inputs, chosen.widths) if chosen.widths else _resnet(inputs)
+    return keras.Model(inputs, outputs)
 
 
 def _resnet(images: Any) -> Any:
@@ -147,18 +146,7 @@ def _convolution(x: Any, channels: int, kernel: int, stride: int) -> Any:
     return layers.BatchNormalization()(convolution(x))
 
 
-def _dense(x: Any, widths: list[int]) -> Any:
+def _dense(x: Any, widths: Sequence[int]) -> Any:
     for width in widths:
         x = layers.Dense(width, activation="relu", kernel_initializer="he_normal")(x)
     return layers.Dense(CLASSES, kernel_initializer="he_normal")(x)
-
-
-def _layers(x: Any) -> Any:
-    return _dense(x, [LAYER_WIDTH] * (LAYERS - 1))
-
-
-def _mlp(x: Any) -> Any:
-    return _dense(x, list(MLP_WIDTHS))
-
-
-_BUILDERS = {"layers": _layers, "resnet": _resnet, "mlp": _mlp}

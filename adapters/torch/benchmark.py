@@ -21,10 +21,7 @@ import hvdlite.torch as hvd
 from hvdlite.tools.bench.job import naming
 from hvdlite.tools.bench.workloads import (
     CLASSES,
-    LAYER_WIDTH,
-    LAYERS,
     LEARNING_RATE,
-    MLP_WIDTHS,
     MOMENTUM,
     RESNET_GROUPS,
     WORKLOADS,
@@ -271,7 +268,8 @@ def build(name: str) -> nn.Module:
         name: of a workload.
     """
     torch.manual_seed(0)
-    model = _BUILDERS[name]()
+    chosen = WORKLOADS[name]
+    model = _dense([*chosen.sample, *chosen.widths, CLASSES]) if chosen.widths else _resnet()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             # torch's own initialization lets signals die within 200 layers.
@@ -321,14 +319,3 @@ def _dense(widths: list[int]) -> nn.Module:
     for inputs, outputs in pairwise(widths):
         parts += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*parts[:-1])
-
-
-def _layers() -> nn.Module:
-    return _dense([LAYER_WIDTH] * LAYERS + [CLASSES])
-
-
-def _mlp() -> nn.Module:
-    return _dense([*WORKLOADS["mlp"].sample, *MLP_WIDTHS, CLASSES])
-
-
-_BUILDERS = {"layers": _layers, "resnet": _resnet, "mlp": _mlp}

@@ -79,7 +79,7 @@ def table(records: list[dict[str, Any]]) -> str:
     sets = list(records[0]["accuracy"])
     headings = ["strategy", "bytes per step", "of dense", *(_TITLES[name] for name in sets)]
     headings += ["encode 25 MiB", "and decode", "exchange", "memory"]
-    return report.markdown(headings, [_row(record, sets) for record in records])
+    return files.markdown(headings, [_row(record, sets) for record in records])
 
 
 def _row(record: dict[str, Any], sets: list[str]) -> list[str]:

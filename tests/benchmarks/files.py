@@ -6,7 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,12 @@ def bench(benchmark: str, words: Sequence[str]) -> tuple[dict[str, Any], Path]:
     document["machine"]["revision"] = _revision()
     path.write_text(json.dumps(document, indent=2) + "\n")
     return document, known.output
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table for documents, aligned as `hvdlite.tools.bench.report.table`."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _revision() -> str:

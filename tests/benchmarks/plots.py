@@ -17,7 +17,7 @@ _NEUTRAL = "#7a8490"
 def overhead(document: Mapping[str, Any], path: Path) -> None:
     """Draw the percentage that the exchange adds to a step; legible on white and on black."""
     records = document["results"]
-    figure, axes = plots.figure(5.4, 0.4 + 0.8 * len(records))
+    figure, [[axes]] = plots.figure(5.4, 0.4 + 0.8 * len(records))
     contenders = {"hvdlite": "hvdlite", "ddp": "DDP on gloo"}
     for row, record in enumerate(records):
         alone = record["seconds"]["alone"]["median"]
@@ -43,7 +43,7 @@ def scaling(document: Mapping[str, Any], path: Path) -> None:
     """Images per second over the number of processes."""
     records = document["results"]
     processes = [record["processes"] for record in records]
-    figure, axes = plots.figure(7, 5)
+    figure, [[axes]] = plots.figure(7, 5)
     series = []
     for name, label in (
         ("alone", "without exchange: this machine's limit"),

@@ -79,7 +79,7 @@ def _run(network: Network, function: str, arguments: dict[str, Any]) -> job.Outc
 def table(records: list[dict[str, Any]]) -> str:
     """Return the records as a table in Markdown."""
     headings = ["strategy", "bytes per step", "step (10 - 90 %)", "steps/s", "of dense"]
-    return report.markdown(headings, map(_row, records))
+    return files.markdown(headings, map(_row, records))
 
 
 def _row(record: dict[str, Any]) -> list[str]:

@@ -8,7 +8,6 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
@@ -133,12 +132,5 @@ def _versions(mpi: Any) -> dict[str, str]:
     for package in _PACKAGES:
         module = sys.modules.get(package)
         if module is not None:
-            versions[package] = str(getattr(module, "__version__", None) or _installed(package))
+            versions[package] = getattr(module, "__version__", "unknown")
     return versions
-
-
-def _installed(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"

@@ -8,6 +8,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+Spread = Mapping[str, float]
+
 _KIB = 1024
 _UNITS = {"GiB": _KIB**3, "MiB": _KIB**2, "KiB": _KIB}
 
@@ -70,15 +72,24 @@ def time_text(seconds: float) -> str:
     return f"{_three_digits(factor * seconds)} {unit}"
 
 
-def spread_text(values: Mapping[str, float]) -> str:
-    """Return a median time and its spread: 12.3 (12.1 - 13.0) ms."""
+def median_text(values: Spread | None) -> str:
+    """Return a median time: 12.3 ms; a dash for none."""
+    return "-" if values is None else time_text(values["median"])
+
+
+def spread_text(values: Spread | None) -> str:
+    """Return a median time and its spread: 12.3 (12.1 - 13.0) ms; a dash for none."""
+    if values is None:
+        return "-"
     factor, unit = _unit(values["median"])
     median, low, high = (_three_digits(factor * values[key]) for key in ("median", "p10", "p90"))
     return f"{median} ({low} - {high}) {unit}"
 
 
-def ratio_text(values: Mapping[str, float]) -> str:
-    """Return a median ratio and its spread: 5.6 (4.5 - 7.4)."""
+def ratio_text(values: Spread | None) -> str:
+    """Return a median ratio and its spread: 5.6 (4.5 - 7.4); a dash for none."""
+    if values is None:
+        return "-"
     median, low, high = (
         f"{values[key]:.2g}" if abs(values[key]) < 1 else _three_digits(values[key])
         for key in ("median", "p10", "p90")
@@ -107,9 +118,3 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         ).rstrip()
         for cells in lines
     )
-
-
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table for documents, aligned as `table`."""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

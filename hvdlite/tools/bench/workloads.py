@@ -23,12 +23,14 @@ class Workload:
         batch: samples per rank and step.
         sample: the shape of one, channels last.
         steps: in a row within a turn; short ones are timed together.
+        widths: of the hidden layers, which are dense; none: it is ResNet-18.
     """
 
     title: str
     batch: int
     sample: tuple[int, ...]
     steps: int = 1
+    widths: tuple[int, ...] = ()
 
     def data(self, batch: int, seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return samples of normal noise (float32) and labels (int64)."""
@@ -37,14 +39,11 @@ class Workload:
         return samples, draw.integers(CLASSES, size=batch)
 
 
-LAYERS = 200
-LAYER_WIDTH = 64
-MLP_WIDTHS = (4096, 4096, 4096, 2980)
-# Of each group of two blocks: channels, and the stride of its first convolution.
+# Of each group of two blocks of ResNet-18: channels, and the stride of its first convolution.
 RESNET_GROUPS = ((64, 1), (128, 2), (256, 2), (512, 2))
 
 WORKLOADS = {
-    "layers": Workload("200 small layers", 32, (LAYER_WIDTH,), steps=5),
+    "layers": Workload("200 small layers", 32, (64,), steps=5, widths=(64,) * 199),
     "resnet": Workload("ResNet-18, 32x32, batch 8", 8, (32, 32, 3)),
-    "mlp": Workload("MLP, 50 million parameters", 8, (1024,)),
+    "mlp": Workload("MLP, 50 million parameters", 8, (1024,), widths=(4096, 4096, 4096, 2980)),
 }

@@ -1,8 +1,13 @@
-"""Values of options that several commands have."""
+"""Options that several commands have, and their values."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from hvdlite.errors import StartError
 
 
 def numbers(text: str) -> list[int]:
@@ -18,3 +23,39 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from 1 on")
     return int(text)
+
+
+def above_zero(value: Any) -> float:
+    """Return a finite number above 0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"found {value!r}, expected a number above 0")
+    return number
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where ranks run."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOSTS", help="as for hvdliterun: node1:2,node2:2")
+    where.add_argument("--hostfile", metavar="FILE", help="as for hvdliterun")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """Add the option that names the file of a plot."""
+    parser.add_argument("--plot", metavar="FILE", help="write a plot: .png, .pdf or .svg")
+
+
+def check_file(option: str, path: str) -> None:
+    """Refuse the name of a file that could not be written in the end.
+
+    Raises:
+        StartError: it is a folder, or in none.
+    """
+    folder = Path(path).parent
+    if Path(path).is_dir():
+        raise StartError(f"{option} {path}: it is a folder; name a file")
+    if not folder.is_dir():
+        raise StartError(f"{option} {path}: there is no folder {folder}; make it first")

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.launch.hosts import choose_hosts
 from hvdlite.tools.bench import contenders, job, report
 from hvdlite.tools.bench.workloads import WORKLOADS
 from hvdlite.tools.cli import plots
-from hvdlite.tools.cli.arguments import numbers, positive
+from hvdlite.tools.cli.arguments import (
+    above_zero,
+    add_hosts,
+    add_plot,
+    check_file,
+    numbers,
+    positive,
+)
+
+Record = Mapping[str, Any]
 
 HELP = "measure allreduce, training steps and compression beside DDP, plain MPI and others"
 _SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
@@ -58,89 +66,68 @@ hvdlite.advise(model), in a script, measures a model of your own.
 """
 
 
+class Benchmark(NamedTuple):
+    """What one benchmark has of its own.
+
+    Attributes:
+        description: a sentence.
+        examples: of its use, and the contenders.
+        seconds: for a size or model, unless the user says otherwise.
+        table: yields the lines about the records of one number of ranks; ``where`` they ran.
+        plot: returns the figure of the document.
+        models: measured unless the user names others; none: it measures sizes.
+    """
+
+    description: str
+    examples: str
+    seconds: float
+    table: Callable[[Sequence[Record], str], Iterator[str]]
+    plot: Callable[[Mapping[str, Any]], Any]
+    models: Sequence[str] = ()
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``hvdlite bench``."""
     parser.description = "Measure hvdlite beside the other libraries that are installed."
     commands = parser.add_subparsers(
         title="benchmarks", metavar="BENCHMARK", dest="benchmark", required=True
     )
-    allreduce = _add(
-        commands,
-        "allreduce",
-        "Time sums of one float32 array over all ranks, in place, by size.",
-        _ALLREDUCE_EXAMPLES,
-    )
-    allreduce.add_argument(
-        "--sizes", type=_sizes, default=_sizes(_SIZES), metavar="SIZES", help=f"bytes ({_SIZES})"
-    )
-    allreduce.add_argument(
-        "--burst", action="store_true", help="also 400 asynchronous sums of 16 KiB at once"
-    )
-    _add_common(allreduce, "allreduce", seconds=2.0)
-    training = _add(
-        commands,
-        "training",
-        "Time training steps, and how much longer they take with the exchange of gradients.",
-        _TRAINING_EXAMPLES,
-    )
-    _add_common(training, "training", seconds=20.0, models=list(WORKLOADS))
-    compression = _add(
-        commands,
-        "compression",
-        "Time exchanges of a model's gradients, and tell which compression pays on these links.",
-        _COMPRESSION_EXAMPLES,
-    )
-    _add_common(compression, "compression", seconds=5.0, models=["resnet"])
+    for name, benchmark in _BENCHMARKS.items():
+        description = benchmark.description
+        command = commands.add_parser(
+            name,
+            help=description[0].lower() + description[1:-1],
+            description=f"{description} The contenders take turns in the same processes.",
+            epilog=benchmark.examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        _add_options(command, benchmark, contenders.KNOWN[name])
 
 
-def _add(commands: Any, name: str, description: str, examples: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=description[0].lower() + description[1:-1],
-        description=f"{description} The contenders take turns in the same processes.",
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    return parser
-
-
-def _add_common(
-    parser: argparse.ArgumentParser, benchmark: str, seconds: float, models: Sequence[str] = ()
+def _add_options(
+    parser: argparse.ArgumentParser, benchmark: Benchmark, known: Mapping[str, Sequence[str]]
 ) -> None:
-    known = contenders.KNOWN[benchmark]
-    names = dict.fromkeys(name for each in known.values() for name in each)
     add = parser.add_argument
-    if models:
-        text = f"some of {', '.join(WORKLOADS)} ({', '.join(models)})"
-        add("--models", type=_models, default=models, metavar="NAMES", help=text)
+    if benchmark.models:
+        text = f"some of {', '.join(WORKLOADS)} ({', '.join(benchmark.models)})"
+        add("--models", type=_models, default=benchmark.models, metavar="NAMES", help=text)
+    else:
+        add("--sizes", type=_sizes, default=_SIZES, metavar="SIZES", help=f"bytes ({_SIZES})")
+        text = "also 400 asynchronous sums of 16 KiB at once"
+        add("--burst", action="store_true", help=text)
     add("--np", type=numbers, default=[2], metavar="2,4", help="numbers of ranks (2)")
     add("--framework", choices=tuple(known), help="default: the first of them that is installed")
-    add(
-        "--contenders",
-        type=lambda text: text.split(","),
-        metavar="NAMES",
-        help=f"some of {', '.join(names)} (all that are installed)",
-    )
+    names = dict.fromkeys(name for each in known.values() for name in each)
+    text = f"some of {', '.join(names)} (all that are installed)"
+    add("--contenders", type=lambda text: text.split(","), metavar="NAMES", help=text)
     add("--rounds", type=positive, default=200, metavar="N", help="at most (%(default)s)")
-    add(
-        "--seconds",
-        type=_seconds,
-        default=seconds,
-        metavar="S",
-        help="per size or model, about, at most (%(default)g)",
-    )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOSTS", help="as for hvdliterun: node1:2,node2:2")
-    where.add_argument("--hostfile", metavar="FILE", help="as for hvdliterun")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write JSON, with the time of every round; without FILE: print it, and no table",
-    )
-    add("--plot", metavar="FILE", help="write a plot: .png, .pdf or .svg")
+    text = "per size or model, about, at most (%(default)g)"
+    add("--seconds", type=above_zero, default=benchmark.seconds, metavar="S", help=text)
+    add_hosts(parser)
+    text = "write JSON, with the time of every round; without FILE: print it, and no table"
+    add("--json", nargs="?", const="-", metavar="FILE", help=text)
+    add_plot(parser)
 
 
 def _sizes(text: str) -> list[int]:
@@ -169,33 +156,25 @@ def _models(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number above 0")
-    return seconds
-
-
 def main(options: argparse.Namespace) -> int:
     """Run ``hvdlite bench`` and return its exit code.
 
     Raises:
         StartError: a mistake on the command line, something is not installed, or a rank failed.
     """
-    _check_files(options)
+    if options.plot:
+        plots.check(options.plot)
+    if options.json not in (None, "-"):
+        check_file("--json", options.json)
     choose_hosts(options.hosts, options.hostfile, max(options.np))
     document = measure(options)
     if options.plot:
-        draw = plots.allreduce if options.benchmark == "allreduce" else plots.models
-        plots.save(draw(document), options.plot)
+        plots.save(_BENCHMARKS[options.benchmark].plot(document), options.plot)
     text = json.dumps(document, indent=2)
     if options.json == "-":
         print(text)
         return 0
-    if options.json is not None:
+    if options.json:
         try:
             Path(options.json).write_text(f"{text}\n")
         except OSError as error:
@@ -204,61 +183,42 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    """Refuse files that could not be written in the end."""
-    if options.plot:
-        plots.check(options.plot)
-    if options.json not in (None, "-"):
-        path = Path(options.json)
-        if path.is_dir() or not path.parent.is_dir():
-            found = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise StartError(f"--json {path}: {found}; name a file in a folder that exists")
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, and return the document that ``--json`` writes."""
     benchmark = options.benchmark
     framework = contenders.choose_framework(benchmark, options.framework)
     names, remark = contenders.choose(benchmark, framework, options.contenders)
     facts = report.machine()
-    is_sum = benchmark == "allreduce"
-    cases: list[dict[str, Any]] = (
-        [{"sizes": options.sizes, "burst": options.burst}]
-        if is_sum
-        else [{"workload": name} for name in options.models]
-    )
     common = {
         "framework": framework,
         "contenders": names,
         "limit": {"rounds": options.rounds, "seconds": options.seconds, "at_least": 3},
     }
-    results: list[dict[str, Any]] = []
+    own: dict[str, Any]
+    if _BENCHMARKS[benchmark].models:
+        own = {"models": options.models}
+        cases = [{"workload": name} for name in options.models]
+    else:
+        own = {"sizes": options.sizes, "burst": options.burst}
+        cases = [own]
+    where = {"hosts": options.hosts, "hostfile": options.hostfile}
+    notes = [remark] if remark else []
+    results: list[Record] = []
     versions: dict[str, str] = {}
     for size in options.np:
+        if size > facts["cores"] and not any(where.values()):
+            notes.append(f"{size} ranks share the {facts['cores']} cores of this host")
         for case in cases:
-            outcome = job.run(
-                size,
-                _RANKS.format(benchmark),
-                {**common, **case},
-                hosts=options.hosts,
-                hostfile=options.hostfile,
-            )
+            outcome = job.run(size, _RANKS.format(benchmark), {**common, **case}, **where)
             results += [{"hosts": outcome.hosts, **record} for record in outcome.result]
             versions |= outcome.versions
-    is_local = not (options.hosts or options.hostfile)
     return {
         "benchmark": benchmark,
         "machine": {**facts, "versions": versions},
-        "options": {**common, **(cases[0] if is_sum else {"models": options.models})},
-        "notes": [*([remark] if remark else []), *_crowded(options.np, facts["cores"], is_local)],
+        "options": {**common, **own},
+        "notes": notes,
         "results": results,
     }
-
-
-def _crowded(sizes: Sequence[int], cores: int, is_local: bool) -> Iterator[str]:
-    for size in sizes:
-        if is_local and size > cores:
-            yield f"{size} ranks share the {cores} cores of this host"
 
 
 # Tables
@@ -271,79 +231,95 @@ def describe(document: Mapping[str, Any]) -> Iterator[str]:
         own = [record for record in records if record["ranks"] == ranks]
         hosts = own[0]["hosts"]
         where = f"{report.count_text(ranks, 'rank')} on {report.count_text(hosts, 'host')}"
-        yield from _TABLES[document["benchmark"]](own, where)
+        yield from _BENCHMARKS[document["benchmark"]].table(own, where)
     yield report.describe(document)
     yield ", ".join(f"{name} {text}" for name, text in document["machine"]["versions"].items())
     yield from (f"note: {note}" for note in document["notes"])
 
 
-def _sums(records: Sequence[Mapping[str, Any]], where: str) -> Iterator[str]:
+def _sums(records: Sequence[Record], where: str) -> Iterator[str]:
     """Yield a table of times, and one of ratios; a column for each contender."""
     names = list(dict.fromkeys(name for record in records for name in record["seconds"]))
-    others = [name for name in names if name != "hvdlite"]
-    yield f"Sum of float32 in place, {where}: median time"
     rows = []
     for record in records:
-        times = [record["seconds"].get(name) for name in names]
-        texts = ["-" if time is None else report.time_text(time["median"]) for time in times]
-        rows.append([_case(record), str(record["rounds"]), *texts])
+        times = [report.median_text(record["seconds"].get(name)) for name in names]
+        rows.append([_case(record), str(record["rounds"]), *times])
+    yield f"Sum of float32 in place, {where}: median time"
     yield report.table(["size", "rounds", *names], rows)
     yield ""
-    if not others:
-        return
-    yield "Time / hvdlite's within each round: median (10 - 90 %)"
-    rows = []
-    for record in records:
-        ratios = [record["ratios"].get(name) for name in others]
-        texts = ["-" if ratio is None else report.ratio_text(ratio) for ratio in ratios]
-        rows.append([_case(record), *texts])
-    yield report.table(["size", *others], rows)
-    yield ""
+    others = [name for name in names if name != "hvdlite"]
+    if others:
+        rows = []
+        for record in records:
+            ratios = [report.ratio_text(record["ratios"].get(name)) for name in others]
+            rows.append([_case(record), *ratios])
+        yield "Time / hvdlite's within each round: median (10 - 90 %)"
+        yield report.table(["size", *others], rows)
+        yield ""
 
 
-def _case(record: Mapping[str, Any]) -> str:
+def _case(record: Record) -> str:
     size = report.size_text(record["bytes"])
     return f"{record['tensors']} x {size}" if record["case"] == "burst" else size
 
 
-def _steps(records: Sequence[Mapping[str, Any]], where: str) -> Iterator[str]:
+def _steps(records: Sequence[Record], where: str) -> Iterator[str]:
     """Yield a table for each model; a row for each contender."""
     for record in records:
         yield (
             f"{record['title']} in {record['framework']}, {where}, {record['rounds']} rounds: "
             "median (10 - 90 %)"
         )
-        rows = []
         batch = record["ranks"] * record["batch_per_rank"]
-        for name, seconds in record["seconds"].items():
-            ratio = record["ratios"].get(name)
-            added = record["overhead_seconds"].get(name)
-            rows.append(
-                [
-                    name,
-                    report.spread_text(seconds),
-                    f"{batch / seconds['median']:.4g}",
-                    "-" if ratio is None else report.ratio_text(ratio),
-                    "-" if added is None else report.spread_text(added),
-                ]
-            )
+        rows = [
+            [
+                name,
+                report.spread_text(seconds),
+                f"{batch / seconds['median']:.4g}",
+                report.ratio_text(record["ratios"].get(name)),
+                report.spread_text(record["overhead_seconds"].get(name)),
+            ]
+            for name, seconds in record["seconds"].items()
+        ]
         headings = ["contender", "step", "samples/s", "step / hvdlite's", "exchange adds"]
         yield report.table(headings, rows)
-        shares = {
-            name.removeprefix("hvdlite / "): report.ratio_text(ratio)
+        shares = [
+            f"{name.removeprefix('hvdlite / ')} {report.ratio_text(ratio)}"
             for name, ratio in record["overhead_ratios"].items()
-        }
+        ]
         if shares:
-            yield "hvdlite adds, of what the others add: " + ", ".join(
-                f"{name} {text}" for name, text in shares.items()
-            )
+            yield f"hvdlite adds, of what the others add: {', '.join(shares)}"
         yield ""
 
 
-def _advice(records: Sequence[Mapping[str, Any]], where: str) -> Iterator[str]:
+def _advice(records: Sequence[Record], where: str) -> Iterator[str]:
     for record in records:
         yield f"{record['title']}, {where}, {record['rounds']} rounds: {record['advice']}"
         yield ""
 
 
-_TABLES = {"allreduce": _sums, "training": _steps, "compression": _advice}
+_BENCHMARKS = {
+    "allreduce": Benchmark(
+        "Time sums of one float32 array over all ranks, in place, by size.",
+        _ALLREDUCE_EXAMPLES,
+        2.0,
+        _sums,
+        plots.allreduce,
+    ),
+    "training": Benchmark(
+        "Time training steps, and how much longer they take with the exchange of gradients.",
+        _TRAINING_EXAMPLES,
+        20.0,
+        _steps,
+        plots.models,
+        models=list(WORKLOADS),
+    ),
+    "compression": Benchmark(
+        "Time exchanges of a model's gradients, and tell which compression pays on these links.",
+        _COMPRESSION_EXAMPLES,
+        5.0,
+        _advice,
+        plots.models,
+        models=["resnet"],
+    ),
+}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hvdlite.errors import StartError
 from hvdlite.tools.bench import report
+from hvdlite.tools.cli.arguments import check_file
 
 SUFFIXES = (".png", ".pdf", ".svg")
 # One colour for each contender, in all figures.
@@ -49,8 +50,7 @@ def check(path: str) -> None:
     """
     if Path(path).suffix.lower() not in SUFFIXES:
         raise StartError(f"--plot {path}: expected a name that ends in {' or '.join(SUFFIXES)}")
-    if not Path(path).parent.is_dir():
-        raise StartError(f"--plot {path}: there is no folder {Path(path).parent}; make it first")
+    check_file("--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -58,13 +58,11 @@ def check(path: str) -> None:
 
 
 def figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
-    """Return a figure that needs no display, and its axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Return a figure that needs no display, and its rows of axes."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(width, height), layout="constrained", dpi=110)
-    FigureCanvasAgg(made)
-    return made, made.subplots(rows, columns)
+    return made, made.subplots(rows, columns, squeeze=False)
 
 
 def save(figure: Any, path: str | Path) -> None:
@@ -96,11 +94,16 @@ def speed_over_ranks(
     for label, values, low, high, color in series:
         axes.plot(ranks, values, "-o", color=color, label=label, markersize=4)
         axes.fill_between(ranks, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    over_ranks(axes, ranks, unit)
+
+
+def over_ranks(axes: Any, ranks: Sequence[int], unit: str) -> None:
+    """Prepare axes for values in a unit over numbers of ranks."""
     axes.set_xticks(ranks, [str(number) for number in ranks])
     axes.set_xlabel("ranks")
     axes.set_ylabel(unit)
-    axes.set_ylim(bottom=0)
-    axes.legend()
     axes.grid(alpha=0.3)
 
 
@@ -119,7 +122,7 @@ def allreduce(document: Mapping[str, Any]) -> Any:
     bursts = [record for record in records if record["case"] == "burst"]
     columns = 2 * bool(single) + bool(bursts)
     made, grid = figure(1 + 4.5 * columns, 0.4 + 4 * len(numbers), columns, len(numbers))
-    for ranks, row in zip(numbers, _rows(grid, columns), strict=True):
+    for ranks, row in zip(numbers, grid, strict=True):
         own = [record for record in single if record["ranks"] == ranks]
         if own:
             _over_size(row[0], own, "seconds", _MILLISECONDS)
@@ -139,12 +142,6 @@ def allreduce(document: Mapping[str, Any]) -> Any:
                 low, high = row[-1].get_ylim()
                 row[-1].set_ylim(low / 2, high * 2)
     return _signed(made, document)
-
-
-def _rows(grid: Any, columns: int) -> Iterable[Sequence[Any]]:
-    """Return the rows of axes that `figure` has made, also where it has made one only."""
-    axes = list(grid.flat) if hasattr(grid, "flat") else [grid]
-    return [axes[start : start + columns] for start in range(0, len(axes), columns)]
 
 
 def _over_size(axes: Any, records: Sequence[Mapping[str, Any]], key: str, factor: float) -> None:
@@ -180,8 +177,7 @@ def models(document: Mapping[str, Any]) -> Any:
     numbers = list(dict.fromkeys(record["ranks"] for record in records))
     columns = len(records) // len(numbers)
     made, grid = figure(0.6 + 4.4 * columns, 0.4 + 4.4 * len(numbers), columns, len(numbers))
-    panels = [axes for row in _rows(grid, columns) for axes in row]
-    for axes, record in zip(panels, records, strict=True):
+    for axes, record in zip(grid.flat, records, strict=True):
         seconds = record["seconds"]
         added = {
             name: f"{'+' if value['median'] >= 0 else ''}{report.time_text(value['median'])}"

@@ -102,11 +102,11 @@ def test_a_job_that_takes_too_long_is_ended(run, capsys):
     assert 3 <= float(told[1]) < 20
 
 
-def test_a_fault_that_cannot_be_read(run, capsys):
-    with pytest.raises(SystemExit) as caught:
+def test_a_fault_that_cannot_be_read(run):
+    with pytest.raises(StartError, match="expected for example kill:rank=1,step=7,point=exchange"):
         run("--fault", "explode:rank=1")
-    assert caught.value.code == 2
-    assert "expected for example kill:rank=1,step=7,point=exchange" in capsys.readouterr().err
+    with pytest.raises(StartError, match="expected a rank from 0 to 1"):
+        run("--fault", "kill:rank=2")
 
 
 @pytest.mark.parametrize(

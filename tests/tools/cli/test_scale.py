@@ -9,6 +9,7 @@ import pytest
 
 from hvdlite.errors import StartError
 from hvdlite.tools.cli import scale
+from hvdlite.tools.cli.main import main
 from hvdlite.tools.cli.scale import WALL, Run, compare, find_speed
 
 # Its speed is a closed form: 100 * size ** 0.5.
@@ -72,23 +73,23 @@ class TestComparison:
     def test_mean_deviation_and_efficiency(self):
         speeds = {1: [90, 110], 4: [300, 340]}
         runs = {
-            number: [Run(0, 2.0, "images_per_s", value) for value in values]
+            number: [Run("images_per_s", value, 2.0) for value in values]
             for number, values in speeds.items()
         }
         name, (one, four) = compare(runs)
         assert name == "images_per_s"
-        assert (one.mean, one.speedup, one.efficiency) == (100, 1, 1)
-        assert one.deviation == pytest.approx(200**0.5)
-        assert (four.mean, four.speedup, four.efficiency) == pytest.approx((320, 3.2, 0.8))
+        assert (one["mean"], one["speedup"], one["efficiency"]) == (100, 1, 1)
+        assert one["deviation"] == pytest.approx(200**0.5)
+        assert (four["mean"], four["speedup"], four["efficiency"]) == pytest.approx((320, 3.2, 0.8))
 
     def test_of_wall_times(self):
-        runs = {n: [Run(0, s, WALL, s)] for n, s in ((2, 10.0), (4, 8.0))}
+        runs = {n: [Run(WALL, s, s)] for n, s in ((2, 10.0), (4, 8.0))}
         _, (two, four) = compare(runs)
-        assert (two.speedup, two.efficiency, two.deviation) == (2, 1, None)
-        assert (four.speedup, four.efficiency) == pytest.approx((2.5, 0.625))
+        assert (two["speedup"], two["efficiency"], two["deviation"]) == (2, 1, None)
+        assert (four["speedup"], four["efficiency"]) == pytest.approx((2.5, 0.625))
 
     def test_of_different_things(self):
-        runs = {1: [Run(0, 1.0, WALL, 1.0)], 2: [Run(0, 1.0, "images_per_s", 5.0)]}
+        runs = {1: [Run(WALL, 1.0, 1.0)], 2: [Run("images_per_s", 5.0, 1.0)]}
         with pytest.raises(StartError, match="the speed is images_per_s in some runs, and wall ti"):
             compare(runs)
 
@@ -112,10 +113,11 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_a_script_that_fails(self, script, capsys):
-        assert run("--np", 2, "--runs", 2, script, "--fail") == 3
+        assert main(["scale", "--np", "2", "--runs", "2", str(script), "--fail"]) == 3
         output = capsys.readouterr()
         assert output.out == ""
-        assert "2 ranks, run 1 of 2: exit code 3; the last lines of its output:" in output.err
+        found = "hvdlite scale: 2 ranks, run 1 of 2: exit code 3; the last lines of its output:"
+        assert output.err.startswith(found)
         assert "hvdliterun: rank 1 on host" in output.err
 
     def test_the_turns_go_forth_and_back(self, script, capsys, monkeypatch):
@@ -123,7 +125,7 @@ class TestCommand:
 
         def fake(number, turn, command, options):
             turns.append((number, turn))
-            return Run(0, 1.0, WALL, 6.0 / number)
+            return Run(WALL, 6.0 / number, 1.0)
 
         monkeypatch.setattr(scale, "_run", fake)
         assert run("--np", "4,1,2", "--runs", 2, script) == 0
