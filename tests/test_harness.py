@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import hvdlite as hvd
+from hvdlite.engine import runtime
 from tests.harness import mpirun, ranks, run_script
 
 HEADER = """
@@ -95,6 +97,18 @@ def test_warnings_are_errors():
 @pytest.mark.filterwarnings("ignore:wrong")
 def test_marks_filter_warnings():
     warnings.warn("wrong", stacklevel=1)
+
+
+@ranks(2, settings={"HVDLITE_CYCLE_TIME": "7"})
+def test_settings():
+    hvd.init()
+    assert runtime.engine().settings.cycle_time == 7.0
+
+
+@ranks(2)
+def test_settings_were_those_of_one_test():
+    assert not hvd.is_initialized()
+    assert "HVDLITE_CYCLE_TIME" not in os.environ
 
 
 @ranks(2, fresh=True, env={"HARNESS_TEST": "fresh"})

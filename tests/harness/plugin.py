@@ -196,6 +196,7 @@ def _request(item: pytest.Function) -> Request:
         qualname=".".join(filter(None, [item.cls and item.cls.__qualname__, item.originalname])),
         arguments=_pickle({name: arguments[name] for name in arguments if name not in local}),
         local_fixtures=tuple(local),
+        settings=item.get_closest_marker("ranks").kwargs["settings"],
         filters=tuple(filters),
         path=tuple(sys.path),
     )
