@@ -19,7 +19,7 @@ from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
 from hvdlite.gradients import GradientExchange
 from hvdlite.transport.shared_memory import futex
-from tests.harness import mpirun, ranks, run_script
+from tests.harness import mpirun, ranks
 
 linux = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
@@ -261,9 +261,9 @@ def _exchange_step(size):
 
 class TestFailed:
     @pytest.mark.slow
-    @ranks(3, 4, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
+    @ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
     @pytest.mark.parametrize("elements", [1, 10**6])
-    def test_a_rank_that_raises_between_meeting_and_data(self, monkeypatch, elements, size):
+    def test_a_rank_that_raises_between_meeting_and_data(self, monkeypatch, elements):
         hvd.init()
         array = np.ones(elements)
         hvd.allreduce(array, name="a")
@@ -284,7 +284,7 @@ class TestFailed:
                 hvd.allreduce(array, name="a")
             assert time.monotonic() - start < 2
 
-    @ranks(2, 3, fresh=True, timeout=30, env={"HVDLITE_SHARED_MEMORY": "0"})
+    @ranks(2, 3, settings={"HVDLITE_SHARED_MEMORY": "0"})
     @pytest.mark.parametrize("count", [1, 4])
     def test_a_rank_that_cannot_allocate_for_a_sum_over_mpi(self, monkeypatch, count, size):
         hvd.init()
@@ -330,17 +330,6 @@ class TestFailed:
                 hvd.allreduce(1.0, name="a")
             assert time.monotonic() - start < 2
 
-    def test_a_rank_that_raises_ends_the_job_whatever_the_others_do(self):
-        script = PROLOGUE.replace("folder, victim", "victim, _") + (
-            "if hvd.rank() == 1: raise KeyError('first')\n"
-            "while True: hvd.allreduce(np.ones(10**6))\n"
-        )
-        start = time.monotonic()
-        done = run_script(script, np=3, args=["unused", "0"], timeout=30)
-        assert done.returncode != 0
-        assert "KeyError: 'first'" in done.stderr
-        assert time.monotonic() - start < 20
-
 
 class TestProcessorTime:
     @pytest.mark.slow
@@ -361,16 +350,25 @@ class TestProcessorTime:
         assert time.process_time() - before < 0.04
 
     @pytest.mark.slow
-    @ranks(2, 3)
-    @pytest.mark.parametrize("how", ["run", "submit", "bucket"])
+    @ranks(2)
+    @pytest.mark.parametrize("how", ["run", "submit", "bucket", "another operation"])
     def test_a_rank_that_waits_two_seconds_uses_less_than_a_twentieth_of_a_core(self, how, size):
         hvd.init()
         step = _exchange_step(size)
         step(0)
+
+        def wait_differently():
+            mine, other = (f"{rank}" for rank in (hvd.rank(), 1 - hvd.rank()))
+            handle = hvd.allreduce_async(np.ones(3), name=mine)
+            time.sleep(1)
+            hvd.allreduce(np.ones(3), name=other)
+            handle.wait()
+
         wait = {
             "run": lambda: hvd.allreduce(np.ones(3), name="late"),
             "submit": lambda: hvd.allreduce_async(np.ones(3), name="late").wait(),
             "bucket": lambda: step(1),
+            "another operation": wait_differently,
         }[how]
         hvd.barrier()
         if hvd.rank() == 1:
