@@ -333,7 +333,7 @@ def train(failing):
     return values([*model.weights, *model.optimizer.variables])
 
 
-@ranks(2, 3, timeout=PATIENCE)
+@ranks(2, timeout=PATIENCE)
 def test_fit_ends_with_the_weights_of_an_undisturbed_run(size):
     hvd.init()
     disturbed = train(failing=True)

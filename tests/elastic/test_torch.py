@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 import pickle
@@ -362,6 +363,7 @@ class TestTraining:
             assert torch.equal(mine, theirs)
 
 
+@functools.cache
 def undisturbed(passes=1):
     return train(None, "never", passes)
 
