@@ -4,9 +4,6 @@ import pytest
 
 from tests import api_table
 
-# One process imports the frameworks and makes the table, for all tests.
-pytestmark = pytest.mark.xdist_group("api table")
-
 
 @pytest.fixture(scope="module")
 def table():

@@ -123,7 +123,7 @@ class TestStates:
             assert values(everything) == before
 
     @pytest.mark.slow
-    @ranks(1, timeout=PATIENCE)
+    @ranks(2, timeout=PATIENCE)
     @pytest.mark.parametrize("is_tape", [False, True])
     def test_a_schedule_begins_anew_with_its_variables(self, is_tape):
         hvd.init()
@@ -252,7 +252,7 @@ def fit(order=1, every=3, stop=None, **where):
 
 class TestCallbacks:
     @pytest.mark.slow
-    @ranks(1, timeout=PATIENCE)
+    @ranks(2, timeout=PATIENCE)
     @pytest.mark.parametrize("order", [1, -1])
     def test_commits_know_how_far_training_has_come(self, order):
         hvd.init()
@@ -262,7 +262,7 @@ class TestCallbacks:
         assert (state.epoch, state.batch) == (2, 0)
 
     @pytest.mark.slow
-    @ranks(1, timeout=PATIENCE)
+    @ranks(2, timeout=PATIENCE)
     @pytest.mark.parametrize("order", [1, -1])
     @pytest.mark.parametrize("where", [{"epochs": 2}, {"epochs": 3, "initial_epoch": 1}])
     def test_an_epoch_goes_on_in_the_middle(self, order, where):
@@ -273,7 +273,7 @@ class TestCallbacks:
         assert state.seen == [(1, 8), (2, 0), (2, 3), (2, 6), (3, 0)]
 
     @pytest.mark.slow
-    @ranks(1, timeout=PATIENCE)
+    @ranks(2, timeout=PATIENCE)
     def test_an_epoch_that_was_done_but_for_its_end(self):
         hvd.init()
         state, batches = fit(batch=8, epochs=1)

@@ -22,7 +22,7 @@ def at(rank, point="exchange", step=3):
     return f"kill:rank={rank},step={step},point={point}"
 
 
-# Without deaths, on 1 to 8 processes: python -m tests.campaigns.virtual_ranks
+# At random, on 8 processes: python -m tests.campaigns.kill --framework virtual --ranks 8
 @slow
 @pytest.mark.parametrize(
     ("framework", "compression", "faults", "left"),
