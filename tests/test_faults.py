@@ -205,7 +205,7 @@ survive(action)
 @linux
 class TestStopped:
     @pytest.mark.slow
-    @ranks(2, 3)
+    @ranks(3)
     @pytest.mark.parametrize("stream", ["allreduce", "buckets"])
     def test_a_rank_that_stops_for_five_seconds_only_delays(self, stream, size):
         hvd.init()

@@ -52,8 +52,9 @@ def test_others_go_on_more_points(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(("delivers", "turn"), [(False, 5), (True, 2)])
 def test_simulation_finds_a_mistake_in_the_protocol(delivers, turn, monkeypatch):
-    monkeypatch.setattr(recovery, "is_delivered", lambda own, states: delivers)
     crash = next(each for each in crash_points.crashes() if each[1:] == (turn, True, "last"))
+    monkeypatch.setattr(recovery, "is_delivered", lambda own, states: delivers)
+    monkeypatch.setattr(simulated_mpi, "_MAX_TURNS", 2_000)
     with pytest.raises(AssertionError):
         crash_points.check([crash])
 

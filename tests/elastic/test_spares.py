@@ -237,6 +237,7 @@ except ValueError as error:
     assert (job.returncode, job.stdout) == (0, told * 2), job.stderr
 
 
+@pytest.mark.slow
 def test_a_spare_that_communicates_before_the_function_is_told():
     code = CODE.replace(
         "\n@hvd.elastic.run", "\nhvd.allreduce(1.0, name='early')\n@hvd.elastic.run", 1

@@ -25,19 +25,19 @@ def at(rank, point="exchange", step=3):
 # At random, on 8 processes: python -m tests.campaigns.kill --framework virtual --ranks 8
 @slow
 @pytest.mark.parametrize(
-    ("framework", "compression", "faults", "left"),
+    ("framework", "compression", "ranks", "faults", "left"),
     [
-        ("torch", "topk", [at(2), "kill:rank=3,point=recover", at(1, "deliver", 5)], [0]),
-        ("tensorflow", "powersgd", [at(0), at(2, "meet", 5)], [1, 3]),
+        ("torch", "topk", 4, [at(2), "kill:rank=3,point=recover", at(1, "deliver", 5)], [0]),
+        ("tensorflow", "powersgd", 3, [at(0, "meet")], [1, 2]),
     ],
 )
 def test_neither_a_death_nor_the_number_of_processes_changes_the_weights(
-    framework, compression, faults, left, monkeypatch
+    framework, compression, ranks, faults, left, monkeypatch
 ):
     pytest.importorskip(framework)
     script = kill.Script(JOBS[framework], 6, 0, arguments=(compression,))
     monkeypatch.setitem(kill.SCRIPTS, "job", script)
-    found = kill.run("job", faults)
+    found = kill.run("job", faults, ranks)
     assert found.left == left
     assert found.results == kill.run("job", [], ranks=1).results
 
@@ -82,9 +82,9 @@ SPARE = """
 import hashlib
 import torch
 import hvdlite.torch as hvd
-hvd.init(virtual_ranks=5)
+hvd.init(virtual_ranks=4)
 torch.manual_seed(hvd.rank())
-x = torch.randn(400, 3, generator=torch.Generator().manual_seed(5))
+x = torch.randn(320, 3, generator=torch.Generator().manual_seed(5))
 model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
 torch.manual_seed(1)
 for parameter in model.parameters():
@@ -129,8 +129,8 @@ def run_with_spare(*options, faults=()):
 def test_a_death_does_not_change_the_weights_under_elastic_run():
     [[_, expected]] = run_with_spare("-np", 1)
     # So many that no process knows what the compression remembers of all virtual ranks.
-    found = run_with_spare("--elastic", "-np", 5, "--spares", 1, faults=[at(1, step=7)])
-    assert found == [["5", expected]] * 5
+    found = run_with_spare("--elastic", "-np", 4, "--spares", 1, faults=[at(1, step=7)])
+    assert found == [["4", expected]] * 4
     # In the last step of an epoch: when the function is called again, its loop has nothing left.
     found = run_with_spare("--elastic", "-np", 2, faults=[at(1, step=16)])
     assert found == [["1", expected]]
@@ -180,9 +180,8 @@ def test_a_checkpoint_after_deaths_has_the_state_of_all_virtual_ranks(tmp_path):
         {"HVDLITE_REHEARSE": "kill:rank=2,step=3,point=exchange,count=2"},
     )
     assert found == {"0": expected["0"], "3": expected["0"]}, job.stderr
-    for processes in (1, 3):
-        job, found = run_numpy(["-np", processes], ["powersgd", file, 6])
-        assert found == {str(rank): expected["0"] for rank in range(processes)}, job.stderr
+    job, found = run_numpy(["-np", 3], ["powersgd", file, 6])
+    assert found == dict.fromkeys("012", expected["0"]), job.stderr
     saved, weights = pickle.loads(file.read_bytes())
     del saved["virtual"]["compression"][2]
     file.write_bytes(pickle.dumps((saved, weights)))
