@@ -53,7 +53,7 @@ def test_gradients_that_are_missing_are_named(monkeypatch):
         exchange.begin()
         if step == 2 and hvd.rank() == 1:
             handle = engine.gradients.submit(Barrier("something else"))
-            time.sleep(1.5)
+            time.sleep(1.0)
         exchange.mark(*range(4))
         exchange.finish()
     if hvd.rank() == 0:

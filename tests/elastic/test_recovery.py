@@ -394,6 +394,7 @@ train(hvd.elastic.ObjectState(step=0))
     assert re.findall(r"^rank \d died", run(code, 4)[1], re.M) == ["rank 0 died", "rank 2 died"]
 
 
+@pytest.mark.slow
 def test_elastic_run_returns_to_a_commit_without_the_dead_rank():
     code = """
 @hvd.elastic.run
@@ -501,6 +502,7 @@ print(start, hvd.size(), some.ranks, float(inside), total)
     ]
 
 
+@pytest.mark.slow
 def test_a_process_set_is_added_without_a_word_where_none_dies():
     code = """
 before = hvd.add_process_set([0, 1])

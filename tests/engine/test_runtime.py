@@ -117,20 +117,6 @@ class TestShutdown:
         waited = time.monotonic() - start
         assert waited < 0.4 if late else waited > 0.3
 
-    @ranks(2)
-    def test_who_still_waits_is_told_who_has_left(self):
-        hvd.init()
-        if hvd.rank() == 0:
-            with pytest.raises(
-                hvd.HorovodInternalError, match="rank 1 shut down without submitting 'loss'"
-            ):
-                hvd.allreduce(np.ones(3), name="loss")
-            with pytest.raises(hvd.HorovodInternalError, match="rank 1 shut down already"):
-                hvd.barrier()
-        hvd.shutdown()
-        hvd.init()
-        assert total() == [2.0] * 3
-
     @ranks(2, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
     def test_it_leaves_without_a_rank_that_does_not_come(self, monkeypatch):
         hvd.init()
@@ -209,48 +195,26 @@ class TestExit:
         assert time.monotonic() - start < 12
         assert "rank 1 shut down without submitting 'loss'" in done.stderr
 
-    def test_stdout_that_is_gone_does_not_keep_the_job_from_ending(self):
-        script = """
-            import sys, time
-            import hvdlite as hvd
-            hvd.init()
-            hvd.barrier()
-            if hvd.rank() == 0:
-                class Gone:
-                    def flush(self):
-                        raise BrokenPipeError
-                sys.stdout = Gone()
-                raise ValueError("first")
-            time.sleep(60)
-        """
-        done = run_script(script, np=2, timeout=20)
-        assert done.returncode != 0
-        assert "ValueError: first" in done.stderr
-
     def test_a_process_without_mpirun_is_a_job_of_one(self):
         code = """
+            import sys
+            sys.excepthook = lambda *caught: print("theirs:", caught[1])
             import numpy as np, hvdlite as hvd
             hvd.init()
             assert (hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_size()) == (0, 1, 1, 1)
             assert hvd.allreduce(np.arange(3)).tolist() == [0, 1, 2]
             print(hvd.allgather_object("alone"))
-            raise ValueError("its own traceback")
-        """
-        done = _python(code)
-        assert done.returncode == 1
-        assert done.stdout.strip() == "['alone']"
-        assert done.stderr.count("Traceback") == 1
-        assert "ends the job" not in done.stderr
-
-    def test_the_hook_that_was_there_is_used_where_ours_is_not_needed(self):
-        code = """
-            import sys
-            sys.excepthook = lambda *caught: print("theirs:", caught[1])
-            import hvdlite as hvd
-            hvd.init()
             raise ValueError("text")
         """
-        assert _python(code).stdout.strip() == "theirs: text"
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (1, "['alone']\ntheirs: text\n", "")
 
 
 class TestForks:
@@ -377,14 +341,3 @@ class TestImport:
                 words = line.split()
                 if words[:1] in (["import"], ["from"]):
                     assert words[1].split(".")[0] not in FRAMEWORKS, f"{path}:{number}: {line}"
-
-
-def _python(code):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
