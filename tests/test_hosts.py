@@ -53,12 +53,6 @@ def test_nodes_and_results(network, counts):
     passes(network, counts, "everything", *map(str, counts))
 
 
-@pytest.mark.slow
-def test_training(network):
-    pytest.importorskip("torch")
-    passes(network, (2, 1), "torch_training")
-
-
 def test_a_failing_rank_on_the_other_host_ends_the_job(network):
     done = job(network, (2, 2), "fail_on", "3")
     # Which rank is named is a race: Open MPI ends the peers of one whose connections close.
