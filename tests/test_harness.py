@@ -162,6 +162,29 @@ def test_plain(): pass
         assert f"::{name}" in output
 
 
+@pytest.mark.slow
+def test_tests_that_share_a_job_or_a_fixture_of_their_module_run_in_one_process(run_tests):
+    output = run_tests(
+        """
+@pytest.fixture(scope="module")
+def made(): pass
+
+def test_one(made): pass
+
+@ranks(2)
+def test_two(): pass
+
+def test_three(): pass
+""",
+        "-n2",
+        "--dist=loadgroup",
+        passed=3,
+    )
+    assert "::test_one@test_inner\n" in output
+    assert "::test_two[2ranks]@2 ranks\n" in output
+    assert "::test_three\n" in output
+
+
 def test_failure_shows_rank_values_and_output(run_tests):
     output = run_tests(
         """

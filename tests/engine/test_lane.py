@@ -649,6 +649,17 @@ class TestStall:
         assert caplog.messages == []
         lanes.close()
 
+    def test_an_operation_that_may_wait_is_neither_reported_nor_given_up(self, caplog):
+        lanes = Lanes(2, stall_check_time_seconds=0.05, stall_shutdown_time_seconds=0.1)
+        late, early = (Probe("join", lambda: "joined") for _ in range(2))
+        late.stall_exempt = early.stall_exempt = True
+        with caplog.at_level(logging.WARNING, "hvdlite"):
+            handle = lanes[0].submit(early)
+            time.sleep(0.3)
+            assert lanes[1].run(late) == handle.wait() == "joined"
+        assert caplog.messages == []
+        assert lanes.close() == [True, True]
+
     def test_the_wait_for_a_rank_that_has_submitted_nothing_ends(self):
         lanes = Lanes(2, stall_shutdown_time_seconds=0.2)
         start = time.monotonic()
