@@ -145,8 +145,7 @@ class TestKilled:
             assert f"rank {victim} " in message
             assert "has died" in message
 
-    @pytest.mark.parametrize(("size", "victim"), [(3, 0), (4, 2)])
-    def test_while_the_others_wait_in_a_barrier(self, size, victim):
+    def test_while_the_others_wait_in_a_barrier(self):
         body = """
 def action():
     if hvd.rank() == victim:
@@ -155,9 +154,9 @@ def action():
     hvd.barrier()
 survive(action)
 """
-        for seconds, message in survivors(body, size, victim):
+        for seconds, message in survivors(body, 3, 0):
             assert seconds < 2, message
-            assert f"rank {victim} " in message
+            assert "rank 0 " in message
 
     @pytest.mark.slow
     @pytest.mark.parametrize("busy", ["computing", "stopped"])
