@@ -19,7 +19,7 @@ from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
 from hvdlite.gradients import GradientExchange
 from hvdlite.transport.shared_memory import futex
-from tests.harness import mpirun, ranks, run_script
+from tests.harness import mpirun, ranks
 
 linux = pytest.mark.skipif(not futex.is_supported(), reason="needs Linux on x86-64")
 
@@ -102,7 +102,6 @@ def survivors(body, size, victim):
             )
             others = [folder / str(rank) for rank in range(size) if rank != victim]
             try:
-                # TensorFlow's import alone takes ranks that share a busy machine 20 s.
                 deadline = time.monotonic() + 50
                 while not all(path.exists() for path in others) and time.monotonic() < deadline:
                     time.sleep(0.05)
@@ -123,23 +122,10 @@ array = np.ones(10**6)
 action = lambda: hvd.allreduce(array, op=hvd.Max, out=array)
 """,
     "small allreduce": "action = lambda: hvd.allreduce(np.ones(3))",
-    "fused allreduces": """
-arrays = [np.ones(1000) for _ in range(100)]
-def action():
-    handles = [hvd.allreduce_async(array, name=f"t{n}") for n, array in enumerate(arrays)]
-    for handle in handles:
-        hvd.synchronize(handle)
-""",
     "bucket": "action = exchange()",
     "broadcast": "array = np.ones(10**6)\naction = lambda: hvd.broadcast(array, 0)",
     "allgather": "action = lambda: hvd.allgather(np.ones((hvd.rank() + 1, 10**5)))",
-    "16-bit allreduce": "array = np.ones(10**6, np.float16)\naction = lambda: hvd.allreduce(array)",
     "alltoall": "action = lambda: hvd.alltoall(np.ones(10**6 // 12 * 12))",
-    "reducescatter": "action = lambda: hvd.reducescatter(np.ones(10**6))",
-    "torch": "import torch\nimport hvdlite.torch as hvt\n"
-    "action = lambda: hvt.allreduce(torch.ones(10**6))",
-    "tensorflow": "import tensorflow as tf\nimport hvdlite.tensorflow as hvt\n"
-    "action = lambda: hvt.allreduce(tf.ones(10**6))",
 }
 
 
@@ -149,26 +135,17 @@ class TestKilled:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("stream", "size", "victim", "meeting"),
-        [
-            *((stream, 3, 1, 7) for stream in STREAMS if stream not in ("torch", "tensorflow")),
-            ("allreduce", 4, 3, 12),
-            ("bucket", 4, 0, 13),
-            ("torch", 2, 0, 6),
-            ("tensorflow", 2, 1, 6),
-        ],
+        [*((stream, 3, 1, 7) for stream in STREAMS), ("bucket", 4, 0, 13), ("allreduce", 2, 0, 6)],
     )
     def test_in_an_exchange(self, stream, size, victim, meeting):
         """At one of the meetings that an operation consists of."""
-        if stream in ("torch", "tensorflow"):
-            pytest.importorskip(stream)
         body = f"{STREAMS[stream]}\naction()\ndie_at_meeting({meeting})\nsurvive(action)"
         for seconds, message in survivors(body, size, victim):
             assert seconds < 2, message
             assert f"rank {victim} " in message
             assert "has died" in message
 
-    @pytest.mark.parametrize(("size", "victim"), [(3, 0), (4, 2)])
-    def test_while_the_others_wait_in_a_barrier(self, size, victim):
+    def test_while_the_others_wait_in_a_barrier(self):
         body = """
 def action():
     if hvd.rank() == victim:
@@ -177,9 +154,9 @@ def action():
     hvd.barrier()
 survive(action)
 """
-        for seconds, message in survivors(body, size, victim):
+        for seconds, message in survivors(body, 3, 0):
             assert seconds < 2, message
-            assert f"rank {victim} " in message
+            assert "rank 0 " in message
 
     @pytest.mark.slow
     @pytest.mark.parametrize("busy", ["computing", "stopped"])
@@ -205,7 +182,7 @@ survive(action)
 @linux
 class TestStopped:
     @pytest.mark.slow
-    @ranks(2, 3)
+    @ranks(3)
     @pytest.mark.parametrize("stream", ["allreduce", "buckets"])
     def test_a_rank_that_stops_for_five_seconds_only_delays(self, stream, size):
         hvd.init()
@@ -261,9 +238,9 @@ def _exchange_step(size):
 
 class TestFailed:
     @pytest.mark.slow
-    @ranks(3, 4, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
+    @ranks(3, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "1"})
     @pytest.mark.parametrize("elements", [1, 10**6])
-    def test_a_rank_that_raises_between_meeting_and_data(self, monkeypatch, elements, size):
+    def test_a_rank_that_raises_between_meeting_and_data(self, monkeypatch, elements):
         hvd.init()
         array = np.ones(elements)
         hvd.allreduce(array, name="a")
@@ -284,7 +261,7 @@ class TestFailed:
                 hvd.allreduce(array, name="a")
             assert time.monotonic() - start < 2
 
-    @ranks(2, 3, fresh=True, timeout=30, env={"HVDLITE_SHARED_MEMORY": "0"})
+    @ranks(2, 3, settings={"HVDLITE_SHARED_MEMORY": "0"})
     @pytest.mark.parametrize("count", [1, 4])
     def test_a_rank_that_cannot_allocate_for_a_sum_over_mpi(self, monkeypatch, count, size):
         hvd.init()
@@ -330,17 +307,6 @@ class TestFailed:
                 hvd.allreduce(1.0, name="a")
             assert time.monotonic() - start < 2
 
-    def test_a_rank_that_raises_ends_the_job_whatever_the_others_do(self):
-        script = PROLOGUE.replace("folder, victim", "victim, _") + (
-            "if hvd.rank() == 1: raise KeyError('first')\n"
-            "while True: hvd.allreduce(np.ones(10**6))\n"
-        )
-        start = time.monotonic()
-        done = run_script(script, np=3, args=["unused", "0"], timeout=30)
-        assert done.returncode != 0
-        assert "KeyError: 'first'" in done.stderr
-        assert time.monotonic() - start < 20
-
 
 class TestProcessorTime:
     @pytest.mark.slow
@@ -361,16 +327,25 @@ class TestProcessorTime:
         assert time.process_time() - before < 0.04
 
     @pytest.mark.slow
-    @ranks(2, 3)
-    @pytest.mark.parametrize("how", ["run", "submit", "bucket"])
+    @ranks(2)
+    @pytest.mark.parametrize("how", ["run", "submit", "bucket", "another operation"])
     def test_a_rank_that_waits_two_seconds_uses_less_than_a_twentieth_of_a_core(self, how, size):
         hvd.init()
         step = _exchange_step(size)
         step(0)
+
+        def wait_differently():
+            mine, other = (f"{rank}" for rank in (hvd.rank(), 1 - hvd.rank()))
+            handle = hvd.allreduce_async(np.ones(3), name=mine)
+            time.sleep(1)
+            hvd.allreduce(np.ones(3), name=other)
+            handle.wait()
+
         wait = {
             "run": lambda: hvd.allreduce(np.ones(3), name="late"),
             "submit": lambda: hvd.allreduce_async(np.ones(3), name="late").wait(),
             "bucket": lambda: step(1),
+            "another operation": wait_differently,
         }[how]
         hvd.barrier()
         if hvd.rank() == 1:

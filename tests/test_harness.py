@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import hvdlite as hvd
+from hvdlite.engine import runtime
 from tests.harness import mpirun, ranks, run_script
 
 HEADER = """
@@ -97,6 +99,18 @@ def test_marks_filter_warnings():
     warnings.warn("wrong", stacklevel=1)
 
 
+@ranks(2, settings={"HVDLITE_CYCLE_TIME": "7"})
+def test_settings():
+    hvd.init()
+    assert runtime.engine().settings.cycle_time == 7.0
+
+
+@ranks(2)
+def test_settings_were_those_of_one_test():
+    assert not hvd.is_initialized()
+    assert "HVDLITE_CYCLE_TIME" not in os.environ
+
+
 @ranks(2, fresh=True, env={"HARNESS_TEST": "fresh"})
 def test_fresh_job_has_its_environment():
     assert os.environ["HARNESS_TEST"] == "fresh"
@@ -146,6 +160,29 @@ def test_plain(): pass
     )
     for name in ("test_two[2ranks]", "test_odd[3ranks]", "test_more[3ranks]", "test_plain"):
         assert f"::{name}" in output
+
+
+@pytest.mark.slow
+def test_tests_that_share_a_job_or_a_fixture_of_their_module_run_in_one_process(run_tests):
+    output = run_tests(
+        """
+@pytest.fixture(scope="module")
+def made(): pass
+
+def test_one(made): pass
+
+@ranks(2)
+def test_two(): pass
+
+def test_three(): pass
+""",
+        "-n2",
+        "--dist=loadgroup",
+        passed=3,
+    )
+    assert "::test_one@test_inner\n" in output
+    assert "::test_two[2ranks]@2 ranks\n" in output
+    assert "::test_three\n" in output
 
 
 def test_failure_shows_rank_values_and_output(run_tests):

@@ -141,13 +141,7 @@ def run(count: int) -> None:
     assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-@ranks(4)
-def test_four_thousand():
-    run(4_000)
-
-
-@ranks(2, 3)
+@ranks(2, 3, 4)
 def test_a_thousand():
     run(1000)

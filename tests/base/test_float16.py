@@ -117,20 +117,12 @@ class TestNarrow:
         signs = generator.integers(0, 2, bits.size, np.uint32) << 31
         check_narrowed((bits | signs).view(np.float32), kind)
 
-    @pytest.mark.parametrize("scale", [1e-4, 1e-6, 1e-8, 1e-40])
-    def test_small_values(self, kind, scale):
-        values = np.random.default_rng(1).standard_normal(100_000) * scale
-        check_narrowed(values.astype(np.float32), kind)
-
-    @pytest.mark.parametrize(
-        "value", [65504, 65519.99, 65520, 65535, 65536, 1e6, 3.39e38, 3.4e38, np.inf, np.nan, 0.0]
-    )
-    def test_the_end_of_the_range_and_zeros(self, kind, value):
-        for sign in (1, -1):
-            values = np.linspace(-2, 2, 5001, dtype=np.float32)
-            values[1234] = sign * value
-            check_narrowed(values, kind)
-            check_narrowed(values[1234:1235], kind)
+    def test_the_end_of_the_range_and_zeros_among_others(self, kind):
+        for value in (65519.99, 65520, 65536, 3.39e38, 3.4e38, np.inf, np.nan, 0.0):
+            for sign in (1, -1):
+                values = np.linspace(-2, 2, 5001, dtype=np.float32)
+                values[1234] = sign * value
+                check_narrowed(values, kind)
 
     @pytest.mark.parametrize("size", SIZES)
     def test_sizes(self, kind, size):
@@ -153,13 +145,6 @@ def views(array):
     raw[...] = array
     assert not raw.flags.aligned
     yield from (array, raw, array[::2], array[::-1])
-
-
-def test_a_value_in_the_middle_goes_to_the_even_one():
-    values = np.tile(np.array([2049, 2051, -2049, 2**-25, 3 * 2**-25], np.float32), 1000)
-    found = np.empty(values.size, np.float16)
-    float16.narrow(values, found)
-    assert found[:5].tolist() == [2048, 2052, -2048, 0, 2**-23]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

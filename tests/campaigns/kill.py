@@ -5,6 +5,7 @@ python -m tests.campaigns.kill --runs 100 --framework arrays --set HVDLITE_SHARE
 python -m tests.campaigns.kill --runs 100 --framework sets
 python -m tests.campaigns.kill --runs 100 --framework spares
 python -m tests.campaigns.kill --runs 100 --framework virtual
+python -m tests.campaigns.kill --runs 10 --framework virtual-powersgd --ranks 8
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--framework", choices=[*SCRIPTS], default="torch")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="at the start of each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--every", action="store_true", help="instead, each rank at each point of three steps"
@@ -175,21 +177,22 @@ def main() -> None:
     lost: list[float] = []
     longer: list[float] = []
     undisturbed: set[str] = set()
-    if options.framework.startswith("virtual"):  # the same bits as without a death
-        undisturbed = run(options.framework, [], extra=extra).results
+    ranks = options.ranks
+    if options.framework.startswith("virtual"):  # the same bits as those of one process
+        undisturbed = run(options.framework, [], 1, extra).results
     for number in range(options.runs):
-        faults = random_faults(chance, SCRIPTS[options.framework])
+        faults = random_faults(chance, SCRIPTS[options.framework], ranks)
         began = time.perf_counter()
         try:
-            found = run(options.framework, faults, extra=extra)
+            found = run(options.framework, faults, ranks, extra)
             assert len(found.results | undisturbed) == 1, (found, undisturbed)
-            assert len(found.left) >= RANKS - len(faults), found
+            assert len(found.left) >= ranks - len(faults), found
         except AssertionError as error:
             print(f"run {number} with {faults} failed: {error}", flush=True)
             raise SystemExit(1) from None
         lost += found.lost
         longer += found.longer if found.lost else []
-        deaths += RANKS - len(found.left)
+        deaths += ranks - len(found.left)
         seconds = time.perf_counter() - began
         print(f"run {number}: {'; '.join(faults)}: left {found.left}, {seconds:.1f} s", flush=True)
     print(f"{options.runs} of {options.runs} ended well; {deaths} deaths")

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     Attributes:
         seconds: How long it trains.
         pause: The least and the most seconds between two faults.
-        deaths: How many at most.
+        deaths: How many at most; so many spares wait.
     """
 
     seconds: float
@@ -447,7 +447,7 @@ def run(kind: str, chance: random.Random, plan: Plan, extra: Mapping[str, str]) 
     Raises:
         AssertionError: Something was wrong; the job's folder is left.
     """
-    job = Job(extra, SPARES if kind == "well" else 2)
+    job = Job(extra, plan.deaths if kind == "well" else 2)
     try:
         text = ""
         if kind == "well":

@@ -46,7 +46,8 @@ assert hvd.allgather_object(start) == [2, 3]
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("of-all", marks=pytest.mark.slow), "per-node"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["of-all", "per-node"])
 def test_the_next_rank_goes_first(tmp_path, how):
     extra = {"HVDLITE_FORCE_LOCAL_SIZE": "2"} if how == "per-node" else {}
     job = hvdliterun(

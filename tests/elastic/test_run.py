@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import time
 
 import numpy as np
@@ -83,20 +84,11 @@ def mismatch():
     hvd.allreduce(np.ones(2 + hvd.rank()), name="shapes")
 
 
-class Messages(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def listen():
-    """The warnings from now on, which are not printed."""
-    log, messages = logging.getLogger("hvdlite"), Messages()
-    log.handlers[:] = [messages]
-    return messages.texts
+    """The records of the log from now on, which are not printed."""
+    handler = logging.handlers.BufferingHandler(capacity=100)
+    logging.getLogger("hvdlite").handlers[:] = [handler]
+    return handler.buffer
 
 
 class TestFailures:
@@ -108,7 +100,7 @@ class TestFailures:
         assert calls == [0]
 
     @ranks(1, 2, 3)
-    @pytest.mark.parametrize("commit_every", [1, 3, 100])
+    @pytest.mark.parametrize("commit_every", [3, 100])
     def test_one_rank_raises(self, commit_every, size):
         hvd.init()
         said = listen()
@@ -118,7 +110,7 @@ class TestFailures:
         assert calls == [0, FAILING_STEP // commit_every * commit_every]
         assert runtime.engine() is not before
         assert len(said) == (hvd.rank() == 0)
-        assert all(f"rank {size - 1}: made up" in text for text in said)
+        assert all(f"rank {size - 1}: made up" in record.getMessage() for record in said)
 
     @ranks(2, 3)
     @pytest.mark.parametrize("action", [mismatch, break_lane])
@@ -265,7 +257,7 @@ class TestHosts:
 
 
 class TestGivingUp:
-    @ranks(2, 3, fresh=True, env={"HVDLITE_ELASTIC_RETRIES": "2"})
+    @ranks(2, settings={"HVDLITE_ELASTIC_RETRIES": "2"})
     def test_ranks_do_not_fail_for_ever(self, size):
         hvd.init()
         listen()
@@ -289,8 +281,8 @@ class TestGivingUp:
         # It is in a world that works.
         assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [size]
 
-    @ranks(2, 3, fresh=True)
-    def test_a_rank_that_has_left_is_named_by_all_others(self, size):
+    @ranks(3, fresh=True)
+    def test_a_rank_that_has_left_is_named_by_all_others(self):
         hvd.init()
         listen()
 

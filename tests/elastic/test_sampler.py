@@ -1,10 +1,9 @@
-"""The elastic sampler: in one process, and over jobs of different numbers of ranks."""
+"""The elastic sampler: the samplers of all ranks, in one process."""
 
 from __future__ import annotations
 
 import collections
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from hvdlite.torch.elastic import ElasticSampler
 from hvdlite.world import world
-from tests.harness import run_script
 
 
 @pytest.fixture
@@ -138,52 +136,3 @@ class TestProgress:
         # Only the deal that ended the epoch may have been uneven.
         assert sum(seen.values()) - samples < max(sizes)
         assert all(len(sampler) == 0 for sampler in deal(samples, 3, state))
-
-
-JOB = """
-import json, pathlib, pickle, sys
-import torch
-import hvdlite.torch as hvd
-
-path, batches = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-hvd.init()
-sampler = hvd.elastic.ElasticSampler(range(97))
-state = hvd.elastic.TorchState(torch.nn.Linear(1, 1), sampler=sampler, batch=0)
-if hvd.rank() == 0 and path.exists():  # only rank 0 knows; run() tells the others
-    sampler.load_state_dict(pickle.loads(path.read_bytes()))
-seen = []
-
-@hvd.elastic.run
-def train(state):
-    loader = torch.utils.data.DataLoader(range(97), 4, sampler=state.sampler)
-    for number, batch in enumerate(loader):
-        if number == batches:
-            break
-        hvd.allreduce(batch.sum(), name="step")  # equally many on all ranks, or it fails
-        seen.extend(batch.tolist())
-        state.sampler.record_batch(number, 4)
-        state.commit()
-    state.sync()  # the samplers of all ranks know all
-
-train(state)
-everything = hvd.allgather_object(seen)
-states = hvd.allgather_object(sampler.state_dict())
-assert all(state == states[0] for state in states)
-if hvd.rank() == 0:
-    path.write_bytes(pickle.dumps(states[0]))
-    print(json.dumps([sample for samples in everything for sample in samples]))
-"""
-
-
-@pytest.mark.slow
-def test_jobs_of_different_sizes_share_an_epoch(tmp_path):
-    """A resize as one sees it from outside: jobs that pass the state on."""
-    seen = []
-    for size, batches in ((3, 3), (2, 5), (4, 100)):
-        done = run_script(JOB, np=size, args=[tmp_path / "state", str(batches)])
-        assert (done.returncode, done.stderr) == (0, "")
-        mine = json.loads(done.stdout)
-        assert not set(mine) & set(seen)
-        seen += mine
-    assert set(seen) == set(range(97))
-    assert len(seen) == 97 + 3  # 21 were left for four ranks

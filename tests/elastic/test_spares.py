@@ -85,7 +85,6 @@ def test_without_a_death_a_spare_waits_and_ends_with_the_job():
     [
         ([at(0, 8)], 1, [1, 2, 3]),  # the first survivor's state counts
         ([at(0, 8), at(2, 9)], 1, [1, 3]),
-        ([at(0, 8), at(2, 9)], 2, [1, 3, 4]),
         ([at(0, 8), at(1, 9), at(2, 10)], 2, []),  # nobody has the state
         ([at(1, 8), at(2, 18)], 2, [0, 3, 4]),  # one after the other
         ([at(1, 8), at(3, 5)], 2, [0, 2, 4]),  # the spare dies, too, once it is a rank
@@ -109,14 +108,11 @@ def test_who_is_left(faults, count, left):
 @pytest.mark.parametrize(
     ("victims", "count", "left"),
     [
-        ({0: 1}, 0, [1, 2]),  # in the first init()
-        ({0: 1, 2: 1}, 1, [1, 3]),
+        ({0: 1, 2: 1}, 1, [1, 3]),  # in the first init()
         ({0: 2}, 0, [2]),
         ({2: 2}, 1, [0, 3]),  # the spare that has just come in goes on
-        ({2: 2}, 2, [0, 3, 4]),
         ({3: 1}, 2, [0, 2, 4]),  # and here it is the one that dies
-        ({0: 2, 2: 2}, 1, []),  # nobody has the state
-        ({0: 2, 2: 3}, 2, []),
+        ({0: 2, 2: 3}, 2, []),  # nobody has the state
     ],
 )
 def test_a_death_while_a_world_is_formed(victims, count, left):
@@ -183,12 +179,11 @@ def test_process_sets_are_those_of_the_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill:rank=0,step=30", "kill:rank=2,point=time,after=0.1"])
-def test_torch(fault):
+def test_torch():
     job = hvdliterun(
         *("--elastic", "-np", 3, "--spares", 1),
         *(sys.executable, "tests/elastic/sparing_torch.py", 2),
-        env={"HVDLITE_REHEARSE": fault},
+        env={"HVDLITE_REHEARSE": "kill:rank=0,step=30"},
     )
     assert job.returncode == 0, job.stderr
     lines = re.findall(r"^left (\d): (\w{64}; (.*); (.*); (.*))$", job.stdout, re.MULTILINE)
@@ -228,8 +223,8 @@ def test_spares_need_a_job_that_goes_on():
         spares.check(Settings(spares=3, elastic=True), 3)
 
 
-@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_arguments_that_do_not_fit_are_told_as_without_elastic(np):
+@pytest.mark.slow
+def test_arguments_that_do_not_fit_are_told_as_without_elastic():
     code = """
 import hvdlite as hvd
 try:
@@ -237,11 +232,12 @@ try:
 except ValueError as error:
     print(str(error).partition(":")[0])
 """
-    job = hvdliterun("--elastic", "-np", np, sys.executable, "-c", code)
-    told = f"virtual_ranks=1 is less than the number of processes, {np}\n"
-    assert (job.returncode, job.stdout) == (0, told * np), job.stderr
+    job = hvdliterun("--elastic", "-np", 2, sys.executable, "-c", code)
+    told = "virtual_ranks=1 is less than the number of processes, 2\n"
+    assert (job.returncode, job.stdout) == (0, told * 2), job.stderr
 
 
+@pytest.mark.slow
 def test_a_spare_that_communicates_before_the_function_is_told():
     code = CODE.replace(
         "\n@hvd.elastic.run", "\nhvd.allreduce(1.0, name='early')\n@hvd.elastic.run", 1

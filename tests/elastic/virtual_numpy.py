@@ -3,7 +3,7 @@
 Step 2 is refused on all ranks, because of a NaN in the bucket that is exchanged last. Afterwards
 the ranks DEAD end. Each of the others prints its number at the start and a hash of the weights.
 
-python tests/elastic/virtual_numpy.py COMPRESSION FILE STEPS [DEAD ...]
+python tests/elastic/virtual_numpy.py FILE STEPS [DEAD ...]
 """
 
 import hashlib
@@ -24,13 +24,9 @@ from hvdlite.virtual.gradients import VirtualExchange
 from hvdlite.virtual.state import VirtualState
 from hvdlite.world import parts
 
-COMPRESSIONS = {
-    "topk": Compression.ErrorFeedback(Compression.TopK(0.1)),
-    "powersgd": Compression.PowerSGD(1),
-}
 VIRTUAL, SAVED, REFUSED = 4, 3, 2
 
-file, stop, dead = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+file, stop, dead = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 os.environ["HVDLITE_FUSION_THRESHOLD"] = "1"  # a bucket for each parameter
 hvd.init(virtual_ranks=VIRTUAL)
 start = hvd.rank()
@@ -40,7 +36,7 @@ exchange = VirtualExchange(
     "gradients",
     VIRTUAL,
     [Parameter(str(n), each.shape, each.dtype) for n, each in enumerate(weights)],
-    COMPRESSIONS[sys.argv[1]],
+    Compression.PowerSGD(1),
     Reduction(),
 )
 state = VirtualState(exchange)

@@ -329,7 +329,7 @@ class TestJob:
             assert (found == np.float32(n + (size - 1) / 2)).all()
 
 
-@ranks(2, fresh=True, timeout=30, env={"HVDLITE_FUSION_THRESHOLD": "0"})
+@ranks(2, settings={"HVDLITE_FUSION_THRESHOLD": "0"})
 def test_fusion_can_be_switched_off(monkeypatch):
     together = Allreduce.execute_together
 

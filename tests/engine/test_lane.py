@@ -113,13 +113,6 @@ class TestOrder:
         two[1].submit(total("only here", 5))
         assert only_here.wait().tolist() == [6.0] * 3
 
-    def test_a_late_rank(self, two):
-        handle = two[0].submit(total("a", 1))
-        time.sleep(0.05)
-        assert not handle.done()
-        assert two[1].run(total("a", 2)).tolist() == [3.0] * 3
-        assert handle.wait().tolist() == [3.0] * 3
-
     def test_what_may_differ_may_be_submitted_in_any_order(self, two):
         with two.all_held():
             handles = [
@@ -143,14 +136,6 @@ class TestOrder:
             handles = [lane.submit(each) for lane, each in zip(two.lanes, operations, strict=True)]
             assert [handle.wait().tolist() for handle in handles] == [[expected] * 3] * 2
         assert not any(first is second for first, second in itertools.combinations(handles, 2))
-
-    def test_one_that_is_on_its_way_is_refused_and_ends_as_if_it_were_not(self, two):
-        operation = total("a", 1)
-        handle = two[0].submit(operation)
-        with pytest.raises(ValueError, match="'a' is still on its way"):
-            two[0].submit(operation)
-        two[1].submit(total("a", 2))
-        assert handle.wait().tolist() == [3.0] * 3
 
     def test_submitted_again_before_the_end_is_told(self, two):
         """Somebody else may do so as soon as it is no longer pending."""
@@ -203,12 +188,6 @@ class TestOrder:
 
         places = list(itertools.product(range(2), range(8)))
         assert on_all_ranks(run, places) == [2.0 * number for _, number in places]
-
-    def test_a_name_can_be_used_again_and_again(self, two):
-        def run(lane):
-            return [lane.run(total("loss", step))[0] for step in range(50)]
-
-        assert on_all_ranks(run, two.lanes) == [[2.0 * step for step in range(50)]] * 2
 
 
 class TestThreads:
@@ -344,22 +323,15 @@ class TestDisagreement:
         with two.all_held():
             good = [two[0].submit(total("good", 1)), two[1].submit(total("good", 2))]
             bad = [two[0].submit(total("bad", 1)), two[1].submit(Broadcast("bad", np.ones(3), 0))]
+            bad += [two[0].submit(total("worse", 1)), two[1].submit(total("worse", 1, op=Max))]
             late = [two[1].submit(total("late", 1)), two[0].submit(total("late", 1))]
         for handle in bad:
-            with pytest.raises(MismatchError):
+            with pytest.raises(MismatchError, match=f"disagree on '{handle.name}'"):
                 handle.wait()
         for handle in good:
             assert handle.wait().tolist() == [3.0] * 3
         for handle in late:
             assert handle.wait().tolist() == [2.0] * 3
-
-    def test_several_at_once(self, two):
-        with two.all_held():
-            handles = [two[0].submit(total(name, 1)) for name in "abc"]
-            handles += [two[1].submit(total(name, 1, op=Max)) for name in "cba"]
-        for handle in handles:
-            with pytest.raises(MismatchError, match=f"disagree on '{handle.name}'"):
-                handle.wait()
 
     def test_a_failure_on_one_rank_fails_on_all_and_the_lane_goes_on(self, two):
         operations = [total("a", 1), total("a", 1)]
@@ -532,15 +504,6 @@ class TestClose:
         closing.join(5)
         assert lanes[1].rounds.closed
 
-    def test_who_comes_to_a_rank_that_has_shut_down_is_told(self):
-        lanes = Lanes(2)
-        closing = threading.Thread(target=lanes[1].close, args=(5.0,), daemon=True)
-        closing.start()
-        time.sleep(0.02)
-        with pytest.raises(HorovodInternalError, match="rank 1 shut down"):
-            lanes[0].run(total("a", 1))
-        assert lanes[0].close(5.0)
-
     def test_what_a_closing_rank_still_waits_for_can_arrive(self):
         lanes = Lanes(2)
         handle = lanes[0].submit(total("a", 1))
@@ -619,9 +582,9 @@ class TestStall:
             assert "'a' (missing on rank 2), 'b' (missing on ranks 0, 1)" in message
         lanes.close()
 
-    @pytest.mark.parametrize("size", [2, 3])
-    def test_ranks_that_wait_in_different_lanes_say_so_early(self, caplog, monkeypatch, size):
+    def test_ranks_that_wait_in_different_lanes_say_so_early(self, caplog, monkeypatch):
         """Long before the ordinary report; the last rank ends its loop before the others."""
+        size, last = 3, 2
         monkeypatch.setattr(lane_module, "_ELSEWHERE_SECONDS", 0.1)
         monkeypatch.setattr(rounds, "ASTRAY_SECONDS", 0.3)
         monkeypatch.setattr(stall, "_LOOK_SECONDS", 0.05)
@@ -635,23 +598,22 @@ class TestStall:
 
         def step(rank):
             gradients[rank].run(total("step", 1))
-            if rank == size - 1:
+            if rank == last:
                 return message_of(named[rank], total("objects", 1))
             return message_of(gradients[rank], total("step", 1))
 
         with caplog.at_level(logging.WARNING, "hvdlite"):
             errors = on_all_ranks(step, range(size))
-        last, others = size - 1, "rank 0" if size == 2 else "ranks 0, 1"
         reports = [
-            f"'step' (missing on rank {last}); rank {last} is in 'objects', after 'step'; do all",
-            f"'objects' (missing on {others}); {others} {'is' if size == 2 else 'are'} in 'step'",
+            "'step' (missing on rank 2); rank 2 is in 'objects', after 'step'; do all",
+            "'objects' (missing on ranks 0, 1); ranks 0, 1 are in 'step'",
         ]
         for report in reports:
             assert any(report in message for message in caplog.messages), caplog.messages
         assert len(caplog.messages) == size
         for error in errors[:-1]:
-            assert f"missing on rank {last}; rank {last} is in 'objects', after 'step'" in error
-        assert f"missing on {others}" in errors[-1]
+            assert "missing on rank 2; rank 2 is in 'objects', after 'step'" in error
+        assert "missing on ranks 0, 1" in errors[-1]
         # Communication goes on.
         assert on_all_ranks(lambda rank: gradients[rank].run(total("a", 1))[0], range(size))
         for lanes in both:
@@ -687,9 +649,19 @@ class TestStall:
         assert caplog.messages == []
         lanes.close()
 
-    @pytest.mark.parametrize("check", [0.05, 60.0])
-    def test_the_wait_for_a_rank_that_has_submitted_nothing_ends(self, check):
-        lanes = Lanes(2, stall_check_time_seconds=check, stall_shutdown_time_seconds=0.2)
+    def test_an_operation_that_may_wait_is_neither_reported_nor_given_up(self, caplog):
+        lanes = Lanes(2, stall_check_time_seconds=0.05, stall_shutdown_time_seconds=0.1)
+        late, early = (Probe("join", lambda: "joined") for _ in range(2))
+        late.stall_exempt = early.stall_exempt = True
+        with caplog.at_level(logging.WARNING, "hvdlite"):
+            handle = lanes[0].submit(early)
+            time.sleep(0.3)
+            assert lanes[1].run(late) == handle.wait() == "joined"
+        assert caplog.messages == []
+        assert lanes.close() == [True, True]
+
+    def test_the_wait_for_a_rank_that_has_submitted_nothing_ends(self):
+        lanes = Lanes(2, stall_shutdown_time_seconds=0.2)
         start = time.monotonic()
         with pytest.raises(HorovodInternalError, match="waited 0 s for rank 1 in 'a'"):
             lanes[0].run(total("a", 1))

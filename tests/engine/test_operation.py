@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,6 @@ from hvdlite.collectives.allgather import Allgather
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.collectives.broadcast import Broadcast
 from hvdlite.collectives.objects import BroadcastBytes
-from hvdlite.engine import Handle
 from hvdlite.engine.operation import Barrier
 
 
@@ -72,25 +69,3 @@ def test_every_collective_has_a_word_of_its_own():
         )
     }
     assert len(words) == 6
-
-
-class TestHandle:
-    def test_a_result(self):
-        handle = Handle("a")
-        assert not handle.done()
-        handle.finish(7)
-        assert handle.done()
-        assert handle.wait() == handle.wait() == 7
-
-    def test_an_error(self):
-        handle = Handle("a")
-        handle.finish(error=ValueError("no"))
-        assert handle.done()
-        for _ in range(2):
-            with pytest.raises(ValueError, match="no"):
-                handle.wait()
-
-    def test_a_wait_in_another_thread(self):
-        handle = Handle("a")
-        threading.Timer(0.02, handle.finish, args=(7,)).start()
-        assert handle.wait() == 7

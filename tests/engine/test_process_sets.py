@@ -256,9 +256,9 @@ def test_sets_given_to_init(size):
     assert hvd.allreduce(np.ones(1), op=hvd.Sum) == [size]
 
 
-@ranks(4, fresh=True, env={"HVDLITE_FORCE_LOCAL_SIZE": "2"})
+@ranks(4, settings={"HVDLITE_FORCE_LOCAL_SIZE": "2"})
 def test_members_on_several_nodes():
-    new_world()
+    hvd.init()
     across = hvd.add_process_set([0, 3])
     uneven = hvd.add_process_set([0, 1, 2])
     within = hvd.add_process_set([2, 3])

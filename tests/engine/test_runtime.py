@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -117,20 +117,6 @@ class TestShutdown:
         waited = time.monotonic() - start
         assert waited < 0.4 if late else waited > 0.3
 
-    @ranks(2)
-    def test_who_still_waits_is_told_who_has_left(self):
-        hvd.init()
-        if hvd.rank() == 0:
-            with pytest.raises(
-                hvd.HorovodInternalError, match="rank 1 shut down without submitting 'loss'"
-            ):
-                hvd.allreduce(np.ones(3), name="loss")
-            with pytest.raises(hvd.HorovodInternalError, match="rank 1 shut down already"):
-                hvd.barrier()
-        hvd.shutdown()
-        hvd.init()
-        assert total() == [2.0] * 3
-
     @ranks(2, fresh=True, timeout=30, env={"HVDLITE_SHUTDOWN_TIMEOUT_SECONDS": "0.5"})
     def test_it_leaves_without_a_rank_that_does_not_come(self, monkeypatch):
         hvd.init()
@@ -165,11 +151,10 @@ class TestExit:
                 time.sleep(2)  # late to the exit
             assert handle.wait().tolist() == [2.0] * 3
         """
-        done = run_script(_source(script), np=2, timeout=20)
+        done = run_script(script, np=2, timeout=20)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
-    @pytest.mark.parametrize("when", ["compute", "communicate"])
-    def test_a_rank_that_raises_ends_the_job_and_says_who_it_is(self, when, tmp_path):
+    def test_a_rank_that_raises_ends_the_job_and_says_who_it_is(self, tmp_path):
         script = f"""
             import pathlib, time
             import numpy as np, hvdlite as hvd
@@ -180,12 +165,12 @@ class TestExit:
                 if hvd.rank() == 1:
                     pathlib.Path({str(tmp_path / "raised")!r}).write_text(str(time.time()))
                     raise KeyError("no such column")
-                if {when!r} == "compute":
+                if hvd.rank() == 2:
                     time.sleep(60)
                 hvd.allreduce(np.ones(3))
             step()
         """
-        done = run_script(_source(script), np=3, timeout=30)
+        done = run_script(script, np=3, timeout=30)
         ended = time.time() - float((tmp_path / "raised").read_text())
         assert done.returncode != 0
         assert ended < 5
@@ -205,53 +190,31 @@ class TestExit:
             hvd.allreduce(np.ones(3), name="loss")
         """
         start = time.monotonic()
-        done = run_script(_source(script), np=2, timeout=20)
+        done = run_script(script, np=2, timeout=20)
         assert done.returncode != 0
         assert time.monotonic() - start < 12
         assert "rank 1 shut down without submitting 'loss'" in done.stderr
 
-    def test_stdout_that_is_gone_does_not_keep_the_job_from_ending(self):
-        script = """
-            import sys, time
-            import hvdlite as hvd
-            hvd.init()
-            hvd.barrier()
-            if hvd.rank() == 0:
-                class Gone:
-                    def flush(self):
-                        raise BrokenPipeError
-                sys.stdout = Gone()
-                raise ValueError("first")
-            time.sleep(60)
-        """
-        done = run_script(_source(script), np=2, timeout=20)
-        assert done.returncode != 0
-        assert "ValueError: first" in done.stderr
-
     def test_a_process_without_mpirun_is_a_job_of_one(self):
         code = """
+            import sys
+            sys.excepthook = lambda *caught: print("theirs:", caught[1])
             import numpy as np, hvdlite as hvd
             hvd.init()
             assert (hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_size()) == (0, 1, 1, 1)
             assert hvd.allreduce(np.arange(3)).tolist() == [0, 1, 2]
             print(hvd.allgather_object("alone"))
-            raise ValueError("its own traceback")
-        """
-        done = _python(code)
-        assert done.returncode == 1
-        assert done.stdout.strip() == "['alone']"
-        assert done.stderr.count("Traceback") == 1
-        assert "ends the job" not in done.stderr
-
-    def test_the_hook_that_was_there_is_used_where_ours_is_not_needed(self):
-        code = """
-            import sys
-            sys.excepthook = lambda *caught: print("theirs:", caught[1])
-            import hvdlite as hvd
-            hvd.init()
             raise ValueError("text")
         """
-        assert _python(code).stdout.strip() == "theirs: text"
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (1, "['alone']\ntheirs: text\n", "")
 
 
 class TestForks:
@@ -307,7 +270,7 @@ class TestForks:
                 assert hvd.allreduce(np.full(3, step), op=hvd.Sum).tolist() == [2 * step] * 3
             print("done", flush=True)
         """
-        done = run_script(_source(script), np=2, timeout=40)
+        done = run_script(script, np=2, timeout=40)
         assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
 
 
@@ -347,7 +310,7 @@ class TestProcessesOfARank:
                 assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [hvd.size()]
                 print("done", flush=True)
         """
-        done = run_script(_source(script), np=2, timeout=60)
+        done = run_script(script, np=2, timeout=60)
         assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
 
     @pytest.mark.slow
@@ -367,88 +330,14 @@ class TestProcessesOfARank:
             assert hvd.run(hvd.is_initialized, num_proc=2) == [False] * 2
         """
         mpirun = {"MPIRUN": command(2)[0]}
-        done = run_script(_source(script), np=1, env=mpirun, timeout=100)
+        done = run_script(script, np=1, env=mpirun, timeout=100)
         assert (done.returncode, done.stderr) == (0, "")
 
 
 class TestImport:
-    def test_it_is_light(self):
-        blocked = (*FRAMEWORKS, "mpi4py.MPI")
-        code = f"""
-            import sys
-            class Block:
-                def find_spec(self, name, path=None, target=None):
-                    if any(name == one or name.startswith(one + ".") for one in {blocked}):
-                        raise AssertionError(f"imports {{name}}")
-            sys.meta_path.insert(0, Block())
-            import hvdlite, hvdlite.gradients
-            assert not [name for name in {blocked} if name in sys.modules]
-        """
-        done = _python(code)
-        assert (done.returncode, done.stderr) == (0, "")
-
     def test_the_core_imports_no_framework(self):
         for path in Path(ROOT, "hvdlite").rglob("*.py"):
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 words = line.split()
                 if words[:1] in (["import"], ["from"]):
                     assert words[1].split(".")[0] not in FRAMEWORKS, f"{path}:{number}: {line}"
-
-
-class TestProcessorTime:
-    @pytest.mark.slow
-    @ranks(2)
-    def test_an_idle_engine_uses_none(self):
-        hvd.init()
-        for step in range(10):
-            hvd.synchronize(hvd.allreduce_async(np.ones(1000), name=f"t{step}"))
-        hvd.barrier()
-        time.sleep(0.2)
-        assert _seconds_of_processor(lambda: time.sleep(5)) < 0.05
-
-    @pytest.mark.slow
-    @ranks(2)
-    def test_a_rank_that_waits_for_a_late_one_uses_little(self):
-        hvd.init()
-        hvd.barrier()
-        if hvd.rank() == 0:
-            assert _seconds_of_processor(lambda: total()) < 0.3
-        else:
-            time.sleep(3)
-            total()
-
-    @pytest.mark.slow
-    @ranks(2)
-    def test_ranks_that_wait_for_different_operations_use_little(self):
-        hvd.init()
-        mine = hvd.allreduce_async(np.ones(3), name=f"only {hvd.rank()}")
-        assert _seconds_of_processor(lambda: time.sleep(2)) < 0.2
-        theirs = hvd.allreduce_async(np.ones(3), name=f"only {1 - hvd.rank()}")
-        assert mine.wait().tolist() == theirs.wait().tolist() == [1.0] * 3
-
-
-def _seconds_of_processor(action):
-    def used():
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return usage.ru_utime + usage.ru_stime
-
-    before = used()
-    action()
-    return used() - before
-
-
-def _source(code):
-    lines = code.strip("\n").splitlines()
-    margin = len(lines[0]) - len(lines[0].lstrip())
-    return "\n".join(line[margin:] for line in lines) + "\n"
-
-
-def _python(code):
-    return subprocess.run(
-        [sys.executable, "-c", _source(code)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )

@@ -38,6 +38,7 @@ def ranks(
     fresh: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
     env: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] | None = None,
     fast: Sequence[int] = (),
 ) -> pytest.MarkDecorator:
     """Run a test on every rank of a job, once for each number of ranks.
@@ -47,6 +48,8 @@ def ranks(
         fresh: Start a job for this test alone and let it end as a script does, through atexit.
         timeout: Seconds after which the ranks' stacks are reported and the job is ended.
         env: Environment variables of the job, which tests with the same ones share.
+        settings: Environment variables that ``hvd.init()`` reads in this test, which needs no job
+            of its own for them.
         fast: The numbers of ranks under ``pytest --fast``; by default 2, or else the smallest.
 
     Raises:
@@ -58,5 +61,10 @@ def ranks(
     if not set(fast) <= set(sizes):
         raise ValueError(f"ranks{sizes}: fast={fast} may have only these numbers of ranks")
     return pytest.mark.ranks(
-        *sizes, fresh=fresh, timeout=timeout, env=dict(env or {}), fast=tuple(fast)
+        *sizes,
+        fresh=fresh,
+        timeout=timeout,
+        env=dict(env or {}),
+        settings=dict(settings or {}),
+        fast=tuple(fast),
     )

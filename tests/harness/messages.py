@@ -26,6 +26,8 @@ class Request:
     """The pickled keyword arguments."""
     local_fixtures: tuple[str, ...]
     """Arguments that each rank makes for itself."""
+    settings: dict[str, str]
+    """Environment variables of this test, which gets a world of its own if there are any."""
     filters: tuple[str, ...]
     """Warning filters in pytest's notation, the last one strongest."""
     path: tuple[str, ...]

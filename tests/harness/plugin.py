@@ -97,15 +97,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests that share a job: pytest-xdist (``--dist loadgroup``) keeps them together.
+    """Mark the tests that share a job, or a fixture of their module.
 
-    It reads the marks when all are collected. The tests of a framework are a group of their own,
-    so that its ranks alone import it.
+    pytest-xdist (``--dist loadgroup``) keeps them together. It reads the marks when all are
+    collected. The tests of a framework are a group of their own, so that its ranks alone import it.
     """
+    if not item.config.pluginmanager.hasplugin("xdist"):
+        return
     mark, size = item.get_closest_marker("ranks"), _size(item)
-    if size and not mark.kwargs["fresh"] and item.config.pluginmanager.hasplugin("xdist"):
+    if size and not mark.kwargs["fresh"]:
         group = f"{size} ranks {_framework(item)}{_words(mark.kwargs['env'])}"
         item.add_marker(pytest.mark.xdist_group(group.strip()))
+    elif size is None and _uses_fixture_of_module(item):
+        item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 @pytest.hookimpl(trylast=True)
@@ -147,6 +151,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         )
     _conclude(reports, mark.kwargs["timeout"])
     return True
+
+
+def _uses_fixture_of_module(item: pytest.Item) -> bool:
+    if not isinstance(item, pytest.Function):
+        return False
+    info = item._fixtureinfo
+    found = [info.name2fixturedefs.get(name, ()) for name in info.argnames]
+    return any(each[-1].scope == "module" for each in found if each)
 
 
 def _framework(item: pytest.Item) -> str:
@@ -196,6 +208,7 @@ def _request(item: pytest.Function) -> Request:
         qualname=".".join(filter(None, [item.cls and item.cls.__qualname__, item.originalname])),
         arguments=_pickle({name: arguments[name] for name in arguments if name not in local}),
         local_fixtures=tuple(local),
+        settings=item.get_closest_marker("ranks").kwargs["settings"],
         filters=tuple(filters),
         path=tuple(sys.path),
     )

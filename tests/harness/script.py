@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def run_script(
     """Run a script on `np` ranks and wait for it.
 
     Args:
-        script: The path of a script, or (a string with a line break) its source.
+        script: The path of a script, or (a string with a line break) its source, which may be
+            indented.
         np: The number of ranks.
         args: The script's arguments.
         env: Environment variables on top of the harness's.
@@ -32,7 +34,7 @@ def run_script(
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         if isinstance(script, str) and "\n" in script:
             script, source = Path(folder, "script.py"), script
-            script.write_text(source)
+            script.write_text(textwrap.dedent(source))
         command = mpirun.command(np, script, *args)
         # Files, because a pipe would stay open as long as anything that the job left behind.
         with open(Path(folder, "out"), "w+") as out, open(Path(folder, "err"), "w+") as err:

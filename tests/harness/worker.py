@@ -91,20 +91,29 @@ def _call(request: Request) -> None:
     # As in a process of its own: weights must not depend on the tests that ran here before.
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+    if request.settings:
+        _leave_world()
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as monkeypatch:
         for text in request.filters:
             warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+        for name, value in request.settings.items():
+            monkeypatch.setenv(name, value)
         test(**arguments, **dict.fromkeys(request.local_fixtures, monkeypatch))
-    _leave_process_sets()
+    if request.settings or _has_process_sets():  # the next test may register the same sets
+        _leave_world()
 
 
-def _leave_process_sets() -> None:
-    """End the world if it has process sets: the next test may register the same ones."""
+def _leave_world() -> None:
+    hvdlite: Any = sys.modules.get("hvdlite")
+    if hvdlite is not None:
+        hvdlite.shutdown()
+
+
+def _has_process_sets() -> bool:
     hvdlite: Any = sys.modules.get("hvdlite")
     if hvdlite is None or not hvdlite.is_initialized():
-        return
-    if hvdlite.engine.runtime.process_sets().added:
-        hvdlite.shutdown()
+        return False
+    return bool(hvdlite.engine.runtime.process_sets().added)
 
 
 def _find(request: Request) -> Any:

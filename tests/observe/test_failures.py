@@ -139,7 +139,6 @@ def test_no_rank_loses_an_error_of_its_own():
     assert of_rank_1 in ((2, 3) if count(lines, "ValueError: one") else (0,))
 
 
-@pytest.mark.slow
 def test_closed_streams_do_not_keep_the_job_from_ending():
     done = run_script(
         BEGIN

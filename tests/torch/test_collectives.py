@@ -388,7 +388,7 @@ def test_many_threads_keep_calls(capacity):
 
 
 @pytest.mark.slow
-@ranks(2, fresh=True, env={"HOROVOD_CACHE_CAPACITY": "0"})
+@ranks(2, settings={"HOROVOD_CACHE_CAPACITY": "0"})
 def test_nothing_is_kept_where_there_is_no_room(size):
     hvd.init()
     tensor = torch.ones(4)

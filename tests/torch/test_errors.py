@@ -168,7 +168,7 @@ def test_bad_arguments_are_told_to_the_caller_at_once():
 
 
 @pytest.mark.slow
-@ranks(2, 3, fresh=True, env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.4"})
+@ranks(2, 3, settings={"HVDLITE_STALL_CHECK_TIME_SECONDS": "0.4"})
 def test_a_stall_is_reported_and_only_delays(monkeypatch):
     from tests.test_stall import collect_warnings
 
@@ -185,7 +185,7 @@ def test_a_stall_is_reported_and_only_delays(monkeypatch):
 
 
 @pytest.mark.slow
-@ranks(2, 3, fresh=True, env={"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "0.5"})
+@ranks(2, 3, settings={"HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "0.5"})
 def test_a_stall_that_lasts_too_long_is_an_error():
     hvd.init()
     if hvd.rank() == 0:

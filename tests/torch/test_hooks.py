@@ -105,7 +105,7 @@ def test_training_is_the_same(set_to_none):
 
 
 @pytest.mark.slow
-@ranks(2, fresh=True, env={"HVDLITE_FUSION_THRESHOLD": "300", "HVDLITE_FIRST_BUCKET_SIZE": "300"})
+@ranks(2, settings={"HVDLITE_FUSION_THRESHOLD": "300", "HVDLITE_FIRST_BUCKET_SIZE": "300"})
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_each_bucket_has_one_that_tells_of_the_others(monkeypatch, overlap):
     monkeypatch.setenv("HVDLITE_OVERLAP", overlap)

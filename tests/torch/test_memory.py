@@ -417,14 +417,14 @@ def test_zero_copy_parts_are_released_when_gradients_are_zeroed(monkeypatch):
 
 
 @pytest.mark.slow
-@ranks(2, fresh=True, env={"HVDLITE_OVERLAP": "1"})
+@ranks(2, settings={"HVDLITE_OVERLAP": "1"})
 @pytest.mark.parametrize("lends", [False, True])
 def test_training_with_overlap(monkeypatch, lends):
     check_training(monkeypatch, lends)
 
 
 @pytest.mark.slow
-@ranks(2, fresh=True, env={"HVDLITE_OVERLAP": "0"})
+@ranks(2, settings={"HVDLITE_OVERLAP": "0"})
 def test_training_without_overlap(monkeypatch):
     check_training(monkeypatch, False)
 

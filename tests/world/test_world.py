@@ -32,17 +32,14 @@ def test_one_node(size):
     assert sorted(hvd.allgather_object(hvd.rank())) == list(range(size))
 
 
-@ranks(1, 3, 4)
-def test_several_nodes_of_two(size, places, monkeypatch):
-    hvd.shutdown()
-    monkeypatch.setenv("HVDLITE_FORCE_LOCAL_SIZE", "2")
+@ranks(1, 3, 4, settings={"HVDLITE_FORCE_LOCAL_SIZE": "2"})
+def test_several_nodes_of_two(size, places):
     hvd.init()
     for name, value in places[size][hvd.rank()].items():
         assert getattr(world, name)() == value, name
     assert hvd.is_homogeneous() == (size != 3)
     assert world.current().nodes == tuple(rank // 2 for rank in range(size))
     assert hvd.allgather_object(hvd.local_rank()) == [rank % 2 for rank in range(size)]
-    hvd.shutdown()
 
 
 @ranks(3)
