@@ -127,7 +127,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
         say(end.text)
     if end.text.startswith("mpirun ") and uses_ssh:
         for host in plan.hosts:
-            if reason := "" if all_local([host]) else login(host.name, ssh):
+            if not all_local([host]) and (reason := login(host.name, ssh)):
                 say(f"host {host.name} does not answer: {reason}")
     return end.code
 
@@ -141,16 +141,16 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     here = on_this_host(plan.hosts, settings)
     if all_local(plan.hosts):
         check(command, settings)
-    if options.horovod:
-        settings = with_horovod(settings)
-    settings = with_own_package(settings)
+    settings = with_paths(settings, options.horovod)
     program = mpirun.detect(mpirun.find(settings))
     if options.network_interfaces is not None and not here:
         settings.update(program.networks(",".join(options.network_interfaces).split(",")))
     if ssh := ssh_arguments(options):
         settings[program.ssh_variable] = ssh
-    output = _output_folder(options.output_filename)
-    if not output:
+    output = ""
+    if options.output_filename is not None:
+        output = _folder("--output-filename", options.output_filename)
+    else:
         # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
         if sys.stderr.isatty():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
@@ -307,28 +307,19 @@ def resolve(
     return list(command), dict(environment)
 
 
-def with_horovod(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which ``import horovod`` finds hvdlite in every Python.
-
-    `hvdlite/horovod/bootstrap` has a ``sitecustomize`` that does it.
-    """
-    folder = str(_PACKAGE / "horovod" / "bootstrap")
-    # An empty entry is the current folder, an empty variable is none.
-    paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which ``import hvdlite`` finds hvdlite in this folder, too.
+def with_paths(environment: Mapping[str, str], horovod: bool = False) -> dict[str, str]:
+    """Return the environment in which Python finds hvdlite; if wanted, under horovod's name, too.
 
     In the folder that holds a checkout called hvdlite, ``python -c`` and ``python -m`` take that
     for the package, unless its own folder is on the path: an editable install comes last.
     """
+    # Its `sitecustomize` makes `import horovod` find hvdlite.
+    first = [str(_PACKAGE / "horovod" / "bootstrap")] if horovod else []
     spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
-    if spec is None or spec.origin is not None:
-        return dict(environment)
-    paths = [*filter(None, [environment.get("PYTHONPATH")]), str(_PACKAGE.parent)]
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+    last = [str(_PACKAGE.parent)] if spec is not None and spec.origin is None else []
+    # An empty entry is the current folder, an empty variable is none.
+    paths = [*first, *filter(None, [environment.get("PYTHONPATH")]), *last]
+    return {**environment, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
 def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -374,23 +365,18 @@ def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list
     return words
 
 
-def _timeline(name: str) -> str:
-    path = os.path.abspath(name)
-    if not os.path.basename(name) or os.path.isdir(path):
-        raise StartError(f"--timeline-filename {name}: found a folder, expected a file")
-    _make_folder("--timeline-filename", os.path.dirname(path))
-    return path
+def _timeline(path: str) -> str:
+    """Return the path of the timeline, in a folder that there is."""
+    folder, name = os.path.split(path)
+    if not name or os.path.isdir(path):
+        raise StartError(f"--timeline-filename {path}: found a folder, expected a file")
+    return os.path.join(_folder("--timeline-filename", folder or "."), name)
 
 
-def _output_folder(name: str | None) -> str:
-    if name is None:
-        return ""
-    _make_folder("--output-filename", name)
-    return os.path.abspath(name)
-
-
-def _make_folder(option: str, name: str) -> None:
+def _folder(option: str, path: str) -> str:
+    """Make the folder that an option names, and return its path."""
     try:
-        os.makedirs(name, exist_ok=True)
+        os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise StartError(f"{option} {name}: {error.strerror}") from None
+        raise StartError(f"{option} {path}: {error.strerror}") from None
+    return os.path.abspath(path)

@@ -41,7 +41,12 @@ def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int) -> list
     chosen = parse_hosts(hosts) if hosts is not None else []
     if hostfile is not None:
         chosen = parse_hostfile(hostfile)
-    check_slots(chosen, num_proc)
+    slots = sum(host.slots for host in chosen)
+    if chosen and num_proc > slots:
+        raise StartError(
+            f"-np {num_proc} is more than the {slots} slots of {listed(chosen)}; "
+            "raise the slots or lower -np"
+        )
     return chosen
 
 
@@ -94,20 +99,6 @@ def parse_hostfile(path: str) -> list[Host]:
     if not hosts:
         raise StartError(f"--hostfile {path}: names no host; write one 'host slots=N' per line")
     return hosts
-
-
-def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
-    """Refuse more processes than the hosts have slots.
-
-    Raises:
-        StartError: ``num_proc`` is greater than the sum of the slots.
-    """
-    slots = sum(host.slots for host in hosts)
-    if hosts and num_proc > slots:
-        raise StartError(
-            f"-np {num_proc} is more than the {slots} slots of {listed(hosts)}; "
-            "raise the slots or lower -np"
-        )
 
 
 def listed(hosts: Sequence[Host]) -> str:
