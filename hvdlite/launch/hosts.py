@@ -227,8 +227,8 @@ def parse_host(text: str, slots: int = 1) -> Host | None:
     """Read ``host:slots`` or ``host``; return None for a text of another form.
 
     Args:
-        text: Without spaces around it.
-        slots: Those of a host without a number.
+        text: without spaces around it.
+        slots: the slots of a host without a number.
     """
     match = _HOST.fullmatch(text)
     if match is None:

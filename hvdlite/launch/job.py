@@ -131,7 +131,7 @@ def follow(
             server.read(process.stdout, protocol.OUT)
             server.read(process.stderr, protocol.ERR)
         plan, steps = _GOES_ON, list(_GOES_ON)
-        begun, told, stage = 0.0, 0, (False, False)
+        begun, reported, stage = 0.0, 0, (False, False)
         try:
             while process.poll() is None:
                 server.serve(_TICK)
@@ -146,9 +146,9 @@ def follow(
                     say(status.report(server.folder))
                     asking.unlink(missing_ok=True)
                     received += [signal.SIGQUIT] * is_last
-                for death in server.deaths[told:]:
-                    told += 1
-                    others = server.ranks + server.spares - told - len(server.left)
+                for death in server.deaths[reported:]:
+                    reported += 1
+                    others = server.ranks + server.spares - reported - len(server.left)
                     server.clear()
                     say(f"{death.text}; the other ranks go on" if others else death.text)
                 if server.wants_end and quiet_end and not received:

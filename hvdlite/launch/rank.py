@@ -231,7 +231,7 @@ class _Forwarding:
         if end:
             self._channel.send(kind, lines)
         if rest and self._is_live:
-            # The last picture of a bar; the end of line that makes it begin anew may be still away.
+            # The last picture of a bar; the next one's carriage return may be here already.
             begin = rest.rfind(b"\r", 0, len(rest) - 1)
             rest = rest[max(begin, 0) :]
             self._channel.send(protocol.LIVE, kind, rest)

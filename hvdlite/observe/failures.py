@@ -108,7 +108,7 @@ def install(find_job_rank: Callable[[], JobRank | None]) -> None:
 def _job_rank(error: BaseException) -> JobRank | None:
     """Return this rank, which the error ends; None: there is none, or it concerns it alone.
 
-    Its end is that of its job if the error is about communication.
+    The job ends with it if the error is about communication.
     """
     job_rank = _find_job_rank() if _find_job_rank else None
     if job_rank is not None and isinstance(error, HorovodInternalError):

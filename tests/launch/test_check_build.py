@@ -23,7 +23,7 @@ sys.exit(main(["--check-build"]))
 
 
 def rows(printed):
-    """What is printed, by the first column."""
+    """Return the printed table as a dictionary."""
     return {line[:12].strip(): line[12:] for line in printed.splitlines()}
 
 
