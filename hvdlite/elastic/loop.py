@@ -50,7 +50,7 @@ def run(
     return together: if one fails at the very end, all repeat the last steps.
 
     When a rank dies under ``hvdliterun --elastic``, the others go on in the same step. At the next
-    commit they form their world anew, with spares (``--spares``) in the places of those that have
+    commit they form their world again, with spares (``--spares``) in the places of those that have
     died, and call the function again, so that reset callbacks and samplers adapt to the number of
     ranks. A spare gets the state of rank 0; before it calls the function, it must not communicate.
     Otherwise training cannot continue without that rank: the
@@ -173,7 +173,7 @@ class _Attempts:
         """Require, on a spare, that a rank that has the state still lives.
 
         Raises:
-            RankGoneError: Otherwise what this one has may be anything.
+            RankGoneError: otherwise what this one has may be anything.
         """
         if self._holders and not {*world.current().ids} & {*self._holders}:
             raise RankGoneError(f"rank {world.rank()}: all ranks that had the state have died")
@@ -183,7 +183,7 @@ class _Attempts:
         """Count a new world.
 
         Raises:
-            HorovodInternalError: There have been too many; on all ranks.
+            HorovodInternalError: there have been too many; on all ranks.
         """
         self._resets += 1
         if self._reset_limit and self._resets > self._reset_limit:
@@ -219,13 +219,13 @@ class _Attempts:
         self._skip_sync = None not in all_reports and all(report.skip_sync for report in reports)
         # A rank may have failed once more than others, which had not begun yet.
         self._failures = max(report.failures for report in reports)
-        told = {rank: report.error for rank, report in enumerate(reports) if report.error}
-        if not told:
+        errors = {rank: report.error for rank, report in enumerate(reports) if report.error}
+        if not errors:
             _log.info("rank %d: the hosts have changed; training goes on", world.rank())
             return
         reasons = "; ".join(
-            f"{ranks_text([rank for rank in told if told[rank] == error])}: {error}"
-            for error in dict.fromkeys(told.values())
+            f"{ranks_text([rank for rank in errors if errors[rank] == error])}: {error}"
+            for error in dict.fromkeys(errors.values())
         )
         if self._retries and self._failures > self._retries:
             raise HorovodInternalError(

@@ -80,7 +80,7 @@ class Rendezvous:
     def leave(self, reason: str) -> None:
         """Tell all ranks that this one will not come any more, and why.
 
-        If it leaves because another rank is gone, they are told about that rank.
+        If it leaves because another rank is gone, they learn of that rank.
         """
         reason = self._gone or f"rank {self.comm.rank} has left elastic training ({reason})"
         self._gathering.send(self._left_tag, reason)
@@ -94,8 +94,8 @@ class Rendezvous:
         def watch(missing: Sequence[int]) -> None:
             self._check_dead()
             for rank in missing:
-                if told := self._gathering.receive(rank, self._left_tag):
-                    self._raise_gone(told[0])
+                if received := self._gathering.receive(rank, self._left_tag):
+                    self._raise_gone(received[0])
             if time.monotonic() > deadline:
                 self._raise_gone(
                     f"{ranks_text(missing)} did not come within {self._timeout:.0f} s "

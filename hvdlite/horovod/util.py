@@ -35,13 +35,13 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     """Check that a framework is installed, which is all that hvdlite needs.
 
     Args:
-        ext_name: For example ``"horovod.torch"``.
-        ext_env_var: Without effect, as the rest.
-        pkg_path: See above.
-        args: See above.
+        ext_name: for example ``"horovod.torch"``.
+        ext_env_var: without effect, as the rest.
+        pkg_path: see above.
+        args: see above.
 
     Raises:
-        ImportError: The framework is missing.
+        ImportError: the framework is missing.
     """
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
@@ -63,7 +63,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     Args:
         ext_base_name: ``"torch"`` or ``"tensorflow"``. Of one that has not been imported, cupy is
             asked.
-        verbose: Without effect.
+        verbose: without effect.
     """
     framework: Any = sys.modules.get(ext_base_name)
     if framework is not None and ext_base_name == "torch":

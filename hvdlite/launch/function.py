@@ -181,7 +181,7 @@ def _result(rank: int, parts: list[bytearray]) -> Any:
 
 
 def _check_end(server: Server, code: int) -> None:
-    """Raise unless every rank has brought a result and the job has ended well."""
+    """Raise unless every rank has sent a result and the job has ended well."""
     if server.failures:
         raise _first_error(list(server.failures.values()))
     missing = sorted(set(range(server.ranks)) - set(server.results))

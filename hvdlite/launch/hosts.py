@@ -41,7 +41,12 @@ def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int) -> list
     chosen = parse_hosts(hosts) if hosts is not None else []
     if hostfile is not None:
         chosen = parse_hostfile(hostfile)
-    check_slots(chosen, num_proc)
+    slots = sum(host.slots for host in chosen)
+    if chosen and num_proc > slots:
+        raise StartError(
+            f"-np {num_proc} is more than the {slots} slots of {listed(chosen)}; "
+            "raise the slots or lower -np"
+        )
     return chosen
 
 
@@ -94,20 +99,6 @@ def parse_hostfile(path: str) -> list[Host]:
     if not hosts:
         raise StartError(f"--hostfile {path}: names no host; write one 'host slots=N' per line")
     return hosts
-
-
-def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
-    """Refuse more processes than the hosts have slots.
-
-    Raises:
-        StartError: ``num_proc`` is greater than the sum of the slots.
-    """
-    slots = sum(host.slots for host in hosts)
-    if hosts and num_proc > slots:
-        raise StartError(
-            f"-np {num_proc} is more than the {slots} slots of {listed(hosts)}; "
-            "raise the slots or lower -np"
-        )
 
 
 def listed(hosts: Sequence[Host]) -> str:
@@ -165,7 +156,10 @@ def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
         StartError: there is such a host.
     """
     for host in hosts:
-        if all_local([host]) or _resolves(host.name):
+        if all_local([host]):
+            continue
+        with contextlib.suppress(OSError, UnicodeError):
+            socket.getaddrinfo(host.name, None)
             continue
         reason = login(host.name, arguments)  # which may have another name for it
         if reason:
@@ -173,13 +167,6 @@ def check_names(hosts: Sequence[Host], arguments: Sequence[str] = ()) -> None:
                 f"host {host.name} does not answer: {reason}; correct its name in -H or the "
                 f"hostfile, or make `ssh {host.name} true` work without a password"
             )
-
-
-def _resolves(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except (OSError, UnicodeError):
-        return False
 
 
 def host_key(name: str) -> str:
@@ -240,8 +227,8 @@ def parse_host(text: str, slots: int = 1) -> Host | None:
     """Read ``host:slots`` or ``host``; return None for a text of another form.
 
     Args:
-        text: Without spaces around it.
-        slots: Those of a host without a number.
+        text: without spaces around it.
+        slots: the slots of a host without a number.
     """
     match = _HOST.fullmatch(text)
     if match is None:

@@ -120,19 +120,18 @@ def follow(
     Raises:
         StartError: mpirun cannot be started.
     """
-    arguments, environment = _prepare(job, server)
     # Those that read from a terminal must be in its group, the launcher's.
     at_terminal = not captures and os.isatty(0)
     asking = Path(server.folder, ASKING)
-    spawns = environment.get(ONE_HOST[0], ONE_HOST[1]) != ONE_HOST[1]
+    spawns = job.settings.get(*ONE_HOST) != ONE_HOST[1]
     quiet_end = job.program.quiet_end
     with _signals() as (received, asked):
-        process = _start(arguments, environment, at_terminal, captures)
+        process = _start(job, server, at_terminal, captures)
         if process.stdout and process.stderr:
             server.read(process.stdout, protocol.OUT)
             server.read(process.stderr, protocol.ERR)
         plan, steps = _GOES_ON, list(_GOES_ON)
-        begun, told, stage = 0.0, 0, (False, False)
+        begun, reported, stage = 0.0, 0, (False, False)
         try:
             while process.poll() is None:
                 server.serve(_TICK)
@@ -147,9 +146,9 @@ def follow(
                     say(status.report(server.folder))
                     asking.unlink(missing_ok=True)
                     received += [signal.SIGQUIT] * is_last
-                for death in server.deaths[told:]:
-                    told += 1
-                    others = server.ranks + server.spares - told - len(server.left)
+                for death in server.deaths[reported:]:
+                    reported += 1
+                    others = server.ranks + server.spares - reported - len(server.left)
                     server.clear()
                     say(f"{death.text}; the other ranks go on" if others else death.text)
                 if server.wants_end and quiet_end and not received:
@@ -170,8 +169,8 @@ def say(text: str) -> None:
     print(f"hvdliterun: {text}", file=sys.stderr, flush=True)
 
 
-def _prepare(job: Job, server: Server) -> tuple[list[str], dict[str, str]]:
-    """Return mpirun's command line and environment."""
+def _start(job: Job, server: Server, at_terminal: bool, captures: bool) -> subprocess.Popen[bytes]:
+    """Start mpirun; for the arguments see `follow`."""
     needed = job.program.settings(os.geteuid() == 0, job.is_here, server.folder)
     environment = {**needed, **job.settings}
     secret = {protocol.KEY: server.key.hex()} if server.key else {}
@@ -186,15 +185,6 @@ def _prepare(job: Job, server: Server) -> tuple[list[str], dict[str, str]]:
     if job.verbose:
         new = environment.items() - os.environ.items()
         say(shlex.join([*(f"{name}={value}" for name, value in sorted(new)), *arguments]))
-    return arguments, {**environment, **secret}
-
-
-def _start(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    at_terminal: bool,
-    captures: bool,
-) -> subprocess.Popen[bytes]:
     launcher = os.getpid()
 
     def follow_launcher() -> None:
@@ -211,7 +201,7 @@ def _start(
     try:
         return subprocess.Popen(
             arguments,
-            env=environment,
+            env={**environment, **secret},
             preexec_fn=follow_launcher,
             stdin=None if has_input else subprocess.DEVNULL,
             stdout=output,

@@ -137,7 +137,7 @@ class OpenMPI(Mpirun):
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
         allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if root else ()
         # One host needs no network. The search for a fast one takes a second, and the part for TCP
-        # listens on all interfaces, whichever it is told to use.
+        # listens on all interfaces, whichever it is to use.
         network = dict([ONE_HOST]) if here else {}
         return {
             **dict.fromkeys(allowed, "1"),

@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     Raises:
         StartError: the file cannot be read.
-        SystemExit: a mistake in either, of which the user has been told; or a request for help.
+        SystemExit: a mistake in either, which has been printed; or a request for help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
@@ -133,22 +133,6 @@ def ssh_arguments(options: argparse.Namespace) -> str:
     """Return the arguments for ssh that the options set."""
     values = ((form, getattr(options, name)) for name, form in _SSH.items())
     return " ".join(form.format(value) for form, value in values if value is not None)
-
-
-def mpirun_arguments(options: argparse.Namespace) -> list[str]:
-    """Return the arguments for mpirun that the user has given.
-
-    Raises:
-        StartError: a quotation mark is missing.
-    """
-    words = []
-    for name in ("mpi_args", "binding_args"):
-        text = getattr(options, name) or ""
-        try:
-            words += shlex.split(text)
-        except ValueError as error:
-            raise StartError(f"--{name.replace('_', '-')}={text}: {error}") from None
-    return words
 
 
 class Parser(argparse.ArgumentParser):
@@ -202,6 +186,7 @@ def make_parser() -> Parser:
     switch: Any = {"action": argparse.BooleanOptionalAction}
     number: Any = {"metavar": "N", "type": _at_least(0)}
     positive: Any = {"metavar": "N", "type": _at_least(1)}
+    words: Any = {"metavar": "A", "type": _words}
 
     add = parser.begin_group("the job")
     add("-np --num-proc", "number of processes", **positive)
@@ -282,8 +267,8 @@ def make_parser() -> Parser:
     add("-p --ssh-port", "port of ssh", **positive)
     add("-i --ssh-identity-file", "private key for ssh", metavar="F")
     add("--start-timeout", "seconds in which a host must answer", **positive)
-    add("--mpi-args", 'more arguments for mpirun: --mpi-args="--map-by ppr:2:node"', metavar="A")
-    add("--binding-args", 'where mpirun binds ranks: --binding-args="--bind-to core"', metavar="A")
+    add("--mpi-args", 'more arguments for mpirun: --mpi-args="--map-by ppr:2:node"', **words)
+    add("--binding-args", 'where mpirun binds ranks: --binding-args="--bind-to core"', **words)
 
     add = parser.begin_group("timeline and stalls")
     add("--timeline-filename", "write what the ranks do when to F, for Perfetto", metavar="F")
@@ -331,8 +316,15 @@ def _megabytes(text: str) -> int:
     return _at_least(0)(text) * 2**20
 
 
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:  # a quotation mark is missing
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
 def _setting(name: str, metavar: str = "N") -> Any:
-    """Return the keywords of an option whose value is that of a setting."""
+    """Return the keywords of an option whose value a setting takes."""
 
     def parse(text: str) -> str:
         try:

@@ -69,12 +69,13 @@ TO_LAUNCHER, ERRORS_TO_LAUNCHER = "-", "-2"
 """OUTPUT where the launcher prints what the ranks do, all of it or standard error."""
 _FORWARDED = {TO_LAUNCHER: (1, 2), ERRORS_TO_LAUNCHER: (2,)}
 _UNREACHABLE = 69  # EX_UNAVAILABLE
-# This rank's folder in shared memory, if it has one.
-_to_remove: list[str] = []
+# This rank's folder in shared memory; empty: it has none.
+_shared = ""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run a rank's command, and end in the same way as it did."""
+    global _shared
     address, output, *command = arguments
     manager = os.getppid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
@@ -85,9 +86,7 @@ def main(arguments: Sequence[str]) -> None:
     numbers = _FORWARDED.get(output, ())
     forwarding = _Forwarding(channel, numbers) if numbers and channel else None
     folder = _own_folder(address)
-    shared = _own_shared_folder()
-    if shared:
-        _to_remove.append(shared)
+    _shared = _own_shared_folder()
     steps = _make_steps()
     this = os.getpid()
     child = os.fork()
@@ -97,8 +96,8 @@ def main(arguments: Sequence[str]) -> None:
             forwarding.enter()
         os.environ[protocol.FOLDER] = folder
         os.environ[protocol.STEPS] = f"/proc/{this}/fd/{steps}" if steps >= 0 else ""
-        if shared:
-            os.environ[_SHARED_VARIABLE] = shared
+        if _shared:
+            os.environ[_SHARED_VARIABLE] = _shared
         _run(command, "" if numbers else output, mask)
     if forwarding:
         forwarding.start()
@@ -232,7 +231,7 @@ class _Forwarding:
         if end:
             self._channel.send(kind, lines)
         if rest and self._is_live:
-            # The last picture of a bar; the end of line that makes it begin anew may be still away.
+            # The last picture of a bar; the next one's carriage return may be here already.
             begin = rest.rfind(b"\r", 0, len(rest) - 1)
             rest = rest[max(begin, 0) :]
             self._channel.send(protocol.LIVE, kind, rest)
@@ -264,12 +263,6 @@ def _own_shared_folder() -> str:
         return folders.make(SHARED)[0]
     except OSError:
         return ""
-
-
-def _clean_up() -> None:
-    """Remove this rank's shared memory."""
-    for folder in _to_remove:
-        folders.remove(folder)
 
 
 def _make_steps() -> int:
@@ -415,7 +408,7 @@ def _wait(child: int, manager: int, channel: Channel | None) -> tuple[int, set[i
 
 def _end_group() -> None:
     """Kill the command and its children, because the manager was killed."""
-    _clean_up()
+    folders.remove(_shared)
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -497,7 +490,7 @@ def _send(channel: Channel | None, kind: bytes, *texts: str) -> bool:
 
 
 def _end(code: int) -> None:
-    _clean_up()
+    folders.remove(_shared)
     if code < 0:
         import resource
 

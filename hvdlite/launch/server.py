@@ -67,10 +67,10 @@ class Server:
             None: only processes of this host connect.
         task: what a rank of `hvdlite.run` gets when it asks.
         ranks: their number at the start.
-        spares: that of the processes that wait beside them.
+        spares: the number of processes that wait beside them.
 
     Attributes:
-        folder, ranks, spares: as given.
+        folder, ranks, spares: see above.
         address: where the ranks connect to.
         key: what they must know; empty where only this user can connect.
         results: the parts of the results, by rank.
@@ -140,7 +140,7 @@ class Server:
 
         Args:
             output: its standard output or error.
-            kind: that of a rank's lines of the same stream.
+            kind: the kind of a rank's lines of the same stream.
         """
 
         def read() -> None:

@@ -181,7 +181,7 @@ class RemoteError(NamedTuple):
         why = ""
         if self.pickled is not None:
             why = " (an exception that cannot be pickled, or whose class is not known here)"
-        told = HorovodInternalError(f"rank {rank} on host {self.host} {self.what}{why}")
-        error: BaseException = unpacked if isinstance(unpacked, BaseException) else told
+        described = HorovodInternalError(f"rank {rank} on host {self.host} {self.what}{why}")
+        error: BaseException = unpacked if isinstance(unpacked, BaseException) else described
         error.__cause__ = RemoteTraceback(rank, self.host, self.text)
         return error

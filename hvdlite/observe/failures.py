@@ -61,7 +61,6 @@ class JobRank(NamedTuple):
         return f"rank {self.rank} of {self.size}{start} {what} the job"
 
 
-_installed = False
 _find_job_rank: Callable[[], JobRank | None] | None = None
 _reported: BaseException | None = None
 _claims: list[socket.socket] = []
@@ -74,11 +73,10 @@ def install(find_job_rank: Callable[[], JobRank | None]) -> None:
         find_job_rank: returns the rank and its job; None if an exception concerns this process
             alone.
     """
-    global _installed, _find_job_rank
-    _find_job_rank = find_job_rank
-    if _installed:
+    global _find_job_rank
+    is_installed, _find_job_rank = _find_job_rank is not None, find_job_rank
+    if is_installed:
         return
-    _installed = True
     previous = sys.excepthook
     users = None if previous is sys.__excepthook__ else previous
 
@@ -87,11 +85,10 @@ def install(find_job_rank: Callable[[], JobRank | None]) -> None:
         if isinstance(error, LauncherError):
             _write(f"hvdlite: {error}\n")
             return
-        job_rank = _job_rank()
+        job_rank = _job_rank(error)
         if job_rank is None:
             previous(kind, error, trace)
             return
-        job_rank = _ended_by(error, job_rank)
         # A hook that was installed later has called this one, and may have replaced standard error
         # by a buffer of its own: let it finish.
         outermost = sys.excepthook is hook
@@ -108,13 +105,13 @@ def install(find_job_rank: Callable[[], JobRank | None]) -> None:
     register(_end_after_other_hooks)
 
 
-def _job_rank() -> JobRank | None:
-    return _find_job_rank() if _find_job_rank else None
+def _job_rank(error: BaseException) -> JobRank | None:
+    """Return this rank, which the error ends; None: there is none, or it concerns it alone.
 
-
-def _ended_by(error: BaseException, job_rank: JobRank) -> JobRank:
-    """Return the rank, whose end is that of its job if the error is about communication."""
-    if isinstance(error, HorovodInternalError):
+    The job ends with it if the error is about communication.
+    """
+    job_rank = _find_job_rank() if _find_job_rank else None
+    if job_rank is not None and isinstance(error, HorovodInternalError):
         # Those that are left cannot go on either, or have come to their end before.
         status.note_start(False)
         return job_rank._replace(is_elastic=False)
@@ -128,10 +125,12 @@ def _is_about_others(error: BaseException) -> bool:
 
 def _end_after_other_hooks() -> None:
     """End the job if a hook that was installed later has handled the exception."""
-    error, job_rank = getattr(sys, "last_value", None), _job_rank()
-    if job_rank is None or not isinstance(error, BaseException) or not _has_ended_program():
+    error = getattr(sys, "last_value", None)
+    if not isinstance(error, BaseException) or not _has_ended_program():
         return
-    job_rank = _ended_by(error, job_rank)
+    job_rank = _job_rank(error)
+    if job_rank is None:
+        return
     try:
         if error is not _reported:
             _write(_line(job_rank, error))
@@ -174,16 +173,12 @@ def _report(job_rank: JobRank, error: BaseException, print_it: Callable[[], obje
         print_it()
     elif is_told:
         last = "".join(traceback.format_exception_only(error))
+        details = "" if last.strip() == summary else last
         text = text.removesuffix(last)
-        _write(f"hvdlite: {job_rank}: {summary}\n{_details(last, summary)}{text}{_OMITTED}")
+        _write(f"hvdlite: {job_rank}: {summary}\n{details}{text}{_OMITTED}")
     else:
         # One write, so that the lines of several ranks do not mix.
         _write(f"hvdlite: {job_rank}:\n{text}")
-
-
-def _details(last: str, summary: str) -> str:
-    """Return what the text of an exception has besides its summary."""
-    return "" if last.strip() == summary else last
 
 
 def _leave_out_own_frames(error: BaseException) -> bool:

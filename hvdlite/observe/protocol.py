@@ -54,7 +54,7 @@ ASK, RESULT, ERROR = b"a", b"r", b"x"
 # To a rank:
 TASK, SEEN = b"t", b"s"
 # From a rank of a job whose size may change: it stops when it is asked to; the state that the next
-# run begins with, or nothing when all ranks have that of the previous one; a request for that.
+# run begins with, or nothing when all ranks have the previous one's; a request for it.
 WATCH, KEEP, FETCH = b"w", b"k", b"f"
 # To such a rank: it is to stop at the next commit; the state.
 STOP, STATE = b"z", b"y"

@@ -31,7 +31,7 @@ from hvdlite.observe import protocol
 
 SIGNAL = signal.SIGUSR2
 FILE = "status"
-"""The name of the file in the rank's folder. Its first line is that of `process_line`."""
+"""The name of the file in the rank's folder. Its first line is from `process_line`."""
 ASKING = "asking"
 """The name of the file by which a rank asks for a report; beside the folders of the ranks."""
 ANSWER = "pending "

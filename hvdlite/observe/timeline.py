@@ -52,7 +52,6 @@ ALLREDUCE = "ALLREDUCE"
 ALLGATHER = "ALLGATHER"
 BROADCAST = "BROADCAST"
 BARRIER = "BARRIER"
-OPERATIONS = (ALLREDUCE, ALLGATHER, BROADCAST, BARRIER)
 MEMCPY_IN_FUSION_BUFFER = "MEMCPY_IN_FUSION_BUFFER"
 EXCHANGE = "EXCHANGE"
 MEMCPY_OUT_FUSION_BUFFER = "MEMCPY_OUT_FUSION_BUFFER"
@@ -195,7 +194,9 @@ class Timeline:
         phase, row, name, start, end, args = record
         thread = self._rows.get(row)
         if thread is None:
-            thread = self._rows[row] = self._thread_id(len(self._rows))
+            # Perfetto names threads by this number alone, so it must be unique across ranks.
+            thread = (self._rank + 1) * _ROWS_PER_RANK + len(self._rows) + 1
+            self._rows[row] = thread
             yield self._metadata("thread_name", tid=thread, name=row)
         # Whole microseconds, rounded down: nested events stay nested in any viewer.
         began, ended = (start + self._to_wall) // 1000, (end + self._to_wall) // 1000
@@ -211,10 +212,6 @@ class Timeline:
         yield event
         if phase == "b":
             yield {**event, "ph": "e", "ts": ended}
-
-    def _thread_id(self, row: int) -> int:
-        # Perfetto names threads by this number alone, so it must be unique across ranks.
-        return (self._rank + 1) * _ROWS_PER_RANK + row + 1
 
     def _metadata(self, kind: str, tid: int | None = None, **args: Any) -> Event:
         thread = {} if tid is None else {"tid": tid}

@@ -108,22 +108,19 @@ class TraceFile:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         deadline = time.monotonic() + _SECONDS_TO_LOCK
-        while not self._try_to_lock():
-            if time.monotonic() > deadline:
-                held = f"Another process has locked it for {_SECONDS_TO_LOCK:g} s"
-                raise OSError(errno.EAGAIN, f"{held} (fuser tells which)")
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    held = f"Another process has locked it for {_SECONDS_TO_LOCK:g} s"
+                    raise OSError(errno.EAGAIN, f"{held} (fuser tells which)") from None
             time.sleep(_SECONDS_BETWEEN_TRIES)
         try:
             yield
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-
-    def _try_to_lock(self) -> bool:
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def _holds(self, run: Run) -> bool:
         """Return whether the file belongs to this run or a later one, by faster ranks."""

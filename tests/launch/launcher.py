@@ -105,6 +105,19 @@ def running(*arguments: object, stdin: int = subprocess.DEVNULL) -> Iterator[sub
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            parents[int(path.parent.name)] = int(parent)
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {pid})
+
+
 def survivors(pids: list[int], seconds: float = 5.0) -> list[int]:
     """Those of the processes that are still there after a while."""
     deadline = time.monotonic() + seconds

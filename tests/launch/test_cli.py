@@ -31,6 +31,7 @@ def failure(capsys, *arguments):
     [
         ("-np 0 true", "found 0, expected a number from 1 on"),
         ("-np two true", "found two"),
+        ("-np 1 --restarts -1 true", "--restarts: found -1, expected a number from 0 on"),
         ("true", "-np is missing"),
         ("-np 2", "no command to run"),
         ("-np 2 --", "no command to run"),
@@ -57,7 +58,7 @@ def test_bad_arguments_take_one_line(capsys, arguments, words):
 
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("/", 126)])
 def test_bad_command_takes_one_line(capsys, command, code):
-    assert failure(capsys, "-np", "4", command)[0] == code
+    assert failure(capsys, "-np", "4", "--restarts", "3", command)[0] == code
 
 
 def test_no_mpirun(capsys, monkeypatch, tmp_path):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdlite.launch.cli import with_own_package
+from hvdlite.launch.cli import with_paths
 from hvdlite.launch.hosts import Host, on_this_host
 from hvdlite.launch.mpirun import exported
 
@@ -41,9 +41,9 @@ def test_the_hosts_of_batch_jobs():
 
 def test_own_package_where_a_folder_has_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert with_own_package({"A": "b"}) == {"A": "b"}
+    assert with_paths({"A": "b"}) == {"A": "b"}
     (tmp_path / "hvdlite").mkdir()
     root = str(Path(__file__).parents[2])
-    assert with_own_package({"PYTHONPATH": "/first"}) == {"PYTHONPATH": f"/first:{root}"}
+    assert with_paths({"PYTHONPATH": "/first"}) == {"PYTHONPATH": f"/first:{root}"}
     (tmp_path / "hvdlite" / "__init__.py").touch()
-    assert with_own_package({}) == {}
+    assert with_paths({}) == {}

@@ -10,7 +10,7 @@ import pytest
 
 from hvdlite.horovod.finder import BOOTSTRAP
 from hvdlite.horovod.names import MODULES, REASONS, VERSION
-from hvdlite.launch.cli import with_horovod
+from hvdlite.launch.cli import with_paths
 from tests.launch.launcher import ROOT, environment, hvdliterun
 
 pytestmark = pytest.mark.timeout(120)
@@ -279,7 +279,7 @@ def test_hvdliterun():
 def test_the_path_of_other_processes_keeps_its_entries(path, others):
     """An empty one among them is the current folder."""
     before = {"A": "b"} if path is None else {"A": "b", "PYTHONPATH": path}
-    assert with_horovod(before) == {"A": "b", "PYTHONPATH": BOOTSTRAP + others}
+    assert with_paths(before, horovod=True) == {"A": "b", "PYTHONPATH": BOOTSTRAP + others}
 
 
 _ANY = """

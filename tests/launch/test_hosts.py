@@ -9,7 +9,7 @@ from hvdlite.launch.hosts import (
     Host,
     all_local,
     check_names,
-    check_slots,
+    choose_hosts,
     own_addresses,
     parse_hostfile,
     parse_hosts,
@@ -77,11 +77,10 @@ def test_hostfile_that_is_missing_empty_or_not_text(tmp_path):
 
 
 def test_slots():
-    hosts = [Host("a", 2), Host("b", 1)]
-    check_slots(hosts, 3)
-    check_slots([], 100)
+    assert choose_hosts("a:2,b", None, 3) == [Host("a", 2), Host("b", 1)]
+    assert choose_hosts(None, None, 100) == []
     with pytest.raises(StartError, match="-np 4 is more than the 3 slots of a:2,b:1"):
-        check_slots(hosts, 4)
+        choose_hosts("a:2,b", None, 4)
 
 
 def test_local():

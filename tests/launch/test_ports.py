@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.launch import ports
-from tests.launch.launcher import running
+from tests.launch.launcher import descendants, running
 
 # The ranks compute until the file appears.
 JOB = """
@@ -27,23 +27,6 @@ while not hvd.broadcast_object(os.path.exists(sys.argv[1]), 0):
 print("ended", flush=True)
 """
 LISTENS = "0A"
-
-
-def descendants(pid):
-    """The processes that a process has started, and those that these have started."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                parents[int(entry.name)] = int(
-                    (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                )
-            except OSError:
-                continue
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
 
 
 def listening(pids):
@@ -86,7 +69,7 @@ def test_a_job_on_one_host_ends_whatever_strangers_send(option, tmp_path):
     with running("-np", 2, *option, sys.executable, script, end) as job:
         assert [job.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
         time.sleep(1)  # until the launcher has looked
-        found = listening(descendants(job.pid))
+        found = listening([job.pid, *descendants(job.pid)])
         assert found, "mpirun listens for its ranks"
         kept = []
         for address, port in found:

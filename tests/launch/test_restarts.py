@@ -72,12 +72,6 @@ def test_a_job_that_does_not_start_again(lives, code, options, exit_code):
     assert "restart" not in result.stderr
 
 
-def test_a_command_that_does_not_exist_is_an_error_at_once():
-    result = hvdliterun("-np", 1, "--restarts", 3, "no-such-program")
-    assert result.returncode == 127
-    assert "restart" not in result.stderr
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_the_second_run_and_all(tmp_path, number):
     code = (
@@ -119,13 +113,6 @@ def test_nothing_is_left_between_runs(lives, tmp_path, monkeypatch):
     assert found == [0, 1, 2]
     assert os.listdir(tmp_path / "tmp") == []
     assert result.returncode == 128 + signal.SIGKILL
-
-
-@pytest.mark.parametrize("text", ["-1", "x"])
-def test_a_number_is_expected(text):
-    result = hvdliterun("-np", 1, "--restarts", text, "true")
-    assert result.returncode == 2
-    assert f"found {text}, expected a number from 0 on" in result.stderr
 
 
 @pytest.mark.slow

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from hvdlite.launch import status
 from hvdlite.observe.status import Pending
 from tests.harness import mpirun
-from tests.launch.launcher import hvdliterun, running, survivors
+from tests.launch.launcher import descendants, hvdliterun, running, survivors
 
 SCRIPT = """
 import ctypes, time
@@ -122,9 +120,9 @@ def test_the_job_ends_after_the_report(script, how):
         started = time.monotonic()
         if how == "at a terminal":
             os.killpg(process.pid, signal.SIGQUIT)
-            ranks = _ranks_of(process.pid)
+            ranks = descendants(process.pid)
         else:
-            ranks = _ranks_of(process.pid)
+            ranks = descendants(process.pid)
             process.send_signal(signal.SIGQUIT)
         assert process.wait(20) == 128 + signal.SIGQUIT
         assert time.monotonic() - started < 15
@@ -146,19 +144,6 @@ def test_a_stall_that_ends_the_job_is_explained(tmp_path):
     assert re.search(told, done.stderr, re.M)
     assert done.stderr.count(f'"{script}", line 9 in forward') == 1
     assert re.search(r"waited \d s for rank 1 in 'accuracy'", done.stderr)
-
-
-def _ranks_of(launcher):
-    """Return the processes below the launcher."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            found.append((int(folder.name), parent))
-    below = {launcher}
-    for _ in found:
-        below |= {pid for pid, parent in found if parent in below}
-    return sorted(below - {launcher})
 
 
 def test_before_the_ranks_have_begun():

@@ -156,7 +156,8 @@ class TestEvents:
             if name.isupper() and not name.startswith("_") and isinstance(value, str)
         }
         names.remove(timeline.NEGOTIATE)
-        names |= {timeline.NEGOTIATE + name for name in timeline.OPERATIONS}
+        operations = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "BARRIER")
+        names |= {timeline.NEGOTIATE + name for name in operations}
         assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "STEP"} < names
         for name in names:
             shown = name if name in text else name.replace("NEGOTIATE_", "..._")

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import mmap
 import os
-import platform
 import re
 import shutil
 import signal
@@ -21,10 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdlite.launch.check_build import FRAMEWORKS, ask_library, find_mpirun, version_of
+from hvdlite.launch.check_build import ask_library, find_mpirun, software, table
 from hvdlite.launch.hosts import all_local, login, parse_hosts
 from hvdlite.tools.cli.self_test import NBYTES, TRANSPORTS
-from hvdlite.version import __version__
 
 HELP = "report what is installed, what works here, and the remedy for what does not"
 EXAMPLES = """\
@@ -77,33 +75,21 @@ def main(options: argparse.Namespace) -> int:
         StartError: ``--hosts`` is malformed.
     """
     hosts = [] if options.hosts is None else [host.name for host in parse_hosts(options.hosts)]
-    software = _software()
+    installed = software()
     findings, bandwidth = _mpi()
     findings += [*_nccl(), *_answers(hosts)]
     healthy = all(finding.state != _FAULT for finding in findings)
     if options.json:
         document = {
             "healthy": healthy,
-            "software": software,
+            "software": installed,
             "findings": [asdict(finding) for finding in findings],
             "bandwidth_bytes_per_second": bandwidth,
         }
         print(json.dumps(document, indent=2))
     else:
-        print(_describe(software, findings, bandwidth))
+        print(_describe(installed, findings, bandwidth))
     return 0 if healthy else 1
-
-
-def _software() -> dict[str, str | None]:
-    cupy = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-    names = {"numpy": ("numpy",), "mpi4py": ("mpi4py",), **FRAMEWORKS, "CuPy": cupy}
-    return {
-        "hvdlite": __version__,
-        "Python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": str(len(os.sched_getaffinity(0))),
-        **{name: version_of(distributions) or None for name, distributions in names.items()},
-    }
 
 
 # MPI and the transports
@@ -325,10 +311,9 @@ def _answer(host: str) -> Finding:
 
 
 def _describe(
-    software: dict[str, str | None], findings: Sequence[Finding], bandwidth: dict[str, float]
+    installed: dict[str, str | None], findings: Sequence[Finding], bandwidth: dict[str, float]
 ) -> str:
-    lines = [f"{name:<12}{version or 'not installed'}" for name, version in software.items()]
-    lines.append("")
+    lines = [table(installed), ""]
     for finding in findings:
         lines.append(f"{finding.state.upper():<7}{finding.name}: {finding.found}")
         if finding.remedy:
