@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite.torch as hvd
+from hvdlite.tools.bench.allreduce_ranks import Library
 from hvdlite.tools.bench.job import naming
 from hvdlite.tools.bench.workloads import (
     CLASSES,
@@ -66,7 +67,7 @@ def _horovod() -> Any:
 
 
 @contextlib.contextmanager
-def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Any]]:
+def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Library]]:
     """Provide the libraries that sum tensors in place, by contender.
 
     Args:
@@ -74,60 +75,34 @@ def libraries(comm: MPI.Comm, names: Collection[str]) -> Iterator[dict[str, Any]
         names: of contenders; those that need no PyTorch are ignored.
     """
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"hvdlite": _Horovod(hvd)}
+    found = {"hvdlite": _like_horovod(hvd)}
     if "horovod" in names:
-        found["horovod"] = _Horovod(_horovod())
+        found["horovod"] = _like_horovod(_horovod())
     if "gloo" not in names:
         yield found
         return
     with gloo(comm):
-        yield {**found, "gloo": _Gloo()}
+        by_gloo = Library(
+            lambda tensor, _: dist.all_reduce(tensor),
+            lambda tensor, _: dist.all_reduce(tensor, async_op=True),
+            view=torch.from_numpy,
+        )
+        yield {**found, "gloo": by_gloo}
 
 
-class _Horovod:
-    """Horovod's interface, which is also hvdlite's."""
+def _like_horovod(library: Any) -> Library:
+    """Return a library that has Horovod's interface, which is also hvdlite's."""
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
+    def wait(handles: Sequence[Any]) -> None:
+        for handle in handles:
+            library.synchronize(handle)
 
-    def one(self, array: Array, name: str) -> Call:
-        """Return the call that sums an array."""
-        tensor, library = torch.from_numpy(array), self._library
-        return lambda: library.allreduce_(tensor, name=name, op=library.Sum)
-
-    def many(self, arrays: Sequence[Array], name: str) -> Call:
-        """Return the call that starts the sums of all these arrays, and then waits for them."""
-        library = self._library
-        tensors = {f"{name}.{at}": torch.from_numpy(array) for at, array in enumerate(arrays)}
-
-        def call() -> None:
-            handles = [
-                library.allreduce_async_(tensor, name=each, op=library.Sum)
-                for each, tensor in tensors.items()
-            ]
-            for handle in handles:
-                library.synchronize(handle)
-
-        return call
-
-
-class _Gloo:
-    """torch.distributed."""
-
-    def one(self, array: Array, name: str) -> Call:
-        """Return the call that sums an array."""
-        tensor = torch.from_numpy(array)
-        return lambda: dist.all_reduce(tensor)
-
-    def many(self, arrays: Sequence[Array], name: str) -> Call:
-        """Return the call that starts the sums of all these arrays, and then waits for them."""
-        tensors = [torch.from_numpy(array) for array in arrays]
-
-        def call() -> None:
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                work.wait()
-
-        return call
+    return Library(
+        lambda tensor, name: library.allreduce_(tensor, name=name, op=library.Sum),
+        lambda tensor, name: library.allreduce_async_(tensor, name=name, op=library.Sum),
+        wait,
+        view=torch.from_numpy,
+    )
 
 
 # Training steps

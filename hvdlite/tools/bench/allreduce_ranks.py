@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -28,14 +30,35 @@ _SMALL, _CALLS_IF_SMALL = 2**20, 20
 _BURST_TENSORS, _BURST_BYTES = 400, 16 * 1024
 
 
-class Library(Protocol):
-    """A library that sums arrays over all ranks, in place."""
+def _wait_for_all(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that sums tensors over all ranks, in place.
+
+    Attributes:
+        sum: sums a tensor under a name.
+        start: starts the same, and returns a handle.
+        wait: waits for all handles of a list.
+        view: makes a tensor that shares an array's memory.
+    """
+
+    sum: Callable[[Any, str], object]
+    start: Callable[[Any, str], Any]
+    wait: Callable[[Sequence[Any]], object] = _wait_for_all
+    view: Callable[[Array], Any] = np.asarray
 
     def one(self, array: Array, name: str) -> Call:
         """Return the call that sums an array."""
+        return partial(self.sum, self.view(array), name)
 
     def many(self, arrays: Sequence[Array], name: str) -> Call:
         """Return the call that starts the sums of all these arrays, and then waits for them."""
+        tensors = {f"{name}.{at}": self.view(array) for at, array in enumerate(arrays)}
+        return lambda: self.wait([self.start(tensor, each) for each, tensor in tensors.items()])
 
 
 def measure(
@@ -143,51 +166,23 @@ def _libraries(
     comm: MPI.Comm, framework: str, names: Sequence[str]
 ) -> Iterator[dict[str, Library]]:
     """Provide the libraries that sum, by contender."""
-    own: dict[str, Library] = {"hvdlite": _Hvdlite(), "mpi": _PlainMPI(comm)}
+    own = {
+        "hvdlite": Library(
+            lambda array, name: hvd.allreduce(array, name=name, op=hvd.Sum, out=array),
+            lambda array, name: hvd.allreduce_async(array, name=name, op=hvd.Sum, out=array),
+        ),
+        "mpi": Library(
+            lambda array, name: comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM),
+            lambda array, name: comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM),
+            MPI.Request.Waitall,
+        ),
+    }
     if framework == "numpy":
         yield own
         return
     adapter = importlib.import_module(f"hvdlite.{framework}.benchmark")
     with adapter.libraries(comm, names) as others:
         yield {**own, **others}
-
-
-class _Hvdlite:
-    """hvdlite's interface for numpy."""
-
-    def one(self, array: Array, name: str) -> Call:
-        return lambda: hvd.allreduce(array, name=name, op=hvd.Sum, out=array)
-
-    def many(self, arrays: Sequence[Array], name: str) -> Call:
-        names = [f"{name}.{number}" for number in range(len(arrays))]
-
-        def call() -> None:
-            handles = [
-                hvd.allreduce_async(array, name=each, op=hvd.Sum, out=array)
-                for array, each in zip(arrays, names, strict=True)
-            ]
-            for handle in handles:
-                handle.wait()
-
-        return call
-
-
-class _PlainMPI:
-    """MPI by mpi4py."""
-
-    def __init__(self, comm: MPI.Comm) -> None:
-        self._comm = comm
-
-    def one(self, array: Array, name: str) -> Call:
-        return lambda: self._comm.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
-
-    def many(self, arrays: Sequence[Array], name: str) -> Call:
-        def call() -> None:
-            MPI.Request.Waitall(
-                [self._comm.Iallreduce(MPI.IN_PLACE, array, MPI.SUM) for array in arrays]
-            )
-
-        return call
 
 
 def _bucket(nbytes: int) -> Contender:

@@ -67,7 +67,7 @@ hvdlite.advise(model), in a script, measures a model of your own.
 
 
 class Benchmark(NamedTuple):
-    """What one benchmark has of its own.
+    """A benchmark: its words on the command line, its table and its plot.
 
     Attributes:
         description: a sentence.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from hvdlite.errors import StartError
 from hvdlite.tools.bench.report import table
 from hvdlite.tools.trace import page
 from hvdlite.tools.trace.advice import advise
-from hvdlite.tools.trace.analysis import Analysis, Share, Tensor, read
-from hvdlite.tools.trace.page import share_text, time_text
+from hvdlite.tools.trace.analysis import Analysis, read
+from hvdlite.tools.trace.page import share_text, tensor_cells, time_text
 
 HELP = "show who waited for whom in a recorded timeline"
 EXAMPLES = """\
@@ -25,7 +26,7 @@ examples:
   hvdlite timeline trace.json --json             the same for programs
 """
 
-
+_PARTS = ("compute", "exchange", "waiting", "hidden")
 _TENSOR_HEADS = (
     "bucket or tensor",
     "count",
@@ -64,7 +65,7 @@ def main(options: argparse.Namespace) -> int:
                 file.write(page.render(document, analysis.detail).encode())
         except OSError as error:
             raise StartError(f"--html {options.html}: {error.strerror}") from None
-    print(json.dumps(document, indent=2) if options.json else describe(analysis))
+    print(json.dumps(document, indent=2) if options.json else describe(document))
     return 0
 
 
@@ -85,49 +86,36 @@ def _rounded(value: Any) -> Any:
     return round(value, 6) + 0.0 if isinstance(value, float) else value
 
 
-def describe(analysis: Analysis) -> str:
+def describe(document: Mapping[str, Any]) -> str:
     """Return the analysis as text."""
-    steps = analysis.steps
-    lines = [f"note: {analysis.problem}"] if analysis.problem else []
-    of = f", {steps.count} {steps.marker}" if steps.count > 1 else ""
-    lines.append(f"{len(analysis.shares)} ranks{of}, {analysis.events} events by {analysis.origin}")
-    if steps.count > 1:
+    steps, slowest, shares = document["steps"], document["slowest"], document["shares"]
+    count = steps["count"]
+    lines = [f"note: {document['problem']}"] if document["problem"] else []
+    of = f", {count} {steps['marker']}" if count > 1 else ""
+    lines.append(f"{len(shares)} ranks{of}, {document['events']} events by {document['origin']}")
+    if count > 1:
         lines.append(
-            f"time of a step: median {time_text(steps.seconds_median)}, "
-            f"mean {time_text(steps.seconds_mean)}, longest {time_text(steps.seconds_max)}"
+            f"time of a step: median {time_text(steps['seconds_median'])}, "
+            f"mean {time_text(steps['seconds_mean'])}, longest {time_text(steps['seconds_max'])}"
         )
-    heads = ("rank", "seconds", "compute", "exchange", "waiting", "hidden exchange")
-    lines += ["", table(heads, map(_share, analysis.shares))]
-    if analysis.slowest is not None:
-        slowest = analysis.slowest
-        waited, per_step = time_text(slowest.waited), slowest.waited_per_step
+    rows = [
+        (
+            share["name"],
+            f"{share['seconds']:.3f}",
+            *(share_text(share[part], share["seconds"]) for part in _PARTS),
+        )
+        for share in shares
+    ]
+    lines += ["", table(("rank", "seconds", *_PARTS[:-1], "hidden exchange"), rows)]
+    if slowest is not None:
+        waited, per_step = time_text(slowest["waited"]), slowest["waited_per_step"]
         each = "" if per_step is None else f", {time_text(per_step)} per step"
         lines += [
             "",
-            f"slowest: rank {slowest.rank}, last at {slowest.last:.0%} of the operations",
+            f"slowest: rank {slowest['rank']}, last at {slowest['last']:.0%} of the operations",
             f"the others waited {waited} for it{each}",
         ]
-    lines += ["", table(_TENSOR_HEADS, map(_tensor, analysis.tensors))]
-    lines += ["", *(f"hint: {hint}" for hint in advise(analysis))]
+    tensors = [(each["name"], *tensor_cells(each).values()) for each in document["tensors"]]
+    lines += ["", table(_TENSOR_HEADS, tensors)]
+    lines += ["", *(f"hint: {hint}" for hint in document["hints"])]
     return "\n".join(lines)
-
-
-def _share(share: Share) -> tuple[str, ...]:
-    parts = (share.compute, share.exchange, share.waiting, share.hidden)
-    texts = (share_text(part, share.seconds) for part in parts)
-    return share.name, f"{share.seconds:.3f}", *texts
-
-
-def _tensor(tensor: Tensor) -> tuple[str, ...]:
-    last = "-" if tensor.last_rank is None else f"{tensor.last_rank} ({tensor.last:.0%})"
-    return (
-        tensor.name,
-        str(tensor.count),
-        f"{tensor.nbytes / 1e6:.3f}" if tensor.nbytes else "-",
-        f"{tensor.sent / 1e6:.3f}" if tensor.sent else "-",
-        time_text(tensor.exchange),
-        time_text(tensor.exchange_max),
-        f"{tensor.exchange_share:.1%}",
-        time_text(tensor.late),
-        last,
-    )

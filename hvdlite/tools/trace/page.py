@@ -63,6 +63,21 @@ def share_text(part: float | None, whole: float) -> str:
     return "-" if part is None else f"{part / (whole or 1.0):.1%}"
 
 
+def tensor_cells(tensor: Mapping[str, Any]) -> dict[str, str]:
+    """Return a tensor's figures as texts, by column; bytes are in millions."""
+    last = tensor["last_rank"]
+    return {
+        "count": str(tensor["count"]),
+        "bytes": f"{tensor['nbytes'] / 1e6:.3f}" if tensor["nbytes"] else "-",
+        "sent": f"{tensor['sent'] / 1e6:.3f}" if tensor["sent"] else "-",
+        "exchange": time_text(tensor["exchange"]),
+        "longest": time_text(tensor["exchange_max"]),
+        "share": f"{tensor['exchange_share']:.1%}",
+        "late": time_text(tensor["late"]),
+        "last": "-" if last is None else f"{last} ({tensor['last']:.0%})",
+    }
+
+
 def _paragraph(kind: str, text: str) -> str:
     return f'<p class="{kind}">{escape(text)}</p>' if text else ""
 
@@ -109,18 +124,8 @@ def _shares(shares: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _tensor(tensor: Mapping[str, Any]) -> str:
-    last = tensor["last_rank"]
-    cells = {
-        "count": tensor["count"],
-        "bytes": f"{tensor['nbytes'] / 1e6:.3f}" if tensor["nbytes"] else "-",
-        "sent": f"{tensor['sent'] / 1e6:.3f}" if tensor["sent"] else "-",
-        "exchange": time_text(tensor["exchange"]),
-        "longest": time_text(tensor["exchange_max"]),
-        "share": f"{tensor['exchange_share']:.1%}",
-        "late": time_text(tensor["late"]),
-        "last": "-" if last is None else f"{last} ({tensor['last']:.0%})",
-    }
-    text = "".join(f'<td class="{name}">{value}</td>' for name, value in cells.items())
+    cells = tensor_cells(tensor).items()
+    text = "".join(f'<td class="{name}">{value}</td>' for name, value in cells)
     return f"<tr><th>{escape(tensor['name'])}</th>{text}</tr>"
 
 
