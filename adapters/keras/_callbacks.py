@@ -267,11 +267,9 @@ class LearningRateScheduleCallback:
                 )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Remember the epoch."""
         self.current_epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate of this batch."""
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
@@ -333,7 +331,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, and print when the warm-up is over."""
         super().on_epoch_end(epoch, logs)
         if self.end_epoch == epoch + 1 and self.verbose > 0 and world.rank() == 0:
             rate = _learning_rate(self.model.optimizer)
@@ -411,13 +408,11 @@ class BestModelCheckpoint:
         super().on_train_begin(logs)  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Save the model if it is due and the best so far."""
         if world.rank() == 0:
             with self._atomic_files():
                 super().on_train_batch_end(batch, logs)  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save the model if it is the best so far."""
         if world.rank() == 0:
             with self._atomic_files():
                 super().on_epoch_end(epoch, logs)  # type: ignore[misc]

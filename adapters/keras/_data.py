@@ -82,7 +82,6 @@ class ShardedData(keras.utils.PyDataset):
         return (*batch, np.full(len(indices), sharding.weights[step], np.float32))
 
     def on_epoch_end(self) -> None:
-        """Go on to the next epoch's order."""
         self._batches.set_epoch(self._batches.position()[0] + 1)
 
     def __getattr__(self, name: str) -> Any:
