@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2432, "recipe"),
     "torch": (8, 4711, "torch"),
     "tensorflow": (8, 3390, "tensorflow"),
-    "keras": (9, 2326, "keras tensorflow.keras"),
+    "keras": (9, 2320, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2919,
@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 508, "horovod"),
     "launch": (_BESIDE, 3625, "launch"),
-    "tools": (_TOOLS, 4927, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 4890, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 701, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
