@@ -1,16 +1,19 @@
 """How the rooms beside the core come into a job: when its settings ask for them.
 
-The core owns the seams (`supervisor.choose`, `parts.divide`, `observers.plan`) and knows none of
-the rooms; what is not asked for is not imported.
+The core owns the seams (`supervisor.choose`, `parts.divide`, `observers.plan`, `options.presets`
+and `options.schedule_of`) and knows none of the rooms; what is not asked for is not imported.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 
 from hvdlite.base import observers
+from hvdlite.base.reduction import ReduceOp
 from hvdlite.base.settings import Settings
 from hvdlite.engine import supervisor
+from hvdlite.gradients import options
 from hvdlite.world import parts
 
 
@@ -37,6 +40,20 @@ def _plan(place: int, places: int) -> None:
         rehearsal.plant(os.environ, place, places)
 
 
+def _presets() -> Mapping[str, Callable[[], options.Preset]]:
+    from hvdlite.schedule.presets import NAMED
+
+    return NAMED
+
+
+def _schedule_of(op: ReduceOp) -> options.ExchangeSchedule | None:
+    from hvdlite.schedule import schedules
+
+    return schedules.stands_for(op)
+
+
 supervisor.choose = _supervise
 parts.divide = _divide
 observers.plan = _plan
+options.presets = _presets
+options.schedule_of = _schedule_of

@@ -17,7 +17,7 @@ import hvdlite as hvd
 from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.transport.shared_memory import futex
 from tests.harness import mpirun, ranks
 
@@ -38,7 +38,7 @@ import numpy as np
 import hvdlite as hvd
 from hvdlite.engine import runtime
 from hvdlite.compression import Compression, Parameter, Reduction
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.transport.shared_memory.barrier import Barrier
 
 folder, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])

@@ -12,7 +12,7 @@ from hvdlite.collectives.allreduce import Allreduce
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import lane, rounds, runtime
 from hvdlite.engine.operation import Barrier
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 from tests.harness import ranks
 from tests.transport.worlds import connected
 

@@ -18,7 +18,8 @@ import keras as keras
 from keras import ops
 
 from hvdlite.gradients.optimizer_replica import kept_in_common
-from hvdlite.gradients.synchronizer import Options, Synchronizer
+from hvdlite.gradients.options import Options
+from hvdlite.gradients.synchronizer import Synchronizer, check_steps
 from hvdlite.keras._backends import check_backend
 from hvdlite.keras._optimizer import (
     Distributed,
@@ -31,7 +32,7 @@ from hvdlite.keras._optimizer import (
     with_recompilation,
     with_wrapping,
 )
-from hvdlite.world import parts, world
+from hvdlite.world import world
 
 _log = logging.getLogger("hvdlite")
 
@@ -52,7 +53,8 @@ def distribute(optimizer: Any, options: Options) -> Any:
         raise TypeError(f"expected a Keras optimizer, found {found}")
     if distributed_part(optimizer) is not None:
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
-    options.check_steps(_accumulates(optimizer), hasattr(optimizer, "inner_optimizer"))
+    scales_loss = hasattr(optimizer, "inner_optimizer")
+    check_steps(framework.Backend.owner, options, _accumulates(optimizer), scales_loss)
     if options.passes > 1:
         _accumulate(getattr(optimizer, "inner_optimizer", optimizer), options.passes)
     _install()
@@ -111,7 +113,7 @@ class DistributedKeras3(Distributed):
         synchronizer = self._hvdlite
         variables = _variables_for(self, grads, trainable_variables)
         accumulates = _accumulates(self)
-        synchronizer.options.check_batch_size(batch_size, accumulates)
+        synchronizer.check_batch_size(batch_size, accumulates)
         gradients = list(grads)
         passes = synchronizer.options.passes
         if passes > 1 and not synchronizer.options.average_passes:
@@ -119,16 +121,13 @@ class DistributedKeras3(Distributed):
             gradients = [None if g is None else ops.multiply(g, passes) for g in gradients]
         apply = super().apply  # type: ignore[misc]
         _build(self, variables)  # ranks compare its variables
-        if synchronizer.virtual is not None:
-            if accumulates:
-                parts.current.refuse("gradient_accumulation_steps", "leave one of the two out")
-            synchronizer.virtual.step(
-                gradients, variables, batch_size, lambda chosen: apply(chosen, variables)
-            )
-            return
-        if synchronizer.options.schedule is not None:
-            synchronizer.scheduled_step(
-                gradients, variables, self._moments_of, lambda chosen: apply(chosen, variables)
+        if synchronizer.path is not None:
+            synchronizer.path.step(
+                gradients,
+                variables,
+                batch_size,
+                self._moments_of,
+                lambda chosen: apply(chosen, variables),
             )
             return
         finite: Any = True
@@ -154,10 +153,6 @@ class DistributedKeras3(Distributed):
             apply(gradients, variables)
         else:
             leave_out()
-
-    def _moments_of(self, variable: Any) -> dict[str, Any]:
-        kept = self._kept_for(variable)
-        return {name: each for name, each in kept.items() if each.shape == variable.shape}
 
     def _kept_for(self, variable: Any) -> dict[str, Any]:
         optimizer = _innermost(self)
@@ -324,9 +319,9 @@ def _with_reduction(original: Callable[..., None]) -> Callable[..., None]:
             original(self, grads, trainable_variables, **kwargs)
             return
         synchronizer = inner._hvdlite
-        synchronizer.options.check_steps(accumulates=False, scales_loss=True)
+        check_steps(framework.Backend.owner, synchronizer.options, False, scales_loss=True)
         batch_size = kwargs.pop("batch_size", None)
-        synchronizer.options.check_batch_size(batch_size, _accumulates(inner))
+        synchronizer.check_batch_size(batch_size, _accumulates(inner))
         variables = _variables_for(self, grads, trainable_variables)
         reduced = synchronizer.reduce(list(grads), variables, batch_size)
         with synchronizer.suspended(), framework.after(reduced):

@@ -19,7 +19,8 @@ import tensorflow as tf
 import tf_keras
 
 from hvdlite.gradients.optimizer_replica import kept_in_common
-from hvdlite.gradients.synchronizer import Options, Synchronizer
+from hvdlite.gradients.options import Options
+from hvdlite.gradients.synchronizer import Synchronizer, check_steps
 from hvdlite.keras._optimizer import (
     Distributed,
     distributed_part,
@@ -33,6 +34,7 @@ from hvdlite.keras._optimizer import (
 from hvdlite.keras._tensorflow import Backend, after
 from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.tensors import unconverted
+from hvdlite.world import parts
 
 _Pairs = list[tuple[Any, Any]]
 
@@ -54,7 +56,8 @@ def distribute(optimizer: Any, options: Options) -> Any:
     inner = _inner(optimizer)
     if isinstance(optimizer, Distributed) or isinstance(inner, Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
-    options.check_steps(accumulates=False, scales_loss=inner is not None)
+    parts.current.refuse("legacy Keras", "use Keras 3")
+    check_steps(Backend.owner, options, accumulates=False, scales_loss=inner is not None)
     _install()
     # A loss scaling class is tied to its kind of inner optimizer, which it asks first.
     stepping = inner or optimizer
@@ -120,7 +123,7 @@ class DistributedLegacy(Distributed):
         """
         synchronizer, pairs = self._hvdlite, list(grads_and_vars)
         options = synchronizer.options
-        options.check_batch_size(batch_size, accumulates=options.passes > 1)
+        synchronizer.check_batch_size(batch_size, options.passes > 1)
         exchanged = synchronizer.is_suspended or synchronizer.are_reduced(
             [gradient for gradient, _ in pairs], batch_size
         )
@@ -147,11 +150,12 @@ class DistributedLegacy(Distributed):
             is_older = isinstance(self, tf_keras.optimizers.legacy.Optimizer)
             return tf.group(done) if is_older else self.iterations
 
-        if options.schedule is not None:
+        if synchronizer.path is not None:
             self._build_variables(variables)
-            return synchronizer.scheduled_step(
+            return synchronizer.path.step(
                 [gradient for gradient, _ in pairs],
                 variables,
+                batch_size,
                 self._moments_of,
                 lambda chosen: apply(list(zip(chosen, variables, strict=True)), *args, **kwargs),
             )
@@ -172,10 +176,6 @@ class DistributedLegacy(Distributed):
                 self._create_all_weights(variables)
             else:
                 self.build(variables)  # type: ignore[attr-defined]
-
-    def _moments_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
-        kept = self._kept_for(variable)
-        return {name: each for name, each in kept.items() if each.shape == variable.shape}
 
     def _kept_for(self, variable: tf.Variable) -> dict[str, tf.Variable]:
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
@@ -326,9 +326,9 @@ def _with_reduction(original: Any) -> Any:
             return original(self, grads_and_vars, *args, **kwargs)
         synchronizer = inner._hvdlite
         options = synchronizer.options
-        options.check_steps(accumulates=False, scales_loss=True)
+        check_steps(Backend.owner, options, accumulates=False, scales_loss=True)
         batch_size = kwargs.pop("batch_size", None)
-        options.check_batch_size(batch_size, accumulates=options.passes > 1)
+        synchronizer.check_batch_size(batch_size, options.passes > 1)
         pairs = list(grads_and_vars)
         if not synchronizer.are_reduced([gradient for gradient, _ in pairs], batch_size):
             pairs = _paired(synchronizer.reduce, pairs, batch_size)

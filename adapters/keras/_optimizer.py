@@ -17,8 +17,13 @@ from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Conversion, Reduction
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
-from hvdlite.gradients.synchronizer import LocalVariables, Options, Synchronizer
-from hvdlite.schedule import CompressionArgument, ExchangeSchedule, check_exchange
+from hvdlite.gradients.options import (
+    CompressionArgument,
+    ExchangeSchedule,
+    Options,
+    check_exchange,
+)
+from hvdlite.gradients.synchronizer import LocalVariables, Synchronizer
 
 
 @dataclass(frozen=True)
@@ -136,11 +141,11 @@ class KerasAdapter:
             reduction,
             sparse_as_dense,
             passes,
-            average_aggregated_gradients,
-            scale_local_gradients,
             process_set,
             local,
             model,
+            average_aggregated_gradients,
+            scale_local_gradients,
         )
         return self.distribute(optimizer, options)
 
@@ -311,8 +316,8 @@ class Distributed:
     @property
     def stepped(self) -> bool:
         """True if the last ``apply`` was a step; with virtual ranks it may be a part of one."""
-        virtual = self._hvdlite.virtual
-        return virtual is None or bool(virtual.stepped)
+        path = self._hvdlite.path
+        return path is None or path.stepped
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradients of a variable on this rank instead of exchanging them."""
@@ -362,6 +367,12 @@ class Distributed:
         """
         made = cls._original.from_config(config, *args, **kwargs)
         return made if distributed_part(made) is not None else cls._wrapping.apply(made)
+
+    _kept_for: Callable[[Any], dict[str, Any]]  # what it keeps for a variable, by name
+
+    def _moments_of(self, variable: Any) -> dict[str, Any]:
+        kept = self._kept_for(variable)
+        return {name: each for name, each in kept.items() if each.shape == variable.shape}
 
     def _marked(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return a configuration from which Keras makes distributed optimizers."""

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from hvdlite.compression import Parameter
 from hvdlite.gradients.synchronizer import LABEL, Synchronizer
-from hvdlite.schedule import LocalSteps
 from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, are_finite
-from hvdlite.tensorflow.local_steps import VariableSteps
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
-from hvdlite.tensorflow.virtual import VirtualSteps
 
 __all__ = ["CONVERSION", "Backend", "after", "as_dense", "unconverted", "is_traced", "pin_device"]
 
 
 class Backend:
-    """The exchange of TensorFlow's gradients and variables."""
+    """The exchange of TensorFlow's gradients and variables.
+
+    Attributes:
+        checks: The comparisons of variables across ranks.
+    """
+
+    owner = "keras.tensorflow"
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         options = synchronizer.options
         synchronizer.replica.read = _read_number
-        checks = ReplicaChecks(synchronizer.replica, synchronizer.uncompared)
+        self.checks = ReplicaChecks(synchronizer.replica, synchronizer.uncompared)
         self._allreduce = GradientAllreduce(
             options.strategy,
             options.reduction,
@@ -36,11 +38,10 @@ class Backend:
             options.process_set,
             LABEL,
             synchronizer.state.state,
-            checks if options.replicates else None,
+            self.checks if options.replicates else None,
             synchronizer.leaves_out,
         )
         self.divide_by_size = self._allreduce.divide_by_size
-        self._make_virtual_steps = partial(VirtualSteps, options, LABEL, checks)
 
     @unconverted
     def reduce(
@@ -53,23 +54,9 @@ class Backend:
         """Return whether all dense gradients are finite, a bool tensor."""
         return are_finite(gradients)
 
-    def virtual_steps(self) -> VirtualSteps:
-        """Return the steps with virtual ranks."""
-        return self._make_virtual_steps()
-
     def describe(self, variables: Sequence[Any]) -> list[Parameter]:
         """Return names, shapes and dtypes of variables."""
         return list(parameters_of(variables))
-
-    def local_steps(
-        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
-    ) -> VariableSteps:
-        """Return the steps of these variables, and of the moments that are averaged with each."""
-        return VariableSteps(
-            steps,
-            [value_of(variable) for variable in variables],
-            [{name: value_of(each) for name, each in own.items()} for own in moments],
-        )
 
 
 def _read_number(variable: Any) -> float:

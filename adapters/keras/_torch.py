@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,21 +13,14 @@ import torch
 from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.compression import Parameter
 from hvdlite.engine import Engine, runtime
-from hvdlite.gradients import (
-    GradientBuckets,
-    ReplicaCheck,
-    check_weighted,
-    checked_samples,
-    describe_sources,
-    weight_label,
-)
+from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.optimizer_replica import unique
+from hvdlite.gradients.plan import describe_sources
+from hvdlite.gradients.replicas import ReplicaCheck, weight_label
 from hvdlite.gradients.synchronizer import LABEL, Synchronizer
-from hvdlite.schedule import LocalSteps
 from hvdlite.torch.device import pin_device
-from hvdlite.torch.scheduled import TensorWeights
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
-from hvdlite.world import parts
 
 __all__ = ["CONVERSION", "Backend", "after", "as_dense", "unconverted", "is_traced", "pin_device"]
 
@@ -40,6 +33,8 @@ _REMEDY = "model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallb
 
 class Backend:
     """The exchange of PyTorch's gradients and tensors."""
+
+    owner = "keras.torch"
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         self._options = synchronizer.options
@@ -97,13 +92,6 @@ class Backend:
             return None
         return gradient / runtime.engine(self._options.process_set).size
 
-    def virtual_steps(self) -> NoReturn:
-        """Refuse virtual ranks."""
-        parts.current.refuse(
-            "Keras on PyTorch", "use Keras on TensorFlow, or hvdlite.torch without Keras"
-        )
-        raise AssertionError
-
     def describe(self, variables: Sequence[Any]) -> tuple[Parameter, ...]:
         """Return unique names, shapes and dtypes of variables."""
         names = unique(variable.path for variable in variables)
@@ -111,12 +99,6 @@ class Backend:
             Parameter(name, tuple(variable.value.shape), dtype_of(variable.value.dtype))
             for name, variable in zip(names, variables, strict=True)
         )
-
-    def local_steps(
-        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
-    ) -> TensorSteps:
-        """Return the steps of these variables, and of the moments that are averaged with each."""
-        return TensorSteps(steps, variables, moments)
 
     def _check_of(
         self, parameters: tuple[Parameter, ...], variables: Sequence[Any]
@@ -165,38 +147,6 @@ def _find(variable: Any) -> Any:
 
 def _to_array(rows: Any) -> Any:
     return to_array(rows) if isinstance(rows, torch.Tensor) else rows
-
-
-class TensorSteps:
-    """Local steps of Keras variables on PyTorch."""
-
-    def __init__(
-        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self._steps = steps
-        kept = [{name: each.value for name, each in own.items()} for own in moments]
-        self._weights = TensorWeights([each.value for each in variables], kept.__getitem__)
-
-    @torch.compiler.disable
-    def begin(self) -> None:
-        """Prepare a step."""
-        self._steps.begin(self._weights)
-
-    def gradients(
-        self, own: Sequence[Any], reduce: Callable[[], list[Any]], sparse_as_dense: bool
-    ) -> list[Any]:
-        """Return the gradients for this step: this rank's own, or reduced ones."""
-        return list(own) if self._steps.is_local else reduce()
-
-    @torch.compiler.disable
-    def end(self) -> None:
-        """Count a step that has changed the variables; exchange weights if that is due."""
-        self._steps.end(self._weights)
-
-    @torch.compiler.disable
-    def average(self) -> None:
-        """Average all variables now."""
-        self._steps.average(self._weights)
 
 
 @uninterrupted  # a step is sent as a whole, or not at all

@@ -45,7 +45,6 @@ from hvdlite.tensorflow.functions import (
     broadcast_object_fn,
     broadcast_variables,
 )
-from hvdlite.tensorflow.optimizer import DistributedOptimizer
 from hvdlite.tensorflow.rank_ops import (
     local_rank_op,
     local_size_op,
@@ -60,12 +59,15 @@ _seed_too(_tensorflow.random.set_seed, parts=False)
 _seed_too(_seed_keras, parts=False)
 
 if TYPE_CHECKING:
+    from hvdlite.keras._tensorflow_optimizer import DistributedOptimizer
     from hvdlite.tensorflow import elastic
     from hvdlite.tensorflow.sync_batch_norm import SyncBatchNormalization
 else:
     __getattr__, __dir__ = common.beside(
         globals(),
         elastic="hvdlite.tensorflow.elastic",
+        # Keras' room imports this one.
+        DistributedOptimizer="hvdlite.keras._tensorflow_optimizer:DistributedOptimizer",
         # Imports Keras, which then has chosen its backend.
         SyncBatchNormalization="hvdlite.tensorflow.sync_batch_norm:SyncBatchNormalization",
     )

@@ -26,14 +26,10 @@ from hvdlite.engine import Engine, runtime
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import HorovodInternalError, MismatchError
-from hvdlite.gradients import (
-    GradientBuckets,
-    ReplicaCheck,
-    check_weighted,
-    checked_samples,
-    describe_sources,
-    plan_for,
-)
+from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.metadata import check_weighted, checked_samples
+from hvdlite.gradients.plan import describe_sources, plan_for
+from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.tensorflow.collectives import allreduce
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.graphs import in_order, numbered, together

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.compression import Reduction, Strategy
-from hvdlite.engine.process_sets import ProcessSet
-from hvdlite.schedule import ExchangeSchedule, LocalSteps
-from hvdlite.schedule.local_steps import Moment
+from hvdlite.gradients.options import Options
+from hvdlite.schedule.local_steps import LocalSteps, Moment, check_unweighted
+from hvdlite.schedule.schedules import LocalSchedule
 from hvdlite.tensorflow.exchange_state import exchange_state
 from hvdlite.tensorflow.gradients import Gradient, densified
 from hvdlite.tensorflow.graphs import refuse_session
 from hvdlite.tensorflow.tensors import run, value_of
 from hvdlite.tensorflow.variables import WeakVariablesDict, parameters_of
+
+_FORGOTTEN = (
+    "the step before has not ended, so ranks would train apart; with a schedule, call "
+    "tape.end_step() after the optimizer has applied what tape.gradient() returned, once for each "
+    "call of it"
+)
 
 
 class VariableSteps:
@@ -29,13 +34,13 @@ class VariableSteps:
     def __init__(
         self,
         steps: LocalSteps,
-        variables: Sequence[tf.Variable],
-        moments: Sequence[dict[str, tf.Variable]] = (),
+        variables: Sequence[Any],
+        moments: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         refuse_session("a schedule of local steps")
         self.steps = steps
-        self._variables = list(variables)
-        self._moments = list(moments) or [{} for _ in variables]
+        self._variables = [value_of(variable) for variable in variables]
+        self._moments = [{name: value_of(each) for name, each in own.items()} for own in moments]
 
     def begin(self, forgotten: str | None = None) -> None:
         """Begin a step.
@@ -162,27 +167,62 @@ def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(variable) for variable in variables]
 
 
-def local_steps_of(
-    variables: Sequence[Any],
-    schedule: ExchangeSchedule,
-    strategy: Strategy,
-    reduction: Reduction,
-    process_set: ProcessSet,
-    label: str,
-) -> LocalSteps:
-    """Return the steps of some variables so far, for tapes, which are made anew for every step.
+class TapeSteps:
+    """The steps of the tapes of some variables, which are made anew for every step.
 
-    They are dropped with the first of the variables.
+    Args:
+        options: Of the exchange.
+        label: Unique, and the same on all ranks.
+
+    Attributes:
+        last: The step that has begun last; None: none has.
+
+    Raises:
+        ValueError: The schedule needs what a tape does not know.
     """
-    options = schedule, strategy, reduction, label, process_set
 
-    def make() -> LocalSteps:
-        steps = LocalSteps(*options)
-        steps.add(parameters_of(variables))
-        exchange_state(variables).follow(steps)
-        return steps
+    def __init__(self, options: Options, label: str) -> None:
+        self._schedule = cast(LocalSchedule, options.schedule)
+        if self._schedule.momentum:
+            raise ValueError(
+                f"{self._schedule!r} averages what an optimizer keeps, which a tape does not know; "
+                "use hvd.DistributedOptimizer, or leave out momentum"
+            )
+        self._options = options
+        self._label = label
+        self.last: VariableSteps | None = None
 
-    return _steps.of([value_of(variable) for variable in variables], make, *options)
+    def gradients(
+        self,
+        own: Sequence[Gradient],
+        sources: Sequence[Any],
+        reduce: Callable[[], list[Gradient]],
+        batch_size: Any,
+    ) -> list[Gradient]:
+        """Begin a step of the sources, and return its gradients: own or reduced ones."""
+        check_unweighted(batch_size)
+        for variable in map(value_of, sources):
+            if not isinstance(variable, tf.Variable):
+                raise ValueError(
+                    "a schedule exchanges what the sources are, and one is no variable but "
+                    f"{variable!r}; leave out the schedule, or the source"
+                )
+        self.last = VariableSteps(self._count_for(sources), sources)
+        self.last.begin(_FORGOTTEN)
+        return self.last.gradients(own, reduce, self._options.sparse_as_dense)
+
+    def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
+        """Return the steps of some variables so far, dropped with the first of the variables."""
+        o = self._options
+        options = self._schedule, o.strategy, o.reduction, self._label, o.process_set
+
+        def make() -> LocalSteps:
+            steps = LocalSteps(*options)
+            steps.add(parameters_of(variables))
+            exchange_state(variables).follow(steps)
+            return steps
+
+        return _steps.of([value_of(variable) for variable in variables], make, *options)
 
 
 _steps: WeakVariablesDict[LocalSteps] = WeakVariablesDict()

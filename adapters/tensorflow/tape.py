@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,28 +10,23 @@ import tensorflow as tf
 
 from hvdlite.base.arguments import check_groups
 from hvdlite.base.reduction import Average, ReduceOp
-from hvdlite.compression import Compression, Reduction, Strategy
+from hvdlite.compression import Compression, Reduction
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
-from hvdlite.gradients.synchronizer import LocalVariables
-from hvdlite.schedule import (
+from hvdlite.gradients.options import (
     CompressionArgument,
     ExchangeSchedule,
+    Options,
     check_exchange,
-    check_unweighted,
+    gradient_path,
 )
+from hvdlite.gradients.synchronizer import LocalVariables
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
-from hvdlite.tensorflow.local_steps import VariableSteps, local_steps_of
-from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of
+from hvdlite.tensorflow.tensors import CONVERSION, unconverted
 from hvdlite.tensorflow.variables import ReplicaChecks
 
 _LABEL = "DistributedGradientTape"
 # Shared by all tapes, because each step makes a new tape.
 _checks = ReplicaChecks()
-_FORGOTTEN = (
-    "the step before has not ended, so ranks would train apart; with a schedule, call "
-    "tape.end_step() after the optimizer has applied what tape.gradient() returned, once for each "
-    "call of it"
-)
 
 
 def _inner_method(name: str) -> Any:
@@ -129,19 +123,28 @@ class DistributedGradientTape(tf.GradientTape):
         check_groups(num_groups, groups)
         self._inner = gradtape
         reduction = Reduction(ReduceOp(op), gradient_predivide_factor)
-        strategy, self._schedule = _checked(compression, schedule, reduction, sparse_as_dense)
-        may_differ = self._schedule is not None or reduction.op is ReduceOp.ADASUM
+        strategy, chosen, passes = check_exchange(
+            compression, schedule, CONVERSION, reduction, 1, sparse_as_dense
+        )
+        if passes > 1:
+            raise ValueError(
+                f"{schedule!r} is for optimizers: a tape cannot keep its gradients from being "
+                "applied; add up gradients of several tapes yourself, or use "
+                "hvd.DistributedOptimizer"
+            )
+        options = Options(
+            strategy, reduction, sparse_as_dense, process_set=process_set, schedule=chosen
+        )
         self._allreduce = GradientAllreduce(
             strategy,
             reduction,
             sparse_as_dense,
             process_set,
             _LABEL,
-            checks=None if may_differ else _checks,
+            checks=_checks if options.replicates else None,
         )
-        self._step_options = strategy, reduction, process_set, _LABEL
-        self._sparse_as_dense = sparse_as_dense
-        self._steps: VariableSteps | None = None
+        steps = gradient_path("tape", chosen)
+        self._steps: Any = None if steps is None else steps(options, _LABEL)
         self._process_set = process_set
         self._local = LocalVariables(scale_local_gradients)
 
@@ -200,41 +203,16 @@ class DistributedGradientTape(tf.GradientTape):
         if is_outside(self._process_set):
             return own
         flat_sources, gradients = tf.nest.flatten(sources), tf.nest.flatten(own)
-        if self._schedule is None:
-            gradients = self._reduced(gradients, flat_sources, batch_size)
+
+        def reduce() -> list[Gradient]:
+            return self._local.reduce(gradients, flat_sources, batch_size, self._allreduce)
+
+        if self._steps is None:
+            found = reduce()
         else:
-            check_unweighted(batch_size)
-            gradients = self._scheduled(self._schedule, gradients, flat_sources)
-        return tf.nest.pack_sequence_as(sources, gradients)
-
-    def _reduced(
-        self, gradients: Sequence[Gradient], sources: Sequence[Any], batch_size: Any = None
-    ) -> list[Gradient]:
-        return self._local.reduce(gradients, sources, batch_size, self._allreduce)
-
-    def _scheduled(
-        self,
-        schedule: ExchangeSchedule,
-        gradients: Sequence[Gradient],
-        sources: Sequence[Any],
-    ) -> list[Gradient]:
-        """Return the gradients that the schedule has the step made on: own or reduced ones."""
-        own = [sources[number] for number in self._local.others(sources)]
-        variables = list(map(value_of, own))
-        for variable in variables:
-            if not isinstance(variable, tf.Variable):
-                raise ValueError(
-                    "a schedule exchanges what the sources are, and one is no variable but "
-                    f"{variable!r}; leave out the schedule, or the source"
-                )
-        steps = local_steps_of(own, schedule, *self._step_options)
-        self._steps = VariableSteps(steps, variables)
-        self._steps.begin(_FORGOTTEN)
-        return self._steps.gradients(
-            gradients,
-            lambda: self._reduced(gradients, sources),
-            self._sparse_as_dense,
-        )
+            shared = [flat_sources[number] for number in self._local.others(flat_sources)]
+            found = self._steps.gradients(gradients, shared, reduce, batch_size)
+        return tf.nest.pack_sequence_as(sources, found)
 
     @unconverted
     def end_step(self) -> None:
@@ -246,8 +224,8 @@ class DistributedGradientTape(tf.GradientTape):
             ValueError: `gradient` has not been called.
             HorovodInternalError: The ranks disagree, or communication failed.
         """
-        if self._schedule is not None and not is_outside(self._process_set):
-            self._scheduled_steps("end_step").end()
+        if self._steps is not None and not is_outside(self._process_set):
+            self._step_of("end_step").end()
 
     @unconverted
     def average_weights(self) -> None:
@@ -261,14 +239,14 @@ class DistributedGradientTape(tf.GradientTape):
             HorovodInternalError: The ranks disagree, or communication failed.
         """
         if not is_outside(self._process_set):
-            self._scheduled_steps("average_weights").average()
+            self._step_of("average_weights").average()
 
-    def _scheduled_steps(self, call: str) -> VariableSteps:
-        if self._steps is None:
+    def _step_of(self, call: str) -> Any:
+        if self._steps is None or self._steps.last is None:
             raise ValueError(
                 f"{call}() is for a tape with a schedule of local steps, after its gradient()"
             )
-        return self._steps
+        return self._steps.last
 
     def __enter__(self) -> DistributedGradientTape:
         self._inner.__enter__()
@@ -339,26 +317,3 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         for layer in [local_layers] if single else local_layers:
             tape.register_local_layer(layer)
     return tape
-
-
-def _checked(
-    compression: CompressionArgument,
-    schedule: ExchangeSchedule | None,
-    reduction: Reduction,
-    sparse_as_dense: bool,
-) -> tuple[Strategy, ExchangeSchedule | None]:
-    """Return the strategy, and the schedule if it has local steps."""
-    strategy, chosen, passes = check_exchange(
-        compression, schedule, CONVERSION, reduction, 1, sparse_as_dense
-    )
-    if passes > 1:
-        raise ValueError(
-            f"{schedule!r} is for optimizers: a tape cannot keep its gradients from being applied; "
-            "add up gradients of several tapes yourself, or use hvd.DistributedOptimizer"
-        )
-    if chosen is not None and chosen.momentum:
-        raise ValueError(
-            f"{chosen!r} averages what an optimizer keeps, which a tape does not know; use "
-            "hvd.DistributedOptimizer, or leave out momentum"
-        )
-    return strategy, chosen

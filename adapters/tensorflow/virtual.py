@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,8 @@ from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import global_process_set
 from hvdlite.errors import HorovodInternalError, NotFiniteError
 from hvdlite.gradients.finite import tell_left_out
-from hvdlite.gradients.synchronizer import Options
+from hvdlite.gradients.options import Options
+from hvdlite.gradients.synchronizer import LABEL, Synchronizer
 from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified
@@ -29,60 +30,65 @@ from hvdlite.world import parts
 
 
 class VirtualSteps:
-    """The steps of an optimizer, each of which takes the gradients of all virtual ranks.
+    """A `GradientPath` with virtual ranks: each step takes the gradients of all of them.
 
     Args:
-        options: of the exchange.
-        label: unique, and the same on all processes.
-        checks: compare the variables across processes; None: they may differ.
+        synchronizer: of the optimizer.
+        backend: with the comparisons of the variables across processes.
 
     Attributes:
         exchange: of the gradients.
+        state: what is saved and loaded.
         stepped: whether the last part has ended a step.
     """
 
-    def __init__(self, options: Options, label: str, checks: ReplicaChecks | None) -> None:
-        self._options = options
-        self._checks = checks
+    steps = None
+
+    def __init__(self, synchronizer: Synchronizer, backend: Any) -> None:
+        options = self._options = synchronizer.options
+        self._checks: ReplicaChecks = backend.checks
         self._buffers = ModelBuffers(options.model)
         self.exchange = VirtualExchange(
             runtime.engine(),
-            label,
+            LABEL,
             parts.current.size,
             [],
             options.strategy,
             options.reduction,
             self._buffers.parameters,
         )
+        self.state = VirtualState(self.exchange)
         self._compared: list[Any] = []
         self._generators: list[Any] | None = None
         self.stepped = False
         seed_part(all_frameworks=True)
 
-    def state(self) -> VirtualState:
-        """Return what is saved and loaded."""
-        return VirtualState(self.exchange)
+    @staticmethod
+    def check(options: Options, accumulates: bool, scales_loss: bool) -> None:
+        refused = {
+            "backward_passes_per_step": options.passes > 1,
+            "gradient_accumulation_steps": accumulates,
+            "schedule": options.schedule is not None,
+        }
+        for argument, is_given in refused.items():
+            if is_given:
+                parts.current.refuse(argument, "leave one of the two out")
+        if scales_loss:
+            parts.current.refuse(
+                "a LossScaleOptimizer, by which parts of one step get different factors,",
+                "use mixed_bfloat16, which needs no loss scaling",
+            )
 
     @unconverted
     def step(
         self,
         gradients: Sequence[Any],
         variables: Sequence[Any],
-        samples: Any,
+        batch_size: Any,
+        moments: Callable[[Any], Mapping[str, Any]],
         apply: Callable[[list[Any]], Any],
     ) -> None:
-        """End the part of a virtual rank; after the last one, apply the averages.
-
-        Args:
-            gradients: of this part; None where there is none.
-            variables: to which they belong.
-            samples: the number of samples that they are averages of, or None.
-            apply: applies averages.
-
-        Raises:
-            ValueError: an option cannot be used with virtual ranks.
-        """
-        self._check_options()
+        """End the part of a virtual rank; after the last one, apply the averages."""
         engine()
         dense = densified(gradients) if self._options.sparse_as_dense else list(gradients)
         if any(isinstance(gradient, tf.IndexedSlices) for gradient in dense):
@@ -90,7 +96,7 @@ class VirtualSteps:
         here = [number for number, gradient in enumerate(dense) if gradient is not None]
         own = [tf.convert_to_tensor(dense[number]) for number in here]
         buffers, begins = self._buffers.variables, self._buffers.begins
-        counts = [] if samples is None else [tf.cast(tf.convert_to_tensor(samples), tf.int64)]
+        counts = [] if batch_size is None else [tf.cast(tf.convert_to_tensor(batch_size), tf.int64)]
         parameters = parameters_of(variables)
         self._compared = [*variables, *self._buffers.begins]
         if self._generators is None or not tf.executing_eagerly():
@@ -127,16 +133,6 @@ class VirtualSteps:
         elif bool(complete):
             apply(averages)
 
-    def _check_options(self) -> None:
-        options = self._options
-        refused = {
-            "backward_passes_per_step": options.passes > 1,
-            "schedule": options.schedule is not None,
-        }
-        for argument, is_given in refused.items():
-            if is_given:
-                parts.current.refuse(argument, "leave one of the two out")
-
     def _end_part(
         self,
         parameters: Sequence[Parameter],
@@ -149,8 +145,7 @@ class VirtualSteps:
         """Return whether the step is complete, averages or zeros, and what buffers begin with."""
         exchange = self.exchange
         exchange.follow(runtime.engine(), parameters)
-        if self._checks is not None:
-            exchange.check = self._checks.of(self._compared, global_process_set)
+        exchange.check = self._checks.of(self._compared, global_process_set)
         pairs = enumerate(zip(buffers, begins, strict=True))
         changed = frozenset(n for n, (now, before) in pairs if not np.array_equal(now, before))
         self._buffers.end_part()

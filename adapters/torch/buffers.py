@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvdlite.gradients import LEAST_ZERO_COPY, GradientExchange
+from hvdlite.gradients.buckets import LEAST_ZERO_COPY
+from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.torch.tensors import gradient_dtype, to_array, to_tensor
 
 if TYPE_CHECKING:

@@ -9,31 +9,18 @@ import torch
 
 from hvdlite.base.arguments import check_count, check_groups
 from hvdlite.base.reduction import Average, ReduceOp
-from hvdlite.compression import Compression, Reduction, Strategy, StrategyState
-from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
-from hvdlite.gradients import LossExchange
-from hvdlite.gradients.exchange_state import ExchangeState
-from hvdlite.schedule import (
-    EACH_CHANGE,
+from hvdlite.compression import Compression, Reduction
+from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.gradients import options
+from hvdlite.gradients.options import (
     CompressionArgument,
     ExchangeSchedule,
-    LocalSteps,
+    Options,
     check_exchange,
+    gradient_path,
 )
-from hvdlite.torch.hooks import remove_hooks
-from hvdlite.torch.reducer import Reducer, next_label
-from hvdlite.torch.scheduled import OptimizerSchedule, Scheduled
 from hvdlite.torch.tensors import CONVERSION
-from hvdlite.torch.virtual import Virtual, VirtualReducer
-from hvdlite.torch.wrapping import (
-    Distributed,
-    Outside,
-    Wrapped,
-    average_before_scaling,
-    change_class,
-)
-from hvdlite.virtual.state import VirtualState
-from hvdlite.world import parts
+from hvdlite.torch.wrapping import Distributed, Wrapped
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -143,83 +130,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     strategy, chosen, passes = check_exchange(
         compression, schedule, CONVERSION, reduction, passes, sparse_as_dense
     )
-    if reduction.op is ReduceOp.ADASUM:
-        chosen = EACH_CHANGE
-    if parts.current.are_fixed:
-        _check_virtual(reduction, passes, chosen, process_set)
-        return _wrap_virtual(optimizer, names, strategy, reduction, sparse_as_dense, model)
-    if is_outside(process_set):
-        remove_hooks(names)
-        return change_class(optimizer, Outside, names)
-    state = ExchangeState(StrategyState())
-    losses = next_label("the closure of DistributedOptimizer", process_set)
-    label = next_label("DistributedOptimizer", process_set)
-    reducer = Reducer(
-        names,
-        strategy,
-        reduction,
-        passes,
-        sparse_as_dense,
-        process_set,
-        state.state,
-        # Ranks with a schedule and ranks without meet under one name, and see the difference.
-        label if chosen is None else f"{label}, gradients",
-        optimizer,
-        compares=chosen is None,
-    )
-    wrapped = change_class(optimizer, Distributed if chosen is None else Scheduled, names)
-    wrapped._reducer = reducer
-    wrapped._exchange_state = state
-    wrapped._skipping = False
-    wrapped._synchronized_by = ""
-    wrapped._evaluating = False
-    wrapped._losses = LossExchange(losses, reduction.op, process_set)
-    average_before_scaling()
-    attach = reducer.attach
-    if chosen is not None:
-        state.steps = LocalSteps(chosen, strategy, reduction, label, process_set)
-        wrapped._schedule = OptimizerSchedule(optimizer, state.steps, reducer)
-        attach = wrapped._schedule.attach
-    attach(wrapped._trainable())
-    return optimizer
-
-
-def _wrap_virtual(
-    optimizer: torch.optim.Optimizer,
-    names: dict[torch.Tensor, str],
-    strategy: Strategy,
-    reduction: Reduction,
-    sparse_as_dense: bool,
-    model: torch.nn.Module | None,
-) -> Any:
-    """Wrap an optimizer that averages the gradients of virtual ranks."""
-    remove_hooks(names)
-    reducer = VirtualReducer(names, strategy, reduction, sparse_as_dense, optimizer, model)
-    wrapped = change_class(optimizer, Virtual, names)
-    wrapped._reducer = reducer
-    wrapped._exchange_state = VirtualState(reducer.exchange)
-    wrapped._skipping = wrapped._evaluating = False
-    wrapped._synchronized_by = ""
-    label = next_label("the closure of DistributedOptimizer", None)
-    wrapped._losses = LossExchange(label, reduction.op, global_process_set)
-    average_before_scaling()
-    reducer.attach(wrapped._trainable())
-    return optimizer
-
-
-def _check_virtual(
-    reduction: Reduction, passes: int, schedule: Any, process_set: ProcessSet
-) -> None:
-    """Refuse what virtual ranks cannot do."""
-    refused = {
-        "op=hvd.Adasum": reduction.op is ReduceOp.ADASUM,
-        "backward_passes_per_step": passes > 1,
-        "schedule": schedule is not None,
-        "process_set": process_set is not global_process_set,
-    }
-    for argument, is_given in refused.items():
-        if is_given:
-            parts.current.refuse(argument, "leave one of the two out")
+    chosen = chosen or options.schedule_of(reduction.op)
+    made = Options(strategy, reduction, sparse_as_dense, passes, process_set, chosen, model)
+    kind = gradient_path("torch", chosen) or Distributed
+    return kind.wrap(optimizer, names, made)
 
 
 def _check_optimizer(optimizer: Any) -> None:

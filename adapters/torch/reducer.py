@@ -14,11 +14,12 @@ import torch
 
 from hvdlite.base import interrupts
 from hvdlite.base.interrupts import resumable
-from hvdlite.base.reduction import ReduceOp
-from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
+from hvdlite.compression import Parameter, StrategyState
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.gradients import GradientExchange, ReplicaCheck
+from hvdlite.gradients.exchange import GradientExchange
+from hvdlite.gradients.options import Options
+from hvdlite.gradients.replicas import ReplicaCheck
 from hvdlite.torch import device_memory
 from hvdlite.torch.device_memory import CudaMemory
 from hvdlite.torch.hooks import GradientHooks
@@ -38,48 +39,38 @@ class Reducer:
 
     Args:
         names: of the parameters, in the order of their registration; later ones are added.
-        strategy: how gradients travel.
-        reduction: sum or average.
-        passes_per_step: the number of backward passes after which a gradient is complete.
-        sparse_as_dense: whether to exchange sparse gradients as dense ones.
-        process_set: the ranks that take part.
+        options: of the exchange.
         state: of the strategy.
         label: unique, and the same on all ranks; it begins the names of the exchanges.
         optimizer: whose parameters they are.
-        compares: whether ranks compare the optimizer and its weights; else they may differ.
 
     Attributes:
+        passes_per_step: the number of backward passes after which a gradient is complete.
         averaged: whether the gradients that `finish` wrote are the last.
     """
 
     def __init__(
         self,
         names: dict[torch.Tensor, str],
-        strategy: Strategy,
-        reduction: Reduction,
-        passes_per_step: int,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
+        options: Options,
         state: StrategyState,
         label: str,
         optimizer: torch.optim.Optimizer,
-        compares: bool,
     ) -> None:
-        self.process_set = process_set
+        self.process_set = options.process_set
         self.names = names
-        self._strategy = strategy
-        self._reduction = reduction
-        self._state = state
-        self.sparse_as_dense = sparse_as_dense
-        self.passes_per_step = passes_per_step
+        self.op = options.reduction.op
+        self.sparse_as_dense = options.sparse_as_dense
+        self.passes_per_step = options.passes
         self.averaged = False
-        self._engine = runtime.engine(process_set)
+        self._options = options
+        self._state = state
+        self._engine = runtime.engine(options.process_set)
         self._reconnecting = threading.Lock()
         self._hooks: list[GradientHooks] = []  # a list for each device and each `attach`
         # One rank's additions must not shift the labels of other optimizers.
         self._label, self._exchanges = label, itertools.count(1)
         self._optimizer = weakref.ref(optimizer)
-        self._compares = compares
         # While `finish` is not done: the hooks whose exchange has not ended yet, and its errors.
         self._unfinished: list[GradientHooks] | None = None
         self._errors: list[Exception] = []
@@ -251,7 +242,7 @@ class Reducer:
         """
         groups: dict[int, tuple[CudaMemory | None, list[torch.Tensor]]] = {}
         for parameter in parameters:
-            memory = device_memory.find(parameter) if self._strategy.on_device else None
+            memory = device_memory.find(parameter) if self._options.strategy.on_device else None
             index = parameter.get_device() if memory is None else memory.index
             groups.setdefault(index, (memory, []))[1].append(parameter)
         return [groups[index] for index in sorted(groups)]
@@ -261,14 +252,13 @@ class Reducer:
         """Return the factor of this rank's gradients in the last exchange."""
         return self._hooks[0].exchange.weight if self._hooks else 1.0
 
-    @property
-    def op(self) -> ReduceOp:
-        """Return the reduction: sum or average."""
-        return self._reduction.op
-
     def make_check(self, parameters: Sequence[torch.Tensor]) -> ReplicaCheck | None:
         """Make the comparison of some parameters across ranks, and of the optimizer."""
-        return make_check(self._optimizer, self.names, parameters) if self._compares else None
+        return (
+            make_check(self._optimizer, self.names, parameters)
+            if self._options.replicates
+            else None
+        )
 
     def make_exchange(
         self,
@@ -282,8 +272,8 @@ class Reducer:
             self._engine,
             label,
             describe(self.names, parameters),
-            self._strategy,
-            self._reduction,
+            self._options.strategy,
+            self._options.reduction,
             check=check,
             memory=memory,
             state=self._state,

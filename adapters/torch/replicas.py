@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
-from hvdlite.gradients import ReplicaCheck, describe_optimizer, state_label, weight_label
-from hvdlite.gradients.replicas import Find
+from hvdlite.gradients.replicas import (
+    Find,
+    ReplicaCheck,
+    describe_optimizer,
+    state_label,
+    weight_label,
+)
 from hvdlite.torch.tensors import to_array
 
 _REMEDY = (

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.schedule import LocalSteps, check_unweighted
-from hvdlite.schedule.local_steps import Moment
+from hvdlite.gradients.options import Options
+from hvdlite.schedule.local_steps import LocalSteps, Moment, check_unweighted
+from hvdlite.schedule.schedules import LocalSchedule
 from hvdlite.torch.dynamo import untraced_methods
 from hvdlite.torch.hooks import remove_hooks
 from hvdlite.torch.reducer import Reducer
@@ -24,6 +25,15 @@ class Scheduled(Distributed):
     """The methods of an optimizer with a schedule of local steps, or with Adasum."""
 
     _schedule: OptimizerSchedule
+
+    def _begin(self, options: Options, label: str) -> None:
+        schedule = cast(LocalSchedule, options.schedule)
+        steps = LocalSteps(
+            schedule, options.strategy, options.reduction, label, options.process_set
+        )
+        self._exchange_state.steps = steps
+        self._schedule = OptimizerSchedule(cast(Any, self), steps, self._reducer)
+        self._schedule.attach(self._trainable())
 
     def synchronize(self, batch_size: int | None = None) -> None:
         """Exchange the gradients, unless the step is local: then they stay this rank's own.
@@ -196,6 +206,44 @@ class TensorWeights:
             and tensor.is_floating_point()
             and tensor.shape == self._tensors[number].shape
         ]
+
+
+class TensorSteps:
+    """Local steps of Keras variables on PyTorch.
+
+    Args:
+        steps: count them.
+        variables: of Keras.
+        moments: those of the optimizer's variables that are averaged with each, by name.
+    """
+
+    def __init__(
+        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._steps = steps
+        kept = [{name: each.value for name, each in own.items()} for own in moments]
+        self._weights = TensorWeights([each.value for each in variables], kept.__getitem__)
+
+    @torch.compiler.disable
+    def begin(self) -> None:
+        """Prepare a step."""
+        self._steps.begin(self._weights)
+
+    def gradients(
+        self, own: Sequence[Any], reduce: Callable[[], list[Any]], sparse_as_dense: bool
+    ) -> list[Any]:
+        """Return the gradients for this step: this rank's own, or reduced ones."""
+        return list(own) if self._steps.is_local else reduce()
+
+    @torch.compiler.disable
+    def end(self) -> None:
+        """Count a step that has changed the variables; exchange weights if that is due."""
+        self._steps.end(self._weights)
+
+    @torch.compiler.disable
+    def average(self) -> None:
+        """Average all variables now."""
+        self._steps.average(self._weights)
 
 
 @torch.no_grad()

@@ -18,17 +18,20 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.compression import Parameter, Reduction, Strategy
+from hvdlite.compression import Parameter
 from hvdlite.engine import Signature, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.gradients.options import Options
 from hvdlite.recipe.seeding import last_seed, seed_part
-from hvdlite.torch.reducer import describe, in_order, next_label
+from hvdlite.torch.hooks import remove_hooks
+from hvdlite.torch.reducer import describe, in_order
 from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
 from hvdlite.virtual import ranks as virtual_ranks
 from hvdlite.virtual.gradients import Outcome, VirtualExchange
 from hvdlite.virtual.ranks import turns_of
+from hvdlite.virtual.state import VirtualState
 from hvdlite.world import parts, world
 
 _log = logging.getLogger("hvdlite")
@@ -44,11 +47,9 @@ class VirtualReducer:
 
     Args:
         names: of the parameters, in the order of their registration; later ones are added.
-        strategy: how gradients travel.
-        reduction: sum or average.
-        sparse_as_dense: whether to exchange sparse gradients as dense ones.
+        options: of the exchange.
+        label: unique, and the same on all processes.
         optimizer: compared across processes, with its weights.
-        model: whose buffers are averaged; None: none are.
 
     Attributes:
         averaged: whether the gradients are averages, or there are none because parts are missing.
@@ -67,19 +68,18 @@ class VirtualReducer:
     def __init__(
         self,
         names: dict[torch.Tensor, str],
-        strategy: Strategy,
-        reduction: Reduction,
-        sparse_as_dense: bool,
+        options: Options,
+        label: str,
         optimizer: torch.optim.Optimizer,
-        model: torch.nn.Module | None,
     ) -> None:
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # the bits of a result depend on it
         self.names = names
         self.averaged = self.stepped = False
-        self._sparse_as_dense = sparse_as_dense
+        self.op = options.reduction.op
+        self._sparse_as_dense = options.sparse_as_dense
         self._parameters: list[torch.Tensor] = []
-        self._buffers = ModelBuffers(model)
+        self._buffers = ModelBuffers(options.model)
         self._find_optimizer = weakref.ref(optimizer)
         self._schedulers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._constants: dict[tuple[str, int], Any] = {}  # with which the step has begun
@@ -87,18 +87,13 @@ class VirtualReducer:
         self._look_around()
         self.exchange = VirtualExchange(
             runtime.engine(),
-            next_label("DistributedOptimizer", None),
+            label,
             parts.current.size,
             [],
-            strategy,
-            reduction,
+            options.strategy,
+            options.reduction,
             check=make_check(self._find_optimizer, names, self._parameters),
         )
-
-    @property
-    def op(self) -> ReduceOp:
-        """Return the reduction: sum or average."""
-        return self.exchange.reduction.op
 
     def attach(self, parameters: Sequence[torch.Tensor]) -> None:
         """Exchange these parameters' gradients.
@@ -536,6 +531,34 @@ class Virtual(Distributed):
     """The methods that `DistributedOptimizer` adds to an optimizer's class with virtual ranks."""
 
     _reducer: Any
+
+    @classmethod
+    def wrap(
+        cls, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], options: Options
+    ) -> Any:
+        """Make an optimizer one of this class; refuse what virtual ranks cannot do."""
+        refused = {
+            "op=hvd.Adasum": options.reduction.op is ReduceOp.ADASUM,
+            "backward_passes_per_step": options.passes > 1,
+            "schedule": options.schedule is not None,
+            "process_set": options.process_set is not global_process_set,
+        }
+        for argument, is_given in refused.items():
+            if is_given:
+                parts.current.refuse(argument, "leave one of the two out")
+        return super().wrap(optimizer, names, options)
+
+    @classmethod
+    def _make(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        names: dict[torch.Tensor, str],
+        options: Options,
+        label: str,
+    ) -> tuple[Any, Any]:
+        remove_hooks(names)
+        reducer = VirtualReducer(names, options, label, optimizer)
+        return reducer, VirtualState(reducer.exchange)
 
     @property
     def stepped(self) -> bool:

@@ -17,20 +17,28 @@ import torch
 from torch.amp import GradScaler
 
 from hvdlite.base.arguments import check_count
+from hvdlite.compression import StrategyState
 from hvdlite.engine import runtime
+from hvdlite.engine.process_sets import is_outside
 from hvdlite.errors import NotFiniteError
-from hvdlite.gradients import LossExchange, checked_samples
 from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.gradients.finite import tell_left_out
-from hvdlite.horovod import is_alias
+from hvdlite.gradients.loss import LossExchange
+from hvdlite.gradients.metadata import checked_samples
+from hvdlite.gradients.options import Options
 from hvdlite.recipe._tree import map_leaves
 from hvdlite.torch.dynamo import untraced_methods
-from hvdlite.torch.reducer import Reducer
+from hvdlite.torch.hooks import remove_hooks
+from hvdlite.torch.reducer import Reducer, next_label
 from hvdlite.torch.state import loading_in_place
 from hvdlite.torch.tensors import leaf_to_array, leaf_to_tensor
 
 #: The key of hvdlite's part of an optimizer's state dict.
 STATE = "hvdlite"
+
+#: The module that classes of wrapped optimizers name as theirs; empty: their own. The alias sets it
+#: to Horovod's, since programs look for that.
+alias = ""
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -102,6 +110,45 @@ class Distributed(Wrapped):
     _synchronized_by: str  # the last method that did
     _losses: LossExchange
     _evaluating: bool  # whether a closure runs
+
+    @classmethod
+    def wrap(
+        cls, optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str], options: Options
+    ) -> Any:
+        """Make an optimizer one of this class, or one that steps by itself; return it."""
+        if is_outside(options.process_set):
+            remove_hooks(names)
+            return change_class(optimizer, Outside, names)
+        losses = next_label("the closure of DistributedOptimizer", options.process_set)
+        label = next_label("DistributedOptimizer", options.process_set)
+        reducer, state = cls._make(optimizer, names, options, label)
+        wrapped = change_class(optimizer, cls, names)
+        wrapped._reducer = reducer
+        wrapped._exchange_state = state
+        wrapped._skipping = wrapped._evaluating = False
+        wrapped._synchronized_by = ""
+        wrapped._losses = LossExchange(losses, reducer.op, options.process_set)
+        average_before_scaling()
+        wrapped._begin(options, label)
+        return optimizer
+
+    @classmethod
+    def _make(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        names: dict[torch.Tensor, str],
+        options: Options,
+        label: str,
+    ) -> tuple[Any, Any]:
+        """Return the reducer of an optimizer, and what the exchange keeps from step to step."""
+        state = ExchangeState(StrategyState())
+        # Ranks with a schedule and ranks without meet under one name, and see the difference.
+        label = label if options.schedule is None else f"{label}, gradients"
+        return Reducer(names, options, state.state, label, optimizer), state
+
+    def _begin(self, options: Options, label: str) -> None:
+        """Begin to exchange gradients."""
+        self._reducer.attach(self._trainable())
 
     def synchronize(self, batch_size: int | None = None) -> None:
         """Wait for the exchange; afterwards every ``p.grad`` is the average over the ranks.
@@ -363,9 +410,8 @@ def change_class(
 ) -> Any:
     """Change an optimizer's class to a subclass of the same name with the addition's methods."""
     kind = type(optimizer)
-    # Under the alias as in Horovod: some programs look for its name in the class's module.
-    module = "horovod.torch.optimizer" if is_alias("horovod.torch") else kind.__module__
-    optimizer.__class__ = type(kind.__name__, (addition, kind), {"__module__": module})
+    own = {"__module__": alias or kind.__module__}
+    optimizer.__class__ = type(kind.__name__, (addition, kind), own)
     optimizer.register_step_pre_hook(addition._before_step)
     optimizer.register_step_post_hook(addition._after_step)
     wrapped: Any = optimizer

@@ -5,97 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
+from hvdlite.compression import Parameter, StrategyState
 from hvdlite.engine import runtime
-from hvdlite.engine.process_sets import ProcessSet, is_outside
+from hvdlite.engine.process_sets import is_outside
 from hvdlite.gradients.exchange_state import ExchangeState
 from hvdlite.gradients.metadata import check_not_local
 from hvdlite.gradients.optimizer_replica import OptimizerReplica
-from hvdlite.schedule import ExchangeSchedule, LocalSteps, check_unweighted
-from hvdlite.world import parts
+from hvdlite.gradients.options import Options, gradient_path
 
 LABEL = "DistributedOptimizer of Keras"
 """The same for all optimizers, so that ranks with different variables meet and report it."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """The settings of an optimizer's exchange.
-
-    Attributes:
-        strategy: Compression of gradients.
-        reduction: Sum or average.
-        sparse_as_dense: Convert sparse gradients to dense ones.
-        passes: Backward passes whose gradients add up before an exchange.
-        average_passes: Average these gradients instead of summing them.
-        scale_local: Divide gradients that are not exchanged by the number of ranks.
-        process_set: The ranks that take part.
-        schedule: Schedule of local steps; None: gradients are exchanged in every step.
-        model: The model whose buffers virtual ranks average; None: none are.
-    """
-
-    strategy: Strategy
-    reduction: Reduction
-    sparse_as_dense: bool
-    passes: int
-    average_passes: bool
-    scale_local: bool
-    process_set: ProcessSet
-    schedule: ExchangeSchedule | None = None
-    model: Any = None
-
-    @property
-    def replicates(self) -> bool:
-        """Return whether weights must be the same on all ranks."""
-        return self.schedule is None and self.reduction.op is not ReduceOp.ADASUM
-
-    def check_steps(self, accumulates: bool, scales_loss: bool) -> None:
-        """Refuse optimizers whose calls are not all steps if a call may be none of all ranks.
-
-        Args:
-            accumulates: Keras accumulates the gradients of several calls.
-            scales_loss: Keras scales the loss and skips steps that overflow.
-
-        Raises:
-            ValueError: Ranks make local steps, or there are virtual ranks.
-        """
-        if scales_loss:
-            parts.current.refuse(
-                "a LossScaleOptimizer, by which parts of one step get different factors,",
-                "use mixed_bfloat16, which needs no loss scaling",
-            )
-        if self.schedule is None:
-            return
-        if accumulates:
-            raise ValueError(
-                f"{self.schedule!r} with gradient_accumulation_steps: in local steps gradients "
-                "cost no exchange; leave gradient_accumulation_steps out, and take larger batches"
-            )
-        if scales_loss:
-            raise ValueError(
-                "a LossScaleOptimizer leaves out the step of a rank whose gradients overflow, and "
-                f"with {self.schedule!r} the others would wait for it; use mixed_bfloat16, which "
-                "needs no loss scaling, or leave out the schedule"
-            )
-
-    def check_batch_size(self, batch_size: Any, accumulates: bool) -> None:
-        """Refuse a batch size if a call is not a step on the gradients of all ranks."""
-        if batch_size is None:
-            return
-        if self.schedule is not None:
-            check_unweighted(batch_size)
-        if accumulates:
-            raise ValueError(
-                "batch_size weights the gradients of one call, and here those of several add up "
-                "before they are exchanged; leave out backward_passes_per_step and "
-                "gradient_accumulation_steps, or batch_size"
-            )
 
 
 class GradientReduction(Protocol):
@@ -111,7 +35,13 @@ class GradientReduction(Protocol):
 
 
 class Backend(GradientReduction, Protocol):
-    """The framework that Keras runs on, as the exchange needs it."""
+    """The framework that Keras runs on, as the exchange needs it.
+
+    Attributes:
+        owner: Keras on this framework, as of `hvdlite.gradients.options.gradient_path`.
+    """
+
+    owner: str
 
     def describe(self, variables: Sequence[Any]) -> Sequence[Parameter]:
         """Return names, shapes and dtypes of variables."""
@@ -119,31 +49,62 @@ class Backend(GradientReduction, Protocol):
     def are_finite(self, gradients: Sequence[Any]) -> Any:
         """Return whether all dense gradients are finite: a bool, or a tensor in a graph."""
 
-    def virtual_steps(self) -> Any:
-        """Return the steps with virtual ranks; raise ValueError if the framework has none."""
 
-    def local_steps(
-        self, steps: LocalSteps, variables: Sequence[Any], moments: Sequence[Mapping[str, Any]]
-    ) -> Steps:
-        """Return the steps of these variables, and of the moments that are averaged with each."""
+class GradientPath(Protocol):
+    """What makes an optimizer's steps if there is not one exchange of gradients for each.
+
+    It is made of a `Synchronizer` and its `Backend`.
+
+    Attributes:
+        state: What is saved and loaded.
+        stepped: Whether the last call of `step` made one.
+        steps: The local steps of the framework's variables; None: there are none, or not yet.
+    """
+
+    state: Any
+    stepped: bool
+    steps: Any
+
+    @staticmethod
+    def check(options: Options, accumulates: bool, scales_loss: bool) -> None:
+        """Refuse an optimizer whose calls are not all steps.
+
+        Args:
+            options: Of its exchange.
+            accumulates: Keras accumulates the gradients of several calls.
+            scales_loss: Keras scales the loss and skips steps that overflow.
+
+        Raises:
+            ValueError: A step may be none of all ranks, or the options exclude each other.
+        """
+
+    def step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        batch_size: Any,
+        moments: Callable[[Any], Mapping[str, Any]],
+        apply: Callable[[list[Any]], Any],
+    ) -> Any:
+        """Make a step, or a part of one.
+
+        Args:
+            gradients: Of this rank.
+            variables: Their variables, the same on all ranks.
+            batch_size: The number of samples that the gradients average; None: not given.
+            moments: Returns what the optimizer keeps for a variable, by name.
+            apply: Applies gradients.
+
+        Returns:
+            What ``apply`` returns, or None.
+        """
 
 
-class Steps(Protocol):
-    """Local steps of a framework's variables."""
-
-    def begin(self) -> None:
-        """Prepare a step."""
-
-    def gradients(
-        self, own: Sequence[Any], reduce: Callable[[], list[Any]], sparse_as_dense: bool
-    ) -> list[Any]:
-        """Return the gradients for this step: this rank's own, or reduced ones."""
-
-    def end(self) -> None:
-        """Count a step that has changed the variables; exchange weights if that is due."""
-
-    def average(self) -> None:
-        """Average all variables now."""
+def check_steps(owner: str, options: Options, accumulates: bool, scales_loss: bool) -> None:
+    """Call ``check`` of the optimizer's gradient path, if it has one of its own."""
+    path = gradient_path(owner, options.schedule)
+    if path is not None:
+        path.check(options, accumulates, scales_loss)
 
 
 class LocalVariables:
@@ -216,7 +177,7 @@ class Synchronizer:
         pass_counter: Accumulates the gradients of several passes (legacy Keras).
         train_functions: Models' compiled training functions that exchange gradients.
         local: Variables whose gradients are not exchanged.
-        virtual: The steps with virtual ranks; None: there are none.
+        path: Makes the steps; None: there is one exchange of gradients for each.
     """
 
     def __init__(
@@ -239,13 +200,12 @@ class Synchronizer:
         self.pass_counter: Any = None
         self.train_functions: WeakSet[Callable[..., Any]] = WeakSet()
         self._early: list[Any] = []
-        self._steps: Steps | None = None
-        self._backend = backend(self)
-        self.virtual: Any = None
-        if parts.current.are_fixed:
-            self.virtual = self._backend.virtual_steps()
-            self.state = self.virtual.state()
         self.local = LocalVariables(options.scale_local)
+        self._backend = backend(self)
+        path = gradient_path(self._backend.owner, options.schedule)
+        self.path: GradientPath | None = None if path is None else path(self, self._backend)
+        if self.path is not None:
+            self.state = self.path.state
 
     def load_state(self, saved: Mapping[str, Any], is_own: bool = False) -> None:
         """Load a state, which this process may have saved under another number (``is_own``)."""
@@ -340,65 +300,29 @@ class Synchronizer:
             )
         return False
 
-    def scheduled_step(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        moments: Callable[[Any], Mapping[str, Any]],
-        apply: Callable[[list[Any]], Any],
-    ) -> Any:
-        """Make a step by the schedule, on own or reduced gradients, and exchange weights if due.
+    def check_batch_size(self, batch_size: Any, accumulates: bool) -> None:
+        """Refuse a batch size if the gradients of several calls add up.
 
-        Args:
-            gradients: Gradients of this rank.
-            variables: Their variables, the same on all ranks.
-            moments: Returns what the optimizer keeps for a variable, by name.
-            apply: Makes the step.
+        Raises:
+            ValueError: It is given, and they do.
         """
-        if is_outside(self.options.process_set):
-            return apply(list(gradients))
-        shared = [variables[number] for number in self.local.others(variables)]
-        counted = self._local_steps(shared)
-        averaged = [moments(each) if counted.schedule.momentum else {} for each in shared]
-        steps = self._steps = self._backend.local_steps(counted, shared, averaged)
-        steps.begin()
-        chosen = steps.gradients(
-            gradients, lambda: self.reduce(gradients, variables), self.options.sparse_as_dense
-        )
-        result = apply(chosen)
-        steps.end()
-        return result
+        if batch_size is not None and accumulates:
+            raise ValueError(
+                "batch_size weights the gradients of one call, and here those of several add up "
+                "before they are exchanged; leave out backward_passes_per_step and "
+                "gradient_accumulation_steps, or batch_size"
+            )
 
     def average_weights(self) -> None:
         """Average the weights over all ranks now, except on ranks outside the process set."""
         if is_outside(self.options.process_set):
             return
-        if self._steps is None:
+        if self.path is None or self.path.steps is None:
             raise ValueError(
                 "average_weights() is for an optimizer with a schedule of local steps, after its "
                 "first step"
             )
-        self._steps.average()
-
-    def _local_steps(self, variables: Sequence[Any]) -> LocalSteps:
-        """Return the steps of these variables; new variables take over the state of old ones."""
-        options = self.options
-        earlier: LocalSteps | None = self.state.steps
-        parameters = list(self._backend.describe(variables))
-        if earlier is not None and earlier.parameters == parameters:
-            return earlier
-        assert options.schedule is not None
-        steps = LocalSteps(
-            options.schedule, options.strategy, options.reduction, LABEL, options.process_set
-        )
-        steps.add(parameters)
-        if earlier is not None:
-            names = {parameter.name for parameter in parameters}
-            state = earlier.state_dict()
-            state["outer"] = {n: entry for n, entry in state["outer"].items() if n in names}
-            steps.load_state_dict(state)
-        self.state.follow(steps)
-        return steps
+        self.path.steps.average()
 
 
 def _identities(variable: Any) -> set[int]:

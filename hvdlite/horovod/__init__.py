@@ -19,6 +19,6 @@ Scripts that are started in any other way are not affected.
 
 from __future__ import annotations
 
-from hvdlite.horovod.finder import install, is_alias
+from hvdlite.horovod.finder import install
 
-__all__ = ["is_alias", "install"]
+__all__ = ["install"]

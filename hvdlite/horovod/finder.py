@@ -50,11 +50,6 @@ def install() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([BOOTSTRAP, *others])
 
 
-def is_alias(name: str) -> bool:
-    """Return whether a module of this name has been imported through hvdlite's finder."""
-    return isinstance(getattr(sys.modules.get(name), "__loader__", None), Finder)
-
-
 class Finder(MetaPathFinder, Loader):
     """Finds and loads ``horovod`` and everything in it."""
 
@@ -98,6 +93,10 @@ class Finder(MetaPathFinder, Loader):
         vars(module).update(found)
         vars(module)["__all__"] = [name for name in found if not name.startswith("_")]
         vars(module)["__getattr__"] = functools.partial(_missing, module)
+        if module.__name__ == "horovod.torch":
+            from hvdlite.torch import wrapping
+
+            wrapping.alias = "horovod.torch.optimizer"
 
 
 def _names_of(name: str, module: str, names: str) -> dict[str, Any]:

@@ -2,42 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.schedule.arguments import (
-    CompressionArgument,
-    Preset,
-    check_exchange,
-    check_schedule,
-    check_unweighted,
-    singa,
-)
-from hvdlite.schedule.local_steps import LocalSteps, Moment, Weights
-from hvdlite.schedule.schedules import (
-    EACH_CHANGE,
-    Accumulate,
-    DiLoCo,
-    EveryStep,
-    ExchangeSchedule,
-    LocalSGD,
-    PartialSync,
-    Schedule,
-)
+from hvdlite.schedule.presets import singa
+from hvdlite.schedule.schedules import Schedule
 
-__all__ = [
-    "EACH_CHANGE",
-    "Accumulate",
-    "CompressionArgument",
-    "DiLoCo",
-    "EveryStep",
-    "ExchangeSchedule",
-    "LocalSGD",
-    "LocalSteps",
-    "Moment",
-    "PartialSync",
-    "Preset",
-    "Schedule",
-    "Weights",
-    "check_exchange",
-    "check_schedule",
-    "check_unweighted",
-    "singa",
-]
+__all__ = ["Schedule", "singa"]

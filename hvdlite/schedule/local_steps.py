@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hvdlite import gradients
 from hvdlite.base.arrays import describe
 from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.base.reduction import check
@@ -20,10 +19,11 @@ from hvdlite.engine import Engine, runtime
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError, HorovodInternalError
-from hvdlite.gradients import GradientBuckets
+from hvdlite.gradients import strategy_state
+from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.observe import status
 from hvdlite.schedule.outer_optimizer import OuterOptimizer
-from hvdlite.schedule.schedules import ExchangeSchedule
+from hvdlite.schedule.schedules import LocalSchedule
 
 _AVERAGE = Reduction()
 _STEP_COUNT = struct.Struct("<q")
@@ -54,6 +54,19 @@ class Weights(Protocol):
 
     def moments(self, number: int) -> Sequence[Moment]:
         """Return the optimizer's state of a weight, for schedules that average it."""
+
+
+def check_unweighted(batch_size: Any) -> None:
+    """Raise if ``batch_size`` is given to an optimizer or tape with local steps, or with Adasum.
+
+    Raises:
+        ValueError: it is given.
+    """
+    if batch_size is not None:
+        raise ValueError(
+            "batch_size weights the gradients of all ranks, and with a schedule or hvd.Adasum each "
+            "rank steps on its own; leave it out"
+        )
 
 
 class _Entry(NamedTuple):
@@ -97,7 +110,7 @@ class LocalSteps:
 
     def __init__(
         self,
-        schedule: ExchangeSchedule,
+        schedule: LocalSchedule,
         strategy: Strategy,
         reduction: Reduction,
         label: str,
@@ -235,7 +248,7 @@ class LocalSteps:
         return {
             "steps": self.steps,
             "outer": self._outer.state_dict(),
-            "compression": gradients.save(self._state, self.process_set),
+            "compression": strategy_state.save(self._state, self.process_set),
         }
 
     def consolidate_exchange_state(self) -> None:
@@ -244,7 +257,7 @@ class LocalSteps:
         Raises:
             HorovodInternalError: communication failed.
         """
-        gradients.consolidate(self._state, f"{self.label}: its compression", self.process_set)
+        strategy_state.consolidate(self._state, f"{self.label}: its compression", self.process_set)
 
     def load_state_dict(self, state: Mapping[str, Any], is_own: bool = False) -> None:
         """Load a `state_dict`, on all ranks.
@@ -257,7 +270,7 @@ class LocalSteps:
         self.steps = int(state["steps"])
         self._outer.load_state_dict(state["outer"])
         op = self._reduction.op
-        gradients.load(self._state, state["compression"], op, self.process_set, is_own)
+        strategy_state.load(self._state, state["compression"], op, self.process_set, is_own)
         self.in_step = False
         self._agreed = None
 

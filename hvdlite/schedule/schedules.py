@@ -11,31 +11,9 @@ from functools import lru_cache
 from math import ceil
 
 from hvdlite.base.arguments import check_count, check_momentum, check_positive
-from hvdlite.compression import Parameter
-
-
-class ExchangeSchedule:
-    """Base class of schedules: values whose settings are compared across ranks."""
-
-    #: Whether ranks exchange the change of the weights since the last exchange, not the weights.
-    sends_changes: bool = False
-    #: Learning rate and momentum of the outer optimizer, which applies such changes.
-    outer: tuple[float, float] = (1.0, 0.0)
-    #: Whether an exchange needs every rank, because each keeps state from the exchange before.
-    remembers: bool = False
-    #: Whether the optimizer's state is averaged with the weights.
-    momentum: bool = False
-
-    def is_local(self, steps: int) -> bool:
-        """Return whether each rank makes the step after ``steps`` steps on its own gradients."""
-        return False
-
-    def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
-        """Return the indices of the parameters to exchange after ``steps`` steps."""
-        return ()
-
-    def __repr__(self) -> str:
-        return f"Schedule.{type(self).__name__}()"
+from hvdlite.base.reduction import ReduceOp
+from hvdlite.compression import Parameter, Reduction, Strategy
+from hvdlite.gradients.options import ExchangeSchedule
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,12 +37,88 @@ class Accumulate(ExchangeSchedule):
     def __post_init__(self) -> None:
         check_count("passes", self.passes)
 
+    def check(
+        self, strategy: Strategy, reduction: Reduction, passes: int, sparse_as_dense: bool
+    ) -> tuple[None, int]:
+        if passes != 1:
+            raise ValueError(
+                f"{self!r} and backward_passes_per_step={passes} mean the same; leave one of them "
+                "out"
+            )
+        return None, self.passes
+
     def __repr__(self) -> str:
         return f"Schedule.Accumulate({self.passes})"
 
 
+class LocalSchedule(ExchangeSchedule):
+    """Base class of schedules of local steps."""
+
+    #: Whether ranks exchange the change of the weights since the last exchange, not the weights.
+    sends_changes: bool = False
+    #: Whether the optimizer's state is averaged with the weights.
+    momentum: bool = False
+
+    @property
+    def outer(self) -> tuple[float, float]:
+        """Learning rate and momentum of the outer optimizer, which applies such changes."""
+        return 1.0, 0.0
+
+    @property
+    def remembers(self) -> bool:
+        """Return whether an exchange needs every rank, as each keeps state from the one before."""
+        return False
+
+    def is_local(self, steps: int) -> bool:
+        """Return whether each rank makes the step after ``steps`` steps on its own gradients."""
+        return True
+
+    def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
+        """Return the indices of the parameters to exchange after ``steps`` steps."""
+        raise NotImplementedError
+
+    def check(
+        self, strategy: Strategy, reduction: Reduction, passes: int, sparse_as_dense: bool
+    ) -> tuple[ExchangeSchedule, int]:
+        if reduction.op is not ReduceOp.AVERAGE:
+            raise ValueError(
+                f"{self!r} averages weights, which op=hvd.{reduction.op.name.capitalize()} does "
+                "not; leave op or the schedule out"
+            )
+        if reduction.predivide != 1.0:
+            raise ValueError(
+                f"gradient_predivide_factor={reduction.predivide} is about gradients, and "
+                f"{self!r} averages weights; leave one of them out"
+            )
+        if sparse_as_dense and self.is_local(0):
+            raise ValueError(
+                f"sparse_as_dense=True is about the exchange of gradients, and {self!r} exchanges "
+                "none; leave it out"
+            )
+        if not self.sends_changes and not strategy.takes_weights:
+            raise ValueError(
+                f"{self!r} averages weights, and {strategy!r} is for gradients only: the values "
+                "that it leaves out or rounds off would be missing from the weights; use "
+                "hvd.Compression.none, .fp16 or .bf16, or hvd.Schedule.DiLoCo, which takes any"
+            )
+        return self, passes
+
+    def gradient_path(self, owner: str) -> type:
+        if owner == "torch":
+            from hvdlite.torch.scheduled import Scheduled
+
+            return Scheduled
+        if owner == "tape":
+            from hvdlite.tensorflow.local_steps import TapeSteps
+
+            return TapeSteps
+        from hvdlite.schedule.keras import KerasSteps
+
+        return KerasSteps
+
+
 @dataclass(frozen=True, repr=False)
-class PartialSync(ExchangeSchedule):
+class PartialSync(LocalSchedule):
     """Make every step local, and average one part of the weights after each, in rotation.
 
     This is SINGA's partial synchronisation. Whole parameters are assigned to parts of about equal
@@ -92,9 +146,6 @@ class PartialSync(ExchangeSchedule):
             check_count("parts", self.parts)
         else:
             check_count("bytes", self.bytes)
-
-    def is_local(self, steps: int) -> bool:
-        return True
 
     def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
         parts = self._partition(tuple(parameter.nbytes for parameter in parameters))
@@ -136,7 +187,7 @@ def partition(sizes: tuple[int, ...], parts: int) -> tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, repr=False)
-class LocalSGD(ExchangeSchedule):
+class LocalSGD(LocalSchedule):
     """Make every step local, and average the weights after every ``every`` steps.
 
     With ``start`` it is post-local SGD (Lin et al. 2018, arXiv:1808.07217): the first steps
@@ -170,7 +221,7 @@ class LocalSGD(ExchangeSchedule):
 
 
 @dataclass(frozen=True, repr=False)
-class DiLoCo(ExchangeSchedule):
+class DiLoCo(LocalSchedule):
     """Make every step local, and take an outer step after every ``every`` steps.
 
     This is Distributed Low-Communication training (Douillard et al. 2023, arXiv:2311.08105). The
@@ -200,17 +251,12 @@ class DiLoCo(ExchangeSchedule):
         check_momentum("outer_momentum", self.outer_momentum)
 
     @property
-    def outer(self) -> tuple[float, float]:  # type: ignore[override]
-        """Learning rate and momentum of the outer step."""
+    def outer(self) -> tuple[float, float]:
         return self.outer_lr, self.outer_momentum
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """Return True if ranks keep anchors or a momentum, which must be the same on all."""
+    def remembers(self) -> bool:  # anchors, or a momentum
         return self.every > 1 or self.outer_momentum > 0
-
-    def is_local(self, steps: int) -> bool:
-        return True
 
     def due(self, steps: int, parameters: Sequence[Parameter]) -> Sequence[int]:
         return range(len(parameters)) if steps % self.every == 0 else ()
@@ -220,8 +266,12 @@ class DiLoCo(ExchangeSchedule):
         return f"Schedule.DiLoCo(every={self.every}, {outer})"
 
 
-#: The schedule of a step by Adasum: reduce the change that the step makes, and apply it as it is.
-EACH_CHANGE = DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
+def stands_for(op: ReduceOp) -> ExchangeSchedule | None:
+    """Return the schedule of a step by Adasum: reduce the change that the step makes, and apply it.
+
+    None: another reduction, of gradients.
+    """
+    return DiLoCo(1, 1.0, 0.0) if op is ReduceOp.ADASUM else None
 
 
 class Schedule:

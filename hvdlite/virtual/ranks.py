@@ -224,6 +224,21 @@ class Turns(parts.Parts):
 
         return BatchesInTurns
 
+    def gradient_path(self, owner: str) -> type | None:
+        if owner == "torch":
+            from hvdlite.torch.virtual import Virtual
+
+            return Virtual
+        if owner == "keras.tensorflow":
+            from hvdlite.tensorflow.virtual import VirtualSteps
+
+            return VirtualSteps
+        if owner == "keras.torch":
+            self.refuse(
+                "Keras on PyTorch", "use Keras on TensorFlow, or hvdlite.torch without Keras"
+            )
+        return None
+
 
 class Listener(Protocol):
     """An object that wants to know when the data of a part are asked for."""

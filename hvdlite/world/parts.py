@@ -72,6 +72,13 @@ class Parts:
     def batches(self) -> Any:
         """Return the kind of `hvdlite.recipe.Batches` for these parts; None: that one itself."""
 
+    def gradient_path(self, owner: str) -> Any:
+        """Return the class that makes steps on these parts; None: the ordinary one.
+
+        Args:
+            owner: As of `hvdlite.gradients.options.gradient_path`.
+        """
+
 
 current = Parts()
 #: Returns the parts for a number of fixed ones, 0: one for each rank. The facade fills it.

@@ -8,7 +8,8 @@ import pytest
 import hvdlite as hvd
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction
 from hvdlite.engine import runtime
-from hvdlite.gradients import GradientBuckets, GradientExchange
+from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.exchange import GradientExchange
 from tests.harness import ranks
 
 ALL = ranks(1, 2, 3, 4)

@@ -21,7 +21,7 @@ from hvdlite.collectives.allreduce import describe_allreduce
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction, Strategy, TopK
 from hvdlite.elastic import gathering, recovery
 from hvdlite.engine import Engine
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.transport import liveness, mpi
 from hvdlite.world.world import World
 from tests import simulated_mpi

@@ -13,7 +13,7 @@ import hvdlite as hvd
 from hvdlite.base.settings import Settings
 from hvdlite.compression import ErrorFeedback, Parameter, Reduction, TopK
 from hvdlite.engine import runtime
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 
 FLOAT = np.dtype(np.float32)
 hvd.init()

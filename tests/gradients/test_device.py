@@ -16,8 +16,9 @@ from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import lane as lanes
 from hvdlite.engine import runtime
 from hvdlite.errors import HorovodInternalError, MismatchError
-from hvdlite.gradients import GradientExchange, ReplicaCheck, weight_label
 from hvdlite.gradients.device import DeviceGradientBucket
+from hvdlite.gradients.exchange import GradientExchange
+from hvdlite.gradients.replicas import ReplicaCheck, weight_label
 from hvdlite.tools import rehearsal
 from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample

@@ -18,7 +18,9 @@ from hvdlite.compression import (
     TopK,
 )
 from hvdlite.engine import runtime
-from hvdlite.gradients import GradientBuckets, GradientExchange, buckets
+from hvdlite.gradients import buckets
+from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.exchange import GradientExchange
 from tests.harness import ranks
 from tests.references import check_reduction, dtype_of, sample
 from tests.simulation import on_all_ranks

@@ -9,8 +9,9 @@ from hvdlite.base.settings import Settings
 from hvdlite.compression import Bucket, Compression, Parameter, Reduction
 from hvdlite.engine.operation import Signature
 from hvdlite.errors import MismatchError
-from hvdlite.gradients import ReplicaCheck, metadata, replicas, state_label, weight_label
+from hvdlite.gradients import metadata, replicas
 from hvdlite.gradients.bucket import GradientBucket
+from hvdlite.gradients.replicas import ReplicaCheck, state_label, weight_label
 from tests.simulation import Simulation, on_all_ranks
 
 

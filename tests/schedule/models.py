@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdlite.schedule import Moment
+from hvdlite.schedule.local_steps import Moment
 
 # By hand for two parts: 40, then 30 and 20, then 10; 1 to the first of equals, 0 to the smaller.
 SHAPES = {"a": (5, 8), "b": (30,), "c": (4, 5), "d": (10,), "e": (), "f": (0, 3)}

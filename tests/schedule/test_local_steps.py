@@ -10,7 +10,8 @@ import pytest
 import hvdlite as hvd
 from hvdlite.compression import Compression, ErrorFeedback, Parameter, Reduction, TopK
 from hvdlite.observe import status
-from hvdlite.schedule import LocalSteps, Schedule
+from hvdlite.schedule import Schedule
+from hvdlite.schedule.local_steps import LocalSteps
 from tests.harness import ranks
 from tests.references import dtype_of
 from tests.schedule import models

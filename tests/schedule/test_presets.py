@@ -5,7 +5,9 @@ import pytest
 import hvdlite as hvd
 from hvdlite.base.reduction import Average, Sum
 from hvdlite.compression import DENSE, Compression, Conversion, ErrorFeedback, Reduction, WarmUp
-from hvdlite.schedule import LocalSGD, PartialSync, Preset, check_exchange, singa
+from hvdlite.gradients.options import Preset, check_exchange
+from hvdlite.schedule import singa
+from hvdlite.schedule.schedules import LocalSGD, PartialSync
 
 
 def check(compression, schedule=None, op=Average, **kwargs):
@@ -32,6 +34,8 @@ class TestSinga:
 
     def test_other_names(self):
         with pytest.raises(ValueError, match="'sparse' is none of SINGA's names: fp32, fp16, "):
+            singa("sparse")
+        with pytest.raises(ValueError, match=r"or a name that hvd\.singa takes: fp32, fp16, "):
             check("sparse")
 
     def test_it_is_public(self):

@@ -4,11 +4,23 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Adasum, Sum
-from hvdlite.compression import ByParameter, Compression, ErrorFeedback, Parameter, Reduction
-from hvdlite.schedule import Schedule, check_schedule
+from hvdlite.compression import (
+    ByParameter,
+    Compression,
+    Conversion,
+    ErrorFeedback,
+    Parameter,
+    Reduction,
+)
+from hvdlite.gradients.options import check_exchange
+from hvdlite.schedule import Schedule
 from hvdlite.schedule.schedules import partition
 
 NONE, AVERAGE = Compression.none, Reduction()
+
+
+def check(schedule, strategy, reduction, passes=1, sparse_as_dense=False):
+    return check_exchange(strategy, schedule, Conversion(), reduction, passes, sparse_as_dense)[1:]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +97,14 @@ def test_a_number_of_bytes_gives_the_number_of_parts():
 
 
 def test_what_has_no_local_steps():
-    assert check_schedule(None, NONE, AVERAGE, 2) == (None, 2)
-    assert check_schedule(Schedule.EveryStep(), NONE, AVERAGE, 2) == (None, 2)
-    assert check_schedule(Schedule.Accumulate(3), NONE, AVERAGE) == (None, 3)
+    assert check(None, NONE, AVERAGE, 2) == (None, 2)
+    assert check(Schedule.EveryStep(), NONE, AVERAGE, 2) == (None, 2)
+    assert check(Schedule.Accumulate(3), NONE, AVERAGE) == (None, 3)
     with pytest.raises(ValueError, match=r"backward_passes_per_step=2 mean the same"):
-        check_schedule(Schedule.Accumulate(3), NONE, AVERAGE, 2)
+        check(Schedule.Accumulate(3), NONE, AVERAGE, 2)
     for other in (3, "LocalSGD", Schedule, Schedule.LocalSGD):
         with pytest.raises(TypeError, match=r"use one of hvd\.Schedule"):
-            check_schedule(other, NONE, AVERAGE)
+            check(other, NONE, AVERAGE)
 
 
 @pytest.mark.parametrize(
@@ -101,24 +113,24 @@ def test_what_has_no_local_steps():
 def test_what_does_not_go_with_local_steps(schedule):
     for op in (Sum, Adasum):
         with pytest.raises(ValueError, match=f"which op=hvd.{op.name.capitalize()} does not"):
-            check_schedule(schedule, NONE, Reduction(op))
+            check(schedule, NONE, Reduction(op))
     with pytest.raises(ValueError, match=r"gradient_predivide_factor=2\.0 is about gradients"):
-        check_schedule(schedule, NONE, Reduction(predivide=2.0))
+        check(schedule, NONE, Reduction(predivide=2.0))
     with pytest.raises(ValueError, match="sparse_as_dense=True is about"):
-        check_schedule(schedule, NONE, AVERAGE, sparse_as_dense=True)
+        check(schedule, NONE, AVERAGE, sparse_as_dense=True)
     for good in (Compression.fp16, ByParameter(lambda parameter: NONE, [NONE, Compression.bf16])):
-        assert check_schedule(schedule, good, AVERAGE) == (schedule, 1)
+        assert check(schedule, good, AVERAGE) == (schedule, 1)
 
 
 def test_sparse_gradients_are_exchanged_before_the_first_local_step():
     schedule = Schedule.LocalSGD(2, start=1)
-    assert check_schedule(schedule, NONE, AVERAGE, sparse_as_dense=True) == (schedule, 1)
+    assert check(schedule, NONE, AVERAGE, sparse_as_dense=True) == (schedule, 1)
 
 
 def test_only_changes_travel_by_what_is_for_gradients():
     feedback = ErrorFeedback(Compression.fp16)
     diloco = Schedule.DiLoCo(2)
-    assert check_schedule(diloco, feedback, AVERAGE) == (diloco, 1)
+    assert check(diloco, feedback, AVERAGE) == (diloco, 1)
     for schedule in (Schedule.PartialSync(parts=2), Schedule.LocalSGD(2), Schedule.LocalSGD(2, 9)):
         with pytest.raises(ValueError, match=r"and ErrorFeedback.*is for gradients only"):
-            check_schedule(schedule, feedback, AVERAGE)
+            check(schedule, feedback, AVERAGE)

@@ -11,7 +11,7 @@ from hvdlite import recipe
 from hvdlite.base import observers
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.observe import status
 from hvdlite.tools import rehearsal
 from tests.harness import ranks

@@ -7,7 +7,7 @@ import hvdlite as hvd
 from hvdlite.base.reduction import Max, Scaling, Sum
 from hvdlite.compression import DENSE, Parameter, Reduction
 from hvdlite.engine import runtime
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.transport import Loopback, Transport
 from hvdlite.transport.counting import CountingTransport
 from tests.benchmarks import traffic

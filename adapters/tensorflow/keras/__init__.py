@@ -28,8 +28,8 @@ from hvdlite.tensorflow.device import pin_device
 if not _uses_legacy_keras:
     _check_backend(_os.environ.get("KERAS_BACKEND"))
 
+from hvdlite.keras._tensorflow_optimizer import ADAPTER
 from hvdlite.tensorflow.keras import callbacks
-from hvdlite.tensorflow.optimizer import ADAPTER
 
 DistributedOptimizer = ADAPTER.DistributedOptimizer
 PartialDistributedOptimizer = ADAPTER.PartialDistributedOptimizer

@@ -15,7 +15,7 @@ from mpi4py import MPI
 import hvdlite as hvd
 from hvdlite.compression import Compression, Parameter, Reduction
 from hvdlite.engine import runtime
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 from hvdlite.tools.bench import statistics
 from hvdlite.tools.bench.job import naming, say
 from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave

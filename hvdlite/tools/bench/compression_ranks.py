@@ -16,7 +16,7 @@ from hvdlite.base.reduction import Max
 from hvdlite.compression import DENSE, Compression, ErrorFeedback, Parameter, Reduction, Strategy
 from hvdlite.engine import Engine, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.gradients import GradientBuckets
+from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.tools.bench import statistics
 from hvdlite.tools.bench.job import say
 from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave

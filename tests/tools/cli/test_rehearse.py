@@ -34,7 +34,7 @@ import numpy as np
 import hvdlite as hvd
 from hvdlite.engine import runtime
 from hvdlite.compression import Compression, Parameter, Reduction
-from hvdlite.gradients import GradientExchange
+from hvdlite.gradients.exchange import GradientExchange
 hvd.init()
 parameters = [Parameter(name, (3,), np.dtype("float32")) for name in ("bias", "weight")]
 made = GradientExchange(runtime.engine(), "model", parameters, Compression.none, Reduction())

@@ -11,10 +11,12 @@ from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.gradients.optimizer_replica import kept_in_common
-from hvdlite.gradients.synchronizer import Options, Synchronizer
+from hvdlite.gradients.options import CompressionArgument, ExchangeSchedule, Options
+from hvdlite.gradients.synchronizer import Synchronizer
 from hvdlite.keras._optimizer import Distributed, KerasAdapter, make_distributed
-from hvdlite.schedule import CompressionArgument, ExchangeSchedule
+from hvdlite.keras._tensorflow import Backend
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted
+from hvdlite.world import parts
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -127,8 +129,6 @@ class _DistributedV1(Distributed):
 
 
 def _distribute_v1(optimizer: Any, options: Options) -> Any:
-    from hvdlite.keras._tensorflow import Backend  # which imports this package
-
     if isinstance(optimizer, Distributed):
         raise ValueError("this optimizer is a DistributedOptimizer already; wrap it once")
     if options.passes > 1:
@@ -141,6 +141,7 @@ def _distribute_v1(optimizer: Any, options: Options) -> Any:
             f"{options.schedule!r} with {type(optimizer).__name__}: it needs a Keras optimizer; "
             "use the one of this name in tf.keras.optimizers, or hvd.DistributedGradientTape"
         )
+    parts.current.refuse(type(optimizer).__name__, "use an optimizer of Keras 3")
     # Its gradients are averaged long before it applies them.
     synchronizer = Synchronizer(optimizer, options, Backend, leaves_out=False)
     return make_distributed(optimizer, _DistributedV1, synchronizer, _distribute_v1)

@@ -1,0 +1,99 @@
+"""The steps of a Keras optimizer by a schedule; imports no Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from hvdlite.engine.process_sets import is_outside
+from hvdlite.gradients.options import Options
+from hvdlite.gradients.synchronizer import LABEL, Backend, Synchronizer
+from hvdlite.schedule.local_steps import LocalSteps, check_unweighted
+from hvdlite.schedule.schedules import LocalSchedule
+
+
+class KerasSteps:
+    """A `GradientPath` with local steps: on own or reduced gradients, with exchanges of weights.
+
+    Args:
+        synchronizer: of the optimizer.
+        backend: of its framework.
+    """
+
+    stepped = True
+
+    def __init__(self, synchronizer: Synchronizer, backend: Backend) -> None:
+        self._options = synchronizer.options
+        self._schedule = cast(LocalSchedule, synchronizer.options.schedule)
+        self._local = synchronizer.local
+        self._backend = backend
+        self.state = synchronizer.state
+        self.steps: Any = None
+
+    @staticmethod
+    def check(options: Options, accumulates: bool, scales_loss: bool) -> None:
+        if accumulates:
+            raise ValueError(
+                f"{options.schedule!r} with gradient_accumulation_steps: in local steps gradients "
+                "cost no exchange; leave gradient_accumulation_steps out, and take larger batches"
+            )
+        if scales_loss:
+            raise ValueError(
+                "a LossScaleOptimizer leaves out the step of a rank whose gradients overflow, and "
+                f"with {options.schedule!r} the others would wait for it; use mixed_bfloat16, "
+                "which needs no loss scaling, or leave out the schedule"
+            )
+
+    def step(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        batch_size: Any,
+        moments: Callable[[Any], Mapping[str, Any]],
+        apply: Callable[[list[Any]], Any],
+    ) -> Any:
+        check_unweighted(batch_size)
+        if is_outside(self._options.process_set):
+            return apply(list(gradients))
+        shared = [variables[number] for number in self._local.others(variables)]
+        averaged = [moments(each) if self._schedule.momentum else {} for each in shared]
+        steps = self.steps = self._kind(self._count_for(shared), shared, averaged)
+        steps.begin()
+        chosen = steps.gradients(
+            gradients,
+            lambda: self._local.reduce(gradients, variables, None, self._backend),
+            self._options.sparse_as_dense,
+        )
+        result = apply(chosen)
+        steps.end()
+        return result
+
+    @property
+    def _kind(self) -> Any:
+        """Return the class of local steps of the framework's variables."""
+        if self._backend.owner == "keras.tensorflow":
+            from hvdlite.tensorflow.local_steps import VariableSteps
+
+            return VariableSteps
+        from hvdlite.torch.scheduled import TensorSteps
+
+        return TensorSteps
+
+    def _count_for(self, variables: Sequence[Any]) -> LocalSteps:
+        """Return the steps of these variables; new variables take over the state of old ones."""
+        options = self._options
+        earlier: LocalSteps | None = self.state.steps
+        parameters = list(self._backend.describe(variables))
+        if earlier is not None and earlier.parameters == parameters:
+            return earlier
+        steps = LocalSteps(
+            self._schedule, options.strategy, options.reduction, LABEL, options.process_set
+        )
+        steps.add(parameters)
+        if earlier is not None:
+            names = {parameter.name for parameter in parameters}
+            state = earlier.state_dict()
+            state["outer"] = {n: entry for n, entry in state["outer"].items() if n in names}
+            steps.load_state_dict(state)
+        self.state.follow(steps)
+        return steps
