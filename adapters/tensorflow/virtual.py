@@ -18,7 +18,7 @@ from hvdlite.engine.process_sets import global_process_set
 from hvdlite.errors import HorovodInternalError, NotFiniteError
 from hvdlite.gradients.finite import tell_left_out
 from hvdlite.gradients.options import Options
-from hvdlite.gradients.synchronizer import LABEL, Synchronizer
+from hvdlite.gradients.synchronizer import LABEL, GradientPath, Synchronizer
 from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified
@@ -29,7 +29,7 @@ from hvdlite.virtual.state import VirtualState
 from hvdlite.world import parts
 
 
-class VirtualSteps:
+class VirtualSteps(GradientPath):
     """A `GradientPath` with virtual ranks: each step takes the gradients of all of them.
 
     Args:

@@ -1,4 +1,4 @@
-"""What an optimizer or a tape exchanges and when: its arguments, checked and combined."""
+"""Options of an optimizer's or a tape's exchange: its arguments, checked and combined."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Backend(GradientReduction, Protocol):
 
 
 class GradientPath(Protocol):
-    """What makes an optimizer's steps if there is not one exchange of gradients for each.
+    """Makes an optimizer's steps where there is not one exchange of gradients for each.
 
     It is made of a `Synchronizer` and its `Backend`.
 

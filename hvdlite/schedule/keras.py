@@ -7,12 +7,12 @@ from typing import Any, cast
 
 from hvdlite.engine.process_sets import is_outside
 from hvdlite.gradients.options import Options
-from hvdlite.gradients.synchronizer import LABEL, Backend, Synchronizer
+from hvdlite.gradients.synchronizer import LABEL, Backend, GradientPath, Synchronizer
 from hvdlite.schedule.local_steps import LocalSteps, check_unweighted
 from hvdlite.schedule.schedules import LocalSchedule
 
 
-class KerasSteps:
+class KerasSteps(GradientPath):
     """A `GradientPath` with local steps: on own or reduced gradients, with exchanges of weights.
 
     Args:

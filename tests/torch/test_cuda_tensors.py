@@ -108,7 +108,7 @@ def run(monkeypatch):
     monkeypatch.setattr(world, "rank", lambda: here.rank.rank)
     monkeypatch.setattr(world, "size", lambda: here.size)
     monkeypatch.setattr(world, "current", lambda: here.rank.world)
-    monkeypatch.setattr("hvdlite.torch.optimizer.next_label", next_label)
+    monkeypatch.setattr("hvdlite.torch.wrapping.next_label", next_label)
     monkeypatch.setattr(device_memory, "find", lambda tensor: here.rank.memory)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made = []
