@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdlite.base.interrupts import Interrupted
 from hvdlite.errors import HorovodInternalError, RankGoneError
-from hvdlite.transport.base import OnWait, Transport, common_prefix
+from hvdlite.transport.transport import OnWait, Transport, common_prefix
 
 SECONDS = 20.0
 _POLL_SECONDS = 1e-4

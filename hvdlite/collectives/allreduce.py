@@ -42,7 +42,7 @@ from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.errors import GradientError
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
-from hvdlite.transport.base import LARGEST_FUSED
+from hvdlite.transport.transport import LARGEST_FUSED
 
 
 def allreduce(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hvdlite.compression.base import DENSE, Dense, Strategy, check_op, exchange_bucket
 from hvdlite.compression.bucket import Bucket, Parameter, Reduction
 from hvdlite.compression.cast import Cast
 from hvdlite.compression.custom import Compressor, Conversion, Custom
@@ -18,6 +17,7 @@ from hvdlite.compression.registry import (
 from hvdlite.compression.signs import MajorityVote, Sign, TernGrad, TwoBit
 from hvdlite.compression.sparse import DeepGradientCompression, RandomK, Threshold, TopK
 from hvdlite.compression.state import StrategyState
+from hvdlite.compression.strategy import DENSE, Dense, Strategy, check_op, exchange_bucket
 from hvdlite.compression.wrappers import ByParameter, ErrorFeedback, WarmUp
 
 __all__ = [

@@ -16,7 +16,7 @@ from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression.state import BucketState, StrategyState
 from hvdlite.transport import Transport
 from hvdlite.transport.adasum import adasum
-from hvdlite.transport.base import copy_parts
+from hvdlite.transport.transport import copy_parts
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from hvdlite.base import float16
 from hvdlite.base.arguments import check_choice
 from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling, is_floating
-from hvdlite.compression.base import DENSE, Strategy
 from hvdlite.compression.bucket import Bucket, Parameter
 from hvdlite.compression.codec import Codec, add_by_slices, greatest_magnitude
 from hvdlite.compression.custom import cast
+from hvdlite.compression.strategy import DENSE, Strategy
 from hvdlite.transport import Transport
 
 _log = logging.getLogger("hvdlite")

@@ -11,8 +11,8 @@ import numpy as np
 
 from hvdlite.base.arrays import as_array, flat
 from hvdlite.base.reduction import ReduceOp, is_floating
-from hvdlite.compression.base import Strategy
 from hvdlite.compression.bucket import Bucket, Parameter
+from hvdlite.compression.strategy import Strategy
 from hvdlite.transport import Transport
 
 

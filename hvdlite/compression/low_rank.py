@@ -13,9 +13,9 @@ import numpy as np
 from hvdlite.base import float16
 from hvdlite.base.arguments import check_count, check_positive
 from hvdlite.base.reduction import ReduceOp, is_floating
-from hvdlite.compression.base import DENSE, Strategy
 from hvdlite.compression.bucket import Bucket, Parameter, generator
 from hvdlite.compression.messages import agree, find_not_finite
+from hvdlite.compression.strategy import DENSE, Strategy
 from hvdlite.errors import GradientError
 from hvdlite.transport import Transport
 

@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from hvdlite.base.arguments import check_count
-from hvdlite.compression.base import Strategy
 from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.codec import Codec, add_by_slices, add_gathered, greatest_magnitude
 from hvdlite.compression.messages import agree, find_not_finite
 from hvdlite.compression.packing import pack, packed_size, unpack
+from hvdlite.compression.strategy import Strategy
 from hvdlite.transport import Transport
 
 # Values in the largest block that can be asked for.

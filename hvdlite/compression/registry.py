@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvdlite.compression.base import DENSE, Strategy
 from hvdlite.compression.cast import Cast
 from hvdlite.compression.custom import Compressor, Conversion, Custom
 from hvdlite.compression.low_rank import PowerSGD
 from hvdlite.compression.quantized import QSGD, Blockwise8, Float8, Natural
 from hvdlite.compression.signs import MajorityVote, Sign, TernGrad, TwoBit
 from hvdlite.compression.sparse import DeepGradientCompression, RandomK, Threshold, TopK
+from hvdlite.compression.strategy import DENSE, Strategy
 from hvdlite.compression.wrappers import ByParameter, ErrorFeedback, WarmUp
 
 

@@ -22,11 +22,11 @@ from hvdlite.base.arguments import (
     check_ratio,
 )
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.compression.base import Strategy
 from hvdlite.compression.bucket import Bucket
 from hvdlite.compression.codec import greatest_magnitude
 from hvdlite.compression.messages import agree, find_not_finite, gather_messages
 from hvdlite.compression.selection import at_least, greatest, index_dtype
+from hvdlite.compression.strategy import Strategy
 from hvdlite.engine.agreement import ranks_text
 from hvdlite.errors import MismatchError
 from hvdlite.transport import Transport

@@ -10,8 +10,8 @@ import numpy as np
 
 from hvdlite.base.arguments import check_count
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.compression.base import DENSE, Strategy
 from hvdlite.compression.bucket import Bucket, Parameter
+from hvdlite.compression.strategy import DENSE, Strategy
 from hvdlite.transport import Transport
 
 _RESIDUAL = "residual"

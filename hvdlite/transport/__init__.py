@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hvdlite.transport.base import NoRoomError, OnWait, Transport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.registry import connect, connect_device
+from hvdlite.transport.transport import NoRoomError, OnWait, Transport
 
 __all__ = [
     "Loopback",

@@ -12,7 +12,7 @@ from hvdlite.base.arrays import slice_bounds
 from hvdlite.base.reduction import ReduceOp, Scaling, accumulator
 
 if TYPE_CHECKING:
-    from hvdlite.transport.base import Transport
+    from hvdlite.transport.transport import Transport
 
 
 def adasum(

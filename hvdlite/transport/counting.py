@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.base.reduction import ReduceOp, Scaling
-from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport
+from hvdlite.transport.transport import DIGEST_SIZE, OnWait, Transport
 
 _total = [0, 0]
 _lock = threading.Lock()

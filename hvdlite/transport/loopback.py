@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.base.reduction import ReduceOp, Scaling
-from hvdlite.transport.base import OnWait, Transport
+from hvdlite.transport.transport import OnWait, Transport
 
 
 class Loopback(Transport):

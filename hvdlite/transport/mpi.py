@@ -11,9 +11,9 @@ import numpy as np
 
 from hvdlite.base.interrupts import Interrupted
 from hvdlite.base.reduction import ReduceOp, Scaling
-from hvdlite.transport.base import DIGEST_SIZE, LARGEST_FUSED, NoRoomError, OnWait, Transport
 from hvdlite.transport.liveness import Liveness
 from hvdlite.transport.reduce import is_integer_mean
+from hvdlite.transport.transport import DIGEST_SIZE, LARGEST_FUSED, NoRoomError, OnWait, Transport
 from hvdlite.world.world import Create, create_at_once
 
 # Counts have 32 bits in MPI 3: larger arrays are sent in pieces of at most this many bytes.

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.base import Transport
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
@@ -19,6 +18,7 @@ from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
+from hvdlite.transport.transport import Transport
 from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")

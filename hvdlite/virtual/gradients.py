@@ -30,7 +30,7 @@ from hvdlite.compression import (
     StrategyState,
     exchange_bucket,
 )
-from hvdlite.compression.base import check_op
+from hvdlite.compression.strategy import check_op
 from hvdlite.engine import Engine, Operation
 from hvdlite.engine.agreement import find_difference, ranks_text
 from hvdlite.engine.operation import Signature

@@ -18,8 +18,8 @@ from hvdlite.base.arrays import as_bytes, slice_bounds
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport.adasum import adasum
-from hvdlite.transport.base import OnWait, Transport
 from hvdlite.transport.reduce import reduce_into
+from hvdlite.transport.transport import OnWait, Transport
 
 #: A part of the tree: its first leaf, and the one after its last.
 Node = tuple[int, int]

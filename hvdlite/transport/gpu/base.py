@@ -13,8 +13,8 @@ import numpy as np
 from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.base import OnWait, Transport
 from hvdlite.transport.gpu.cuda import Cuda, Event, stored_as
+from hvdlite.transport.transport import OnWait, Transport
 
 _SPIN_SECONDS = 100e-6
 _MAX_SLEEP = 1e-3

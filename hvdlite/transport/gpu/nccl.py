@@ -13,11 +13,11 @@ import numpy as np
 from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport.base import Transport
 from hvdlite.transport.gpu.base import Work, equal_parts
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.reduce import is_integer_mean
+from hvdlite.transport.transport import Transport
 
 # NCCL's numbers, of which cupy names only some.
 _BYTE = 1

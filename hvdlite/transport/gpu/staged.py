@@ -10,9 +10,9 @@ import numpy as np
 
 from hvdlite.base.arrays import as_bytes
 from hvdlite.base.reduction import ReduceOp, Scaling
-from hvdlite.transport.base import Transport
 from hvdlite.transport.gpu.base import DeviceTransport, Work
 from hvdlite.transport.gpu.cuda import Cuda, Event
+from hvdlite.transport.transport import Transport
 
 
 class HostStaged(DeviceTransport):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.errors import RankGoneError
-from hvdlite.transport.base import DIGEST_SIZE, OnWait
 from hvdlite.transport.reduce import Call, perform
 from hvdlite.transport.shared_memory.futex import Futex, pause, yield_core
 from hvdlite.transport.shared_memory.segment import Arena, Key, Peer
+from hvdlite.transport.transport import DIGEST_SIZE, OnWait
 
 #: Digests that a rank can write for one generation.
 MAX_DIGESTS = 1024

@@ -13,7 +13,6 @@ import numpy as np
 
 from hvdlite.base.reduction import ReduceOp, Scaling, accumulator, integer_mean, integer_sums
 from hvdlite.transport.adasum import adasum
-from hvdlite.transport.base import DIGEST_SIZE, OnWait, Transport, common_prefix
 from hvdlite.transport.reduce import (
     Call,
     PreparedReduction,
@@ -39,6 +38,7 @@ from hvdlite.transport.shared_memory.chunked import (
     slice_of,
 )
 from hvdlite.transport.shared_memory.segment import Arena
+from hvdlite.transport.transport import DIGEST_SIZE, OnWait, Transport, common_prefix
 from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from hvdlite.errors import RankGoneError
-from hvdlite.transport.base import DIGEST_SIZE
 from hvdlite.transport.shared_memory import futex
 from hvdlite.transport.shared_memory.barrier import LARGEST_CHUNK, MAX_DIGESTS, OUTPUTS, Barrier
 from hvdlite.transport.shared_memory.segment import Arena
+from hvdlite.transport.transport import DIGEST_SIZE
 from tests.harness.mpirun import environment
 from tests.simulation import on_all_ranks
 from tests.transport.checks import on_wait
