@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "world": (2, 796, "world"),
     "observe": (2, 1314, "observe"),
     "transport": (3, 3905, "transport"),
-    "engine": (4, 3888, "engine"),
+    "engine": (4, 3900, "engine"),
     "compression": (5, 3000, "compression"),
     "collectives": (6, 1815, "collectives"),
     "gradients": (7, 3249, "gradients"),

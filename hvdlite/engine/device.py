@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
@@ -100,6 +100,8 @@ class DeviceResult:
         memory: The memory of the tensors.
         tensors: Tensors that the work uses; they live until it is done, or `take` is called.
         value: The operation's result.
+        report: Called where this finds that the communication has failed: the lane, which may
+            have nothing to do, tells the other ranks.
     """
 
     def __init__(
@@ -109,12 +111,14 @@ class DeviceResult:
         memory: DeviceMemory,
         tensors: Sequence[Any],
         value: Any,
+        report: Callable[[], object],
     ) -> None:
         self._transport = transport
         self._work = work
         self._memory = memory
         self._tensors = tensors
         self._value = value
+        self._report = report
 
     def take(self) -> Any:
         """Make the current stream's later work wait for the result, and return it.
@@ -125,7 +129,11 @@ class DeviceResult:
         Raises:
             HorovodInternalError: The communication has failed.
         """
-        self._transport.check()
+        try:
+            self._transport.check()
+        except HorovodInternalError:
+            self._report()
+            raise
         self._work.wait_on(self._memory.stream())
         for tensor in self._tensors:
             self._memory.keep(tensor)
@@ -149,14 +157,18 @@ class DeviceExecutor:
     Args:
         control: The lane's host transport.
         settings: Times of reports and time-outs, and the choice of the device transport.
+        report: Has the lane's thread call `check` soon.
 
     Attributes:
         control: As given; it may be replaced as long as there is no device transport.
         under_way: The start times and results of operations that the device may not have finished.
     """
 
-    def __init__(self, control: Transport, settings: Settings) -> None:
+    def __init__(
+        self, control: Transport, settings: Settings, report: Callable[[], object]
+    ) -> None:
         self.control = control
+        self._report = report
         self._through_host = settings.device_transport == "host"
         self._timeout = settings.stall_shutdown_time_seconds or _TIMEOUT_SECONDS
         settings = dataclasses.replace(settings, stall_shutdown_time_seconds=self._timeout)
@@ -200,7 +212,7 @@ class DeviceExecutor:
             time.sleep(_POLL_SECONDS)
             self.check()
         work = transport.enqueue(execute, operation.ready)
-        result = DeviceResult(transport, work, memory, operation.tensors, value)
+        result = DeviceResult(transport, work, memory, operation.tensors, value, self._report)
         self.under_way.append((time.monotonic(), result))
         return result
 

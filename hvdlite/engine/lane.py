@@ -88,7 +88,7 @@ class Lane:
         transport.lane = name
         transport.confirms = supervisor.survives
         self._settings = settings
-        self._devices = DeviceExecutor(transport, settings)
+        self._devices = DeviceExecutor(transport, settings, self.ask)
         self._watching = False
         self._queue = Queue(transport.members[transport.rank])
         self.operations = self._queue.operations
