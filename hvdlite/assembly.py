@@ -1,7 +1,7 @@
 """How the rooms beside the core come into a job: when its settings ask for them.
 
 The core owns the seams (`supervisor.choose`, `parts.divide`, `observers.plan`, `options.presets`
-and `options.schedule_of`) and knows none of the rooms; what is not asked for is not imported.
+and `options.adasum`) and knows none of the rooms; what is not asked for is not imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 
 from hvdlite.base import observers
-from hvdlite.base.reduction import ReduceOp
 from hvdlite.base.settings import Settings
 from hvdlite.engine import supervisor
 from hvdlite.gradients import options
@@ -46,14 +45,14 @@ def _presets() -> Mapping[str, Callable[[], options.Preset]]:
     return NAMED
 
 
-def _schedule_of(op: ReduceOp) -> options.ExchangeSchedule | None:
-    from hvdlite.schedule import schedules
+def _adasum() -> options.ExchangeSchedule:
+    from hvdlite.schedule.schedules import EACH_CHANGE
 
-    return schedules.stands_for(op)
+    return EACH_CHANGE
 
 
 supervisor.choose = _supervise
 parts.divide = _divide
 observers.plan = _plan
 options.presets = _presets
-options.schedule_of = _schedule_of
+options.adasum = _adasum

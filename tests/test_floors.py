@@ -23,14 +23,14 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1641, "base errors version"),
     "world": (2, 796, "world"),
     "observe": (2, 1314, "observe"),
-    "transport": (3, 3905, "transport"),
-    "engine": (4, 3900, "engine"),
+    "transport": (3, 3909, "transport"),
+    "engine": (4, 3899, "engine"),
     "compression": (5, 3000, "compression"),
     "collectives": (6, 1815, "collectives"),
     "gradients": (7, 3249, "gradients"),
     "recipe": (7, 2432, "recipe"),
-    "torch": (8, 4667, "torch"),
-    "tensorflow": (8, 3195, "tensorflow"),
+    "torch": (8, 4680, "torch"),
+    "tensorflow": (8, 3205, "tensorflow"),
     "keras": (9, 2410, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
@@ -41,13 +41,13 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2432, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1465,
+        1461,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 507, "horovod"),
     "launch": (_BESIDE, 3625, "launch"),
     "tools": (_TOOLS, 4890, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 720, "common"),
+    "facade": (_FACADE, 719, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}

@@ -16,7 +16,7 @@ from hvdlite import collectives
 from hvdlite.base import reduction
 from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.collectives import Route, describe_allgather, run_alltoall
-from hvdlite.collectives.call import Call, members
+from hvdlite.collectives.recorded import RecordedCall, members
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.graphs import for_session
@@ -86,7 +86,9 @@ def allreduce(
     """
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
-    call = Call(False, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
+    call = RecordedCall(
+        False, name, process_set, chosen, prescale_factor, postscale_factor, strategy
+    )
     if isinstance(tensor, tf.IndexedSlices):
         return _allreduce_slices(call, tensor)
     return _allreduce(call, [tensor])[0]
@@ -120,7 +122,9 @@ def grouped_allreduce(
     """
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
-    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
+    call = RecordedCall(
+        True, name, process_set, chosen, prescale_factor, postscale_factor, strategy
+    )
     results = members(tensors, tf.Tensor, tf.Variable)
     dense = [n for n, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
     for number, each in enumerate(results):
@@ -135,7 +139,7 @@ def grouped_allreduce(
 
 
 @unconverted
-def _allreduce(call: Call, tensors: Sequence[Any]) -> list[tf.Tensor]:
+def _allreduce(call: RecordedCall, tensors: Sequence[Any]) -> list[tf.Tensor]:
     def reduce(*arrays: Any) -> list[Any]:
         results: list[Any] = call.reduce(
             arrays, collectives.allreduce, collectives.grouped_allreduce
@@ -154,7 +158,7 @@ def _allreduce(call: Call, tensors: Sequence[Any]) -> list[tf.Tensor]:
 
 
 @unconverted
-def _allreduce_slices(call: Call, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+def _allreduce_slices(call: RecordedCall, slices: tf.IndexedSlices) -> tf.IndexedSlices:
     op = call.op
     if (call.prescale_factor, call.postscale_factor) != (1.0, 1.0):
         raise NotImplementedError("tf.IndexedSlices are reduced without scaling factors")
@@ -211,7 +215,7 @@ def allgather(
         MismatchError: The ranks disagree.
         HorovodInternalError: Communication failed.
     """
-    (whole,), _ = _allgather(Call(False, name, process_set), [tensor])
+    (whole,), _ = _allgather(RecordedCall(False, name, process_set), [tensor])
     return whole
 
 
@@ -222,12 +226,14 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
-    wholes, _ = _allgather(Call(True, name, process_set), members(tensors, tf.Tensor, tf.Variable))
+    wholes, _ = _allgather(
+        RecordedCall(True, name, process_set), members(tensors, tf.Tensor, tf.Variable)
+    )
     return wholes
 
 
 @unconverted
-def _allgather(call: Call, tensors: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
+def _allgather(call: RecordedCall, tensors: Sequence[Any]) -> tuple[list[tf.Tensor], tf.Tensor]:
     """Return what has been gathered, and the number of ranks that it is from."""
     name, process_set = call.name, call.process_set
 
@@ -292,7 +298,7 @@ def broadcast(
         MismatchError: The ranks disagree.
         HorovodInternalError: Communication failed.
     """
-    call = Call(False, name, process_set)
+    call = RecordedCall(False, name, process_set)
 
     def spread(array: Any) -> list[Any]:
         # Asked now: a rank may have another number in the backward pass.
@@ -341,13 +347,13 @@ def alltoall(
         HorovodInternalError: Communication failed.
     """
     counts = [] if splits is None else [tf.convert_to_tensor(splits)]
-    rows, received = _alltoall(Call(False, name, process_set), tensor, counts)
+    rows, received = _alltoall(RecordedCall(False, name, process_set), tensor, counts)
     return rows if splits is None else (rows, received)
 
 
 @unconverted
 def _alltoall(
-    call: Call, tensor: Any, how: Sequence[tf.Tensor], is_back: bool = False
+    call: RecordedCall, tensor: Any, how: Sequence[tf.Tensor], is_back: bool = False
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Exchange rows.
 
@@ -415,7 +421,9 @@ def reducescatter(
     """
     check_strategy(compression)
     chosen = reduction.choose(None, op)
-    call = Call(False, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    call = RecordedCall(
+        False, name, process_set, chosen, prescale_factor, postscale_factor, compression
+    )
     return _reducescatter(call, [tensor])[0]
 
 
@@ -433,12 +441,14 @@ def grouped_reducescatter(
     """Reduce and scatter several tensors as one unit; see `reducescatter`, `grouped_allreduce`."""
     check_strategy(compression)
     chosen = reduction.choose(None, op)
-    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    call = RecordedCall(
+        True, name, process_set, chosen, prescale_factor, postscale_factor, compression
+    )
     return _reducescatter(call, members(tensors, tf.Tensor, tf.Variable))
 
 
 @unconverted
-def _reducescatter(call: Call, tensors: Sequence[Any]) -> list[tf.Tensor]:
+def _reducescatter(call: RecordedCall, tensors: Sequence[Any]) -> list[tf.Tensor]:
     def reduce(*arrays: Any) -> list[Any]:
         results: list[Any] = call.reduce(
             arrays, collectives.reducescatter, collectives.grouped_reducescatter

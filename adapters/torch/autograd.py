@@ -14,7 +14,7 @@ import torch
 from hvdlite import collectives
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.collectives import Route, describe_allgather, describe_group, run_alltoall
-from hvdlite.collectives.call import Call
+from hvdlite.collectives.recorded import RecordedCall
 from hvdlite.engine import Operation, runtime
 from hvdlite.torch.device_memory import device_array, device_converter
 from hvdlite.torch.dynamo import untraced_methods
@@ -29,7 +29,7 @@ class Allreduce(torch.autograd.Function):
     """Gradients are reduced by the same op."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: RecordedCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         return _reduced(call, tensors, collectives.allreduce, collectives.grouped_allreduce)
 
@@ -44,7 +44,7 @@ class Allgather(torch.autograd.Function):
     """The gradient of a rank's rows is the average of the ranks', as in Horovod."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: RecordedCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         engine = runtime.engine(call.process_set)
 
         def describe(tensor: torch.Tensor, name: str) -> Operation:
@@ -81,7 +81,7 @@ class Broadcast(torch.autograd.Function):
     """The root's gradient is the average of the ranks', as in Horovod; the others' is zero."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, root_rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: RecordedCall, root_rank: int, tensor: torch.Tensor) -> torch.Tensor:
         # Asked now: a rank may have another number in the backward pass.
         ctx.is_root = world.rank() == root_rank
         ctx.call = call
@@ -101,7 +101,7 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, splits: Any, back: Route | None, tensor: torch.Tensor
+        ctx: Any, call: RecordedCall, splits: Any, back: Route | None, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         array = to_array(tensor, device_array)
         result, route = run_alltoall(array, splits, call.name, call.process_set, back)
@@ -121,7 +121,7 @@ class Reducescatter(torch.autograd.Function):
     """The gradients of all rows are gathered; times the number of ranks for sums, as in Horovod."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: RecordedCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         group = collectives.grouped_reducescatter
         return _reduced(call, tensors, collectives.reducescatter, group)
@@ -138,7 +138,7 @@ class Reducescatter(torch.autograd.Function):
 
 
 def _reduced(
-    call: Call,
+    call: RecordedCall,
     tensors: Sequence[torch.Tensor],
     one: Callable[..., Any],
     several: Callable[..., Any],

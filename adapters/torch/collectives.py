@@ -17,7 +17,7 @@ from hvdlite.collectives import (
     describe_broadcast,
     describe_reducescatter,
 )
-from hvdlite.collectives.call import Call
+from hvdlite.collectives.recorded import RecordedCall
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
@@ -106,7 +106,9 @@ def allreduce(
     name = name or runtime.engine(process_set).unnamed("allreduce")
     strategy = check_strategy(compression, CONVERSION)
     chosen = reduction.choose(average, op)
-    call = Call(False, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
+    call = RecordedCall(
+        False, name, process_set, chosen, prescale_factor, postscale_factor, strategy
+    )
     result: torch.Tensor = Allreduce.apply(call, tensor)[0]
     return result
 
@@ -163,7 +165,7 @@ def allgather(
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("allgather")
-    result: torch.Tensor = Allgather.apply(Call(False, name, process_set), tensor)[0]
+    result: torch.Tensor = Allgather.apply(RecordedCall(False, name, process_set), tensor)[0]
     return result
 
 
@@ -226,7 +228,9 @@ def broadcast(
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("broadcast")
-    result: torch.Tensor = Broadcast.apply(Call(False, name, process_set), root_rank, tensor)
+    result: torch.Tensor = Broadcast.apply(
+        RecordedCall(False, name, process_set), root_rank, tensor
+    )
     return result
 
 
@@ -284,7 +288,7 @@ def alltoall(
         HorovodInternalError: The ranks disagree, or communication failed.
     """
     name = name or runtime.engine(process_set).unnamed("alltoall")
-    call = Call(False, name, process_set)
+    call = RecordedCall(False, name, process_set)
     result, received = Alltoall.apply(call, host_splits(splits), None, tensor)
     return result if splits is None else (result, received)
 
@@ -338,7 +342,9 @@ def reducescatter(
     """
     name = name or runtime.engine(process_set).unnamed("reducescatter")
     chosen = reduction.choose(None, op)
-    call = Call(False, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    call = RecordedCall(
+        False, name, process_set, chosen, prescale_factor, postscale_factor, compression
+    )
     result: torch.Tensor = Reducescatter.apply(call, tensor)[0]
     return result
 

@@ -15,7 +15,7 @@ from hvdlite.collectives import (
     describe_group,
     describe_reducescatter,
 )
-from hvdlite.collectives.call import Call, members
+from hvdlite.collectives.recorded import RecordedCall, members
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine import Operation, runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
@@ -53,7 +53,9 @@ def grouped_allreduce(
     name = name or runtime.engine(process_set).unnamed("grouped_allreduce")
     chosen = reduction.choose(average, op)
     strategy = check_strategy(compression, CONVERSION)
-    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, strategy)
+    call = RecordedCall(
+        True, name, process_set, chosen, prescale_factor, postscale_factor, strategy
+    )
     return list(Allreduce.apply(call, *members(tensors, torch.Tensor)))
 
 
@@ -142,7 +144,9 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Gather several tensors as one unit; see `allgather` and `grouped_allreduce`."""
     name = name or runtime.engine(process_set).unnamed("grouped_allgather")
-    return list(Allgather.apply(Call(True, name, process_set), *members(tensors, torch.Tensor)))
+    return list(
+        Allgather.apply(RecordedCall(True, name, process_set), *members(tensors, torch.Tensor))
+    )
 
 
 def grouped_allgather_async(
@@ -170,7 +174,9 @@ def grouped_reducescatter(
     """Do `reducescatter` for several tensors as one unit; see `grouped_allreduce`."""
     name = name or runtime.engine(process_set).unnamed("grouped_reducescatter")
     chosen = reduction.choose(None, op)
-    call = Call(True, name, process_set, chosen, prescale_factor, postscale_factor, compression)
+    call = RecordedCall(
+        True, name, process_set, chosen, prescale_factor, postscale_factor, compression
+    )
     return list(Reducescatter.apply(call, *members(tensors, torch.Tensor)))
 
 

@@ -130,7 +130,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     strategy, chosen, passes = check_exchange(
         compression, schedule, CONVERSION, reduction, passes, sparse_as_dense
     )
-    chosen = chosen or options.schedule_of(reduction.op)
+    if reduction.op is ReduceOp.ADASUM:
+        chosen = options.adasum()
     made = Options(strategy, reduction, sparse_as_dense, passes, process_set, chosen, model)
     kind = gradient_path("torch", chosen) or Distributed
     return kind.wrap(optimizer, names, made)

@@ -1,4 +1,4 @@
-"""Observer: what hears of each point that this rank gets to.
+"""Observer: a function that hears of each point that this rank gets to.
 
 The timeline and a rehearsal's planted faults are observers. The core calls each of them with a
 point and with what it is about, in the thread that gets there, and knows none of them::

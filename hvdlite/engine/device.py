@@ -100,8 +100,6 @@ class DeviceResult:
         memory: The memory of the tensors.
         tensors: Tensors that the work uses; they live until it is done, or `take` is called.
         value: The operation's result.
-        report: Called where this finds that the communication has failed: the lane, which may
-            have nothing to do, tells the other ranks.
     """
 
     def __init__(
@@ -111,14 +109,12 @@ class DeviceResult:
         memory: DeviceMemory,
         tensors: Sequence[Any],
         value: Any,
-        report: Callable[[], object],
     ) -> None:
         self._transport = transport
         self._work = work
         self._memory = memory
         self._tensors = tensors
         self._value = value
-        self._report = report
 
     def take(self) -> Any:
         """Make the current stream's later work wait for the result, and return it.
@@ -129,11 +125,7 @@ class DeviceResult:
         Raises:
             HorovodInternalError: The communication has failed.
         """
-        try:
-            self._transport.check()
-        except HorovodInternalError:
-            self._report()
-            raise
+        self._transport.check()
         self._work.wait_on(self._memory.stream())
         for tensor in self._tensors:
             self._memory.keep(tensor)
@@ -157,7 +149,7 @@ class DeviceExecutor:
     Args:
         control: The lane's host transport.
         settings: Times of reports and time-outs, and the choice of the device transport.
-        report: Has the lane's thread call `check` soon.
+        report: Has the lane's thread call `check` soon, though it may have nothing to do.
 
     Attributes:
         control: As given; it may be replaced as long as there is no device transport.
@@ -212,7 +204,7 @@ class DeviceExecutor:
             time.sleep(_POLL_SECONDS)
             self.check()
         work = transport.enqueue(execute, operation.ready)
-        result = DeviceResult(transport, work, memory, operation.tensors, value, self._report)
+        result = DeviceResult(transport, work, memory, operation.tensors, value)
         self.under_way.append((time.monotonic(), result))
         return result
 
@@ -252,6 +244,7 @@ class DeviceExecutor:
             self._transport = connect_device(
                 self.control, memory.index, self._timeout, memory.cuda, self._through_host
             )
+            self._transport.report = self._report
         return self._transport
 
     def _describe(self) -> str:

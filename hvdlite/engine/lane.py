@@ -88,7 +88,7 @@ class Lane:
         transport.lane = name
         transport.confirms = supervisor.survives
         self._settings = settings
-        self._devices = DeviceExecutor(transport, settings, self.ask)
+        self._devices = DeviceExecutor(transport, settings, self._report_device)
         self._watching = False
         self._queue = Queue(transport.members[transport.rank])
         self.operations = self._queue.operations
@@ -421,6 +421,12 @@ class Lane:
             if not self._has_work_of_its_own():
                 self._queue.asked = True
                 self._announce()
+
+    def _report_device(self) -> None:
+        """Have the lane's thread see that the device has failed; any thread may call it."""
+        self.ask()
+        if deferred:
+            leave()
 
     def _announce(self) -> None:
         """Notify waiters, but only if a thread sleeps, to avoid contention for the GIL."""

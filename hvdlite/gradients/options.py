@@ -65,8 +65,8 @@ CompressionArgument = Strategy | Preset | type[Any] | str
 
 #: Returns what makes a preset, by its name. The facade fills it.
 presets: Callable[[], Mapping[str, Callable[[], Preset]]] = dict
-#: Returns the schedule that an op of PyTorch's optimizer stands for. The facade fills it.
-schedule_of: Callable[[ReduceOp], ExchangeSchedule | None] = lambda op: None  # noqa: E731
+#: Returns the schedule of steps by Adasum, for PyTorch's optimizer. The facade fills it.
+adasum: Callable[[], ExchangeSchedule | None] = lambda: None  # noqa: E731
 
 
 @dataclass(frozen=True)

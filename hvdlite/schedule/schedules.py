@@ -266,12 +266,8 @@ class DiLoCo(LocalSchedule):
         return f"Schedule.DiLoCo(every={self.every}, {outer})"
 
 
-def stands_for(op: ReduceOp) -> ExchangeSchedule | None:
-    """Return the schedule of a step by Adasum: reduce the change that the step makes, and apply it.
-
-    None: another reduction, of gradients.
-    """
-    return DiLoCo(1, 1.0, 0.0) if op is ReduceOp.ADASUM else None
+#: The schedule of a step by Adasum: reduce the change that the step makes, and apply it as it is.
+EACH_CHANGE = DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0)
 
 
 class Schedule:

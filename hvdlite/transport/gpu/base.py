@@ -122,7 +122,10 @@ class DeviceTransport(Transport):
 
     Attributes:
         stream: its own stream, on which it works; ``ptr`` is its address.
+        report: called once, when the communication has failed.
     """
+
+    report: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -185,8 +188,8 @@ class DeviceTransport(Transport):
     def abort(self, reason: str) -> None:
         """End the communication, including work in flight; any thread may call this.
 
-        The caller's lane has to call `Transport.leave` on its host transport, so that the other
-        ranks learn of it.
+        `report` has the lane call `Transport.leave` on its host transport, so that the other ranks
+        learn of it, whichever thread has found the failure.
 
         Raises:
             HorovodInternalError: always, with the reason of the first call.
@@ -198,6 +201,7 @@ class DeviceTransport(Transport):
                 "anew"
             )
             self._disconnect()
+            self.report()
         self.check()
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:

@@ -10,7 +10,7 @@ from hvdlite.compression import Compression, Strategy
 from hvdlite.engine.process_sets import ProcessSet
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """The arguments of a collective of one tensor or of a group, kept for the backward pass."""
 
     grouped: bool
@@ -35,13 +35,13 @@ class Call(NamedTuple):
         }
         return several(arrays, **options) if self.grouped else [one(arrays[0], **options)]
 
-    def backward(self) -> Call:
+    def backward(self) -> RecordedCall:
         """Return the same call for gradients."""
         return self._replace(name=None if self.name is None else f"{self.name}.gradient")
 
-    def backward_average(self) -> Call:
+    def backward_average(self) -> RecordedCall:
         """Return the call that averages gradients."""
-        return Call(self.grouped, self.backward().name, self.process_set)
+        return RecordedCall(self.grouped, self.backward().name, self.process_set)
 
     def check_differentiable(self, kind: str, remedy: str) -> None:
         """Refuse an op without a gradient."""
