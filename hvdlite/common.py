@@ -7,7 +7,7 @@ beside the core when they are first asked for (`beside`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from pkgutil import resolve_name
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hvdlite import assembly as assembly  # which fills the seams of the core
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from hvdlite.schedule import Schedule, singa
     from hvdlite.tools.bench.compression_ranks import advise
 
-# Names of the rooms beside the core, and what they name; see `pkgutil.resolve_name`.
+# Names of the rooms beside the core, as `module:attribute`.
 _BESIDE = {
     "run": "hvdlite.launch.function:run",
     "spawn": "hvdlite.launch.function:spawn",
@@ -164,14 +164,16 @@ def beside(
 
     Args:
         exports: The module's ``globals()``.
-        more: Further names, and what they name; see `pkgutil.resolve_name`.
+        more: Further names, and what they name: ``module`` or ``module:attribute``.
     """
     known = _BESIDE | more
 
     def find(name: str) -> Any:
         if name not in known:
             raise AttributeError(f"module {exports['__name__']!r} has no attribute {name!r}")
-        exports[name] = resolve_name(known[name])
+        module, _, attribute = known[name].partition(":")
+        found = import_module(module)
+        exports[name] = getattr(found, attribute) if attribute else found
         return exports[name]
 
     return find, lambda: sorted({*exports, *known})

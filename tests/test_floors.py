@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "horovod": (_BESIDE, 507, "horovod"),
     "launch": (_BESIDE, 3625, "launch"),
     "tools": (_TOOLS, 4890, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 719, "common"),
+    "facade": (_FACADE, 721, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}
