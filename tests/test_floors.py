@@ -20,15 +20,15 @@ _BESIDE, _FACADE, _TOOLS = 10, 11, 12
 # Each room's floor, its budget of lines, and its modules. A package stands for all in it, but for
 # what another room names.
 ROOMS: dict[str, tuple[int, int, str]] = {
-    "base": (1, 1641, "base errors version"),
+    "base": (1, 1643, "base errors version"),
     "world": (2, 796, "world"),
-    "observe": (2, 1314, "observe"),
-    "transport": (3, 3909, "transport"),
-    "engine": (4, 3899, "engine"),
-    "compression": (5, 3000, "compression"),
+    "observe": (2, 1320, "observe"),
+    "transport": (3, 3907, "transport"),
+    "engine": (4, 3846, "engine"),
+    "compression": (5, 3001, "compression"),
     "collectives": (6, 1815, "collectives"),
     "gradients": (7, 3249, "gradients"),
-    "recipe": (7, 2432, "recipe"),
+    "recipe": (7, 2464, "recipe"),
     "torch": (8, 4680, "torch"),
     "tensorflow": (8, 3205, "tensorflow"),
     "keras": (9, 2410, "keras tensorflow.keras"),

@@ -11,6 +11,8 @@ point           this rank                                      what it is about
 ==============  =============================================  =======================
 ``start``       is about to leave ``init()``
 ``submit``      is about to submit operations                  its lane, the operations
+``wait``        is about to wait for an operation               its name
+``waited``      has waited, or given up                        its name, the time before
 ``meet``        is about to meet the others in a round         its lane, the operations
 ``agreed``      has met them                                   its lane, the operations
 ``exchange``    is about to exchange data                      its lane, the operations

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -137,9 +137,9 @@ class Scaling:
     factor: float = 1.0
     divisor: int = 1
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
-        """Return whether values stay unchanged."""
+        """Whether values stay unchanged."""
         return self.factor == 1.0 and self.divisor == 1
 
     def apply(self, values: Any) -> Any:

@@ -6,6 +6,7 @@ import copy
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -65,9 +66,9 @@ class Reduction:
             raise ValueError("gradient_predivide_factor needs op=hvd.Average")
         check_positive("gradient_predivide_factor", self.predivide)
 
-    @property
+    @cached_property
     def before_sum(self) -> Scaling:
-        """Return the scaling before the sum."""
+        """The scaling before the sum."""
         return Scaling(1.0 / self.predivide)
 
     def after_sum(self, size: int) -> Scaling:

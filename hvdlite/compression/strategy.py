@@ -181,7 +181,7 @@ def exchange_bucket(
             bucket.result[...] = 0
         bucket = bucket.derive(bucket.result, bucket.result)
     dtype = bucket.send.dtype
-    if is_floating(dtype) and dtype.itemsize == 2 and not strategy.is_identity:
+    if not strategy.is_identity and dtype.itemsize == 2 and is_floating(dtype):
         narrow, size = bucket, bucket.send.size
         bucket = narrow.derive(float16.widen(narrow.send), np.empty(size, np.float32))
         strategy.exchange(bucket, transport)

@@ -4,59 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
+from hvdlite.base import observers
 from hvdlite.base.interrupts import deferred, run_deferred, uninterrupted
-from hvdlite.observe import timeline
 
 # How often a sleeping waiter checks for deferred signal handlers.
 _CHECK_SECONDS = 0.05
 _waiting = threading.Lock()
-
-
-class WaitClock:
-    """Counts the time in which threads wait for operations; threads at a time count once.
-
-    Attributes:
-        users: The number of readers; nothing is counted without one.
-    """
-
-    def __init__(self) -> None:
-        self.users = 0
-        self._seconds = 0.0
-        self._waiting = 0
-        self._began = 0.0
-        self._lock = threading.Lock()
-
-    @property
-    def seconds(self) -> float:
-        """The time counted so far, with that of waits that have not ended."""
-        with self._lock:
-            under_way = time.perf_counter() - self._began if self._waiting else 0.0
-            return self._seconds + under_way
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the time of a block."""
-        self._change(1)
-        try:
-            yield
-        finally:
-            self._change(-1)
-
-    @uninterrupted  # or a handler that waits would find the lock taken
-    def _change(self, threads: int) -> None:
-        with self._lock:
-            now = time.perf_counter()
-            if self._waiting:
-                self._seconds += now - self._began
-            self._began = now
-            self._waiting += threads
-
-
-waits = WaitClock()
 
 
 class Driver(Protocol):
@@ -116,36 +71,27 @@ class Handle:
         Raises:
             HorovodInternalError: The operation failed, on this rank or another.
         """
-        if waits.users and not self.finished:
-            with waits.counted():
-                return self._wait()
-        return self._wait()
-
-    def _wait(self) -> Any:
-        trace = None if self.finished else timeline.current
-        began = 0 if trace is None else trace.now()
-        driver = self.driver
-        if driver is not None:
-            driver.drive(self)
-        while deferred or not self.finished:
-            if run_deferred():
-                if (driver := self.driver) is not None:
-                    driver.drive(self)
-            elif self.finished:  # the handlers wait for another thread
-                break
-            else:
-                self._sleep()
-        if trace is not None:
-            self._record(trace, began)
+        watching = () if self.finished else observers.current
+        began = time.monotonic_ns() if watching else 0
+        for observe in watching:
+            observe("wait", self.name)
+        try:
+            if (driver := self.driver) is not None:
+                driver.drive(self)
+            while deferred or not self.finished:
+                if run_deferred():
+                    if (driver := self.driver) is not None:
+                        driver.drive(self)
+                elif self.finished:  # the handlers wait for another thread
+                    break
+                else:
+                    self._sleep()
+        finally:
+            for observe in watching:
+                observe("waited", self.name, began)
         if self._error is not None:
             raise self._error
         return self._result
-
-    def _record(self, trace: timeline.Timeline, began: int) -> None:
-        """Record a wait; those of several threads overlap."""
-        is_main = threading.get_ident() == threading.main_thread().ident
-        record = trace.complete if is_main else trace.overlapping
-        record("step", timeline.SYNCHRONIZE, began, trace.now(), tensor=self.name)
 
     def _sleep(self) -> None:
         """Wait for the end, for a while.

@@ -245,7 +245,7 @@ class Lane:
         finally:
             with self._lock:
                 self._driver = None
-                if self._has_work() or self._has_to_watch():
+                if self._is_wanted():
                     self._changed.notify_all()
 
     def hold(self, is_waiting: Callable[[], bool]) -> None:
@@ -390,12 +390,12 @@ class Lane:
 
     def _wait_long(self) -> None:
         """Look elsewhere in a long wait; one without an operation is no reason to use a core."""
-        if self._has_work_of_its_own():
+        if self._has_work():
             self._look_elsewhere()
             return
         with self._changed:
             self.rounds.pausing = True
-            self._changed.wait_for(self._has_work_of_its_own, _IDLE_SECONDS)
+            self._changed.wait_for(self._has_work, _IDLE_SECONDS)
             self.rounds.pausing = False
 
     def _look_elsewhere(self) -> None:
@@ -418,7 +418,7 @@ class Lane:
     def ask(self) -> None:
         """Take part in a round, also without an operation."""
         with self._lock:
-            if not self._has_work_of_its_own():
+            if not self._has_work():
                 self._queue.asked = True
                 self._announce()
 
@@ -443,7 +443,7 @@ class Lane:
                 self._let_more_come()
             if self.rounds.closed or self._broken:
                 return
-            if self._has_work_of_its_own():
+            if self._has_work():
                 self.drive(None)  # or another thread does, which watches the device, too
             else:
                 self._attend()
@@ -469,20 +469,19 @@ class Lane:
 
     def _is_wanted(self) -> bool:
         """Return whether the lane's thread has to work, or to begin to watch the device."""
-        return self._driver is None and (self._has_work() or self._has_to_watch())
+        return self._driver is None and (
+            self._has_work()
+            or self._queue.asked
+            or (not self._watching and bool(self._devices.under_way))
+        )
 
     def _has_work(self) -> bool:
-        return self._has_work_of_its_own() or self._queue.asked
-
-    def _has_work_of_its_own(self) -> bool:
+        """Return whether this rank itself needs another round."""
         return bool(self._queue.operations) or self._queue.closing or self._broken
-
-    def _has_to_watch(self) -> bool:
-        return not self._watching and bool(self._devices.under_way)
 
     def _rests(self) -> bool:
         self._devices.check()
-        return self.rounds.closed or not self._has_work()
+        return self.rounds.closed or not (self._has_work() or self._queue.asked)
 
     def _break(self, error: BaseException) -> None:
         # First tell the other ranks; if this fails too, there is no other channel.

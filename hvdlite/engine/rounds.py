@@ -8,6 +8,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from hvdlite.observe import status
 from hvdlite.transport import NoRoomError, Transport
 
 _log = logging.getLogger("hvdlite")
+_digest_of, _handle_of = attrgetter("digest"), attrgetter("handle")
 # Of a rank without operations, which closes the lane, or says what it does elsewhere.
 _CLOSING_DIGEST, _IDLE_DIGEST = bytes(16), b"\1" * 16
 # Pauses between rounds in which nothing could be decided; a new submission ends them.
@@ -119,7 +121,7 @@ class Rounds:
                 observe("meet", self._name, self._operations)
         operations = self._operations
         groups = fuse(operations, self._settings.fusion_threshold)
-        digests = [operation.digest for operation in operations]
+        digests = [*map(_digest_of, operations)]
         digests = digests or [_CLOSING_DIGEST if self._closes else _IDLE_DIGEST]
         self.waiting = True
         try:
@@ -326,7 +328,7 @@ class Rounds:
 
     def _finish(self, group: Sequence[Operation], results: Sequence[Any]) -> None:
         """Remove operations from the queue, and hand over their results."""
-        handles = [operation.handle for operation in group]
+        handles = [*map(_handle_of, group)]
         self._next_pause = _FIRST_PAUSE
         self._queue.remove(group)  # from now on each may be submitted again
         for handle, result in zip(handles, results, strict=True):

@@ -125,8 +125,14 @@ class Timeline:
         now = self.now()
         self._put(("i", row, event, now, now, args))
 
-    def observe(self, point: str, row: str = "", operations: Sequence[Any] = ()) -> None:
-        """Record what a lane does; arguments as in `hvdlite.base.observers`."""
+    def observe(self, point: str, row: str = "", about: Any = ()) -> None:
+        """Record what a lane does, and who waits; arguments as in `hvdlite.base.observers`."""
+        if point == "waited":
+            is_main = threading.get_ident() == threading.main_thread().ident
+            record = self.complete if is_main else self.overlapping  # those of several threads do
+            record("step", SYNCHRONIZE, about, self.now(), tensor=row)
+            return
+        operations: Sequence[Any] = about
         now, began = self.now(), self._began.get(row, 0)
         if point in ("meet", "exchange"):
             self._began[row] = now

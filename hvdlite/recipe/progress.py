@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
+from hvdlite.base import observers
 from hvdlite.base.arguments import check_count, check_ratio
+from hvdlite.base.interrupts import uninterrupted
 from hvdlite.engine import runtime
-from hvdlite.engine.handle import waits
 from hvdlite.transport.counting import traffic
 from hvdlite.world import world
 
@@ -100,10 +102,11 @@ class Progress(Generic[_Batch]):
         self._figures: dict[str, Any] = {}
         self._opened = time.perf_counter()
         self._ended: float | None = None
+        self._waits = _WaitClock()
         self._begin()
         self._is_open = world.rank() == 0
         if self._is_open:
-            waits.users += 1
+            observers.add(self._waits.observe)
             self._bar = _bar(self._prefix, total, initial)
             self._interval = _LINE_SECONDS if self._bar is None else _FRAME_SECONDS
             self._due = self._opened + self._interval
@@ -160,7 +163,7 @@ class Progress(Generic[_Batch]):
             try:
                 self._draw()
             finally:
-                waits.users -= 1
+                observers.remove(self._waits.observe)
                 if self._bar is not None:
                     self._bar.close()
 
@@ -173,7 +176,7 @@ class Progress(Generic[_Batch]):
     def _begin(self) -> None:
         """Begin to measure rates."""
         self._began, self._first, self._samples = time.perf_counter(), self._steps, 0
-        self._waited_before, self._sent_before = waits.seconds, traffic().sent
+        self._waited_before, self._sent_before = self._waits.seconds, traffic().sent
 
     def _seconds(self) -> float:
         end = time.perf_counter() if self._ended is None else self._ended
@@ -205,11 +208,40 @@ class Progress(Generic[_Batch]):
             left = max(self._total - self._steps, 0) * seconds / steps
             parts.append(f"{_clock(left)} left")
         if world.is_initialized() and world.size() > 1:
-            share = (waits.seconds - self._waited_before) / seconds
+            share = (self._waits.seconds - self._waited_before) / seconds
             parts.append(f"exchange {min(share, 1.0):.0%}")
             if steps and (sent := traffic().sent - self._sent_before):
                 parts.append(f"sent {_readable(sent / steps / 1e6)} MB/step")
         return parts
+
+
+class _WaitClock:
+    """An observer that counts the time in which threads wait; threads at a time count once."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._waiting = 0
+        self._began = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> float:
+        """The time counted so far, with that of waits that have not ended."""
+        with self._lock:
+            under_way = time.perf_counter() - self._began if self._waiting else 0.0
+            return self._seconds + under_way
+
+    @uninterrupted  # or a handler that waits would find the lock taken
+    def observe(self, point: str, *_: object) -> None:
+        change = {"wait": 1, "waited": -1}.get(point, 0)
+        if not change:
+            return
+        with self._lock:
+            now = time.perf_counter()
+            if self._waiting:
+                self._seconds += now - self._began
+            self._began = now
+            self._waiting = max(self._waiting + change, 0)  # some began before this clock
 
 
 def count_samples(batch: Any) -> int:

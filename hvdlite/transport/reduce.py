@@ -105,10 +105,12 @@ def _in_blocks(
     if is_identity and len(parts) == 2:
         return [(function, (*parts, result))]  # one pass
     calls: list[Call] = []
-    for block in _blocks(result.size):
-        out, (total, *others) = result[block], [part[block] for part in parts]
+    first, *others = parts
+    for start in range(0, result.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        out, total = result[block], first[block]
         for part in others:
-            calls.append((function, (total, part, out)))
+            calls.append((function, (total, part[block], out)))
             total = out
         if not is_identity or not others:
             calls.append((scale, (total, out)))
@@ -133,13 +135,9 @@ def _reduce_float16(result: Any, parts: Sequence[Any], op: ReduceOp, scaling: Sc
 def _in_wide_integers(divisor: int, result: Any, parts: Sequence[Any]) -> list[Call]:
     return [
         (_average_integers, (result[block], [part[block] for part in parts], divisor))
-        for block in _blocks(result.size)
+        for block in (slice(start, start + _BLOCK) for start in range(0, result.size, _BLOCK))
     ]
 
 
 def _average_integers(result: Any, parts: Sequence[Any], divisor: int) -> None:
     result[...] = integer_mean(integer_sums(parts, divisor), divisor)
-
-
-def _blocks(size: int) -> list[slice]:
-    return [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
