@@ -29,7 +29,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "collectives": (6, 1815, "collectives"),
     "gradients": (7, 3249, "gradients"),
     "recipe": (7, 2464, "recipe"),
-    "torch": (8, 4680, "torch"),
+    "torch": (8, 4677, "torch"),
     "tensorflow": (8, 3205, "tensorflow"),
     "keras": (9, 2410, "keras tensorflow.keras"),
     "elastic": (

@@ -40,12 +40,57 @@ _number = operator.itemgetter(0)
 _STRIDED = {torch.strided}
 
 
+class Step:
+    """What becomes of the gradients of one step; all by the parameter's number.
+
+    Args:
+        count: the number of parameters.
+
+    Attributes:
+        passes: the number of backward passes that have computed each gradient.
+        is_open: whether the exchange has begun this step.
+        is_converted: whether the parameters have another dtype or size than the exchange has.
+        behind: gradients that hooks of others come to later.
+        repeated: messages about gradients that arrived too often.
+        complete: the number of buckets that have all their gradients.
+        taken: the gradients that were copied, or are to be.
+        versions: of those, as they were then.
+        samples: the first elements of those that have no complete copy.
+        sparse: those that are exchanged as sparse ones.
+        zero_copied: those of which a part is exchanged without a copy.
+        gradients: all, at the end of the backward pass.
+        averaged: those that have an average, once the exchange has ended.
+        sparse_waits: functions that wait for the averages of sparse ones.
+        sparse_errors: what these have raised.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.passes = [0] * count
+        self.is_open = self.is_converted = False
+        self.behind: list[int] = []
+        self.repeated: list[str] = []
+        self.complete = 0
+        self.taken: dict[int, torch.Tensor] = {}
+        self.versions: dict[int, int] = {}
+        self.samples: dict[int, torch.Tensor] = {}
+        self.sparse: dict[int, torch.Tensor] = {}
+        self.zero_copied: set[int] = set()
+        self.gradients: list[Any] = []
+        self.averaged: list[int] | None = None
+        self.sparse_waits: dict[int, Callable[[], torch.Tensor]] = {}
+        self.sparse_errors: list[Exception] = []
+
+    def take(self, numbers: Sequence[int], gradients: Sequence[Any]) -> None:
+        """Record the versions of gradients; those after the last number are ignored."""
+        self.taken.update(zip(numbers, gradients, strict=False))
+        self.versions.update(zip(numbers, map(_version, gradients), strict=False))
+
+
 class GradientBuffers:
     """The slots of gradients, and the arrays of their averages.
 
     Attributes:
         large: for each parameter, whether its gradient is copied alone, by `write_large`.
-        sparse: the gradients of this step that are exchanged as sparse ones, by number.
     """
 
     def __init__(
@@ -97,16 +142,11 @@ class GradientBuffers:
                 for number in members:
                     self._results[number] = self._tensor(buckets.result_slot(number))
 
-    def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
-        self.sparse: dict[int, torch.Tensor] = {}
-        self._zero_copied: set[int] = set()
-
     def release(self) -> None:
         """Release the old memory of gradients so that autograd can reuse it."""
         self._kept.clear()
 
-    def copy(self, numbers: Sequence[int]) -> list[Any]:
+    def copy(self, step: Step, numbers: Sequence[int]) -> list[Any]:
         """Copy gradients into their slots, if they have any; return all of them."""
         parameters = self._parameters
         gradients: list[Any] = [parameters[number].grad for number in numbers]
@@ -115,22 +155,24 @@ class GradientBuffers:
         except AttributeError:  # of None
             missing = [n for n in numbers if parameters[n].grad is None]
             raise RuntimeError(self.describe_missing(missing)) from None
-        slots, copied = [self._slots[number] for number in numbers], gradients
+        slots, copied = [*map(self._slots.__getitem__, numbers)], gradients
         if not plain or self._exchange.sparse_parameters:
-            slots, copied = self._densify(dict(zip(numbers, gradients, strict=True)))
+            slots, copied = self._densify(step, dict(zip(numbers, gradients, strict=True)))
         if copied:
             with torch.no_grad():
                 torch._foreach_copy_(slots, copied)
         return gradients
 
-    def _densify(self, gradients: dict[int, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _densify(
+        self, step: Step, gradients: dict[int, Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Set sparse gradients aside, or make them dense; return slots and what to copy there."""
         if not self._sparse_as_dense:
             found = {n: each for n, each in gradients.items() if each.layout is torch.sparse_coo}
-            self.sparse.update(found)
+            step.sparse.update(found)
         dense = {}
         for number, gradient in gradients.items():
-            if self._has_slot(number):
+            if self._has_slot(step, number):
                 if gradient.layout is torch.sparse_coo:
                     self._densified[number] = gradient.sparse_dim()
                 is_dense = gradient.layout is torch.strided
@@ -146,26 +188,21 @@ class GradientBuffers:
             "synchronize() only"
         )
 
-    def write_large(self, number: int) -> bool:
-        """Write a large gradient into its bucket: all of it, or what other ranks read.
-
-        Returns:
-            Whether a part has no copy.
-        """
+    def write_large(self, step: Step, number: int) -> None:
+        """Write a large gradient into its bucket: all of it, or what other ranks read."""
         gradient: Any = self._parameters[number].grad
         self._zero_copy_of_torch.discard(number)
-        if self._can_skip_copy(number, gradient):
-            self._send_zero_copy(number, gradient)
-            return True
-        self.copy([number])
-        return False
+        if self._can_skip_copy(step, number, gradient):
+            self._send_zero_copy(step, number, gradient)
+        else:
+            self.copy(step, [number])
 
-    def copies(self, number: int) -> Copies | None:
+    def copies(self, step: Step, number: int) -> Copies | None:
         """Return the copies of a gradient of this step, if it has a slot and no planted fault."""
-        if not self._has_slot(number) or self._exchange.buckets.place(number)[0].corrupted:
+        if not self._has_slot(step, number) or self._exchange.buckets.place(number)[0].corrupted:
             return None
         slot = self._slots[number].reshape(-1)
-        if number not in self._zero_copied:
+        if number not in step.zero_copied:
             return [(slice(None), slot)]
         return [(part, slot[part]) for part in self._read(number)]
 
@@ -182,7 +219,7 @@ class GradientBuffers:
                 for number, axes in self._densified.items()
                 if gradients[number] is None or gradients[number].layout is torch.sparse_coo
             }
-        found = [gradients[number] for number in numbers]
+        found = [*map(gradients.__getitem__, numbers)]
         if type(None) in {*map(type, found)} or not {*map(_layout, found)} <= _STRIDED:
             for number in numbers:
                 if gradients[number] is None or gradients[number].layout is not torch.strided:
@@ -211,7 +248,7 @@ class GradientBuffers:
             self._average(n) if results[n] is None else results[n] for n in numbers
         ]
         with torch.no_grad():
-            torch._foreach_copy_([gradients[number] for number in numbers], averages)
+            torch._foreach_copy_([*map(gradients.__getitem__, numbers)], averages)
 
     def _average(self, number: int) -> torch.Tensor:
         result = self._results[number]
@@ -220,9 +257,9 @@ class GradientBuffers:
     def _tensor(self, slot: Any) -> torch.Tensor:
         return to_tensor(slot) if self._memory is None else slot
 
-    def _has_slot(self, number: int) -> bool:
+    def _has_slot(self, step: Step, number: int) -> bool:
         """Return whether the gradient of this step goes into a bucket."""
-        return number not in self.sparse and number not in self._exchange.sparse_parameters
+        return number not in step.sparse and number not in self._exchange.sparse_parameters
 
     def _can_replace_memory(self, number: int, gradient: torch.Tensor) -> bool:
         """Return whether a gradient may be given other memory.
@@ -251,18 +288,18 @@ class GradientBuffers:
             and not gradient.requires_grad
         )
 
-    def _can_skip_copy(self, number: int, gradient: torch.Tensor) -> bool:
+    def _can_skip_copy(self, step: Step, number: int, gradient: torch.Tensor) -> bool:
         """Return whether a part of a gradient needs no copy, as no other rank reads it."""
         return (
             self._zero_copy_ranges[number] != _NOTHING
-            and self._has_slot(number)
+            and self._has_slot(step, number)
             and self._is_plain(gradient)
             and gradient.dtype is self._slots[number].dtype
             # With those that share its memory it would share its version, which tells of changes.
             and gradient.untyped_storage().nbytes() == gradient.nbytes
         )
 
-    def _send_zero_copy(self, number: int, gradient: torch.Tensor) -> None:
+    def _send_zero_copy(self, step: Step, number: int, gradient: torch.Tensor) -> None:
         storage = gradient.untyped_storage()
         if storage.resizable() and not storage.is_shared():  # numpy's view ends the former
             self._zero_copy_of_torch.add(number)
@@ -271,7 +308,8 @@ class GradientBuffers:
             slot[part].copy_(flat[part])
         zero_copy = self._zero_copy_ranges[number]
         self._exchange.buckets.set_zero_copy(number, zero_copy.start, to_array(flat[zero_copy]))
-        self._zero_copied.add(number)
+        step.zero_copied.add(number)
+        step.samples[number] = gradient.view(-1)[:_SAMPLE].clone()
 
     def _read(self, number: int) -> list[slice]:
         """Return the parts of a flat gradient that other ranks read."""
@@ -307,94 +345,73 @@ class ChangeDetector:
         self._memory = memory
         self._comparisons: list[tuple[int, Callable[[], bool | None]]] = []
         self.steps = 0
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
-        # The tensors and their versions, by number.
-        self._taken: dict[int, torch.Tensor] = {}
-        self._versions: dict[int, int] = {}
-        # The first elements of gradients that have not been copied, or not completely.
-        self._samples: dict[int, torch.Tensor] = {}
 
     def restart(self) -> None:
-        """Forget a step that was given up, and pending comparisons on a device."""
+        """Forget pending comparisons on a device."""
         self._comparisons.clear()
-        self.begin_step()
 
     @property
     def compares_all(self) -> bool:
         """Return whether this is one of the first steps, in which all gradients need a copy."""
         return self.steps < _STEPS_COMPARED
 
-    def __contains__(self, number: int) -> bool:
-        """Return whether a gradient has been taken in this step."""
-        return number in self._taken
-
-    def take(self, numbers: Sequence[int], gradients: Sequence[Any]) -> None:
-        """Record the versions of gradients; those after the last number are ignored."""
-        self._taken.update(zip(numbers, gradients, strict=False))
-        self._versions.update(zip(numbers, map(_version, gradients), strict=False))
-
-    def sample(self, number: int, gradient: torch.Tensor) -> None:
-        """Record some elements of a gradient of which there is no complete copy."""
-        self._samples[number] = gradient.view(-1)[:_SAMPLE].clone()
-
-    def find(self, gradients: Sequence[Any], copies: Callable[[int], Copies | None]) -> list[int]:
-        """Find those that have changed.
+    def find(self, step: Step, copies: Callable[[Step, int], Copies | None]) -> list[int]:
+        """Find the gradients of a step that have changed since they were taken.
 
         Args:
-            gradients: of all parameters, as they are now.
+            step: with all gradients as they are now.
             copies: returns the copies of one, by number; None if there are none to compare with.
 
         Returns:
             Their numbers; those on a device in a later step, when the device has compared them.
         """
         changed = []
-        now = [gradients[number] for number in self._taken]
-        versions = [*map(_version, self._taken.values())]
+        taken, gradients = step.taken, step.gradients
+        now = [*map(gradients.__getitem__, taken)]
+        versions = [*map(_version, taken.values())]
         # All at once: nearly always they are the same, among hundreds.
-        same = all(map(operator.is_, now, self._taken.values()))
-        if not same or versions != [*self._versions.values()]:
+        same = all(map(operator.is_, now, taken.values()))
+        if not same or versions != [*step.versions.values()]:
             changed = [
                 number
-                for number, taken in sorted(self._taken.items(), key=_number)
-                if (gradients[number] is not taken or taken._version != self._versions[number])
-                and self._differs(number, gradients[number], copies(number))
+                for number, gradient in sorted(taken.items(), key=_number)
+                if (gradients[number] is not gradient or gradient._version != step.versions[number])
+                and self._differs(step, number, copies(step, number))
             ]
         # Changes through .data or numpy(), and GradScaler's, leave the version as it is.
         count = len(gradients)
-        for number in range(count) if self.compares_all else {*self._samples, self.steps % count}:
-            copied = copies(number) if number in self._taken else None
-            if copied is not None and self._has_changed(number, copied):
+        for number in range(count) if self.compares_all else {*step.samples, self.steps % count}:
+            copied = copies(step, number) if number in taken else None
+            if copied is not None and self._has_changed(step, number, copied):
                 changed.append(number)
         return self._found_on_device() + changed if self._comparisons else changed
 
-    def _differs(self, number: int, gradient: Any, copied: Copies | None) -> bool:
+    def _differs(self, step: Step, number: int, copied: Copies | None) -> bool:
         """Return whether a gradient of another version is another gradient.
 
         Gradients that are views of one tensor, as a function of the user's own may return them,
         share their version: if one is accumulated in place, the others seem to be.
         """
-        if self._memory is not None or copied is None or number in self._samples:
+        if self._memory is not None or copied is None or number in step.samples:
             return True
-        replaced = gradient is not self._taken[number]
-        return replaced or self._has_changed(number, copied, whole=True)
+        replaced = step.gradients[number] is not step.taken[number]
+        return replaced or self._has_changed(step, number, copied, whole=True)
 
-    def _has_changed(self, number: int, copied: Copies, whole: bool = False) -> bool:
-        gradient, sample = self._taken[number], self._samples.get(number)
+    def _has_changed(self, step: Step, number: int, copied: Copies, whole: bool = False) -> bool:
+        gradient, sample = step.taken[number], step.samples.get(number)
         dense = (gradient if gradient.layout is torch.strided else gradient.to_dense()).detach()
         flat = dense.reshape(-1)
         pairs = [] if sample is None else [(sample, flat[:_SAMPLE])]
-        if self.compares_all or whole:
-            pairs += [(copy, flat[where]) for where, copy in copied]
-        elif sample is None:
-            pairs = [(copy[:_SAMPLE], flat[where][:_SAMPLE]) for where, copy in copied]
-        if self._memory is not None:  # found out later: the host does not wait for the device
-            compare = self._memory.compare
-            self._comparisons += [(number, compare(before, now)) for before, now in pairs]
-            return False
-        return not all(_equal(before, now.cpu()) for before, now in pairs)
+        if whole or self.compares_all or sample is None:
+            limit = None if whole or self.compares_all else _SAMPLE
+            for where, copy in copied:
+                pairs.append((copy[:limit], flat[where][:limit]))
+        for before, now in pairs:
+            if self._memory is not None:  # found out later: the host does not wait for the device
+                self._comparisons.append((number, self._memory.compare(before, now)))
+            elif not _equal(before, now.cpu()):
+                return True
+        return False
 
     def _found_on_device(self) -> list[int]:
         """Return those that were changed unseen, as far as a device has found out."""

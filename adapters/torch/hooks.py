@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -12,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvdlite.base.interrupts import Interrupted, deferred, leave, uninterrupted
 from hvdlite.observe import timeline
-from hvdlite.torch.buffers import ChangeDetector, GradientBuffers
+from hvdlite.torch.buffers import ChangeDetector, GradientBuffers, Step
 from hvdlite.torch.dynamo import untraced
 from hvdlite.torch.sparse import start_reduction
 from hvdlite.torch.tensors import properties_of
@@ -103,7 +104,6 @@ class GradientHooks:
 
     Attributes:
         exchange: of their gradients, in the current world.
-        repeated: messages about gradients that arrived too often.
     """
 
     def __init__(
@@ -122,17 +122,11 @@ class GradientHooks:
         self._memory = memory
         self._check = reducer.make_check(members)  # it counts on in a new world
         self._buffers = GradientBuffers(members, memory, reducer.sparse_as_dense, names)
-        self._gradients: list[Any] = []  # of the parameters, from `collect` to `finish`
-        # While `finish` waits for sparse gradients: the result of `_finish_exchange`, the waits by
-        # the parameter's number, and errors.
-        self._averages: tuple[list[Any], list[int]] | None = None
-        self._sparse_waits: dict[int, Callable[[], torch.Tensor]] = {}
-        self._sparse_errors: list[Exception] = []
+        self._step = Step(len(members))
         self._changes = ChangeDetector(memory)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._bucket_hooks: list[BucketHooks] = []
         self._takes_over = False  # from an optimizer that may still be used
-        self._behind: list[int] = []  # gradients of this step that other hooks come to later
         self._python_hooks = [self._make_hook(number) for number in range(len(parameters))]
         self._handles = [self._register(*pair) for pair in enumerate(self._python_hooks)]
         handles = self._handles
@@ -147,10 +141,6 @@ class GradientHooks:
 
     def restart(self) -> None:
         """Make the exchange in the current world, without gradients that arrived for an old one."""
-        self._gradients.clear()
-        self._averages = None
-        self._sparse_waits.clear()
-        self._sparse_errors.clear()
         self._changes.restart()
         self.exchange = self._reducer.make_exchange(
             self._label, self.parameters, self._memory, self._check
@@ -163,7 +153,7 @@ class GradientHooks:
         """Return whether gradients have arrived for which `finish` has not been called."""
         return (
             self.exchange.in_flight
-            or bool(self._behind)
+            or bool(self._step.behind)
             or any(map(_has_begun, self._bucket_hooks))
         )
 
@@ -221,7 +211,7 @@ class GradientHooks:
             hooks = reference()
             if hooks is None:  # its optimizer is gone
                 return
-            if not hooks._is_open:
+            if not hooks._step.is_open:
                 hooks.exchange.wait_for_order()
             try:
                 hooks._on_gradient(number)
@@ -236,20 +226,21 @@ class GradientHooks:
     @uninterrupted
     def _on_gradient(self, number: int) -> None:
         """Process a gradient that a backward pass has computed."""
-        reducer = self._reducer
+        reducer, step = self._reducer, self._step
         reducer.averaged = False
-        passes = self._passes[number] = self._passes[number] + 1
+        step.passes[number] += 1
+        passes = step.passes[number]
         if passes == reducer.passes_per_step:
             if next(reversed(_hooks_of(self.parameters[number]))) != self._handles[number].id:
-                self._behind.append(number)  # they may change the gradient: `collect` takes it
+                step.behind.append(number)  # they may change the gradient: `collect` takes it
                 return
             if timeline.current is None:
                 self._take(number)
             else:
                 with timeline.span("step", timeline.HOOK, tensor=self._names[number]):
                     self._take(number)
-            if self.repeated:
-                raise RuntimeError(self.repeated[0])
+            if step.repeated:
+                raise RuntimeError(step.repeated[0])
         elif passes > reducer.passes_per_step:
             raise RuntimeError(self._too_often(number))
 
@@ -270,12 +261,12 @@ class GradientHooks:
 
     def _open_step(self) -> None:
         self._reducer.reconnect()
-        self._is_open = True
+        self._step.is_open = True
         self._buffers.release()
         if self.exchange.begin(self._reducer.find_changes()):
             self._find_buffers()
-        self._is_converted = properties_of(self.parameters) != self._properties
-        if self._is_converted:
+        self._step.is_converted = properties_of(self.parameters) != self._properties
+        if self._step.is_converted:
             self.exchange.mark_converted()
 
     def _take(self, number: int) -> None:
@@ -285,19 +276,19 @@ class GradientHooks:
             raise RuntimeError(self._buffers.describe_missing([number]))
         if self._memory is not None:
             self._memory.check_not_capturing(f"the gradient of {self._names[number]!r}")
-        if not self._is_open:
-            self._open_step()
-        if self._is_converted:
+        if not self._step.is_open:
+            self._open_step()  # perhaps in another world
+        step = self._step
+        if step.is_converted:
             return
         index = self._bucket_of[number]
         if self._buffers.large[number]:
-            if self._buffers.write_large(number):
-                self._changes.sample(number, gradient)
+            self._buffers.write_large(step, number)
         elif self._changes.steps == 0:
             if self._memory is not None:
                 self.exchange.buckets.all[index].order_writes()
-            self._buffers.copy([number])
-        self._changes.take([number], [gradient])
+            self._buffers.copy(step, [number])
+        step.take([number], [gradient])
         if self._changes.steps == 0:  # its exact order is recorded
             self._mark([number])
             return
@@ -305,35 +296,39 @@ class GradientHooks:
         if self._memory is not None:
             bucket_hooks.streams.add(self._memory.stream())
         if bucket_hooks.record(number):
-            self._complete += 1
+            step.complete += 1
             if self.exchange.buckets.overlaps:
                 self._send([index])
-            elif self._complete == len(self._bucket_hooks):
+            elif step.complete == len(self._bucket_hooks):
                 # No bucket leaves before: all at once disturbs the backward pass least.
-                self._send(range(self._complete))
+                self._send(range(step.complete))
 
     def _send(self, indices: Iterable[int]) -> None:
         """Copy the gradients of some buckets that have not been copied yet, and mark all.
 
         Buckets that have been sent in this step are left out.
         """
-        indices = [index for index in indices if self._bucket_hooks[index].has_begun]
+        step, sent = self._step, []
         small: list[int] = []
         unseen: list[int] = []
         for index in indices:
             bucket_hooks = self._bucket_hooks[index]
+            if not bucket_hooks.has_begun:
+                continue
+            sent.append(index)
             if self._memory is not None:
                 self._memory.join(bucket_hooks.streams)
                 self.exchange.buckets.all[index].order_writes()
             if bucket_hooks.unseen:
                 unseen += self._take_unseen(bucket_hooks)
-            small += [number for number in bucket_hooks.seen if not self._buffers.large[number]]
+            small += itertools.filterfalse(self._buffers.large.__getitem__, bucket_hooks.seen)
         if small or unseen:
-            gradients = self._buffers.copy(unseen + small)
-            self._changes.take(unseen, gradients)
-        for index in indices:
+            gradients = self._buffers.copy(step, unseen + small)
+            if unseen:
+                step.take(unseen, gradients)
+        for index in sent:
             bucket_hooks = self._bucket_hooks[index]
-            if bucket_hooks.absent or self._buffers.sparse or self.exchange.learns_order:
+            if bucket_hooks.absent or step.sparse or self.exchange.learns_order:
                 self._mark(
                     [*bucket_hooks.seen, *(n for n in unseen if self._bucket_of[n] == index)]
                 )
@@ -342,7 +337,7 @@ class GradientHooks:
             bucket_hooks.seen = []
 
     def _mark(self, numbers: Sequence[int]) -> None:
-        found = self._buffers.sparse
+        found = self._step.sparse
         sparse = {n: found[n].sparse_dim() for n in numbers if n in found}
         self.exchange.mark(*(n for n in numbers if n not in sparse), sparse=sparse)
 
@@ -353,7 +348,7 @@ class GradientHooks:
             arrived = [self._numbers[id(parameter)] for parameter in bucket_hooks.unseen]
             numbers = list(dict.fromkeys(arrived))
             if len(numbers) < count:
-                self.repeated += [self._too_often(n) for n in numbers if arrived.count(n) > 1]
+                self._step.repeated += [self._too_often(n) for n in numbers if arrived.count(n) > 1]
         bucket_hooks.unseen.clear()
         bucket_hooks.absent -= len(numbers)
         return numbers
@@ -366,22 +361,24 @@ class GradientHooks:
         Returns:
             Messages about gradients that arrived too often, or were changed after their hook.
         """
-        if not self._is_open:  # without a gradient, too: the others' buckets may be new ones
+        if not self._step.is_open:  # without a gradient, too: the others' buckets may be new ones
             self._open_step()
-        self._gradients = [*map(_gradient_of, self.parameters)]
-        if self._is_converted:
+        step = self._step
+        step.gradients = [*map(_gradient_of, self.parameters)]
+        if step.is_converted:
             return []
         for index, bucket_hooks in enumerate(self._bucket_hooks):
             if bucket_hooks.absent or bucket_hooks.seen:
                 self._send_incomplete(index)
-        missing = [number for number in self._behind if self._gradients[number] is None]
-        if missing:
-            return [self._buffers.describe_missing(missing)]
-        changed = self._changes.find(self._gradients, self._buffers.copies)
+        if step.behind:
+            missing = [number for number in step.behind if step.gradients[number] is None]
+            if missing:
+                return [self._buffers.describe_missing(missing)]
+        changed = self._changes.find(step, self._buffers.copies)
         if not changed:
-            return self.repeated
+            return step.repeated
         return [
-            *self.repeated,
+            *step.repeated,
             f"the gradient of {self._names[changed[0]]!r} was changed after backward(), while it "
             "was being exchanged, and the change would be lost; to clip, call "
             "optimizer.clip_grad_norm_(max_norm) in place of torch.nn.utils.clip_grad_norm_; "
@@ -394,7 +391,7 @@ class GradientHooks:
         bucket_hooks = self._bucket_hooks[index]
         unseen = {self._numbers[id(parameter)] for parameter in bucket_hooks.unseen}
         for number in bucket_hooks.members:
-            taken = number in unseen or number in self._changes
+            taken = number in unseen or number in self._step.taken
             if not taken and self.parameters[number].grad is not None:
                 self._take(number)  # accumulation was cut short
         if bucket_hooks.has_begun:
@@ -406,47 +403,43 @@ class GradientHooks:
         Raises:
             Interrupted: a signal's handler is to run; this is to be called again.
         """
-        ended = True
+        step, ended = self._step, True
         try:
-            if self._averages is None:
-                self._averages = self._finish_exchange(samples)
-            error = self._finish_sparse()
+            if step.averaged is None:
+                self._finish_exchange(step, samples)
+            if step.sparse_waits:
+                self._finish_sparse(step)
         except Interrupted:
             ended = False
             raise
         finally:
             if ended:
-                averages, self._averages = self._averages, None
                 self._begin_step()
                 self._changes.steps += 1
-        if error is not None:
-            raise error
-        assert averages is not None
-        self._buffers.hand_over(*averages)
+        if step.sparse_errors:
+            raise step.sparse_errors[0]
+        assert step.averaged is not None
+        self._buffers.hand_over(step.gradients, step.averaged)
 
-    def _finish_exchange(self, samples: int | None) -> tuple[list[Any], list[int]]:
-        """Wait for the buckets, and start the reduction of the sparse gradients.
-
-        Returns:
-            The gradients of all parameters, and the numbers of those that a bucket has averaged.
-        """
+    def _finish_exchange(self, step: Step, samples: int | None) -> None:
+        """Wait for the buckets, and start the reduction of the sparse gradients."""
         found = self.exchange.finish(samples)
-        gradients, self._gradients = self._gradients, []
-        present = [number for number, anywhere in enumerate(found) if anywhere]
-        sparse = self.exchange.sparse_parameters
-        self._start_sparse(gradients, {*self.exchange.sparse_axes} | (sparse & {*present}))
-        return gradients, [number for number in present if number not in sparse]
+        present = [*itertools.compress(range(len(found)), found)]
+        sparse, axes = self.exchange.sparse_parameters, self.exchange.sparse_axes
+        if sparse or axes:
+            self._start_sparse(step, {*axes} | (sparse & {*present}))
+            present = [number for number in present if number not in sparse]
+        step.averaged = present
 
-    def _start_sparse(self, gradients: Sequence[Any], numbers: Iterable[int]) -> None:
+    def _start_sparse(self, step: Step, numbers: Iterable[int]) -> None:
         """Start to reduce the gradients that have no slot: all ranks do it for the same ones."""
-        self._sparse_waits.clear()
         axes, weight = self.exchange.sparse_axes, self.exchange.weight
         op, process_set = self._reducer.op, self._reducer.process_set
         for number in sorted(numbers):
-            gradient = gradients[number]
+            gradient = step.gradients[number]
             if weight != 1.0:  # the average of no samples counts as zeros, whatever is in it
                 gradient = gradient * weight if weight and gradient is not None else None
-            self._sparse_waits[number] = start_reduction(
+            step.sparse_waits[number] = start_reduction(
                 f"{self._label}: {self._names[number]!r}",
                 self.parameters[number],
                 gradient,
@@ -455,26 +448,19 @@ class GradientHooks:
                 process_set,
             )
 
-    def _finish_sparse(self) -> Exception | None:
-        """Wait for the sparse gradients; after `Interrupted` for those that are left.
-
-        Returns:
-            The first error.
-        """
-        while self._sparse_waits:
-            number = next(iter(self._sparse_waits))
+    def _finish_sparse(self, step: Step) -> None:
+        """Wait for the sparse gradients; after `Interrupted` for those that are left."""
+        while step.sparse_waits:
+            number = next(iter(step.sparse_waits))
             try:
-                self.parameters[number].grad = self._sparse_waits[number]()
+                self.parameters[number].grad = step.sparse_waits[number]()
             except Exception as error:  # to the last, whatever becomes of one
-                self._sparse_errors.append(error)
-            del self._sparse_waits[number]
-        errors, self._sparse_errors = self._sparse_errors, []
-        return errors[0] if errors else None
+                step.sparse_errors.append(error)
+            del step.sparse_waits[number]
 
     def reset_passes(self) -> None:
         """Reset the counts of backward passes."""
-        self._passes = [0] * len(self.parameters)
-        self._is_open = False
+        self._step = Step(len(self.parameters))
         self._buffers.release()
         if not self._allows_c_hooks():
             for bucket_hooks in self._bucket_hooks:
@@ -482,21 +468,15 @@ class GradientHooks:
 
     def _begin_step(self) -> None:
         allowed = self._allows_c_hooks()
-        for number in self._behind:  # from now on behind the others
+        for number in self._step.behind:  # from now on behind the others
             if _hooks.get(self.parameters[number]) is self._handles[number]:
                 self._handles[number] = self._register(number, self._python_hooks[number])
-        self._behind = []
         for bucket_hooks in self._bucket_hooks:
             chosen = bucket_hooks.choose_c_hooks() if allowed else []
             if chosen != bucket_hooks.c_hooks:
                 self._set_c_hooks(bucket_hooks, chosen)
             bucket_hooks.begin_step()
-        self._passes = [0] * len(self.parameters)
-        self._is_open = False
-        self._changes.begin_step()
-        self._buffers.begin_step()
-        self._complete = 0  # the number of buckets that have all their gradients
-        self.repeated: list[str] = []
+        self._step = Step(len(self.parameters))
 
 
 def remove_hooks(parameters: Iterable[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from numbers import Real
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -40,7 +40,7 @@ STATE = "hvdlite"
 #: to Horovod's, since programs look for that.
 alias = ""
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _params = attrgetter("requires_grad"), itemgetter("params")
 
 
 class Wrapped:
@@ -70,7 +70,7 @@ class Wrapped:
         )
 
     def _trainable(self) -> list[torch.Tensor]:
-        groups = [group["params"] for group in self.param_groups]
+        groups = map(_params, self.param_groups)
         return [*filter(_requires_grad, itertools.chain.from_iterable(groups))]
 
     def _prepare_unscaling(self, enabled: bool) -> None:

@@ -272,8 +272,8 @@ def lend_all(monkeypatch):
     found = []
     lend = buffers.GradientBuffers._send_zero_copy
 
-    def lend_and_spoil(self, number, gradient):
-        lend(self, number, gradient)
+    def lend_and_spoil(self, step, number, gradient):
+        lend(self, step, number, gradient)
         own = self._zero_copy_ranges[number]
         self._slots[number].view(-1)[own] = math.nan  # nobody is to read it
         found.append(number)
