@@ -27,7 +27,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3846, "engine"),
     "compression": (5, 3001, "compression"),
     "collectives": (6, 1815, "collectives"),
-    "gradients": (7, 3249, "gradients"),
+    "gradients": (7, 3255, "gradients"),
     "recipe": (7, 2464, "recipe"),
     "torch": (8, 4677, "torch"),
     "tensorflow": (8, 3205, "tensorflow"),

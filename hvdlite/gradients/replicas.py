@@ -31,6 +31,9 @@ _log = logging.getLogger("hvdlite")
 ROTATION = 512
 # Bytes in a slice, at least: the cost of two arrays. An array costs as much as `_OVERHEAD` bytes.
 _LEAST, _OVERHEAD = 2**16, 2**15
+# The arrays are looked up again after this many exchanges, at least: an optimizer seldom gets new
+# ones, and to find those of a small model takes longer than to compare them.
+_SAME_ARRAYS = 16
 _FULL = 2**32 - 1  # the position of a comparison of everything
 # Whether a difference is an error; the number of the exchange; the position in the rotation; the
 # digests of the options and of the arrays.
@@ -156,6 +159,7 @@ class ReplicaCheck:
         self._equal_options = 0  # the last step in which all ranks had the same
         self.rotation = Rotation((), to_array, 1, None)
         self._position = 0
+        self._found_at = 0  # the exchange for which the arrays of the rotation were looked up
 
     def begin(self, world: object, settings: Settings) -> Snapshot | None:
         """Return this rank's part of the comparison; None: there is none with the next exchange.
@@ -174,9 +178,11 @@ class ReplicaCheck:
         options = tuple(self._options())
         if options != self._last_options[0] or not self._last_options[1]:
             self._last_options = options, _hash(options)
-        if is_full or self._position >= self.rotation.length:
-            self._begin_rotation()
         raises, step = settings.check_ranks == "error", self._steps + 1
+        if is_full or self._position >= self.rotation.length:
+            self._position = 0
+            if is_full or step >= self._found_at + _SAME_ARRAYS:
+                self._begin_rotation()
         position = _FULL if is_full else self._position
         values = self.rotation.digest(position)
         digest = _DIGEST.pack(raises, step, position, self._last_options[1], values)
@@ -190,7 +196,7 @@ class ReplicaCheck:
     def _begin_rotation(self) -> None:
         """Take the arrays that there are now."""
         self.rotation = Rotation(self._values(), self._to_array, self._stride(), self.rotation)
-        self._position = 0
+        self._position, self._found_at = 0, self._steps + 1
 
     def end(self) -> None:
         """Count an exchange."""

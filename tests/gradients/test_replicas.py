@@ -183,12 +183,12 @@ def test_state_that_comes_later():
     def change(rank, number):
         if number == 3:
             rank.arrays[late] = np.full(3, number)
-        if number == 20 and is_last(rank):
+        if number == 25 and is_last(rank):
             rank.arrays[late][1] += 1
 
-    for rank in train(30, SMALL, change):
+    for rank in train(35, SMALL, change):
         (number, message), *_ = rank.messages.items()
-        assert 20 <= number <= 20 + rank.check.rotation.length
+        assert 25 <= number <= 25 + rank.check.rotation.length
         assert f"element [1] of {late} is 3 on ranks 0, 1, 4 on rank 2 (equal in" in message
         assert "1 of 4 arrays of the optimizer's state differ" in message
 
