@@ -2,12 +2,13 @@
 
 Rooms beside the core may import from all of the core; only the facade and the tools, which use
 hvdlite as programs do, import them. Each room has a budget of lines, so that a feature gives back
-what it adds; budgets may only shrink.
+what it adds; budgets may only shrink. ``python -m tests.test_floors`` prints the sizes.
 """
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -109,11 +110,36 @@ def test_files_import_from_lower_floors_only():
     assert not found, "these imports break the rule of floors (docs/contributing.md)"
 
 
+def _texts(room: str) -> list[str]:
+    return [path.read_text() for module, path in _files().items() if _room(module) == room]
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_keep_their_budgets(room):
-    lines = sum(
-        len(path.read_text().splitlines())
-        for module, path in _files().items()
-        if _room(module) == room
-    )
+    lines = sum(len(text.splitlines()) for text in _texts(room))
     assert lines <= ROOMS[room][1], "what is added gives something else back"
+
+
+def main() -> None:
+    """Print the size of each room, and of all."""
+    total: Counter[str] = Counter()
+    print(f"{'':<12}{'lines':>8}{'budget':>8}{'files':>8}{'classes':>9}")
+    for room, (_, budget, _) in ROOMS.items():
+        texts = _texts(room)
+        size = Counter(
+            lines=sum(len(text.splitlines()) for text in texts),
+            budget=budget,
+            files=len(texts),
+            classes=sum(
+                isinstance(each, ast.ClassDef) for t in texts for each in ast.walk(ast.parse(t))
+            ),
+        )
+        total += size
+        print(f"{room:<12}{size['lines']:>8}{budget:>8}{size['files']:>8}{size['classes']:>9}")
+    print(
+        f"{'all':<12}{total['lines']:>8}{total['budget']:>8}{total['files']:>8}{total['classes']:>9}"
+    )
+
+
+if __name__ == "__main__":
+    main()
