@@ -41,7 +41,7 @@ _STRIDED = {torch.strided}
 
 
 class Step:
-    """What becomes of the gradients of one step; all by the parameter's number.
+    """Hold what becomes of the gradients of one step, by the parameter's number.
 
     Args:
         count: the number of parameters.

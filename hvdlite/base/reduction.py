@@ -139,7 +139,7 @@ class Scaling:
 
     @cached_property
     def is_identity(self) -> bool:
-        """Whether values stay unchanged."""
+        """Tell whether values stay unchanged."""
         return self.factor == 1.0 and self.divisor == 1
 
     def apply(self, values: Any) -> Any:
