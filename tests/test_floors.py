@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "world": (2, 796, "world"),
     "observe": (2, 1320, "observe"),
     "transport": (3, 3907, "transport"),
-    "engine": (4, 3846, "engine"),
+    "engine": (4, 3845, "engine"),
     "compression": (5, 3001, "compression"),
     "collectives": (6, 1815, "collectives"),
     "gradients": (7, 3255, "gradients"),
@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2410, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2919,
+        2921,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

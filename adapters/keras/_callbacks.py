@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdlite import collectives
 from hvdlite.base import files
-from hvdlite.gradients.optimizer_replica import variables_of
+from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import (
     batches_per_call,

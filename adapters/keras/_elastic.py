@@ -7,8 +7,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hvdlite.elastic.state import CapturingHandler, ObjectState, State, VariablesHandler
-from hvdlite.gradients.optimizer_replica import variables_of
-from hvdlite.gradients.synchronizer import Synchronizer
+from hvdlite.gradients.keras_exchange import Synchronizer
+from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.keras._optimizer import distributed_part
 from hvdlite.keras._values import batches_per_call, build_optimizer
 

@@ -17,9 +17,9 @@ from typing import Any
 import keras as keras
 from keras import ops
 
-from hvdlite.gradients.optimizer_replica import kept_in_common
+from hvdlite.gradients.keras_exchange import Synchronizer, check_steps
+from hvdlite.gradients.keras_replica import kept_in_common
 from hvdlite.gradients.options import Options
-from hvdlite.gradients.synchronizer import Synchronizer, check_steps
 from hvdlite.keras._backends import check_backend
 from hvdlite.keras._optimizer import (
     Distributed,

@@ -18,9 +18,9 @@ from typing import Any
 import tensorflow as tf
 import tf_keras
 
-from hvdlite.gradients.optimizer_replica import kept_in_common
+from hvdlite.gradients.keras_exchange import Synchronizer, check_steps
+from hvdlite.gradients.keras_replica import kept_in_common
 from hvdlite.gradients.options import Options
-from hvdlite.gradients.synchronizer import Synchronizer, check_steps
 from hvdlite.keras._optimizer import (
     Distributed,
     distributed_part,

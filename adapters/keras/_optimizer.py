@@ -17,13 +17,13 @@ from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Conversion, Reduction
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
+from hvdlite.gradients.keras_exchange import LocalVariables, Synchronizer
 from hvdlite.gradients.options import (
     CompressionArgument,
     ExchangeSchedule,
     Options,
     check_exchange,
 )
-from hvdlite.gradients.synchronizer import LocalVariables, Synchronizer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdlite.compression import Parameter
-from hvdlite.gradients.synchronizer import LABEL, Synchronizer
+from hvdlite.gradients.keras_exchange import LABEL, Synchronizer
 from hvdlite.tensorflow.device import pin_device
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce, are_finite
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted, value_of

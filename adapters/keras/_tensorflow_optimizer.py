@@ -10,9 +10,9 @@ import tensorflow as tf
 from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.gradients.optimizer_replica import kept_in_common
+from hvdlite.gradients.keras_exchange import Synchronizer
+from hvdlite.gradients.keras_replica import kept_in_common
 from hvdlite.gradients.options import CompressionArgument, ExchangeSchedule, Options
-from hvdlite.gradients.synchronizer import Synchronizer
 from hvdlite.keras._optimizer import Distributed, KerasAdapter, make_distributed
 from hvdlite.keras._tensorflow import Backend
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted

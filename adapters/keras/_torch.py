@@ -14,11 +14,11 @@ from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.compression import Parameter
 from hvdlite.engine import Engine, runtime
 from hvdlite.gradients.buckets import GradientBuckets
+from hvdlite.gradients.keras_exchange import LABEL, Synchronizer
+from hvdlite.gradients.keras_replica import unique
 from hvdlite.gradients.metadata import check_weighted, checked_samples
-from hvdlite.gradients.optimizer_replica import unique
 from hvdlite.gradients.plan import describe_sources
 from hvdlite.gradients.replicas import ReplicaCheck, weight_label
-from hvdlite.gradients.synchronizer import LABEL, Synchronizer
 from hvdlite.torch.device import pin_device
 from hvdlite.torch.tensors import CONVERSION, dtype_of, to_array, to_tensor_like
 

@@ -14,7 +14,7 @@ from hvdlite import collectives
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Compression, Strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.gradients.optimizer_replica import variables_of
+from hvdlite.gradients.keras_replica import variables_of
 from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.variables import broadcast_arrays, different_on, is_seed
 from hvdlite.world import parts, world

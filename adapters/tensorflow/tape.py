@@ -12,6 +12,7 @@ from hvdlite.base.arguments import check_groups
 from hvdlite.base.reduction import Average, ReduceOp
 from hvdlite.compression import Compression, Reduction
 from hvdlite.engine.process_sets import ProcessSet, global_process_set, is_outside
+from hvdlite.gradients.keras_exchange import LocalVariables
 from hvdlite.gradients.options import (
     CompressionArgument,
     ExchangeSchedule,
@@ -19,7 +20,6 @@ from hvdlite.gradients.options import (
     check_exchange,
     gradient_path,
 )
-from hvdlite.gradients.synchronizer import LocalVariables
 from hvdlite.tensorflow.gradients import Gradient, GradientAllreduce
 from hvdlite.tensorflow.tensors import CONVERSION, unconverted
 from hvdlite.tensorflow.variables import ReplicaChecks

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdlite.compression import Parameter
 from hvdlite.engine.process_sets import ProcessSet
-from hvdlite.gradients.optimizer_replica import OptimizerReplica, unique
+from hvdlite.gradients.keras_replica import OptimizerReplica, unique
 from hvdlite.gradients.replicas import ReplicaCheck, weight_label
 from hvdlite.tensorflow.graphs import for_session
 from hvdlite.tensorflow.tensors import dtype_of, to_array, value_of

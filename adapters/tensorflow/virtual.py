@@ -17,8 +17,8 @@ from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import global_process_set
 from hvdlite.errors import HorovodInternalError, NotFiniteError
 from hvdlite.gradients.finite import tell_left_out
+from hvdlite.gradients.keras_exchange import LABEL, GradientPath, Synchronizer
 from hvdlite.gradients.options import Options
-from hvdlite.gradients.synchronizer import LABEL, GradientPath, Synchronizer
 from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified

@@ -43,7 +43,7 @@ class Guard:
 
     def run(self) -> None:
         """Run a round, or go on without ranks that die in it."""
-        epoch = self._recovery.epoch
+        recoveries = self._recovery.recoveries
         try:
             self._recovery.check()  # also where no round waits long enough to do so
             self._lane.rounds.run()
@@ -56,7 +56,7 @@ class Guard:
             self.revoke()  # others may be in this round, and wait for this rank
             self._waits = True
             try:  # if it is not, recovery fails, on all ranks: they learn of it so
-                self._recovery.recover(error, epoch)
+                self._recovery.recover(error, recoveries)
             except HorovodInternalError:
                 if is_recoverable:
                     raise

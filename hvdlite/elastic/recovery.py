@@ -57,6 +57,8 @@ _CHECK_SECONDS = 0.05
 class Recovery(Supervisor):
     """Forms a new world when ranks have died, and replaces the transports of all lanes."""
 
+    #: The recoveries so far; adding a process set is one, too.
+    recoveries = 0
     # For each rank, by its id, the number at the start of the job, for messages.
     _places: Sequence[int]
 
@@ -84,7 +86,7 @@ class Recovery(Supervisor):
         self._places = whole.ids
         self._enter = enter
         self._gathering = Gathering(MPI, whole.create(whole.comm.Dup))
-        self.survives, self.numbers = True, membership.lock
+        self.survives, self.renumbering = True, membership.lock
 
     def guard(self, lane: Lane) -> Any:
         return Guard(lane, self) if self.survives else super().guard(lane)
@@ -155,7 +157,7 @@ class Recovery(Supervisor):
                 part = self._wanted = _Part(name, ids, make, enter)
             try:
                 while self._wanted is part:
-                    self.recover(None, self.epoch)
+                    self.recover(None, self.recoveries)
             finally:
                 with membership.lock:
                     self._wanted = None
@@ -168,23 +170,23 @@ class Recovery(Supervisor):
         name = engine.unnamed("add_process_set")
         return b"1" in engine.named.run(Gather(name, signature, b"1" if is_here else b"0"))
 
-    def recover(self, error: Exception | None, epoch: int) -> None:
+    def recover(self, error: Exception | None, recoveries: int) -> None:
         """Form the world of the ranks that live; called by a thread that runs a lane's rounds.
 
         All lanes may call it, of which one does the work, and `form_part` does.
 
         Args:
             error: What the lane has noticed; None: a process set is to be added.
-            epoch: The number of recoveries when its round began; if there has been another one
-                since, that was for this error.
+            recoveries: How many there had been when its round began; if there has been one since,
+                it was for this error.
 
         Raises:
             HorovodInternalError: It is impossible; what this rank communicates next fails, too.
         """
         with self._changed:
-            is_first = not self._under_way and self.epoch == epoch
+            is_first = not self._under_way and self.recoveries == recoveries
             self._under_way = self._under_way or is_first
-            while not is_first and self.epoch == epoch:
+            while not is_first and self.recoveries == recoveries:
                 self._changed.wait(_CHECK_SECONDS)
         if is_first:
             lanes = [lane for engine in self._engines for lane in engine.lanes]
@@ -196,7 +198,7 @@ class Recovery(Supervisor):
             finally:
                 with self._changed:
                     self._under_way = False
-                    self.epoch += 1
+                    self.recoveries += 1
                     self._changed.notify_all()
                 for lane in lanes:  # whose waits must not be ended any more
                     lane.guard.let_go()
@@ -253,7 +255,7 @@ class Recovery(Supervisor):
         """
         gathering, rank = self._gathering, self._gathering.comm.rank
         # A rank has come, has seen all others come, or has given up before that.
-        come, ready, gave_up = (3 * self.epoch + message for message in range(3))
+        come, ready, gave_up = (3 * self.recoveries + message for message in range(3))
         reported = self._settings.stall_check_time_seconds
         is_revoked = False
 

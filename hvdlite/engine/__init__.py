@@ -153,7 +153,7 @@ class Engine:
     def _enqueue(
         self, kind: str, name: str | None, describe: Callable[[str], Operation], begin: bool
     ) -> Handle:
-        with self.supervisor.numbers:
+        with self.supervisor.renumbering:
             return self.named.enqueue(describe(name or self.unnamed(kind)), begin)
 
     @uninterrupted  # until the submission that follows

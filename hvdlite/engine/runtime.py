@@ -169,8 +169,8 @@ def start(
     _log.setLevel(level)
     is_first = not _hooked
     status.install(_pending)
-    guardian = supervise or supervisor.choose(values)
-    guardian.process_sets = wanted
+    in_charge = supervise or supervisor.choose(values)
+    in_charge.process_sets = wanted
     run = Run("", 0)
 
     def build(comm: Any, create: world.Create) -> Engine:
@@ -182,10 +182,10 @@ def start(
             observe("form")
         division.step = max(comm.allgather(division.step))
         run = Run(comm.bcast(os.urandom(8).hex()), 0)
-        guardian.watch(MPI, whole, values, _enter)
-        return Engine(MPI, whole, values, supervisor=guardian)
+        in_charge.watch(MPI, whole, values, _enter)
+        return Engine(MPI, whole, values, supervisor=in_charge)
 
-    _engine = guardian.form(MPI, guardian.select(MPI, comm, values), build)
+    _engine = in_charge.form(MPI, in_charge.select(MPI, comm, values), build)
     whole, _run = _engine.world, run
     interrupts.install()
     status.install(_pending)
@@ -201,18 +201,18 @@ def start(
         for line in settings.ignored() if whole.comm.rank == 0 else ():
             _log.warning("%s", line)
     try:
-        for each in guardian.process_sets:
+        for each in in_charge.process_sets:
             _sets.add(each, of=whole)
         if values.timeline:
             start_timeline(values.timeline, values.timeline_mark_cycles)
         if is_first:
-            observers.plan(*guardian.place)
+            observers.plan(*in_charge.place)
         for observe in observers.current:
             observe("start")
     except (ValueError, OSError, HorovodInternalError):
         shutdown()
         raise
-    guardian.begin(_engine)
+    in_charge.begin(_engine)
 
 
 def _enter(whole: world.World) -> None:

@@ -31,15 +31,14 @@ class Supervisor:
 
     Attributes:
         survives: Whether the other ranks go on when one dies, so that exchanges may be repeated.
-        epoch: The number of deaths that the ranks have gone on after.
-        numbers: Held while an operation is described and submitted: no rank gets another number.
+        renumbering: The lock under which ranks get other numbers. An operation is described and
+            submitted under it.
         place: This process's number at the start of the job, and how many processes there were.
         process_sets: Those to register in the world. ``init()`` sets them; `form` may change them.
     """
 
     survives = False
-    epoch = 0
-    numbers: AbstractContextManager[Any] = nullcontext()
+    renumbering: AbstractContextManager[Any] = nullcontext()
     process_sets: Sequence[ProcessSet] = ()
     place: tuple[int, int]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from hvdlite.engine.process_sets import is_outside
+from hvdlite.gradients.keras_exchange import LABEL, Backend, GradientPath, Synchronizer
 from hvdlite.gradients.options import Options
-from hvdlite.gradients.synchronizer import LABEL, Backend, GradientPath, Synchronizer
 from hvdlite.schedule.local_steps import LocalSteps, check_unweighted
 from hvdlite.schedule.schedules import LocalSchedule
 

@@ -93,7 +93,7 @@ def check_sums(step):
 def watch(step):
     """Report, if nothing has changed for some steps."""
     global seen, settled, since
-    now = (id(runtime.engine()), runtime.engine().supervisor.epoch)
+    now = (id(runtime.engine()), runtime.engine().supervisor.recoveries)
     if now != seen:
         seen, settled = now, 0
         tell(event="change", step=step, size=hvd.size(), rank=hvd.rank())

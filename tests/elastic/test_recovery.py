@@ -509,7 +509,7 @@ for _ in range(10):
     hvd.remove_process_set(some)
 from hvdlite.engine import runtime
 recovery = runtime.engine().supervisor
-print(start, hvd.size(), recovery.epoch >= 11, sorted(set(found)))
+print(start, hvd.size(), recovery.recoveries >= 11, sorted(set(found)))
 """
     assert run(code, 3) == (["0 3 True [3.0, 5.0]", "1 3 True [3.0]", "2 3 True [5.0]"], "")
 

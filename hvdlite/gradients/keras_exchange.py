@@ -14,8 +14,8 @@ from hvdlite.compression import Parameter, StrategyState
 from hvdlite.engine import runtime
 from hvdlite.engine.process_sets import is_outside
 from hvdlite.gradients.exchange_state import ExchangeState
+from hvdlite.gradients.keras_replica import OptimizerReplica
 from hvdlite.gradients.metadata import check_not_local
-from hvdlite.gradients.optimizer_replica import OptimizerReplica
 from hvdlite.gradients.options import Options, gradient_path
 
 LABEL = "DistributedOptimizer of Keras"
