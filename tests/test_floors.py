@@ -24,7 +24,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1643, "base errors version"),
     "world": (2, 796, "world"),
     "observe": (2, 1320, "observe"),
-    "transport": (3, 3907, "transport"),
+    "transport": (3, 3956, "transport"),
     "engine": (4, 3845, "engine"),
     "compression": (5, 3001, "compression"),
     "collectives": (6, 1815, "collectives"),

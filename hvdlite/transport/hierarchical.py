@@ -11,6 +11,7 @@ from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.shared_memory.barrier import Barrier
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport
+from hvdlite.transport.transport import Join, Transport
 from hvdlite.world.world import World
 
 
@@ -39,6 +40,11 @@ class HierarchicalTransport(MPITransport):
         self._node = SharedMemoryTransport(barrier, world.node.rank, cross, min(ranks))
         self._nodes = len(ranks)
         self.arena = barrier.arena
+
+    @classmethod
+    def connect(cls, MPI: Any, world: World, join: Join) -> Transport | None:  # noqa: N803
+        barrier = join() if len(set(world.nodes)) < world.comm.size else None
+        return None if barrier is None else cls(MPI, world, barrier)
 
     def revoke(self) -> None:
         super().revoke()

@@ -1,4 +1,4 @@
-"""The choice of a transport for the ranks at hand."""
+"""The registry of transports, and the choice of one for the ranks at hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,19 @@ from hvdlite.transport.gpu.staged import HostStaged
 from hvdlite.transport.hierarchical import HierarchicalTransport
 from hvdlite.transport.loopback import Loopback
 from hvdlite.transport.mpi import MPITransport
-from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join
+from hvdlite.transport.shared_memory.barrier import Barrier
+from hvdlite.transport.shared_memory.transport import SharedMemoryTransport, join_nodes
 from hvdlite.transport.transport import Transport
 from hvdlite.world.world import World
 
+#: The transports of host arrays, best first; `connect` takes the first that suits the ranks. This
+#: is the only registration.
+TRANSPORTS: tuple[type[Transport], ...] = (
+    Loopback,
+    SharedMemoryTransport,
+    HierarchicalTransport,
+    MPITransport,
+)
 _log = logging.getLogger("hvdlite")
 # From this version on NCCL lets ranks share a device, if it is told to by this variable.
 _SHARING_VERSION, _SHARING = 23000, "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -41,18 +51,13 @@ def connect(
         before: the transport that these ranks, and some that have died, used before. The new one
             exchanges the arrays that `Transport.empty` has returned there as fast as its own.
     """
-    barrier = None
-    if shared_memory and len(set(world.nodes)) < world.comm.size:
-        barrier = join(world, getattr(before, "arena", None))
-    transport: Transport
-    if world.comm.size == 1:
-        transport = Loopback()
-    elif barrier is None:
-        transport = MPITransport(MPI, world.comm, world.ids, world.create)
-    elif world.node.size == world.comm.size:
-        transport = SharedMemoryTransport(barrier, world.node.rank)
-    else:
-        transport = HierarchicalTransport(MPI, world, barrier)
+
+    @cache
+    def join() -> Barrier | None:
+        return join_nodes(world, getattr(before, "arena", None)) if shared_memory else None
+
+    made = (kind.connect(MPI, world, join) for kind in TRANSPORTS)
+    transport = next(each for each in made if each is not None)
     transport.members = world.ids
     return transport
 
@@ -94,7 +99,7 @@ def connect_device(
             )
     assert cuda is not None
     if not through_host:
-        made = NCCLTransport.connect(cuda, control, device, everywhere, timeout)
+        made = NCCLTransport.connect_devices(cuda, control, device, everywhere, timeout)
         if not isinstance(made, str):
             return made
         if control.rank == 0:

@@ -16,6 +16,7 @@ from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.observe import timeline
 from hvdlite.transport.adasum import adasum
 from hvdlite.transport.reduce import reduce_into
+from hvdlite.world.world import World
 
 #: Bytes of the largest array that is reduced together with others, see `allreduce_all`.
 LARGEST_FUSED = 2**19
@@ -25,6 +26,11 @@ DIGEST_SIZE = 16
 #: Called again and again during a wait, with the seconds waited so far; it may raise to end the
 #: wait, or `hvdlite.base.interrupts.Interrupted` to suspend it, see `Transport.meet`.
 OnWait = Callable[[float], None]
+
+
+#: Joins the ranks of each node in shared memory: returns their barrier, or on all ranks None.
+#: Collective; further calls return the same.
+Join = Callable[[], Any]
 
 
 class NoRoomError(MemoryError):
@@ -56,6 +62,17 @@ class Transport(ABC):
     lane: str = ""
     title: str = ""
     confirms: bool = False
+
+    @classmethod
+    def connect(cls, MPI: Any, world: World, join: Join) -> Transport | None:  # noqa: N803
+        """Return a transport for a world's ranks, or on all of them None if it does not suit them.
+
+        Args:
+            MPI: the module ``mpi4py.MPI``.
+            world: the ranks and their nodes; the transport makes communicators of its own.
+            join: called if the transport uses shared memory.
+        """
+        return None
 
     @abstractmethod
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:

@@ -90,7 +90,7 @@ class NCCLTransport(HostStaged):
         self._lock = threading.Lock()
 
     @classmethod
-    def connect(
+    def connect_devices(
         cls,
         cuda: Cuda,
         control: Transport,

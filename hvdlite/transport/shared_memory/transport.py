@@ -38,7 +38,7 @@ from hvdlite.transport.shared_memory.chunked import (
     slice_of,
 )
 from hvdlite.transport.shared_memory.segment import Arena
-from hvdlite.transport.transport import DIGEST_SIZE, OnWait, Transport, common_prefix
+from hvdlite.transport.transport import DIGEST_SIZE, Join, OnWait, Transport, common_prefix
 from hvdlite.world.world import World
 
 _log = logging.getLogger("hvdlite")
@@ -92,6 +92,11 @@ class SharedMemoryTransport(Transport):
         self._brought = 0  # the generation for which `meet` has written a chunk; 0: none
         self._cross = cross
         self._owners = owners or self.size
+
+    @classmethod
+    def connect(cls, MPI: Any, world: World, join: Join) -> Transport | None:  # noqa: N803
+        barrier = join() if world.node.size == world.comm.size else None
+        return None if barrier is None else cls(barrier, world.node.rank)
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare all ranks' digests; the first chunk of the data travels with them."""
@@ -399,7 +404,7 @@ class SharedMemoryTransport(Transport):
         return self._barrier.meet()
 
 
-def join(world: World, arena: Arena | None = None) -> Barrier | None:
+def join_nodes(world: World, arena: Arena | None = None) -> Barrier | None:
     """Set up a barrier on each node of a world; collective.
 
     Args:
