@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2432, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1461,
+        1466,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 507, "horovod"),
