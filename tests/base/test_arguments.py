@@ -17,7 +17,6 @@ from hvdlite.base.arguments import (
     check_ratio,
 )
 from hvdlite.compression import Compression
-from hvdlite.schedule import Schedule
 
 NO_NUMBERS = [None, "1", "1%", True, False, math.nan, [1], 1j, np.ones(2), np.bool_(True)]
 
@@ -80,20 +79,16 @@ SETTINGS = {
     "MajorityVote": ("scale",),
     "Cast": ("kind",),
     "WarmUp": ("steps",),
-    "Accumulate": ("passes",),
-    "PartialSync": ("parts", "bytes"),
-    "LocalSGD": ("every", "start"),
-    "DiLoCo": ("every", "outer_lr", "outer_momentum"),
 }
-NEEDED = {"WarmUp": {"inner": Compression.none}, "LocalSGD": {"every": 2}, "DiLoCo": {"every": 2}}
+NEEDED = {"WarmUp": {"inner": Compression.none}}
 
 
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind, names in SETTINGS.items() for name in names]
 )
 @pytest.mark.parametrize("value", ["1%", [1], -1, math.nan])
-def test_settings_of_strategies_and_schedules(kind, name, value):
-    make = getattr(Compression, kind, None) or getattr(Schedule, kind)
+def test_settings_of_strategies(kind, name, value):
+    make = getattr(Compression, kind)
     settings = {**NEEDED.get(kind, {}), name: value}
     with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))} is not (a|an|one) "):
         make(**settings)

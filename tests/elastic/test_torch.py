@@ -19,6 +19,7 @@ from hvdlite.recipe import Sharding
 from hvdlite.torch import elastic
 from hvdlite.torch.elastic import ElasticSampler, ObjectState, TorchState
 from tests.harness import ranks
+from tests.torch import test_state as loading
 
 
 def make_model(seed):
@@ -387,3 +388,23 @@ def test_news_of_hosts_interrupt_all_ranks_and_callbacks_follow_a_reset():
     state.on_reset()
     assert called == ["reset"]
     state.commit()
+
+
+def by_sync(optimizer):
+    hvd.elastic.TorchState(optimizer=optimizer).sync()
+
+
+def by_restore(optimizer):
+    state = hvd.elastic.TorchState(optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 99.0
+    state.restore()
+
+
+@ranks(2)
+@pytest.mark.parametrize("load", [by_sync, by_restore])
+def test_the_optimizer_of_a_state_keeps_its_dicts_and_dtypes(load):
+    hvd.init()
+    for is_around in (False, True):
+        loading.check_that_dicts_are_kept(load, is_around)
+    for dtype in (torch.bfloat16, torch.float64):
+        loading.check_that_dtypes_are_kept(load, dtype, clears=load is by_sync)

@@ -7,18 +7,26 @@ modules named ``*_checks.py``, which only ranks import; `test_backends` runs the
 import ast
 import importlib
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
-def checks_in(*modules, only=("",), fast=("",), slow=()):
+def needs(*modules):
+    return pytest.mark.skipif(
+        not all(map(find_spec, modules)), reason=f"needs {' and '.join(modules)}"
+    )
+
+
+def checks_in(*modules, package="keras", only=("",), fast=("",), slow=()):
     """Return the checks of modules as parameters for pytest.
 
     Args:
         *modules: The modules' names, without ``_checks``.
+        package: The folder in ``tests`` that they lie in.
         only: Words in the names of the checks to return.
         fast: Words in the names of those that a fast selection of tests (``--fast``) runs.
         slow: Words in the names of those that it leaves out nevertheless.
@@ -28,9 +36,9 @@ def checks_in(*modules, only=("",), fast=("",), slow=()):
         return any(word in name for word in words)
 
     names = [
-        f"{module}_checks.{node.name}"
+        f"{package}.{module}_checks.{node.name}"
         for module in modules
-        for node in ast.parse((FOLDER / f"{module}_checks.py").read_text()).body
+        for node in ast.parse((TESTS / package / f"{module}_checks.py").read_text()).body
         if isinstance(node, ast.FunctionDef)
         and node.name.startswith("test_")
         and has(only, node.name)
@@ -45,10 +53,10 @@ def checks_in(*modules, only=("",), fast=("",), slow=()):
 
 def run(name):
     """Run a check in this process, which is a rank."""
-    module, function = name.split(".")
+    package, module, function = name.split(".")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of frameworks that are imported
-        found = importlib.import_module(f"tests.keras.{module}")
+        found = importlib.import_module(f"tests.{package}.{module}")
         import hvdlite
     hvdlite.init()
     getattr(found, function)()

@@ -190,10 +190,6 @@ def test_where_batch_size_has_no_meaning():
 
     refused("batch_size=-1 is not a whole number", wrapped(), -1)
     refused("batch_size weights averages", wrapped(op=hvd.Sum))
-    refused(
-        "with a schedule or hvd.Adasum each rank steps",
-        wrapped(schedule=hvd.Schedule.LocalSGD(every=2)),
-    )
     refused("here those of several add up", wrapped(backward_passes_per_step=2))
     scaling = keras.optimizers.LossScaleOptimizer(wrapped(backward_passes_per_step=2))
     refused("here those of several add up", scaling)

@@ -107,7 +107,6 @@ def check_replicas(hvd, keras, kinds, make_model, fit, x, y, batch):
         assert "'decay_steps': 6" in refused(make_model(), kind(decay))
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         assert same_on_all_ranks(train(make_model(seed=rank), kind(0.1), [broadcast]))
-        train(make_model(seed=rank), kind(0.1), schedule=hvd.Schedule.LocalSGD(every=2))
     # Variables built in the first batch are broadcast after it.
     keras.utils.set_random_seed(rank)
     model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
@@ -175,7 +174,6 @@ def check_drift(hvd, keras, kind, make_model, fit, x, y, batch):
         history = "3, apart in step 4" if is_option else f"{last}, apart in step [456]"
         assert re.search(rf"\(equal in step {history}\)", message), message
         assert ("MetricAverageCallback" in message) == is_option
-    train(kind(0.125, momentum=0.5), move_weight, schedule=hvd.Schedule.LocalSGD(every=3))
     train(kind(0.125, momentum=0.5), lambda model: None, backward_passes_per_step=2)
     model = make_model()
     optimizer = hvd.PartialDistributedOptimizer(

@@ -133,8 +133,6 @@ def test_optimizers_of_tensorflow_1():
     assert found.tolist() == train(kind(0.1, 0.9), [1.5, 2.5]).tolist()
     with pytest.raises(ValueError, match="needs a Keras optimizer"):
         tf_hvd.DistributedOptimizer(kind(0.1, 0.9), backward_passes_per_step=2)
-    with pytest.raises(ValueError, match="it needs a Keras optimizer"):
-        tf_hvd.DistributedOptimizer(kind(0.1, 0.9), schedule=hvd.Schedule.LocalSGD(every=2))
     with pytest.raises(ValueError, match="wrap it once"):
         tf_hvd.DistributedOptimizer(wrapped)
     with pytest.raises(TypeError, match="expected a Keras optimizer, found float"):

@@ -2,23 +2,16 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
 from tests.harness import mpirun, ranks
-from tests.keras import checks_in, run
+from tests.keras import checks_in, needs, run
 
 # Keras' own, with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-KERAS_3 = ("optimizer", "loop", "callback", "schedule", "seed")
-
-
-def needs(*modules):
-    return pytest.mark.skipif(
-        not all(map(find_spec, modules)), reason=f"needs {' and '.join(modules)}"
-    )
+KERAS_3 = ("optimizer", "loop", "callback", "seed")
 
 
 @needs("keras", "tensorflow")
@@ -30,8 +23,6 @@ def needs(*modules):
         "tensorflow",
         slow=[
             "saved",
-            "partial",
-            "accumulation_is",
             "embeddings",
             "clip",
             "decay",
@@ -42,8 +33,6 @@ def needs(*modules):
             "schedules_stay",
             "without_xla",
             "learning_rates_follow",
-            "post_local",
-            "diloco",
             "in_one_execution",
             "not_finite",
             "what_is_made_from",

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import math
+import re
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -21,6 +25,25 @@ NONE, AVERAGE = Compression.none, Reduction()
 
 def check(schedule, strategy, reduction, passes=1, sparse_as_dense=False):
     return check_exchange(strategy, schedule, Conversion(), reduction, passes, sparse_as_dense)[1:]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Schedule.Accumulate, "passes"),
+        (Schedule.PartialSync, "parts"),
+        (Schedule.PartialSync, "bytes"),
+        (Schedule.LocalSGD, "every"),
+        (partial(Schedule.LocalSGD, 2), "start"),
+        (Schedule.DiLoCo, "every"),
+        (partial(Schedule.DiLoCo, 2), "outer_lr"),
+        (partial(Schedule.DiLoCo, 2), "outer_momentum"),
+    ],
+)
+def test_settings_of_another_kind(make, name):
+    for value in ("1%", [1], -1, math.nan):
+        with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))} is not (a|an) "):
+            make(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,11 @@ CASES = {
     "partial": (hvd.Schedule.PartialSync(parts=2), lambda size: models.partial(size, 7)),
     "diloco": (hvd.Schedule.DiLoCo(every=3), lambda size: models.diloco(size, 7, 3, 0.7, 0.9)),
 }
+SHAPE = (6, 5)
+
+
+def gradient(step, rank):
+    return np.random.default_rng([step, rank]).standard_normal(SHAPE).astype(np.float32)
 
 
 class Training:
@@ -251,3 +256,128 @@ def test_what_is_refused():
         y = x * 2
     with pytest.raises(ValueError, match="one is no variable"):
         of_tensors.gradient(y, x)
+
+
+def scheduled_stepper(variable, mode, **options):
+    def step(given):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * given)
+        tape = hvd.DistributedGradientTape(tape, **options)
+        (found,) = tape.gradient(loss, [variable])
+        variable.assign_sub(0.1 * found)
+        tape.end_step()
+
+    return in_mode(mode, step)
+
+
+@each_mode
+@ranks(2)
+def test_a_schedule_goes_on_from_a_checkpoint(mode):
+    """Resume between two outer steps, with outer momentum and residuals."""
+    hvd.shutdown()
+    hvd.init()
+    options = {
+        "schedule": hvd.Schedule.DiLoCo(every=2),
+        "compression": hvd.Compression.ErrorFeedback(hvd.Compression.bf16),
+    }
+    whole = tf.Variable(tf.zeros(SHAPE), name="w")
+    step = scheduled_stepper(whole, mode, **options)
+    for number in range(7):
+        if number == 3:
+            saved, weights = hvd.exchange_state_dict([whole]), tf.identity(whole)
+        step(gradient(number, hvd.rank()))
+    assert saved["schedule"]["steps"] == 3
+    again = tf.Variable(weights, name="w")
+    hvd.load_exchange_state_dict([again], saved)
+    assert hvd.exchange_state_dict([again])["schedule"]["steps"] == 3
+    step = scheduled_stepper(again, mode, **options)
+    for number in range(3, 7):
+        step(gradient(number, hvd.rank()))
+    np.testing.assert_array_equal(again.numpy(), whole.numpy())
+
+
+@ranks(2)
+def test_a_keras_optimizers_schedule_goes_on_from_a_checkpoint():
+    import keras
+
+    hvd.shutdown()
+    hvd.init()
+    options = {
+        "schedule": hvd.Schedule.DiLoCo(every=2),
+        "compression": hvd.Compression.ErrorFeedback(hvd.Compression.bf16),
+    }
+
+    def made():
+        return hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **options)
+
+    def step(optimizer, variable, number):
+        optimizer.apply([tf.constant(gradient(number, hvd.rank()))], [variable])
+
+    whole, optimizer = keras.Variable(np.zeros(SHAPE, np.float32), name="w"), made()
+    for number in range(7):
+        if number == 3:
+            saved, weights = optimizer.exchange_state_dict(), whole.numpy()
+        step(optimizer, whole, number)
+    assert saved["schedule"]["steps"] == 3
+    again, optimizer = keras.Variable(weights, name="w"), made()
+    optimizer.load_exchange_state_dict(saved)
+    for number in range(3, 7):
+        step(optimizer, again, number)
+    np.testing.assert_array_equal(again.numpy(), whole.numpy())
+
+
+@ranks(2)
+@each_mode
+def test_variables_may_differ(mode):
+    hvd.init()
+    weight = tf.Variable([1.0 + hvd.rank(), 2.0])
+    step = scheduled_stepper(weight, mode, schedule=hvd.Schedule.LocalSGD(every=3))
+    for number in range(4):
+        step(number + tf.ones(2))
+
+
+@ranks(2)
+def test_a_session_refuses_them():
+    hvd.init()
+    with tf.Graph().as_default():
+        variable = tf.Variable(tf.ones(2))
+        tape = hvd.DistributedGradientTape(
+            tf.GradientTape(), schedule=hvd.Schedule.LocalSGD(every=2)
+        )
+        with tape:
+            loss = tf.reduce_sum(variable)
+        with pytest.raises(NotImplementedError, match="schedule of local steps in a graph for a"):
+            tape.gradient(loss, [variable])
+
+
+@ranks(2)
+@each_mode
+def test_a_rank_outside_the_process_set_keeps_its_gradients(mode):
+    hvd.init()
+    last = hvd.add_process_set([1])
+    variable = tf.Variable([1.0])
+    try:
+
+        def gradient():
+            tape = hvd.DistributedGradientTape(
+                tf.GradientTape(), process_set=last, schedule=hvd.Schedule.LocalSGD(every=2)
+            )
+            with tape:
+                loss = tf.reduce_sum(variable) * (1.0 + hvd.rank())
+            tape.register_local_source(variable)
+            found = tape.gradient(loss, variable)
+            tape.end_step()
+            tape.average_weights()
+            return found
+
+        assert in_mode(mode, gradient)().numpy().tolist() == [1.0 + hvd.rank()]
+    finally:
+        hvd.remove_process_set(last)
+
+
+def test_optimizers_of_tensorflow_1_have_none():
+    hvd.init()
+    with pytest.raises(ValueError, match="it needs a Keras optimizer"):
+        hvd.DistributedOptimizer(
+            tf.compat.v1.train.MomentumOptimizer(0.1, 0.9), schedule=hvd.Schedule.LocalSGD(every=2)
+        )

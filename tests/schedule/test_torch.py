@@ -11,6 +11,11 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.torch.scheduled import TensorWeights
 from tests.keras.measures import exchanges
+from tests.torch import test_closures as closures
+from tests.torch import test_memory as memory
+from tests.torch import test_optimizer as training
+from tests.torch import test_replicas as replicas
+from tests.torch import test_training_patterns as patterns
 from tests.torch.checks import assert_close, assert_identical_on_all_ranks
 
 SEVERAL = ranks(2, 3)
@@ -407,3 +412,66 @@ def test_moments_have_the_shape_of_their_parameter():
     assert {"step"} < {*optimizer.state[parameter]}
     weights = TensorWeights([parameter], lambda number: optimizer.state[parameter])
     assert [moment.name for moment in weights.moments(0)] == ["exp_avg", "exp_avg_sq"]
+
+
+@ranks(2)
+def test_ranks_that_step_by_themselves_decide_by_themselves():
+    hvd.init()
+    model = closures.make_model()
+    optimizer = hvd.DistributedOptimizer(
+        closures.lbfgs(model), model.named_parameters(), schedule=hvd.Schedule.LocalSGD(every=2)
+    )
+    x, y = closures.data_of(hvd.rank())
+    expected = (closures.make_model()(x) - y).square().mean().item()
+    loss = optimizer.step(closures.closure_of(model, optimizer, x, y))
+    assert loss.item() == expected
+    optimizer.step(closures.closure_of(model, optimizer, x, y))
+    assert_identical_on_all_ranks(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": hvd.Schedule.LocalSGD(every=3)},
+        {"schedule": hvd.Schedule.DiLoCo(every=3)},
+        {"schedule": hvd.Schedule.PartialSync(parts=2)},
+        {"op": hvd.Adasum},
+    ],
+    ids=str,
+)
+def test_weights_may_differ(options):
+    hvd.init()
+    model = replicas.make_model(seed=hvd.rank())
+    optimizer = replicas.wrap(model, **options)
+    for number in range(4):
+        replicas.step(model, optimizer, number)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "options", [{"schedule": hvd.Schedule.LocalSGD(every=2)}, {"op": hvd.Adasum}]
+)
+def test_each_rank_clips_its_own_gradients(options):
+    hvd.init()
+    training.check_clipping_by_each_rank(**options)
+
+
+@pytest.mark.slow
+@ranks(3)
+def test_a_rank_outside_of_the_process_set_steps_by_itself():
+    training.check_steps_outside_of_a_process_set(schedule=hvd.Schedule.LocalSGD(every=1))
+
+
+@ranks(2)
+def test_a_model_that_is_converted_after_wrapping():
+    hvd.init()
+    options = {"schedule": hvd.Schedule.LocalSGD(every=1)}
+    for converted_after in (0, 4):
+        patterns.check_conversion(converted_after, **options)
+    patterns.check_conversion_on_one_rank(4, **options)
+
+
+@ranks(2)
+def test_adasum_gets_the_whole_copy(monkeypatch):
+    memory.check_whole_copies(monkeypatch, op=hvd.Adasum)

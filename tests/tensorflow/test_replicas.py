@@ -132,10 +132,8 @@ def test_what_may_differ(mode):
     variables = make_variables(0)
     variables[1].assign(variables[1] + hvd.rank())
     local = make_step(mode, variables, local=True)
-    scheduled = make_step(mode, make_variables(hvd.rank()), schedule=hvd.Schedule.LocalSGD(every=3))
     for number in range(4):
         local(batch(number))
-        scheduled(batch(number))
 
 
 @ranks(2)

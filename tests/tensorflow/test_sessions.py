@@ -193,13 +193,6 @@ def test_errors_and_what_is_refused():
                 with pytest.raises(hvd.MismatchError, match="on rank 1"):
                     running.run(fetch)
                 assert running.run(fine) == [2.0]
-        tape = hvd.DistributedGradientTape(
-            tf.GradientTape(), schedule=hvd.Schedule.LocalSGD(every=2)
-        )
-        with tape:
-            loss = tf.reduce_sum(variable)
-        with pytest.raises(NotImplementedError, match="schedule of local steps in a graph for a"):
-            tape.gradient(loss, [variable])
     with pytest.raises(RuntimeError, match=r"call hvd.broadcast_variables\(model.variables"):
         hvd.broadcast_global_variables(0)
 

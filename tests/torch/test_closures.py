@@ -160,21 +160,6 @@ def test_a_loss_keeps_its_type():
 
 
 @ranks(2)
-def test_ranks_that_step_by_themselves_decide_by_themselves():
-    hvd.init()
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(
-        lbfgs(model), model.named_parameters(), schedule=hvd.Schedule.LocalSGD(every=2)
-    )
-    x, y = data_of(hvd.rank())
-    expected = (make_model()(x) - y).square().mean().item()
-    loss = optimizer.step(closure_of(model, optimizer, x, y))
-    assert loss.item() == expected
-    optimizer.step(closure_of(model, optimizer, x, y))
-    assert_identical_on_all_ranks(model)
-
-
-@ranks(2)
 def test_a_rank_that_has_joined_has_no_loss():
     hvd.init()
     weight = torch.nn.Parameter(torch.ones(()))

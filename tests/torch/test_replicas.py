@@ -226,25 +226,6 @@ def test_batch_sizes_and_skipped_steps():
 
 
 @ranks(2)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"schedule": hvd.Schedule.LocalSGD(every=3)},
-        {"schedule": hvd.Schedule.DiLoCo(every=3)},
-        {"schedule": hvd.Schedule.PartialSync(parts=2)},
-        {"op": hvd.Adasum},
-    ],
-    ids=str,
-)
-def test_schedules_that_let_weights_differ(options):
-    hvd.init()
-    model = make_model(seed=hvd.rank())
-    optimizer = wrap(model, **options)
-    for number in range(4):
-        step(model, optimizer, number)
-
-
-@ranks(2)
 def test_settings(monkeypatch):
     def train(steps):
         hvd.shutdown()

@@ -448,58 +448,59 @@ def test_the_loss_itself_is_averaged_through_hvd():
 
 @ranks(2, 3)
 @pytest.mark.parametrize("converted_after", [0, 1, 4])
-def test_a_model_that_is_converted_after_wrapping(converted_after, size):
-    """In float64, averages of float32 would be found."""
+def test_a_model_that_is_converted_after_wrapping(converted_after):
     hvd.init()
-    for options in ({}, {"schedule": hvd.Schedule.LocalSGD(every=1)}):
-        model, reference = make_model().float(), make_model().float()
-        optimizer = distribute(sgd(model), named_parameters=model.named_parameters(), **options)
-        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for group in optimizer.param_groups:
-            group.update(lr=0.1, momentum=0.0)
-        for step in range(7):
-            if step == converted_after:
-                model.double()
-                reference.double()
-                with torch.no_grad():  # from here on to the last bit
-                    for own_one, other in zip(
-                        model.parameters(), reference.parameters(), strict=True
-                    ):
-                        own_one.copy_(other)
-            for each, stepped, share in ((model, optimizer, own), (reference, plain, everything)):
-                stepped.zero_grad()
-                data = share(data_of(step)).to(next(each.parameters()).dtype)
-                each(data).square().mean().backward()
-                stepped.step()
-        for own_one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            assert_close(own_one, other, 1e-13)
-            assert own_one.grad.dtype is torch.float64
+    check_conversion(converted_after)
+
+
+def check_conversion(converted_after, **options):
+    """Check a conversion to float64, in which averages of float32 would be found."""
+    model, reference = make_model().float(), make_model().float()
+    optimizer = distribute(sgd(model), named_parameters=model.named_parameters(), **options)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for group in optimizer.param_groups:
+        group.update(lr=0.1, momentum=0.0)
+    for step in range(7):
+        if step == converted_after:
+            model.double()
+            reference.double()
+            with torch.no_grad():  # from here on to the last bit
+                for own_one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                    own_one.copy_(other)
+        for each, stepped, share in ((model, optimizer, own), (reference, plain, everything)):
+            stepped.zero_grad()
+            data = share(data_of(step)).to(next(each.parameters()).dtype)
+            each(data).square().mean().backward()
+            stepped.step()
+    for own_one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(own_one, other, 1e-13)
+        assert own_one.grad.dtype is torch.float64
 
 
 @ranks(2)
 def test_a_model_that_is_converted_on_one_rank_only():
     hvd.init()
-    for steps, options in (
-        (0, {}),
-        (4, {}),
-        (4, {"schedule": hvd.Schedule.LocalSGD(every=1)}),
-    ):
-        model = make_model().float()
-        optimizer = distribute(sgd(model), named_parameters=model.named_parameters(), **options)
+    check_conversion_on_one_rank(0)
+    check_conversion_on_one_rank(4)
 
-        def step(model=model, optimizer=optimizer):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).sum().backward()
-            optimizer.step()
 
-        for _ in range(steps):
-            step()
-        if hvd.rank() == 1:
-            model.double()
-            optimizer.state.clear()
-        words = r"'0\.weight'.* float32.* on rank 0, .*float64.* on rank 1"
-        with pytest.raises(hvd.HorovodInternalError, match=words):
-            step()
+def check_conversion_on_one_rank(steps, **options):
+    model = make_model().float()
+    optimizer = distribute(sgd(model), named_parameters=model.named_parameters(), **options)
+
+    def step(model=model, optimizer=optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).sum().backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step()
+    if hvd.rank() == 1:
+        model.double()
+        optimizer.state.clear()
+    words = r"'0\.weight'.* float32.* on rank 0, .*float64.* on rank 1"
+    with pytest.raises(hvd.HorovodInternalError, match=words):
+        step()
 
 
 @ranks(2)

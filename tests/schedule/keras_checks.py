@@ -160,3 +160,17 @@ def test_what_schedules_refuse():
     model = make_model()
     with pytest.raises(Exception, match="a LossScaleOptimizer leaves out the step"):
         fit(model, scaling(wrap(sgd())), *map(own, data()), BATCH)
+
+
+def test_replicas_may_differ():
+    optimizer = hvd.DistributedOptimizer(sgd(), schedule=hvd.Schedule.LocalSGD(every=4))
+    model = make_model(seed=hvd.rank())
+    fit(model, optimizer, *map(own, data()), BATCH)
+    assert not same_on_all_ranks(model.get_weights())
+
+
+def test_the_samples_of_a_batch_have_no_meaning():
+    optimizer = hvd.DistributedOptimizer(sgd(), schedule=hvd.Schedule.LocalSGD(every=2))
+    weights = make_model().trainable_variables
+    with pytest.raises(ValueError, match=r"with a schedule or hvd\.Adasum each rank steps"):
+        optimizer.apply([keras.ops.ones(weight.shape) for weight in weights], weights, batch_size=1)
