@@ -56,7 +56,7 @@ _OF = {module: room for room, (_, _, modules) in ROOMS.items() for module in mod
 
 
 @cache
-def _files() -> dict[str, Path]:
+def files() -> dict[str, Path]:
     """Return all files by module, without the package's name."""
     paths = [
         path
@@ -74,7 +74,8 @@ def _files() -> dict[str, Path]:
 _LINKS = [("hvdlite", name) for name in ("torch", "tensorflow", "keras")]
 
 
-def _room(module: str) -> str:
+def room_of(module: str) -> str:
+    """Return the room of a module."""
     if module in _FACADES:
         return "facade"
     while module and module not in _OF:
@@ -94,24 +95,24 @@ def _imports(path: Path) -> Iterator[str]:
         for name in names:
             package, _, module = name.partition(".")
             if package == "hvdlite":
-                yield module if module in _files() else module.rpartition(".")[0]
+                yield module if module in files() else module.rpartition(".")[0]
 
 
 def _broken(module: str) -> set[str]:
     """Return what a module imports against the rule."""
-    room = _room(module)
-    others = {each for each in _imports(_files()[module]) if _room(each) != room}
-    return {each or "hvdlite" for each in others if ROOMS[_room(each)][0] >= ROOMS[room][0]}
+    room = room_of(module)
+    others = {each for each in _imports(files()[module]) if room_of(each) != room}
+    return {each or "hvdlite" for each in others if ROOMS[room_of(each)][0] >= ROOMS[room][0]}
 
 
 def test_files_import_from_lower_floors_only():
-    found = {module: _broken(module) for module in _files() if _room(module) != "facade"}
+    found = {module: _broken(module) for module in files() if room_of(module) != "facade"}
     found = {module: sorted(targets) for module, targets in found.items() if targets}
     assert not found, "these imports break the rule of floors (docs/contributing.md)"
 
 
 def _texts(room: str) -> list[str]:
-    return [path.read_text() for module, path in _files().items() if _room(module) == room]
+    return [path.read_text() for module, path in files().items() if room_of(module) == room]
 
 
 @pytest.mark.parametrize("room", ROOMS)
