@@ -23,6 +23,8 @@ raised at once and on the caller's rank only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HorovodInternalError(RuntimeError):
     """A failed collective, a rank that is gone, or ranks that disagree."""
@@ -107,3 +109,8 @@ class StartError(ValueError):
 
 class CheckpointError(ValueError):
     """A checkpoint that is damaged, foreign, or does not fit its target."""
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 1`` or ``ranks 0, 2``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

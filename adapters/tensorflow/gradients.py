@@ -23,9 +23,8 @@ from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, runtime
-from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.errors import HorovodInternalError, MismatchError, ranks_text
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import check_weighted, checked_samples
 from hvdlite.gradients.plan import describe_sources, plan_for

@@ -51,7 +51,7 @@ class BucketHooks:
         seen: those that a Python hook has recorded and that have not been sent, by number.
         unseen: the parameters whose C hooks were called and whose gradients have not been sent.
         c_hooks: the members with C hooks in this step.
-        absent: the number of members that no Python hook has recorded.
+        awaited: the number of members that no Python hook has recorded.
         streams: of a device, on which gradients have arrived.
     """
 
@@ -67,7 +67,7 @@ class BucketHooks:
         """Forget the gradients of the last step."""
         self.seen: list[int] = []
         self.unseen.clear()
-        self.absent = len(self.members)
+        self.awaited = len(self.members)
         self.streams: set[int] = set()
         self._last: int | None = None
 
@@ -79,8 +79,8 @@ class BucketHooks:
     def record(self, number: int) -> bool:
         """Record a gradient; return whether all have arrived."""
         self.seen.append(number)
-        self.absent -= 1
-        if self.absent > len(self.unseen):
+        self.awaited -= 1
+        if self.awaited > len(self.unseen):
             return False
         self._last = number
         return True
@@ -328,7 +328,7 @@ class GradientHooks:
                 step.take(unseen, gradients)
         for index in sent:
             bucket_hooks = self._bucket_hooks[index]
-            if bucket_hooks.absent or step.sparse or self.exchange.learns_order:
+            if bucket_hooks.awaited or step.sparse or self.exchange.learns_order:
                 self._mark(
                     [*bucket_hooks.seen, *(n for n in unseen if self._bucket_of[n] == index)]
                 )
@@ -350,7 +350,7 @@ class GradientHooks:
             if len(numbers) < count:
                 self._step.repeated += [self._too_often(n) for n in numbers if arrived.count(n) > 1]
         bucket_hooks.unseen.clear()
-        bucket_hooks.absent -= len(numbers)
+        bucket_hooks.awaited -= len(numbers)
         return numbers
 
     # The end of a step
@@ -368,7 +368,7 @@ class GradientHooks:
         if step.is_converted:
             return []
         for index, bucket_hooks in enumerate(self._bucket_hooks):
-            if bucket_hooks.absent or bucket_hooks.seen:
+            if bucket_hooks.awaited or bucket_hooks.seen:
                 self._send_incomplete(index)
         if step.behind:
             missing = [number for number in step.behind if step.gradients[number] is None]

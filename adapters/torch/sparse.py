@@ -11,9 +11,8 @@ from hvdlite.base import reduction
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.collectives import describe_allgather, describe_group
 from hvdlite.engine import Operation, runtime
-from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.errors import MismatchError
+from hvdlite.errors import MismatchError, ranks_text
 from hvdlite.torch.collectives import allreduce_async
 from hvdlite.torch.device_memory import device_array
 from hvdlite.torch.tensors import (

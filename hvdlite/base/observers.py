@@ -1,18 +1,20 @@
-"""Observer: a function that hears of each point that this rank gets to.
+"""Observer: a function that is called at each point that this rank reaches.
 
-The timeline and a rehearsal's planted faults are observers. The core calls each of them with a
-point and with what it is about, in the thread that gets there, and knows none of them::
+The timeline, the progress bar's clock and the planted faults of a rehearsal are observers. The core
+calls them with the point and its details, in the thread that reaches it, and knows none of them
+(it does write spans into the timeline by itself, see `hvdlite.observe.timeline.span`)::
 
     for observe in observers.current:
         observe("exchange", lane, operations)
 
 ==============  =============================================  =======================
-point           this rank                                      what it is about
+point           this rank                                      details
 ==============  =============================================  =======================
 ``start``       is about to leave ``init()``
 ``submit``      is about to submit operations                  its lane, the operations
 ``wait``        is about to wait for an operation               its name
-``waited``      has waited, or given up                        its name, the time before
+``waited``      has waited, or given up                        its name, and when the wait
+                                                               began, in monotonic ns
 ``meet``        is about to meet the others in a round         its lane, the operations
 ``agreed``      has met them                                   its lane, the operations
 ``exchange``    is about to exchange data                      its lane, the operations
@@ -20,7 +22,7 @@ point           this rank                                      what it is about
 ``confirm``     is about to confirm an outcome                 its lane
 ``deliver``     is about to deliver it                         its lane
 ``delivered``   goes on with it                                its lane
-``recover``     is about to form the world of those left
+``recover``     is about to form the world of the survivors
 ``form``        is about to form a world
 ``checkpoint``  is about to replace a file by a complete one   the path of the new one
 ==============  =============================================  =======================
@@ -30,24 +32,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Called with the name of the point, and with what it is about.
+#: Called with the name of the point, and with its details.
 Observer = Callable[..., object]
 
-#: Who hears of all points, in this order. Assign a new tuple: other threads read it.
+#: The observers, in the order of their calls. Assign a new tuple: other threads read it.
 current: tuple[Observer, ...] = ()
 
-#: Called once, before ``start``, with this process's number at the start and the number of all;
-#: the facade fills it.
+#: Called once, before ``start``, with this process's number at the start of the job and the number
+#: of processes; `hvdlite.assembly` replaces it.
 plan: Callable[[int, int], object] = lambda place, places: None  # noqa: E731
 
 
 def add(observer: Observer) -> None:
-    """Have an observer hear of all points, after the others."""
+    """Add an observer, after the others."""
     global current
     current = (*current, observer)
 
 
 def remove(observer: Observer) -> None:
-    """Have an observer hear of no more; do nothing if it did not."""
+    """Remove an observer, if it is there."""
     global current
     current = tuple(each for each in current if each != observer)

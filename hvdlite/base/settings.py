@@ -1,4 +1,7 @@
-"""Settings from the environment, read once at ``init()`` and validated there."""
+"""Settings from the environment, read once at ``init()`` and validated there.
+
+Variables by which the launcher talks to its ranks are in `hvdlite.observe.protocol`.
+"""
 
 from __future__ import annotations
 

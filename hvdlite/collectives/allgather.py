@@ -109,7 +109,6 @@ class Allgather(ArrayOperation):
         self._with_rows = with_rows
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> Any:
-        """Return the whole, alone or as `Gathered`."""
         rows = [struct.unpack("<q", payload)[0] for payload in payloads]
         whole = self._allocate(transport, (sum(rows), *self._row))
         transport.allgather(as_bytes(self._array.ravel()), cut_rows(whole, rows))

@@ -274,13 +274,11 @@ class Allreduce(ArrayOperation):
 
     @property
     def fusion(self) -> Hashable | None:
-        """The dtype, reduction and factors of small arrays."""
         if self.nbytes > LARGEST_FUSED or not self._can_be_fused:
             return None
         return self._send.dtype, self._op, self._factors
 
     def protect(self) -> None:
-        """Keep a copy of an array that the result is written to."""
         if self._result is self._send and self.memory is None:
             self._kept = self._send.copy()
 

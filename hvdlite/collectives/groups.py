@@ -211,7 +211,6 @@ class Group(Operation):
         return [tensor for operation in self._operations for tensor in operation.tensors]
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> list[Any]:
-        """Run all, fused where that is possible, and return their results."""
         results: dict[int, Any] = {}
         known = _split(payloads, self._operations)
         for group in fuse(self._operations, math.inf):

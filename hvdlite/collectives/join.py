@@ -73,7 +73,6 @@ class Join(Operation):
         super().__init__(name, Signature((("the operation", "join"),)))
 
     def execute(self, transport: Transport, payloads: Sequence[bytes]) -> int:
-        """Return the global rank that joined last."""
         waited = time.monotonic() - self.submitted
         messages = transport.gather(struct.pack("<d", waited))
         times = [struct.unpack("<d", message)[0] for message in messages]

@@ -1,4 +1,4 @@
-"""Buckets: the gradients of several parameters as one flat array."""
+"""Buckets as strategies see them: gradients of several parameters as one flat array."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Bucket:
         state: what strategies remember of the parameters; None: nothing yet.
 
     Attributes:
-        parameters: as given.
-        reduction: as given.
+        parameters: in their order within the arrays.
+        reduction: to be computed by the exchange.
         bounds: the offset of each parameter in the arrays, and the end of the last one.
         send: the gradients, flat. It may be ``result``: read it before writing there.
         result: the reduced gradients, flat.

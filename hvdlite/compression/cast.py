@@ -99,7 +99,6 @@ class Cast(Strategy):
         return cast(tensor, ctx)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Round, sum and widen."""
         if not self._narrows(bucket.send.dtype):
             DENSE.exchange(bucket, transport)
             return

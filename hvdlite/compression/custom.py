@@ -79,7 +79,6 @@ class Custom(Strategy):
         return self
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Compress, reduce and decompress one tensor after the other."""
         scaling = bucket.reduction.combined(transport.size)
         for position, parameter in enumerate(bucket.parameters):
             given = self.conversion.to_tensor(bucket.send_slot(position).copy())

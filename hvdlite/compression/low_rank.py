@@ -68,7 +68,6 @@ class PowerSGD(Strategy):
         check_count("seed", self.seed, 0)
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """Return this strategy for matrices with which it pays."""
         if len(parameter.shape) < 2 or not parameter.size or not is_floating(parameter.dtype):
             return DENSE
         rows, columns = _matrix_shape(parameter)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.compression.bucket import Bucket
-from hvdlite.engine.agreement import ranks_text
-from hvdlite.errors import GradientError
+from hvdlite.errors import GradientError, ranks_text
 from hvdlite.transport import Transport
 
 # The length of a message, and the position of a parameter that cannot be sent, or -1.

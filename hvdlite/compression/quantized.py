@@ -53,7 +53,6 @@ class Quantized(Strategy):
         """Return the codec of a bucket's values on a rank."""
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Encode, send, decode and add."""
         agree(bucket, transport, find_not_finite(bucket, bucket.send))
         codec = self.codec(bucket, transport.rank)
         if self.by_slices:

@@ -1,4 +1,4 @@
-"""The strategies of ``compression=``, each of which is registered here, and only here."""
+"""The registry of strategies: `Compression` has all that ``compression=`` takes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hvdlite.compression.wrappers import ByParameter, ErrorFeedback, WarmUp
 class Compression:
     """The strategies that ``compression=`` takes, the same for every framework.
 
-    Those in lower case are ready to be used, as Horovod's are; the others are classes with
-    settings: ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
+    Those in lower case are strategies, as Horovod's are; the others are classes with settings:
+    ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
 
-    To add a strategy, derive a class from `Strategy` in a file of its own, and name it here: the
-    tests then hold it to the laws of all strategies, and ``python -m tests.api_table`` adds it to
-    the documentation.
+    To add a strategy, derive a class from `Strategy` in a file of its own and name it here, and
+    only here. The tests then hold it to the laws of all strategies, and ``python -m
+    tests.api_table`` adds it to the documentation.
     """
 
     none = DENSE
@@ -68,7 +68,7 @@ class FP16Compressor(Compressor):
     decompress = staticmethod(Compression.fp16.decompress)
 
 
-# As they are, they stand for the strategies; a class that derives from them is custom.
+# The classes themselves stand for the strategies; a class that derives from them is custom.
 _HOROVODS: Mapping[Any, Strategy] = {
     NoneCompressor: Compression.none,
     FP16Compressor: Compression.fp16,

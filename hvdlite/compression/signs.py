@@ -176,7 +176,6 @@ class MajorityVote(Quantized):
         return _VoteCodec()
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Add up votes, and send the sign of the sum."""
         super().exchange(bucket, transport)
         np.multiply(bucket.result, self.scale, out=bucket.result)
 

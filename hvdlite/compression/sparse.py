@@ -27,8 +27,7 @@ from hvdlite.compression.codec import greatest_magnitude
 from hvdlite.compression.messages import agree, find_not_finite, gather_messages
 from hvdlite.compression.selection import at_least, greatest, index_dtype
 from hvdlite.compression.strategy import Strategy
-from hvdlite.engine.agreement import ranks_text
-from hvdlite.errors import MismatchError
+from hvdlite.errors import MismatchError, ranks_text
 from hvdlite.transport import Transport
 
 _RATIO = 0.01
@@ -53,7 +52,6 @@ class Sparse(Strategy):
         """
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Select entries, send them and add them up."""
         bad = find_not_finite(bucket, bucket.send, infinite=False)
         indices = self.select(bucket) if bad < 0 else no_entries()
         entries = Entries(bucket, transport, bucket.send, indices, bad)
@@ -163,7 +161,6 @@ class RandomK(Strategy):
         object.__setattr__(self, "tells_unsent", not self.unbiased)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Draw entries and reduce them."""
         size = bucket.send.size
         indices = _draw(bucket.generator(self.seed), size, part_of(size, self.ratio))
         checksum = zlib.crc32(indices)

@@ -1,4 +1,4 @@
-"""Strategies: how a flat bucket of gradients travels to the other ranks."""
+"""Strategy: how a flat bucket of gradients travels to the other ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hvdlite.transport.counting import CountingTransport, allreduce_bytes, count
 
 
 class Strategy(ABC):
-    """A way to exchange a bucket: gradients in, averages out, the same bits on every rank.
+    """A way to exchange a bucket: gradients in, reduced gradients out, the same bits on every rank.
 
-    A strategy is a value: it has settings, which ranks compare by its ``name``, and everything that
-    it remembers from step to step is in the bucket's ``state``. So one strategy may serve several
-    models at once. Its capabilities are declared here; combinations that cannot work are refused
-    when they are built.
+    A strategy is a value: it has settings, which ranks compare by its ``name``, and it keeps
+    everything that it remembers from step to step in the bucket's ``state``. So one strategy may
+    serve several models at once. It declares its capabilities here, and combinations that cannot
+    work are refused when they are built.
     """
 
     #: Whether gradients are exchanged unchanged: all of them, in their own dtype.
@@ -66,10 +66,9 @@ class Strategy(ABC):
         """Write the reduction of all ranks' ``bucket.send`` into ``bucket.result``; collective.
 
         It leaves ``bucket.send`` unchanged, unless that is ``bucket.result``. If ``bucket.unsent``
-        is an array and the strategy `tells_unsent`, it writes the part of ``send`` there that is
+        is an array and the strategy `tells_unsent`, it writes there the part of ``send`` that is
         missing from the result: over all ranks, the sum (average) of ``send`` equals that of
-        ``unsent`` plus the result. If it raises, it has changed nothing except the result, which
-        is then meaningless.
+        ``unsent`` plus the result. If it raises, only the result has changed, and is meaningless.
 
         Arrays are float32 or float64; `exchange_bucket` converts 16-bit floats. A strategy that is
         ``on_device`` gets `FlatArray`, too, of any floats, and leaves arithmetic to the transport.

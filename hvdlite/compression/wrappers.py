@@ -40,7 +40,6 @@ class Wrapper(Strategy):
         object.__setattr__(self, "ops", ops)
 
     def choose(self, parameter: Parameter) -> Strategy:
-        """Wrap the strategy that the inner one chooses, unless that loses nothing."""
         chosen = self.inner.choose(parameter)
         if chosen is self.inner:
             return self
@@ -88,7 +87,6 @@ class ErrorFeedback(Wrapper):
             )
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Exchange gradients and residuals together, and remember the rest."""
         residual = bucket.state.flat(_RESIDUAL, bucket.send.dtype)
         kept = {position: bucket.slot(residual, position).copy() for position in bucket.absent}
         # Not in place: if the exchange fails, the residual is unchanged.
@@ -130,7 +128,6 @@ class WarmUp(Wrapper):
         object.__setattr__(self, "tells_unsent", self.inner.tells_unsent)
 
     def exchange(self, bucket: Bucket, transport: Transport) -> None:
-        """Exchange without the inner strategy or with it, depending on the step."""
         strategy = DENSE if bucket.count < self.steps else self.inner
         strategy.exchange(bucket, transport)
 

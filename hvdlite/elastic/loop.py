@@ -16,8 +16,7 @@ from hvdlite.elastic import resizing, start
 from hvdlite.elastic.rendezvous import Rendezvous, reset
 from hvdlite.elastic.state import State, StopInterrupt
 from hvdlite.engine import runtime
-from hvdlite.engine.agreement import ranks_text
-from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, RankGoneError
+from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, RankGoneError, ranks_text
 from hvdlite.world import mpi, world
 
 _log = logging.getLogger("hvdlite")

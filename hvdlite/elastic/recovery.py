@@ -36,11 +36,10 @@ from hvdlite.elastic.forming import Forming, form_of_living
 from hvdlite.elastic.gathering import Gathering
 from hvdlite.elastic.guard import Guard, LaneState
 from hvdlite.engine import Engine
-from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.engine.supervisor import Supervisor
-from hvdlite.errors import HorovodInternalError, RankGoneError
+from hvdlite.errors import HorovodInternalError, RankGoneError, ranks_text
 from hvdlite.transport import Transport, connect
 from hvdlite.transport.mpi import forget_ended
 from hvdlite.world import membership

@@ -10,9 +10,8 @@ from hvdlite.elastic.gathering import Gathering
 from hvdlite.elastic.spares import Pool
 from hvdlite.elastic.start import Message, Start
 from hvdlite.engine import runtime
-from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.process_sets import ProcessSet
-from hvdlite.errors import RankGoneError
+from hvdlite.errors import RankGoneError, ranks_text
 from hvdlite.world import parts, world
 
 _MEET, _LEFT = 1, 2

@@ -1,8 +1,8 @@
 """The engine: lanes over the transports of one world.
 
-``lane.py`` holds the thread that runs operations, ``rounds.py`` how they run, also on ranks that
-have joined, ``agreement.py`` which ones run next, and ``calls.py`` what ranks compare of calls
-without a name.
+A lane (``lane.py``) queues operations and drives rounds (``rounds.py``). In a round the ranks
+compare what they have pending and run what is equal on all of them; where their queues differ,
+``agreement.py`` decides. ``calls.py`` compares where operations without a name were called.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def naming(place: str | Place) -> Iterator[None]:
 
     Args:
         place: Name that is unique among the operations in flight, and the same on all ranks; or
-            where the call has been made, if it is another place than where operations are
-            submitted: they are numbered then.
+            the place of the call, if operations are submitted elsewhere. They are numbered then.
     """
     token = _place.set(place)
     try:
@@ -65,10 +64,10 @@ class Engine:
     Attributes:
         gradients: Lane of gradient buckets.
         named: Lane of operations that users submit by name.
-        settings: The settings given, with ``overlap`` decided.
-        world: The world given.
+        settings: The settings, with ``overlap`` decided.
+        world: The world.
         joins: Handles of a join that has begun.
-        supervisor: As given.
+        supervisor: The supervisor of the lanes.
 
     Args:
         MPI: The module ``mpi4py.MPI``.
@@ -174,7 +173,7 @@ class Engine:
         return [*self.gradients.pending(), *self.named.pending()]
 
     def abandon(self) -> None:
-        """End all lanes without a word to the other ranks, of which one has died."""
+        """End all lanes without notifying the other ranks, one of which has died."""
         for lane in self.lanes:
             lane.abandon()
 

@@ -1,4 +1,8 @@
-"""Agreement: decide from all ranks' data, with the same outcome on each, what happens next."""
+"""Agreement: decide which operations run next where the ranks' queues differ.
+
+`rounds.py` asks it only then: equal queues need no decision. Every rank decides from the same data,
+all ranks' descriptions of what they have pending, so the outcome is the same on each.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from itertools import combinations
 
 from hvdlite.engine.calls import Place, Report, where_they_part
 from hvdlite.engine.operation import Signature
+from hvdlite.errors import ranks_text
 
 #: The likely causes where ranks wait for others that do something else.
 LIKELY = (
@@ -62,16 +67,16 @@ class Decision:
     Attributes:
         ready: Operations that every rank has submitted with one signature, in the order to run
             them; also those in which the ranks that lack them stand in, because they have joined.
-        substituted: The latter ones.
+        substituted: The ready ones in which ranks stand in.
         differing: Operations that every rank has submitted, with different signatures.
         clashing: For each name under which every rank waits for an operation, but not all
             for one kind: the operation of each member.
         failed: For each operation that cannot run, the reason.
         crossed: Those of them that are calls without a name, made in another order on each rank.
-        parted: Those of the ready ones that were called without a name at different places.
-        missing: For each one that waits, by its title, the members that have not submitted it.
+        parted: The ready ones that were called without a name, and at different places.
+        missing: For each operation that waits, by its title, the members that lack it.
         closing: The members that are shutting down.
-        astray: What those members do for which others wait; empty: not known of each of them.
+        astray: What the members do for which others wait; empty unless it is known of each.
     """
 
     ready: list[str] = field(default_factory=list)
@@ -92,9 +97,9 @@ def decide(pending: Mapping[int, Pending], give_up_after: float = math.inf) -> D
     Args:
         pending: By member, ascending; every rank passes the same.
         give_up_after: Seconds after which an operation that is still missing somewhere
-            fails where it was submitted, and with it any that has waited half as long, also in
-            another lane: of two ranks that wait for each other, the first to go on would leave the
-            other one waiting.
+            fails where it was submitted, together with all that have waited half as long, also in
+            other lanes: if one of two ranks that wait for each other went on, the other would
+            wait forever.
     """
     tables = {
         rank: {entry.key or entry.name: entry for entry in each.descriptions}
@@ -155,7 +160,7 @@ def _failure(
     give_up_after: float,
     substituted: bool,
 ) -> str | None:
-    """Return why an operation can run neither now nor later; None: it can."""
+    """Return why an operation can never run; None if it can."""
     name = _title(next(iter(entries.values())))
     failures = {rank: entry.failure for rank, entry in entries.items() if entry.failure is not None}
     if substituted:
@@ -202,7 +207,7 @@ def _waits(pending: Mapping[int, Pending], ranks: Sequence[int]) -> dict[int, li
 
 
 def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
-    """Say what ranks for which others wait do instead, and what they have done."""
+    """Describe what the ranks for which others wait do instead, and have done."""
     found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, waits in _waits(pending, ranks).items():
         each = pending[rank]
@@ -226,10 +231,10 @@ def _doing(pending: Mapping[int, Pending], ranks: Sequence[int]) -> str:
 def compare_calls(
     decision: Decision, reports: Mapping[int, Mapping[str, Report]]
 ) -> dict[str, dict[int, Report]]:
-    """Find out which calls without a name, at different places, are the same one on all ranks.
+    """Find the calls without a name that are one call, although made at different places.
 
     Args:
-        decision: those that are not fail by it.
+        decision: gets the others as failures.
         reports: by member, and by the operation's key.
 
     Returns:
@@ -255,7 +260,7 @@ def compare_calls(
 
 
 def _mixing(calls: Mapping[int, Report]) -> str:
-    """Say on which ranks calls of two threads are in flight at once, in an order of chance."""
+    """Describe on which ranks calls of two threads are in flight at once, in random order."""
     found = [f"rank {rank}: {call.mixture}" for rank, call in calls.items() if call.mixture]
     # Some go on with the thread of the call before, others with another one.
     goes_on = {
@@ -276,7 +281,7 @@ def _mixing(calls: Mapping[int, Report]) -> str:
 
 
 def _crossing(calls: Mapping[int, Report]) -> str:
-    """Say which ranks call in another order than others: one calls next what another one has."""
+    """Describe which ranks call in another order: one calls next what another has called."""
     first: dict[tuple[Place, Place | None], int] = {}
     for rank, call in calls.items():
         first.setdefault((call.place, call.before), rank)
@@ -296,7 +301,7 @@ def _crossing(calls: Mapping[int, Report]) -> str:
 
 
 def _cross(one: Place, other: Place, one_before: Place, other_before: Place) -> bool:
-    """Return whether one of two ranks makes the call that the other one has made before."""
+    """Return whether one of two ranks makes a call that the other has made already."""
     # The numbers of threads may be others throughout: a rank has started one more.
     if (one, other) == (other_before, one_before) and one != other:
         return True
@@ -314,7 +319,7 @@ def _cross(one: Place, other: Place, one_before: Place, other_before: Place) -> 
 
 
 def places_text(places: Mapping[int, Place]) -> str:
-    """Return the lines of the ranks' calls, as far as they tell them apart."""
+    """Return the lines of the ranks' calls that distinguish them."""
     parts = where_they_part([place.lines for place in places.values()])
     depth = parts[-1] if parts and parts[0] else 0
     shown = {rank: place.lines[depth : depth + 1] for rank, place in places.items()}
@@ -413,11 +418,6 @@ def find_difference(signatures: Mapping[int, Signature]) -> tuple[str, str]:
     what = fields[reference_rank][0] if len(labels) == 1 else "it"
     found = ", ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in groups.items())
     return what, found
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 1`` or ``ranks 0, 2``."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def report_missing(missing: Mapping[str, Sequence[int]], limit: int = 8) -> str:

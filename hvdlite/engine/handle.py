@@ -18,9 +18,9 @@ class Driver(Protocol):
     """A lane, which can run operations in the thread that calls it."""
 
     def drive(self, handle: Handle) -> None:
-        """Run pending operations until the handle's one has ended, unless another thread does.
+        """Run pending operations until that of the handle has ended, unless another thread does.
 
-        It may return before, where a signal handler is to run.
+        Return early if a signal handler is due.
         """
 
 
@@ -62,11 +62,12 @@ class Handle:
     def wait(self) -> Any:
         """Block until the operation has ended, and return its result.
 
-        The wait is bounded: the lane that runs the operation reports a stall, and ends the
-        operation where it has been told to.
+        The lane reports a wait that exceeds ``HVDLITE_STALL_CHECK_TIME_SECONDS``, and fails the
+        operation after ``HVDLITE_STALL_SHUTDOWN_TIME_SECONDS`` if that is set; by default the wait
+        has no other bound than the death of a rank.
 
-        An exception from a signal handler ends the wait, too. The operation stays submitted, and
-        may be waited for again.
+        An exception from a signal handler also ends the wait. The operation stays submitted, and
+        can be waited for again.
 
         Raises:
             HorovodInternalError: The operation failed, on this rank or another.

@@ -1,9 +1,9 @@
-"""Lane: a queue of operations, one thread, one communicator.
+"""Lane: a queue of operations, one transport, and a thread.
 
-Collectives of one communicator must be issued in the same order on all ranks, while ranks
-submit them in any order, from any thread. So a lane works in rounds (`rounds.py`), in which
-the ranks agree on the next operations. Either the lane's own thread
-drives the rounds, or a thread that waits for an operation.
+All ranks must issue the collectives of a transport in the same order, but submit operations in any
+order and from any thread. So a lane works in rounds (`rounds.py`), in which the ranks agree on the
+operations to run next. A thread that waits for an operation drives the rounds itself; the lane's
+own thread drives them if no thread waits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Lane:
             lane breaks then.
 
     Attributes:
-        name: As given.
+        name: The lane's name.
         members: The ids of the lane's ranks; see `World.ids`.
         carrier: What carries the lane's bytes, in reports: the title of its transport.
         operations: The operations in flight by key; read only.
@@ -172,7 +172,7 @@ class Lane:
 
     @uninterrupted
     def enqueue(self, operation: Operation, begin: bool = True) -> Handle:
-        """Do what `submit` does, for callers that run deferred signal handlers themselves."""
+        """Submit an operation, for callers that run deferred signal handlers themselves."""
         if world.is_child:
             raise world.child_error()
         handle = Handle(operation.name)
@@ -202,9 +202,9 @@ class Lane:
     def drive(self, handle: Handle | None) -> None:
         """Run rounds in this thread until a handle is finished, unless another thread does.
 
-        Two switches between threads cost more than a small collective. A signal handler that is
-        to run ends it before: the lane's thread continues with the round. A failure in a round
-        fails everything that is pending.
+        Two switches between threads cost more than a small collective. It returns early if a
+        signal handler is due, and the lane's thread continues the round. A failure in a round fails
+        all pending operations.
 
         Args:
             handle: Handle that this thread waits for; None: run until there is nothing to do.
@@ -252,7 +252,7 @@ class Lane:
         """Keep rounds from running until `let_go`.
 
         Args:
-            is_waiting: Returns whether the thread that runs them waits for that, in a round.
+            is_waiting: returns whether the thread that runs the rounds waits for `let_go`.
         """
         with self._changed:
             while self._driver is not None and not is_waiting() and not self._broken:
@@ -268,10 +268,10 @@ class Lane:
             self._changed.notify_all()
 
     def replace(self, transport: Transport | None, deliver: bool) -> None:
-        """Go on without ranks that have died, between `hold` and `let_go`.
+        """Continue without ranks that have died, between `hold` and `let_go`.
 
         Args:
-            transport: Of the ranks that are left; None: a rank has closed the lane.
+            transport: Transport of the survivors; None: a rank has closed the lane.
             deliver: Whether an outcome that was in doubt counts; otherwise its operations run
                 again.
         """
@@ -308,7 +308,7 @@ class Lane:
 
     @property
     def communicators(self) -> list[Any]:
-        """Return those of the transport, as long as it has not been closed with the lane."""
+        """Return the transport's communicators, unless it has been closed with the lane."""
         return [] if self.is_released else self.transport.communicators
 
     @uninterrupted
@@ -320,23 +320,23 @@ class Lane:
 
     @uninterrupted
     def begin_close(self) -> None:
-        """Tell the other ranks that this one submits no more.
+        """Announce to the other ranks that this one submits nothing further.
 
-        Operations that the others still wait for fail there, with this rank's number.
+        Operations for which they still wait fail there, with this rank's number.
         """
         with self._changed:
             self._queue.close("hvdlite has been shut down on this rank; call hvd.init() first")
             self._announce()
 
     def close(self, timeout: float) -> bool:
-        """Begin to close, if that is not done yet, and wait until all ranks do.
+        """Begin to close, unless that has been done, and wait until all ranks do.
 
         Args:
             timeout: Seconds to wait for the other ranks.
 
         Returns:
-            Whether all ranks have closed the lane; only then its communicator is free. If a
-            signal handler raises, call it again.
+            Whether all ranks have closed the lane; only then is its transport free. If a signal
+            handler raises, call it again.
         """
         self.begin_close()
         if not self._join(timeout):

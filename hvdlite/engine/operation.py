@@ -50,34 +50,34 @@ class Operation(ABC):
     """One collective, submitted under a name by every rank of a lane.
 
     Args:
-        name: Name, the same on all ranks; together with the kind, which the signature begins with,
-            it says which submissions belong together.
+        name: Name, the same on all ranks. Submissions with the same name and kind belong together;
+            the signature begins with the kind.
         signature: Properties that must be equal on all ranks.
-        payload: Data that may differ between ranks and that all ranks need: the number of rows to
-            gather, the gradients that are present.
-        failure: Why this rank cannot take part. The operation then fails on all ranks, instead of
-            leaving the others waiting.
+        payload: Data that all ranks need and that may differ: the number of rows to gather, the
+            gradients that are present.
+        failure: Why this rank cannot take part. The operation then fails on all ranks, so that none
+            waits for this one.
 
     Attributes:
-        key: What the operation is called in its lane: ``allreduce.loss``. As in Horovod,
-            operations of different kinds may be in flight under one name.
-        nbytes: Number of bytes that it moves, as far as that is known.
-        sent: Number of bytes that its last execution has sent, as far as that is counted.
+        key: Kind and name, ``allreduce.loss``. As in Horovod, operations of different kinds may be
+            in flight under one name.
+        nbytes: Number of bytes that it moves, if that is known.
+        sent: Number of bytes that its last execution has sent, if that is counted.
         lane: Name of the lane it was submitted to.
         submitted: Time of the submission, by ``time.monotonic``.
         note: Added to the name in messages.
         memory: The device memory of its arrays; None: they are on the host.
-        ready: Events for which the device has to wait before it is executed.
-        tensors: Tensors that the device uses in it, once it has been executed.
+        ready: Events for which the device waits before it executes the operation.
+        tensors: Tensors that the device uses, once the operation has been executed.
         inline_data: A flat array that may travel with the digests; None: there is none.
         handle: Handle that delivers the result; set at the submission.
-        stands_in: Whether ranks that have joined can take part in it, see `stand_in`.
+        stands_in: Whether ranks that have joined can take part, see `stand_in`.
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.
-        joins: Whether it says that this rank has joined.
-        root: The id of the only rank whose data it is about; None: there is none.
-        uses_memory_twice: Whether it may use some memory twice by itself.
+        joins: Whether it announces that this rank has joined.
+        root: The id of the only rank that sends data; None: all do.
+        uses_memory_twice: Whether its own arrays may overlap.
         is_protected: Whether `protect` has been called since its submission.
-        call: The call that it is of, if that has no name.
+        call: The user's call that made it, if that has no name.
     """
 
     handle: Handle
@@ -111,12 +111,12 @@ class Operation(ABC):
         self.sign(signature)
 
     def sign(self, signature: Signature) -> None:
-        """Take on a signature, which begins with the same kind as the one before."""
+        """Replace the signature by one that begins with the same kind."""
         self.signature = signature
         self.key, self._digest = signature.known.get(self.name) or self._remember()
 
     def extents(self) -> Sequence[Extent]:
-        """Return the caller's memory that it uses; no other operation may write to it."""
+        """Return the caller's memory that it uses, and that no other operation may write."""
         return ()
 
     @property
@@ -140,7 +140,7 @@ class Operation(ABC):
 
     @property
     def digest(self) -> bytes:
-        """A hash of 16 bytes, which ranks compare to see that they are about to do the same."""
+        """A hash of 16 bytes, by which ranks compare name, signature and payload."""
         failed = self.failure is not None
         if (call := self.call) is not None:
             # Cached without the number, which is another one each time.
@@ -172,14 +172,14 @@ class Operation(ABC):
 
     @property
     def fusion(self) -> Hashable | None:
-        """A key: operations with equal keys may run by `execute_together`; None: alone."""
+        """A key. Operations with equal keys may run in one `execute_together`; None: alone."""
         return None
 
     def stand_in(self) -> Callable[[], Operation]:
         """Return a function that makes the operation by which a joined rank takes part.
 
-        The function travels to that rank as a pickle. The operation it makes has the same
-        collectives, and zeros for data. The payloads of joined ranks are empty.
+        The function is pickled and sent to that rank. Its operation issues the same collectives,
+        with zeros for data. The payloads of joined ranks are empty.
         """
         raise NotImplementedError(f"{type(self).__name__} needs every rank's data")
 
@@ -190,13 +190,13 @@ class Operation(ABC):
         """
 
     def restore(self) -> None:  # noqa: B027
-        """Restore what `protect` has kept: a rank has died, and the operation is to be repeated."""
+        """Restore what `protect` has kept: a rank has died, and the operation runs again."""
 
     def go_on(self, members: Sequence[int]) -> None:
-        """Go on without ranks that have died, while the operation is pending.
+        """Adapt a pending operation to a world without the ranks that have died.
 
         Args:
-            members: The ids of those that are left; see `World.ids`.
+            members: The ids of the survivors; see `World.ids`.
         """
         if self.root is not None and self.root not in members:
             self.failure = (

@@ -9,8 +9,8 @@ from typing import Any
 
 from hvdlite.base.interrupts import deferred, leave
 from hvdlite.engine import Engine, Lane
-from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.operation import Barrier
+from hvdlite.errors import ranks_text
 from hvdlite.observe.status import Pending
 from hvdlite.world import world
 from hvdlite.world.world import World

@@ -27,8 +27,8 @@ class Queue:
         changed: Condition of the same lock, to wait for a change.
         operations: The operations by key; read only.
         closing: Whether this rank submits no more.
-        asked: Whether this rank says in a round what it does elsewhere, if it has no operation.
-        last: The name of the operation that has ended last.
+        asked: Whether this rank, if it has no operation, reports what it does elsewhere.
+        last: The name of the operation that ended last.
         gave_up: When an operation has ended because others did not submit it, and its title.
     """
 
@@ -95,7 +95,7 @@ class Queue:
             self._memory.remove(operation, operation.extents())
 
     def close(self, reason: str) -> None:
-        """Refuse operations for this reason, whatever the reason was before."""
+        """Refuse operations for this reason, which replaces an earlier one."""
         self.closing = True
         self._changes += 1
         self._refusal = reason
@@ -137,7 +137,7 @@ class Queue:
         """Prepare the operations to run, perhaps again, without ranks that have died.
 
         Args:
-            members: The ids of those that are left.
+            members: The ids of the survivors.
         """
         with self.lock:
             for operation in self.operations.values():
@@ -182,7 +182,7 @@ class Queue:
         return [(each.name, each.title, now - each.submitted) for each in operations]
 
     def has_changed(self) -> bool:
-        """Return whether something has come since the last `report`; called with ``lock`` held."""
+        """Return whether there is news since the last `report`; called with ``lock`` held."""
         return self._changes != self._changes_reported
 
     def quiet(self) -> float:
@@ -207,7 +207,7 @@ class Queue:
         ]
 
     def is_stall_exempt(self) -> bool:
-        """Return whether nothing is pending that may not wait without limit."""
+        """Return whether all that is pending may wait without limit."""
         with self.lock:
             operations = list(self.operations.values())
         if not operations:

@@ -15,24 +15,15 @@ import numpy as np
 
 from hvdlite.base import observers
 from hvdlite.base.settings import Settings
-from hvdlite.engine.agreement import (
-    LIKELY,
-    Decision,
-    Pending,
-    compare_calls,
-    decide,
-    explain,
-    parted_text,
-    ranks_text,
-    report_missing,
-)
+from hvdlite.engine import agreement
+from hvdlite.engine.agreement import Decision, Pending
 from hvdlite.engine.device import DeviceExecutor
 from hvdlite.engine.fusion import fuse
 from hvdlite.engine.handle import Handle
 from hvdlite.engine.operation import Operation
 from hvdlite.engine.queue import Queue
 from hvdlite.engine.stall import StallInspector
-from hvdlite.errors import GradientError, HorovodInternalError, MismatchError
+from hvdlite.errors import GradientError, HorovodInternalError, MismatchError, ranks_text
 from hvdlite.observe import status
 from hvdlite.transport import NoRoomError, Transport
 
@@ -69,11 +60,11 @@ class Rounds:
     Attributes:
         closed: Whether all ranks have closed the lane.
         pausing: Whether a pause between rounds waits for a change of the queue.
-        waiting: Whether this rank has sent its digests and not got the outcome yet. If the wait
-            for the others is interrupted, the next `run` continues it.
+        waiting: Whether this rank has sent its digests and has no outcome yet. If the wait for the
+            others is interrupted, the next `run` continues it.
         confirmed: The number of outcomes that the ranks have confirmed; the same on all ranks,
-            but for one that is in doubt.
-        in_doubt: Delivers an outcome that this rank has, and does not know whether others have.
+            except for an outcome in doubt.
+        in_doubt: Delivers an outcome that this rank has and other ranks may lack.
     """
 
     def __init__(
@@ -110,7 +101,7 @@ class Rounds:
 
         Raises:
             HorovodInternalError: Communication failed; and what an operation raises.
-            Interrupted: A signal handler is to run; the round has to be run again.
+            Interrupted: A signal handler is due; run the round again afterwards.
         """
         if not self.waiting:
             self._operations = self._queue.oldest(self._transport.max_digests)
@@ -148,10 +139,10 @@ class Rounds:
             self._execute(fuse(operations[:agreed], self._settings.fusion_threshold))
 
     def replace(self, transport: Transport, deliver: bool) -> None:
-        """Go on without ranks that have died.
+        """Continue without ranks that have died.
 
         Args:
-            transport: Of the ranks that are left.
+            transport: Transport of the survivors.
             deliver: Whether an outcome in doubt counts; otherwise its operations run again.
         """
         self._transport = transport
@@ -166,10 +157,10 @@ class Rounds:
         self.closed = True
 
     def _deliver(self, outcome: Callable[[], object]) -> None:
-        """Deliver an outcome, if need be after all ranks have it.
+        """Deliver an outcome, under recovery once all ranks have it.
 
-        Otherwise a rank might go on with a result that the others, once a rank has died, can only
-        compute without that rank.
+        Otherwise a rank could continue with a result that the others can no longer compute after
+        the death of a rank.
         """
         if self._transport.confirms:
             self.in_doubt = outcome
@@ -189,7 +180,7 @@ class Rounds:
         messages = self._transport.gather(pickle.dumps(report))
         pending = self._by_member([pickle.loads(message) for message in messages])
         limit = self._settings.stall_shutdown_time_seconds or math.inf
-        return decide(pending, give_up_after=limit), pending
+        return agreement.decide(pending, give_up_after=limit), pending
 
     def _by_member(self, values: Sequence[Any]) -> dict[int, Any]:
         return dict(zip(self._transport.members, values, strict=False))
@@ -241,9 +232,9 @@ class Rounds:
         messages = self._transport.gather(pickle.dumps(reports))
         everywhere = self._by_member([pickle.loads(message) for message in messages])
         own = self._transport.members[self._transport.rank]
-        for key, calls in compare_calls(decision, everywhere).items():
+        for key, calls in agreement.compare_calls(decision, everywhere).items():
             if key in here and here[key].calls.learn(here[key], calls) and own == min(calls):
-                _log.warning("%s", parted_text(calls))
+                _log.warning("%s", agreement.parted_text(calls))
 
     def _fail_differing(self, key: str) -> None:
         """Exchange the full signatures, and fail the operation with their first difference."""
@@ -259,10 +250,12 @@ class Rounds:
             known = {member: each for member, each in found.items() if each}
             signatures = {member: signature for member, (signature, _) in known.items()}
             places = {member: place for member, (_, place) in known.items() if place}
-            self._fail(operation, MismatchError(explain(operation.name, signatures, places)))
+            self._fail(
+                operation, MismatchError(agreement.explain(operation.name, signatures, places))
+            )
 
     def _stand_in(self, keys: Sequence[str]) -> dict[str, Operation]:
-        """Make the operations that this rank, if it has joined, runs in the place of others'."""
+        """Make the operations that this rank, if it has joined, runs in place of its own."""
         if not keys:
             return {}
         own = {key: self._queue.operations.get(key) for key in keys}
@@ -284,13 +277,15 @@ class Rounds:
         handle.finish(error=error)
 
     def _execute(
-        self, groups: Sequence[Sequence[Operation]], pending: Mapping[int, Pending] | None = None
+        self,
+        groups: Sequence[Sequence[Operation]],
+        pending: Mapping[int, Pending] | None = None,
     ) -> None:
         """Run operations that all ranks have.
 
         Args:
-            groups: The operations, those that run together in one group.
-            pending: The ranks' payloads are in it; None: they are equal to this rank's.
+            groups: The operations, grouped by what runs together.
+            pending: The ranks' descriptions, with payloads; None: all payloads equal this rank's.
         """
         for group in groups:
             first, *others = group
@@ -357,9 +352,9 @@ class Rounds:
                 "rank %d: waited %.0f s for %s%s; %s",
                 self._transport.members[self._transport.rank],
                 waited,
-                report_missing(decision.missing),
+                agreement.report_missing(decision.missing),
                 decision.astray and f"; {decision.astray}",
-                LIKELY,
+                agreement.LIKELY,
             )
 
 

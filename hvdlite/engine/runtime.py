@@ -19,7 +19,7 @@ from hvdlite.engine import Engine, supervisor
 from hvdlite.engine.process_sets import ProcessSet, ProcessSets, global_process_set
 from hvdlite.engine.supervisor import Supervisor
 from hvdlite.errors import HorovodInternalError, NotInitializedError
-from hvdlite.observe import failures, status, timeline
+from hvdlite.observe import failures, protocol, status, timeline
 from hvdlite.observe.trace_file import Run
 from hvdlite.world import launchers, mpi, parts, world
 
@@ -322,14 +322,14 @@ def _note_leaving(leaving: bool) -> None:
 
     The others, which may fail because of it, end sooner than a rank that calls ``sys.exit(3)``.
     """
-    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER")
+    folder = os.environ.get(protocol.FOLDER)
     if not folder:
         return
     with contextlib.suppress(OSError):
-        for note in Path(folder).glob("leaving.*"):
+        for note in Path(folder).glob(f"{protocol.LEAVING}*"):
             note.unlink()
         if leaving:
-            Path(folder, f"leaving.{time.monotonic_ns()}").touch()
+            Path(folder, f"{protocol.LEAVING}{time.monotonic_ns()}").touch()
 
 
 def _keep_files_together() -> None:
@@ -337,7 +337,7 @@ def _keep_files_together() -> None:
 
     A rank that is killed, or ends with a traceback, removes none of them, nor do its data loaders.
     """
-    folder = os.environ.get("HVDLITE_LAUNCHER_FOLDER", "")
+    folder = os.environ.get(protocol.FOLDER, "")
     config = getattr(multiprocessing.process.current_process(), "_config", None)
     # Sockets lie in it, whose paths have 107 bytes at most.
     if config is not None and len(os.fsencode(folder)) < 80 and os.path.isdir(folder):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from hvdlite.base.interrupts import Interrupted, deferred, is_due, run_overdue
 from hvdlite.base.settings import Settings
-from hvdlite.engine.agreement import LIKELY, ranks_text
-from hvdlite.errors import HorovodInternalError
+from hvdlite.engine.agreement import LIKELY
+from hvdlite.errors import HorovodInternalError, ranks_text
 from hvdlite.observe import status
 
 _log = logging.getLogger("hvdlite")

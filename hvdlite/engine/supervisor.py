@@ -1,10 +1,10 @@
-"""Supervisor: what a job does about the ranks of its world, at the start and when one dies.
+"""Supervisor: forms the world of a job, and decides what happens when a rank dies.
 
-The one here forms the world of the ranks that are asked for, and ends the job with the first of
-them that dies. A room beside the core derives from it (`hvdlite.elastic`); `choose` selects it. A
-lane asks its supervisor for the guard of its rounds, for the numbers that operations are described
-by, and whether an exchange may be repeated. If so, inputs are kept (`Operation.protect`), and
-outcomes are confirmed before they are delivered (`Rounds`).
+This one forms the world of the ranks that ``init()`` names, and the job ends with the first death.
+`hvdlite.elastic` derives one that forms a new world of the survivors; `choose` selects it. A lane
+runs its rounds through the `guard` of its supervisor. Where the supervisor `survives` deaths, an
+exchange may run twice: operations keep their inputs (`Operation.protect`), and ranks confirm
+outcomes before they deliver them (`Rounds`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from hvdlite.engine.lane import Lane
     from hvdlite.engine.process_sets import ProcessSet
 
-#: Forms a world over a communicator, with what makes further ones, and returns its engine.
+#: Forms a world over a communicator and returns its engine; gets a function that makes further
+#: communicators.
 Build = Callable[[Any, Create], "Engine"]
 
 
@@ -30,11 +31,12 @@ class Supervisor:
     """Ends the job when a rank dies.
 
     Attributes:
-        survives: Whether the other ranks go on when one dies, so that exchanges may be repeated.
+        survives: Whether the job continues when a rank dies, so that exchanges may run again.
         renumbering: The lock under which ranks get other numbers. An operation is described and
             submitted under it.
         place: This process's number at the start of the job, and how many processes there were.
-        process_sets: Those to register in the world. ``init()`` sets them; `form` may change them.
+        process_sets: Process sets to register in the world. ``init()`` sets them; `form` may
+            change them.
     """
 
     survives = False
@@ -43,7 +45,7 @@ class Supervisor:
     place: tuple[int, int]
 
     def select(self, MPI: Any, comm: Any, settings: Settings) -> Any:  # noqa: N803
-        """Return the ranks to form a world of, for `form`; wait until this process is one of them.
+        """Return the ranks that `form` makes a world of, once this process is one of them.
 
         Args:
             MPI: The module ``mpi4py.MPI``.
@@ -75,25 +77,25 @@ class Supervisor:
             MPI: The module ``mpi4py.MPI``.
             whole: All ranks.
             settings: Settings read at ``init()``.
-            enter: Called with the world of those that are left when some have died.
+            enter: Called with the world of the survivors when ranks have died.
         """
         self.place = int(whole.comm.rank), int(whole.comm.size)
 
     def begin(self, engine: Engine) -> None:
-        """Hear that ``init()`` has come to its end, with the engine of all ranks."""
+        """Note that ``init()`` has ended; called with the engine of all ranks."""
 
     def add(self, engine: Engine) -> None:
-        """Supervise the lanes of an engine, too; the one of all ranks comes first."""
+        """Supervise the lanes of a further engine; that of all ranks comes first."""
 
     def remove(self, engine: Engine) -> None:
-        """Supervise an engine no more, whose communicators are about to be freed."""
+        """Stop supervising an engine, whose communicators are about to be freed."""
 
     def guard(self, lane: Lane) -> Any:
-        """Return an object that runs a round of a lane each time its ``run`` is called."""
+        """Return the object whose ``run()`` runs a round of the lane."""
         return lane.rounds
 
     def check(self) -> None:
-        """End a wait of this rank by an exception, if there is something to do about a death."""
+        """Raise, to end a wait of this rank, if it has to take part in a recovery."""
 
     def form_part(
         self,
@@ -103,17 +105,17 @@ class Supervisor:
         make: Callable[[World], Engine],
         enter: Callable[[Sequence[int], Engine | None], object],
     ) -> None:
-        """Form the world of a process set; all ranks call it, members or not, with the same set.
+        """Form the world of a process set; all ranks call it, members or not.
 
         Args:
-            name: The set's, unique among those of this world.
-            ids: Of its ranks; see `World.ids`.
+            name: Name of the set, unique in this world.
+            ids: The ids of its ranks; see `World.ids`.
             of: The world of all ranks.
-            make: Makes the set's engine in its world.
-            enter: Called with the ids, and with the engine; None on a rank that is left out.
+            make: Makes the set's engine in the set's world.
+            enter: Called with the ids and the engine; None on a rank outside the set.
 
         Raises:
-            HorovodInternalError: It is impossible.
+            HorovodInternalError: The world cannot be formed.
         """
         engine = make(of.subset(ids)) if of.id in ids else None
         if engine is not None:
@@ -121,8 +123,8 @@ class Supervisor:
         enter(ids, engine)
 
     def close(self) -> None:
-        """Free what serves it; all lanes have been closed on all ranks."""
+        """Free its own resources; all lanes have been closed on all ranks."""
 
 
-#: Selects the supervisor of a job by its settings; the facade knows the rooms beside the core.
+#: Selects the supervisor of a job by its settings; `hvdlite.assembly` replaces it.
 choose: Callable[[Settings], Supervisor] = lambda settings: Supervisor()  # noqa: E731

@@ -1,6 +1,8 @@
-"""A bucket of gradients, which is also the operation that exchanges it.
+"""Bucket: gradients of one dtype in one send array, and the operation that exchanges them.
 
-Gradients are divided in the exchange, by the strategy; see `hvdlite.compression.bucket.Reduction`.
+A `GradientBucket` knows one step of training: which gradients have arrived, on which ranks, with
+which weights. Its arrays are a `hvdlite.compression.bucket.Bucket`, all that a strategy sees. The
+strategy divides the gradients, in the exchange; see `hvdlite.compression.bucket.Reduction`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _PRESENT = b"\x01"  # the first byte of the payload of a rank that has not joine
 class GradientBucket(Operation):
     """A bucket: its arrays, its progress in the current step, and its exchange.
 
-    It is submitted once in every step; its payload says which gradients are there.
+    It is submitted once in every step. Its payload says which gradients this rank has.
 
     Args:
         name: of the operation.
@@ -38,9 +40,9 @@ class GradientBucket(Operation):
         strategy: how the bucket travels.
 
     Attributes:
-        arrays: as given.
-        strategy: as given.
-        absent: the number of gradients that have not arrived in this step.
+        arrays: the send and the result array.
+        strategy: how the bucket travels.
+        awaited: the number of gradients that have not arrived in this step.
         samples: the number of samples that the gradients are averages of; None: all ranks count
             the same.
         snapshot: of this rank's replica, if the ranks compare them with this exchange.
@@ -81,7 +83,7 @@ class GradientBucket(Operation):
     def begin_step(self) -> None:
         """Reset the progress."""
         self._kinds_here = bytearray(self._size)
-        self.absent = self._size
+        self.awaited = self._size
         self.samples: int | None = None
         self.snapshot: Snapshot | None = None
         self._is_usual = False  # whether all gradients are there, and nothing else is to be told
@@ -109,27 +111,26 @@ class GradientBucket(Operation):
             )
 
     def mark(self, position: int, sparse_axes: int = 0) -> None:
-        """Record that a gradient has arrived: in its slot, or sparse, which takes another way."""
+        """Record that a gradient has arrived: in its slot, or sparse, which has no slot."""
         self._check_new(position)
         self._kinds_here[position] = DENSE + sparse_axes
-        self.absent -= 1
+        self.awaited -= 1
 
     def mark_all(self) -> None:
         """Record that all gradients have arrived, in their slots."""
-        if self.absent < self._size:
+        if self.awaited < self._size:
             for position in range(self._size):
                 self._check_new(position)
         self._kinds_here[:] = self._all_dense
-        self.absent = 0
+        self.awaited = 0
 
     def zero_copy_range(self, start: int, stop: int, among: slice) -> slice:
-        """Return the elements of a part of the bucket that no other rank reads, counted from there.
+        """Return the elements of a part of the bucket that no other rank reads.
 
         Args:
-            start: where the part begins in the bucket.
+            start: where the part begins in the bucket; elements count from there.
             stop: where it ends.
-            among: such elements of the bucket, for strategies that read no more than dense
-                reduction does.
+            among: such elements of the whole bucket, in an uncompressed exchange.
         """
         reduction = self.arrays.reduction
         is_plain = self.strategy.is_identity and reduction.before_sum.is_identity
@@ -160,7 +161,7 @@ class GradientBucket(Operation):
             self.pending.wait()
 
     def settle(self) -> None:
-        """Wait until the exchange has ended, also in failure, so that slots may be written."""
+        """Wait until the exchange has ended or failed, so that slots may be written."""
         with contextlib.suppress(HorovodInternalError):
             self.wait()
 
@@ -172,7 +173,7 @@ class GradientBucket(Operation):
         return self.arrays
 
     def receive_metadata(self, payloads: Sequence[bytes], transport: Transport) -> Metadata:
-        """Take over the metadata of all ranks; compare their replicas, if any sends a digest.
+        """Store the metadata of all ranks; compare their replicas, if any sends a digest.
 
         Raises:
             GradientError: as `metadata.decode`.
@@ -199,7 +200,7 @@ class GradientBucket(Operation):
         return found
 
     def contribution(self, name: str) -> str:
-        """Return the name of the first dense gradient, or of that of the name, if it is here."""
+        """Return the name of the first dense gradient, or ``name`` if its gradient is here."""
         if not is_floating(self.arrays.parameters[0].dtype):
             return ""
         for parameter, kind in zip(self.arrays.parameters, self._kinds_here, strict=True):

@@ -82,7 +82,7 @@ class DeviceGradientBucket(GradientBucket):
 
     def _use_stream(self) -> None:
         self._streams.add(self.memory.stream())
-        if not self.absent:
+        if not self.awaited:
             self._seal()
 
     def _seal(self) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hvdlite.base.arrays import slice_bounds
-from hvdlite.engine.agreement import find_difference, ranks_text
+from hvdlite.engine.agreement import find_difference
 from hvdlite.engine.operation import Signature
+from hvdlite.errors import ranks_text
 
 if TYPE_CHECKING:
     from hvdlite.gradients.replicas import ReplicaCheck

@@ -1,7 +1,9 @@
-"""The exchange of a model's gradients, bucket by bucket, while the backward pass computes them.
+"""Exchange: sends a model's gradients, bucket by bucket, while the backward pass computes them.
 
-`GradientExchange` decides when each bucket is sent. For PyTorch, the hooks of the adapter decide
-when a gradient has arrived (``adapters/torch/hooks.py``).
+`GradientExchange` decides when a bucket is sent: when it and all earlier ones of the plan are
+complete, but neither while the ranks compare their parameters nor in steps weighted by samples,
+whose weight only `finish` knows. An adapter decides when a gradient has arrived; for PyTorch its
+hooks do (``adapters/torch/hooks.py``).
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ from hvdlite.base.interrupts import Interrupted, uninterrupted
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, Handle
-from hvdlite.engine.agreement import ranks_text
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Gather, Signature
-from hvdlite.errors import HorovodInternalError, MismatchError
+from hvdlite.errors import HorovodInternalError, MismatchError, ranks_text
 from hvdlite.gradients.bucket import Comparison, GradientBucket
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import ABSENT, CONVERTED, DENSE, ONLY_AVERAGES
@@ -43,12 +44,12 @@ _UNCHANGED = ((_CHANGE, "none"),)
 class State(Enum):
     """The states of an exchange.
 
-    COMPARING: the ranks compare their parameters; until then no bucket leaves. Then, in the same
-        step, the exchange is LEARNING, or, if a rank has joined, PROVISIONAL.
+    COMPARING: the ranks compare their parameters, and send no bucket before. Then, in the same
+        step, the exchange is LEARNING, or PROVISIONAL if a rank has joined.
     LEARNING: the first step of all ranks together. The order in which gradients arrive is recorded,
         and sent from rank 0 to all; after that the exchange is STEADY.
-    PROVISIONAL: a rank that has joined comes to its first step later, and expects the others there,
-        so after this step the exchange is COMPARING again.
+    PROVISIONAL: a rank that has joined makes its first step later and compares then, so after this
+        step the exchange is COMPARING again.
     STEADY: the buckets follow the order that all ranks share.
     """
 
@@ -61,27 +62,27 @@ class State(Enum):
 class GradientExchange:
     """The averaging of the gradients of a fixed list of parameters, step after step.
 
-    `begin` opens a step. The owner then copies each gradient into its slot, once, and
-    calls `mark`. A bucket leaves as soon as all its gradients are there. `finish` sends the rest,
-    with zeros for gradients that are missing here, and waits.
+    `begin` opens a step. The owner then copies each gradient into its slot, once, and calls
+    `mark`, which sends complete buckets. `finish` sends the rest, with zeros for gradients that are
+    missing here, and waits.
 
-    Ranks compare their parameters before the first exchange, and with every bucket which
-    gradients are there.
+    Ranks compare their parameters before the first exchange, and with every bucket which gradients
+    they have.
 
-    A sparse gradient is marked and not copied: its owner exchanges it after `finish`, which
-    says on all ranks which parameters have any. From the next step on these have no slot, and are
-    in ``sparse_parameters``.
+    A sparse gradient is marked and not copied. Its owner exchanges it after `finish`, which reports
+    on all ranks which parameters have any. From the next step on these have no slot, and are in
+    ``sparse_parameters``.
 
     Args:
         engine, label, parameters, strategy, reduction, memory, state, check: as in
             `GradientBuckets`.
 
     Attributes:
-        buckets: with the slots of gradients and averages.
-        sparse_parameters: numbers of the parameters that have had sparse gradients. They have
-            empty slots, and their owner exchanges what dense gradients they have, too.
-        sparse_axes: after `finish`, of the parameters that had sparse gradients on any rank, by
-            number, how many of the axes are sparse.
+        buckets: the slots of gradients and averages.
+        sparse_parameters: numbers of the parameters that have had sparse gradients. They have empty
+            slots; their owner also exchanges any dense gradients of theirs.
+        sparse_axes: after `finish`, by number, how many axes are sparse of each parameter that had
+            sparse gradients on any rank.
         converted: after `finish`, whether `mark_converted` was called on any rank.
         in_flight: whether a gradient has been marked in a step that `finish` has not ended.
         weight: after `finish`, the factor of this rank's gradients in the average; the owner
@@ -114,7 +115,7 @@ class GradientExchange:
         self._arrived: list[int] = []  # numbers, until the order is sent
         self._sent_order: Handle | None = None
         self._order: Sequence[int] = range(self._count)
-        self._launched = 0
+        self._sent = 0
         self._began = 0  # the time, for the timeline
         self._is_weighted = False  # then buckets wait for `finish`, which knows the weight
         self._state_before: dict[str, Any] = {}  # of strategies, before the first step
@@ -126,19 +127,19 @@ class GradientExchange:
         return self._state is not State.STEADY
 
     def begin(self, changes: Sequence[str] = ()) -> bool:
-        """Open a step, before its first `mark`, or its `finish`; pack the buckets anew.
+        """Open a step, before its first `mark` or its `finish`; pack the buckets again if needed.
 
-        After the first step, they follow the order in which rank 0's gradients arrived. After the
-        first sparse gradients of a parameter, it is one of ``sparse_parameters``. Every rank
-        begins every step, also one in which it has no gradients: it could not finish the others'
-        buckets otherwise. If the ranks compare their replicas in this step, then as they are now.
+        After the first step, they follow the order in which rank 0's gradients arrived; after the
+        first sparse gradients of a parameter, it is one of ``sparse_parameters``. Every rank begins
+        every step, even without gradients: otherwise it could not finish the buckets of the others.
+        If the ranks compare their replicas in this step, they compare the state at this call.
 
         Args:
-            changes: what the owner is to exchange from now on, beside or in place of these
-                parameters, in words. Ranks that differ fail together, with the first bucket.
+            changes: a description of what the owner exchanges from now on beside or instead of
+                these parameters. Ranks that differ fail together, with the first bucket.
 
         Returns:
-            Whether slots are other arrays now.
+            Whether the slots have been replaced by other arrays.
 
         Raises:
             HorovodInternalError: communication failed.
@@ -162,8 +163,8 @@ class GradientExchange:
     def mark(self, *numbers: int, sparse: Mapping[int, int] = MappingProxyType({})) -> None:
         """Record that gradients are in their slots, and send the buckets that are complete.
 
-        A marked slot may be read at any time and must not be written again. If
-        this raises, `finish` still has to end the step, since earlier buckets have left.
+        A marked slot may be read at any time and must not be written again. If this raises,
+        `finish` still has to end the step, since earlier buckets have been sent.
 
         Args:
             *numbers: of parameters.
@@ -178,7 +179,7 @@ class GradientExchange:
             for number, axes in (*((number, 0) for number in numbers), *sparse.items()):
                 bucket, position = self.buckets.place(number)
                 bucket.mark(position, axes)
-                complete = complete or not bucket.absent
+                complete = complete or not bucket.awaited
             self._record((*numbers, *sparse), complete)
 
     def mark_bucket(self, index: int) -> None:
@@ -188,21 +189,21 @@ class GradientExchange:
             self._record(self.buckets.plan[index], complete=True)
 
     def mark_converted(self) -> None:
-        """Tell the other ranks that the parameters have another dtype or size than before.
+        """Report to the other ranks that the parameters have a new dtype or size.
 
-        It replaces all gradients of a step. `finish` then leaves the gradients unchanged, and every
-        rank learns of the conversion and makes a new exchange, which compares the parameters.
+        Call it instead of marking the gradients of a step. `finish` then leaves the gradients
+        unchanged, and every rank makes a new exchange, which compares the parameters.
         """
         self.mark(sparse=dict.fromkeys(range(self._count), CONVERTED - DENSE))
 
     def finish(self, samples: int | None = None) -> list[bool]:
-        """Exchange the buckets that have not left yet, and wait for all of them.
+        """Send the buckets that have not been sent yet, and wait for all of them.
 
         Args:
             samples: the number of samples that this rank's gradients are averages of. The average
-                over the ranks is weighted by it. All ranks give it, from the first step on, or
-                none does. No bucket leaves before, so all ranks finish several exchanges in one
-                order.
+                over the ranks is weighted by it. All ranks pass it, from the first step on, or none
+                does. Buckets are sent only here then, so all ranks finish several exchanges in the
+                same order.
 
         Returns:
             For each parameter whether any rank had a dense gradient; if so its average is
@@ -210,7 +211,7 @@ class GradientExchange:
 
         Raises:
             HorovodInternalError: the ranks disagree, one's gradient is sparse where another's
-                is dense, or communication failed. The next step begins anew.
+                is dense, or communication failed. The next step starts afresh.
             Interrupted: a signal handler is pending; call this method again.
             ValueError: ``samples`` with a sum, or after a step without ``samples``. The exchange
                 has ended in this case, too.
@@ -254,9 +255,9 @@ class GradientExchange:
         """Send the buckets that are complete already; called by the lane."""
         with self._lock:
             self._state = State.LEARNING if together else State.PROVISIONAL
-            # If the lane takes no more, `finish` will say so.
+            # If the lane refuses them, `finish` raises.
             with contextlib.suppress(HorovodInternalError):
-                self._launch_complete()
+                self._send_complete()
 
     def _wait_for_comparison(self) -> None:
         with self._lock:
@@ -301,31 +302,31 @@ class GradientExchange:
         if self._state is State.COMPARING:
             self._compare()
         elif complete:
-            self._launch_complete()
+            self._send_complete()
 
-    def _launch_complete(self) -> None:
+    def _send_complete(self) -> None:
         while (
             not self._is_weighted
-            and self._launched < len(self.buckets.all)
-            and not self.buckets.all[self._launched].absent
+            and self._sent < len(self.buckets.all)
+            and not self.buckets.all[self._sent].awaited
         ):
-            self._launch_next(begin=self.buckets.overlaps)
+            self._send_next(begin=self.buckets.overlaps)
 
-    def _launch_next(self, begin: bool) -> None:
-        if self._state is not State.STEADY and not self._launched:
+    def _send_next(self, begin: bool) -> None:
+        if self._state is not State.STEADY and not self._sent:
             self._state_before = self.buckets.state.state_dict(self._names())
-        self.buckets.submit(self._launched, begin)
-        self._launched += 1
+        self.buckets.submit(self._sent, begin)
+        self._sent += 1
 
     def _complete(self) -> None:
-        """Send the buckets that have not left yet, and wait for all."""
+        """Send the buckets that have not been sent yet, and wait for all."""
         failure: HorovodInternalError | None = None
         try:
             if self._state is State.COMPARING:
                 self._wait_for_comparison()
             with self._lock:
-                while self._launched < len(self.buckets.all):
-                    self._launch_next(begin=False)
+                while self._sent < len(self.buckets.all):
+                    self._send_next(begin=False)
         finally:
             for bucket in self.buckets.all:  # all of them, even if one fails
                 try:
@@ -373,7 +374,7 @@ class GradientExchange:
             # Of these parameters alone: other exchanges may share the state.
             self.buckets.state.load_state_dict(self._state_before, self._names())
             with self._lock:
-                self._launched = 0
+                self._sent = 0
 
     # The end of a step
 
@@ -426,7 +427,7 @@ class GradientExchange:
             now = trace.now()
             trace.complete(_ROW, timeline.STEP, self._began, now, exchange=self.buckets.label)
         self._began = 0
-        self._launched = 0
+        self._sent = 0
         self._state_before = {}
         self._arrived = []
         if self._state is State.PROVISIONAL:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.base.reduction import ReduceOp
-from hvdlite.engine.agreement import ranks_text
-from hvdlite.errors import GradientError
+from hvdlite.errors import GradientError, ranks_text
 from hvdlite.gradients.replicas import DIGEST_SIZE
 
 # The kind of a gradient. A sparse one is DENSE plus the number of its sparse axes, which a rank

@@ -17,19 +17,8 @@ from pathlib import Path
 
 from hvdlite.base.settings import Settings
 from hvdlite.errors import StartError
-from hvdlite.launch import check_build, mpirun, rank
+from hvdlite.launch import check_build, hosts, mpirun, rank
 from hvdlite.launch.discovery import Blacklist, Discovery, Plan, Sizes
-from hvdlite.launch.hosts import (
-    BATCH,
-    Host,
-    all_local,
-    check_names,
-    choose_hosts,
-    listed,
-    login,
-    on_this_host,
-    own_addresses,
-)
 from hvdlite.launch.job import End, Job, run, say
 from hvdlite.launch.options import parse, ssh_arguments, variables, without_effect
 from hvdlite.launch.server import serving
@@ -81,11 +70,11 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
     """
     job = _prepare(options, plan)
     # Elastic jobs do without a host that does not answer, and other programs than ssh ask it.
-    others = {*job.program.agent_variables, *BATCH}
+    others = {*job.program.agent_variables, *hosts.BATCH}
     uses_ssh = not job.is_here and sizes is None and job.settings.keys().isdisjoint(others)
     ssh = shlex.split(ssh_arguments(options))
     if uses_ssh:
-        check_names(plan.hosts, ssh)
+        hosts.check_names(plan.hosts, ssh)
     restarts = options.restarts or 0
     runs = failures = 0
     state: Sequence[Part] = ()
@@ -110,7 +99,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
                 time.sleep(_PAUSE)
             plan = sizes.wait(sizes.most)
             ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
-            say(f"{why}; the job goes on with {ranks} on {listed(plan.hosts)}")
+            say(f"{why}; the job goes on with {ranks} on {hosts.listed(plan.hosts)}")
         elif end.may_succeed_again and failures < restarts:
             failures += 1
             say(f"{end.text}; restart {failures} of {restarts}")
@@ -121,7 +110,7 @@ def _launch_on(options: argparse.Namespace, plan: Plan, sizes: Sizes | None) -> 
         say(end.text)
     if end.text.startswith("mpirun ") and uses_ssh:
         for host in plan.hosts:
-            if not all_local([host]) and (reason := login(host.name, ssh)):
+            if not hosts.all_local([host]) and (reason := hosts.login(host.name, ssh)):
                 say(f"host {host.name} does not answer: {reason}")
     return end.code
 
@@ -132,8 +121,8 @@ def _prepare(options: argparse.Namespace, plan: Plan) -> Job:
     if options.timeline_filename is not None:
         settings["HVDLITE_TIMELINE"] = _timeline(options.timeline_filename)
     command, settings = resolve(_command(options), settings)
-    here = on_this_host(plan.hosts, settings)
-    if all_local(plan.hosts):
+    here = hosts.on_this_host(plan.hosts, settings)
+    if hosts.all_local(plan.hosts):
         check(command, settings)
     settings = with_paths(settings, options.horovod)
     program = mpirun.detect(mpirun.find(settings))
@@ -174,11 +163,11 @@ def _run(
         state: what it goes on with, from the run before; empty: it begins.
     """
     settings = {**job.settings, "HVDLITE_RESTART": str(number)}
-    here = on_this_host(plan.hosts, settings)
+    here = hosts.on_this_host(plan.hosts, settings)
     # Other hosts need not reach this one, except to tell of changes.
     addresses = None
     if not here and sizes is not None:
-        addresses = own_addresses(plan.hosts, ",".join(options.network_interfaces or ()))
+        addresses = hosts.own_addresses(plan.hosts, ",".join(options.network_interfaces or ()))
     stdin = _stdin()
     if stdin and here:
         settings[rank.STDIN] = stdin
@@ -242,9 +231,9 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
             "expected min <= np <= max"
         )
     spares = options.spares or 0
-    hosts = []
+    first: list[hosts.Host] = []
     if options.host_discovery_script is None:
-        hosts = _hosts(options) or [Host("localhost", most + spares)]
+        first = _hosts(options) or [hosts.Host("localhost", most + spares)]
     elif options.hosts or options.hostfile:
         raise StartError(
             "-H and --hostfile are not allowed with --host-discovery-script: give one of them"
@@ -255,7 +244,7 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
             f"--blacklist-cooldown-range {cooldown[0]} {cooldown[1]}: expected MIN <= MAX"
         )
     return Sizes(
-        Discovery(hosts, options.host_discovery_script or "", options.slots_per_host or 1),
+        Discovery(first, options.host_discovery_script or "", options.slots_per_host or 1),
         Blacklist((cooldown[0], cooldown[1])),
         least,
         most,
@@ -264,14 +253,16 @@ def _sizes(options: argparse.Namespace) -> Sizes | None:
     )
 
 
-def _hosts(options: argparse.Namespace) -> list[Host]:
+def _hosts(options: argparse.Namespace) -> list[hosts.Host]:
     if options.num_proc is None:
         raise StartError("-np is missing: give the number of processes, e.g. -np 2")
     if options.hosts is not None and options.hostfile is not None:
         raise StartError("-H is not allowed with --hostfile: give one of them")
     if options.spares and not options.elastic:
         raise StartError("--spares needs --elastic: without it, a rank that dies ends the job")
-    return choose_hosts(options.hosts, options.hostfile, options.num_proc + (options.spares or 0))
+    return hosts.choose_hosts(
+        options.hosts, options.hostfile, options.num_proc + (options.spares or 0)
+    )
 
 
 def _command(options: argparse.Namespace) -> list[str]:

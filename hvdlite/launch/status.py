@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdlite.engine.agreement import ranks_text
+from hvdlite.errors import ranks_text
 from hvdlite.observe.status import ANSWER, FILE, SIGNAL, Pending, process_line
 
 # A rank that waits for others answers within 0.1 s, and one that holds the interpreter never.

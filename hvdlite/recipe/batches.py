@@ -93,15 +93,12 @@ class Batches(Member):
             self._is_at_end = False
 
     def position(self) -> tuple[int, int]:
-        """Return the epoch and its step that this rank has taken last."""
         return (self._epoch + 1, 0) if self._is_over else (self._epoch, self._taken)
 
     def begin(self, rank: int, size: int) -> None:
-        """Take the rank and the number of ranks to begin with."""
         self.sharding = dataclasses.replace(self.sharding, rank=rank, size=size)
 
     def renumber(self, after: tuple[int, int], rank: int, size: int) -> None:
-        """Take on a new rank and a new number of ranks after an epoch's step."""
         self._changes.append((after, rank, size))
 
     def _numbered(self, sharding: Sharding, at: tuple[int, int]) -> Sharding:

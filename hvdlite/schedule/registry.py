@@ -1,4 +1,4 @@
-"""The schedules of ``schedule=``, each of which is registered here, and only here."""
+"""The registry of schedules: `Schedule` has all that ``schedule=`` takes."""
 
 from __future__ import annotations
 

@@ -58,7 +58,6 @@ class HierarchicalTransport(MPITransport):
         super().leave()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array that the node's ranks share."""
         return self._node.empty(size, dtype)
 
     def release(self, array: Any) -> None:
@@ -85,7 +84,6 @@ class HierarchicalTransport(MPITransport):
             super().allreduce_all(sends, results, op, scaling)
 
     def allreduce_fused(self, array: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Reduce within the node and across nodes."""
         self.allreduce(array, array, op, scaling)
 
     @property

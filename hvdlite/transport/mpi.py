@@ -156,7 +156,6 @@ class MPITransport(Transport):
         return [part.tobytes() for part in parts]
 
     def absent(self) -> list[int] | None:
-        """Ask on the side channel."""
         return self._liveness.absent()
 
     def _complete(self, request: Any, buffers: Any) -> None:
@@ -207,7 +206,6 @@ class MPITransport(Transport):
         self._liveness.leave()
 
     def confirm(self) -> None:
-        """Pass a barrier."""
         self._complete(self._comm.Ibarrier(), None)
 
     def revoke(self) -> None:

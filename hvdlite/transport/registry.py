@@ -1,4 +1,4 @@
-"""The registry of transports, and the choice of one for the ranks at hand."""
+"""The registry of transports, and the choice of one for a world."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def connect(
     Args:
         MPI: the module ``mpi4py.MPI``.
         world: the ranks and their nodes; the transport makes communicators of its own.
-        shared_memory: use it; the same on all ranks.
+        shared_memory: whether it may be used; the same on all ranks.
         before: the transport that these ranks, and some that have died, used before. The new one
             exchanges the arrays that `Transport.empty` has returned there as fast as its own.
     """

@@ -1,4 +1,9 @@
-"""The interface of a transport, and what all transports have in common."""
+"""Transport: the collectives of one set of ranks, and what all transports have in common.
+
+A transport owns one communicator, or what stands for it. Its methods take flat contiguous arrays.
+Ranks meet (`meet`), which may take long and is bounded by ``on_wait``; then they move data, by
+calls that all of them make in the same order and soon.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +46,8 @@ class Transport(ABC):
     """The collectives of one communicator, on flat contiguous arrays.
 
     Every method is collective unless its description says otherwise: all ranks call it, in the
-    same order. Only `meet` waits for ranks that may be late; when the other collectives are called,
-    every rank is already on its way.
+    same order. Only `meet` waits for ranks that may be late; all ranks have met when the other
+    collectives are called.
 
     Attributes:
         rank: this process's rank in the communicator.
@@ -50,8 +55,8 @@ class Transport(ABC):
         max_digests: the number of digests that ranks can compare in one `meet`.
         lane: the name of the lane that uses the transport, for the timeline.
         title: what carries the bytes, in reports.
-        members: global ranks, used in messages; in a process set they differ from 0, 1, ...
-        confirms: whether the ranks `confirm` each outcome, so that they can go on without a rank
+        members: the ids of the ranks, for messages; see `World.ids`.
+        confirms: whether the ranks `confirm` each outcome, so that they can continue without a rank
             that has died (`hvdlite.elastic.recovery`).
     """
 
@@ -115,16 +120,15 @@ class Transport(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """Tell the other ranks that this one takes part in no further collective.
+        """Announce that this rank takes part in no further collective; not collective itself.
 
-        Not collective. Ranks that wait for this one in `meet`, now or later, get a
-        HorovodInternalError there.
+        Ranks that wait for this one in `meet`, now or later, get a HorovodInternalError there.
         """
 
     def confirm(self) -> None:
-        """Wait until every rank has the outcome of what was done last.
+        """Wait until every rank has the outcome of the last collective.
 
-        If it returns on any rank, all ranks have arrived, also those that have died since.
+        If it returns on any rank, all ranks have arrived, even those that have died since.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot go on without a rank")
 

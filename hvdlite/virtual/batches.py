@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hvdlite.engine.agreement import ranks_text
+from hvdlite.errors import ranks_text
 from hvdlite.recipe.batches import Batches, take
 from hvdlite.recipe.seeding import seed_part
 from hvdlite.recipe.sharding import Sharding

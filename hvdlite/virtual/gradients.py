@@ -32,9 +32,9 @@ from hvdlite.compression import (
 )
 from hvdlite.compression.strategy import check_op
 from hvdlite.engine import Engine, Operation
-from hvdlite.engine.agreement import find_difference, ranks_text
+from hvdlite.engine.agreement import find_difference
 from hvdlite.engine.operation import Signature
-from hvdlite.errors import GradientError, MismatchError, NotFiniteError
+from hvdlite.errors import GradientError, MismatchError, NotFiniteError, ranks_text
 from hvdlite.gradients import replicas
 from hvdlite.gradients.finite import check_finite
 from hvdlite.gradients.metadata import check_weighted

@@ -72,12 +72,10 @@ class Turns(parts.Parts):
 
     @property
     def rank(self) -> int:
-        """The virtual rank whose turn it is."""
         return (self._left or self.share)[0]
 
     @property
     def place(self) -> tuple[int, int]:
-        """The step in progress and the virtual rank whose turn it is."""
         return self.step, self.rank
 
     def load(self, rank: int | None, source: object) -> None:
@@ -92,7 +90,6 @@ class Turns(parts.Parts):
             listener.on_request(source)
 
     def ask(self) -> int:
-        """Return the virtual rank whose turn it is, to a program that loads its data itself."""
         if self.rank in self._added:
             self._added.remove(self.rank)
         self.announce(None)

@@ -1,9 +1,9 @@
-"""Objects that depend on the rank and the number of ranks, and change with them.
+"""Membership: objects that depend on the rank and the number of ranks, and change with them.
 
-When a rank dies under ``hvdliterun --elastic``, the others take over its share of the data
-(`hvdlite.recipe.batches`). They may have come to different steps, so the ranks compare how far they
-are, in `hvdlite.elastic.recovery`, and all change at the step that follows the last one that any
-has taken. A rank that makes its object later than others has it change as theirs have.
+When a rank dies under ``hvdliterun --elastic``, the survivors take over its data
+(`hvdlite.recipe.batches`). They may have reached different steps, so `hvdlite.elastic.recovery`
+compares their positions, and all change after the last step that any of them has taken. An object
+that a rank makes later goes through the same changes.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from weakref import WeakValueDictionary
 
 from hvdlite.world import world
 
-#: Held while the ranks compare how far they are, until they have new numbers; a member holds it
-#: while it moves on.
+#: Held while the ranks compare their positions, until they have new numbers; a member holds it
+#: while it advances.
 lock = threading.RLock()
 
 
 class Member(ABC):
-    """An object with a position that all ranks come to, such as a step in the data."""
+    """An object with a position that all ranks reach, such as a step in the data."""
 
     @abstractmethod
     def position(self) -> Any:
-        """Return how far this rank is: picklable, and greater the farther it is."""
+        """Return the position of this rank: picklable, and ascending."""
 
     @abstractmethod
     def begin(self, rank: int, size: int) -> None:
-        """Take the rank and the number of ranks to begin with.
+        """Start with a rank and a number of ranks.
 
-        They are not those of now if other ranks made the corresponding object before a rank died;
-        calls of `renumber` follow then.
+        They are earlier ones if other ranks made the corresponding object before a rank died; calls
+        of `renumber` follow then.
         """
 
     @abstractmethod
     def renumber(self, after: Any, rank: int, size: int) -> None:
-        """Take on a new rank and a new number of ranks.
+        """Change to a new rank and a new number of ranks.
 
         Args:
-            after: The last position with the old ones.
+            after: The last position before the change.
             rank: This process's new rank.
             size: The new number of ranks.
         """
@@ -58,12 +58,12 @@ _before = (0, 1)  # this rank and the number of ranks when the positions were as
 
 
 def join(member: Member, key: Hashable) -> None:
-    """Have an object follow the ranks for as long as it lives.
+    """Have an object change with the ranks for as long as it lives.
 
     Args:
         member: The object.
-        key: The same for the corresponding objects of all ranks; those of one key correspond in
-            the order of their creation.
+        key: The same for the corresponding objects of all ranks; objects of one key correspond
+            in the order of their creation.
     """
     with lock:
         number = _counts[key]
@@ -87,7 +87,7 @@ def renumber(everywhere: Sequence[Mapping[Any, Any]], rank: int, size: int) -> N
     """Give all objects new numbers; called with `lock` held.
 
     Args:
-        everywhere: The `positions` of all ranks that are left.
+        everywhere: The `positions` of all survivors.
         rank: This process's new rank.
         size: The new number of ranks.
     """

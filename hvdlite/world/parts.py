@@ -1,7 +1,7 @@
-"""The parts of every global batch, and which of them this process computes.
+"""Parts: how each global batch is divided, and which parts this process computes.
 
-Each rank computes one part, its own. A room beside the core that divides global batches otherwise
-(`hvdlite.virtual.ranks`) derives from `Parts`, and `enter` puts its parts in their place.
+Here each rank computes one part. `hvdlite.virtual.ranks` derives a division into a fixed number of
+parts, whatever the number of processes; `enter` makes it the current one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class Parts:
     """One part for each rank.
 
     Attributes:
-        are_fixed: Whether there are as many for any number of processes.
-        step: The number of steps that have been taken, where they count.
+        are_fixed: Whether the number of parts does not depend on the number of processes.
+        step: The number of steps taken, if it is counted.
     """
 
     are_fixed = False
@@ -35,12 +35,12 @@ class Parts:
 
     @property
     def share(self) -> Sequence[int]:
-        """The parts of this process in a step."""
+        """The parts that this process computes in a step."""
         return [self.rank]
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """The step and the part that is computed next, if random numbers begin anew with it."""
+        """The step and the part computed next, if each seeds its own random numbers."""
         return None
 
     def ask(self) -> int:
@@ -48,17 +48,17 @@ class Parts:
         return self.rank
 
     def is_within_step(self) -> bool:
-        """Return whether parts have been computed of a step that has not been taken yet."""
+        """Return whether some, but not all, parts of a step have been computed."""
         return False
 
     def check(self, processes: int) -> None:
-        """Require that so many processes can divide the parts among themselves."""
+        """Require that this number of processes can share the parts evenly enough."""
 
     def check_taken(self, step: int) -> None:
-        """Require that a number of steps can have been taken."""
+        """Require that this number of steps can have been taken."""
 
     def refuse(self, what: str, remedy: str) -> None:
-        """Refuse what needs one part for each rank by a ``ValueError``, if there are others.
+        """Raise a ``ValueError`` unless there is one part for each rank.
 
         Args:
             what: What is refused.
@@ -70,23 +70,24 @@ class Parts:
         return None
 
     def batches(self) -> Any:
-        """Return the kind of `hvdlite.recipe.Batches` for these parts; None: that one itself."""
+        """Return the subclass of `hvdlite.recipe.Batches` for these parts; None: `Batches`."""
 
     def gradient_path(self, owner: str) -> Any:
         """Return the class that makes steps on these parts; None: the ordinary one.
 
         Args:
-            owner: As of `hvdlite.gradients.options.gradient_path`.
+            owner: As in `hvdlite.gradients.options.gradient_path`.
         """
 
 
 current = Parts()
-#: Returns the parts for a number of fixed ones, 0: one for each rank. The facade fills it.
+#: Returns the parts for a fixed number of them, or for 0, one for each rank; `hvdlite.assembly`
+#: replaces it.
 divide: Callable[[int], Parts] = lambda size: Parts()  # noqa: E731
 
 
 def enter(parts: Parts) -> None:
-    """Divide global batches into these parts from now on."""
+    """Make these the current parts."""
     global current
     current = parts
 

@@ -1,4 +1,7 @@
-"""The world: the ranks, and the nodes that they run on."""
+"""World: the ranks that communicate, and the nodes that they run on.
+
+There is one world of all ranks, and one for each process set.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 from hvdlite.errors import HorovodInternalError, NotInitializedError
 from hvdlite.world import launchers
 
-#: Makes a communicator by a call of what it is given; see `hvdlite.elastic.forming`.
+#: Makes a communicator by calling the given function; see `hvdlite.elastic.forming`.
 Create = Callable[..., Any]
 
 
@@ -22,15 +25,15 @@ def create_at_once(make: Callable[..., Any], *args: Any) -> Any:
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a job, as seen from this rank.
+    """The ranks of a job or of a process set, as seen from this rank.
 
     Attributes:
         comm: a communicator of hvdlite's own over all ranks (``mpi4py.MPI.Comm``).
         node: the communicator of the ranks on this rank's node.
         cross: the communicator of the ranks, one from each node, with this local rank.
         nodes: for each rank the index of its node.
-        ids: for each rank its number in the world that ``init()`` has formed, which it keeps when
-            others die, and in process sets; ascending. Messages to the user name ranks by it.
+        ids: for each rank its number in the world that ``init()`` has formed; ascending. A rank
+            keeps it when others die, and in process sets. Messages name ranks by it.
         create: makes further communicators of these ranks.
     """
 
@@ -55,9 +58,9 @@ class World:
         Args:
             MPI: the module ``mpi4py.MPI``.
             comm: the communicator, which the world takes over.
-            local_size: consecutive ranks that count as one node; 0: as MPI says.
-            create: makes the others.
-            ids: of the ranks; None: they get 0, 1, ...
+            local_size: consecutive ranks that count as one node; 0: MPI finds the nodes.
+            create: makes further communicators.
+            ids: the ranks' ids; None: 0, 1, ...
         """
         rank = comm.rank
         if local_size:
@@ -70,7 +73,7 @@ class World:
         """Create the world of some of the ranks; collective among these.
 
         Args:
-            ids: ascending; this rank's is among them.
+            ids: the ids of these ranks, ascending; this rank's is among them.
         """
         comm = self.comm.Create_group(self.comm.group.Incl(self.numbers(ids)))
         return self.around(comm, ids, create_at_once)
@@ -86,7 +89,7 @@ class World:
             create: makes the communicator.
 
         Returns:
-            None if this rank is left out.
+            None on a rank that is not one of them.
         """
         is_member = self.id in ids
         color = 0 if is_member else MPI.UNDEFINED
@@ -126,7 +129,7 @@ class World:
         return self.ids[int(self.comm.rank)]
 
     def numbers(self, ids: Sequence[int]) -> list[int]:
-        """Return the numbers that ranks have in this world, without those that have died."""
+        """Return the ranks in this world that have these ids; those that have died are left out."""
         return [self.ids.index(each) for each in ids if each in self.ids]
 
     @property
@@ -168,7 +171,7 @@ def child_error() -> HorovodInternalError:
 
 
 def enter(world: World | None) -> None:
-    """Make ``world`` the one that the functions of this module describe; None: there is none."""
+    """Have the functions of this module describe ``world``; None: ``init()`` is due."""
     global _current, is_child
     _current = world
     is_child = False
@@ -179,12 +182,12 @@ def enter(world: World | None) -> None:
 
 
 def enter_of_parent(place: Any) -> None:
-    """Make the world of the rank that has started this process the one to describe.
+    """Have the functions of this module describe the world of the rank that started this process.
 
-    It is as in a forked child: calls that communicate raise an error.
+    As in a forked child, calls that communicate raise an error.
 
     Args:
-        place: the rank's, as `enter` has left it.
+        place: the rank's place, which `enter` has published.
     """
     global _current, is_child
     comms, nodes = place
@@ -194,7 +197,7 @@ def enter_of_parent(place: Any) -> None:
 
 
 class _Comm(NamedTuple):
-    """The part of a communicator that is left of it in another process."""
+    """The properties of a communicator that another process knows."""
 
     rank: int
     size: int

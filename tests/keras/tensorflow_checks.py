@@ -142,7 +142,7 @@ def test_optimizers_of_tensorflow_1():
 def test_the_adapter_of_tf_keras_has_all_that_the_one_of_keras_has():
     assert set(hvd.__all__) <= set(tf_keras_hvd.__all__)
     for adapter in (hvd, tf_keras_hvd):
-        assert all(hasattr(adapter, name) for name in adapter.__all__)
+        assert all(hasattr(adapter, name) for name in {*adapter.__all__} - {"elastic"})
     names = {name for name in vars(hvd.callbacks) if name.endswith(("Callback", "Checkpoint"))}
     assert len(names) == 5
     assert all(getattr(tf_keras_hvd.callbacks, name).__doc__ for name in names)

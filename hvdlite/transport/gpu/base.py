@@ -205,18 +205,15 @@ class DeviceTransport(Transport):
         self.check()
 
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
-        """Meet on the host."""
         return self._control.meet(digests, on_wait)
 
     def leave(self) -> None:
         self._control.leave()
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Exchange messages on the host."""
         return self._control.gather(message)
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> FlatArray:
-        """Return memory for use in the running exchange."""
         self._check_entered()
         return FlatArray(self._cuda.empty(size, stored_as(dtype)), dtype)
 

@@ -113,7 +113,6 @@ class NCCLTransport(HostStaged):
         return objection or cls(cuda, control, device, communicator, timeout)
 
     def check(self) -> None:
-        """Check for errors that occurred after a call had returned, too."""
         super().check()
         if not self._lock.acquire(blocking=False):
             return  # another thread is in a call, which reports errors itself

@@ -51,7 +51,6 @@ class HostStaged(DeviceTransport):
         self._through_host(as_bytes(send), as_bytes(result), exchange, step)
 
     def alltoall(self, pieces: Sequence[Any], result: Sequence[Any]) -> None:
-        """Exchange all pieces at once: only pairs of ranks know the lengths of theirs."""
         outgoing = self._copy_in(pieces)
         incoming = self._buffers[1].take(sum(piece.nbytes for piece in result))
         parts = _split(incoming, result)

@@ -115,19 +115,15 @@ class SharedMemoryTransport(Transport):
         return len(mine) // DIGEST_SIZE
 
     def absent(self) -> list[int]:
-        """Look at the other ranks' slots."""
         return self._barrier.absent()
 
     def check_alive(self) -> None:
-        """Look at the other ranks' slots and processes."""
         self._barrier.check_alive()
 
     def leave(self) -> None:
-        """Mark this rank's slot."""
         self._barrier.leave()
 
     def confirm(self) -> None:
-        """Pass the barrier."""
         self._brought = 0
         self._barrier.meet()
 
@@ -141,11 +137,9 @@ class SharedMemoryTransport(Transport):
             self._barrier.leave()
 
     def empty(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return an array in shared memory."""
         return self.arena.empty(size, np.dtype(dtype))
 
     def release(self, array: Any) -> None:
-        """Allow a forked child a copy of it."""
         self.arena.release(array)
 
     def zero_copy_range(self, size: int) -> slice:
@@ -163,7 +157,6 @@ class SharedMemoryTransport(Transport):
         return [part.tobytes() for part in result]
 
     def allreduce(self, send: Any, result: Any, op: ReduceOp, scaling: Scaling) -> None:
-        """Reduce a small array at once, others in shared memory or chunk by chunk."""
         self.allreduce_init(send, result, op, scaling)()
 
     def allreduce_all(
