@@ -23,13 +23,13 @@ def pages_for(framework):
     return pytest.mark.parametrize("page", found)
 
 
-@ranks(1, 2)
+@ranks(2)
 @pages_for("core")
 def test_core(page, size, tmp_path):
     pages.run(pages.ROOT / page, tmp_path, size)
 
 
-@ranks(1, 2)
+@ranks(2)
 @pages_for("torch")
 def test_torch(page, size, tmp_path):
     pytest.importorskip("torch")
@@ -39,7 +39,7 @@ def test_torch(page, size, tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:keras")  # on batches that fit shuffles
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras saves
-@ranks(1, 2)
+@ranks(2)
 @pages_for("tensorflow")
 def test_tensorflow(page, size, tmp_path):
     pytest.importorskip("tensorflow")

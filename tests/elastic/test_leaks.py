@@ -52,8 +52,8 @@ _WARM = 5
     ("resets", "elastic", "variables"),
     [
         (20, ["--elastic"], {}),
-        pytest.param(100, [], {}, marks=pytest.mark.slow),
-        pytest.param(100, ["--elastic"], {"HVDLITE_SHARED_MEMORY": "0"}, marks=pytest.mark.slow),
+        pytest.param(50, [], {}, marks=pytest.mark.slow),
+        pytest.param(50, ["--elastic"], {"HVDLITE_SHARED_MEMORY": "0"}, marks=pytest.mark.slow),
     ],
 )
 def test_resets_do_not_grow_the_processes(resets, elastic, variables):

@@ -84,34 +84,38 @@ def test_with_fewer_ranks(ranks):
     assert (found.left, found.results) == ([*range(1, ranks)], {str(ranks - 1)})
 
 
-@pytest.mark.parametrize(
-    "variables", [{"HVDLITE_SHARED_MEMORY": "0"}, {"HVDLITE_FORCE_LOCAL_SIZE": "2"}]
-)
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "count"), [("meet", 50), ("exchange", 54), ("exchange", 58)])
+@pytest.mark.parametrize(
+    ("variables", "point", "count"),
+    [
+        ({"HVDLITE_SHARED_MEMORY": "0"}, "meet", 50),
+        ({"HVDLITE_SHARED_MEMORY": "0"}, "exchange", 58),
+        ({"HVDLITE_FORCE_LOCAL_SIZE": "2"}, "meet", 50),
+        ({"HVDLITE_FORCE_LOCAL_SIZE": "2"}, "exchange", 54),
+    ],
+)
 def test_over_mpi_and_several_nodes(variables, point, count):
     found = kill.run("arrays", [f"kill:rank=1,point={point},count={count}"], extra=variables)
     assert (found.left, found.results) == ([0, 2, 3], {"3"})
 
 
+# In Keras, too, and at random: python -m tests.campaigns.kill --framework keras
 @pytest.mark.slow
-@pytest.mark.parametrize(("framework", "steps"), [("tensorflow", 30), ("keras", 60)])
-def test_training_goes_on(framework, steps):
-    found = kill.run(framework, ["kill:rank=0,step=7,point=confirm"], ranks=3)
+def test_training_goes_on():
+    pytest.importorskip("tensorflow")
+    found = kill.run("tensorflow", ["kill:rank=0,step=7,point=confirm"], ranks=3)
     assert found.left == [1, 2]
     (result,) = found.results
-    assert result.split()[:2] == ["2", str(steps)]
+    assert result.split()[:2] == ["2", "30"]
     assert len(found.lost) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("framework", "runs"), [("arrays", 3), ("torch", 1)])
-def test_random_deaths(framework, runs):
-    chance = random.Random(7)
-    for _ in range(runs):
-        faults = kill.random_faults(chance, kill.SCRIPTS[framework])
-        found = kill.run(framework, faults)
-        assert len(found.results) == 1, (faults, found)
+@pytest.mark.parametrize("framework", ["arrays", "torch"])
+def test_random_deaths(framework):
+    faults = kill.random_faults(random.Random(7), kill.SCRIPTS[framework])
+    found = kill.run(framework, faults)
+    assert len(found.results) == 1, (faults, found)
 
 
 def test_what_the_user_is_told():
@@ -195,7 +199,6 @@ BACKWARD = ["1 [2, 2, 2] [100, 3, 4, 4, 5, 6]", "2 [3, 3, 3] [1200, 1005, 6, 7, 
     ("framework", "moment", "expected"),
     [
         ("torch", "forward", FORWARD),
-        ("torch", "backward", BACKWARD),
         ("tensorflow", "backward", BACKWARD),
     ],
 )

@@ -17,12 +17,13 @@ from tests.campaigns import divergence
     ],
 )
 def test_every_rank_is_told_where_and_when_they_have_parted(variant):
-    found = divergence.run("torch", variant, seed=len(variant), cases=6)
-    assert len(found) == 6
+    cases = 6 if variant == "plain" else 3
+    found = divergence.run("torch", variant, seed=len(variant), cases=cases)
+    assert len(found) == cases
     assert max(each.steps for each in found) <= 20
 
 
 @pytest.mark.slow
 def test_no_alarm():
-    output = divergence.run_quietly("torch", divergence.QUIET, steps=60)
-    assert output.count("60 steps without an alarm") == len(divergence.QUIET)
+    output = divergence.run_quietly("torch", divergence.QUIET, steps=30)
+    assert output.count("30 steps without an alarm") == len(divergence.QUIET)
