@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import hvdlite.tensorflow as hvd
 from hvdlite.errors import NotFiniteError
-from hvdlite.tools import rehearsal
 from tests.tensorflow.modes import close, each_mode, equal, in_mode
 
 SAMPLES = 24  # divisible by 1, 2 and 3 ranks
@@ -612,6 +611,7 @@ def test_rank_outside_the_process_set_keeps_its_gradients(mode):
 @pytest.mark.parametrize("elements", [4, 2**19])  # from 1 MiB on without a copy of a part
 def test_averages_that_are_not_finite_are_an_error_that_can_be_caught(mode, elements):
     """A tape cannot leave out the optimizer's step."""
+    rehearsal = pytest.importorskip("hvdlite.tools.rehearsal")
     hvd.shutdown()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HVDLITE_NOT_FINITE", "skip")

@@ -15,7 +15,6 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.errors import NotFiniteError
-from hvdlite.tools import rehearsal
 
 ALL = ranks(1, 2, 3)
 
@@ -132,6 +131,7 @@ def test_by_default_they_are_passed_on():
 @pytest.mark.parametrize("width", [2, 1000])  # from 1 MiB on without a copy of a part
 @not_finite("pass")
 def test_a_planted_gradient_reaches_all_ranks(width):
+    rehearsal = pytest.importorskip("hvdlite.tools.rehearsal")
     layer = torch.nn.Linear(width, width, bias=False)
     torch.nn.init.ones_(layer.weight)
     inner = torch.optim.SGD(layer.parameters(), lr=0.1)
