@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2410, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2918,
+        2916,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),

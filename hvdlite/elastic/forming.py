@@ -1,4 +1,4 @@
-"""The forming of communicators in a job in which ranks may die meanwhile."""
+"""Forming: makes communicators in a job whose ranks may die meanwhile."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _Formed = TypeVar("_Formed")
 
 
 class Forming:
-    """The forming of communicators, and what is done with them, by all ranks or none.
+    """A context in which all ranks make communicators and use them, or none does.
 
-    All ranks enter it as a context, and leave it together. An exception on one ends it on all of
-    them; `failure` tells of it.
+    All ranks enter and leave it together. An exception on one rank ends it on all of them, and is
+    in `failure`.
 
     Open MPI 5.0.11 crashes when a communicator is revoked that another rank is still making. So the
     ranks agree on each before they use it.
 
     Args:
         MPI: The module ``mpi4py.MPI``.
-        comm: Over the ranks.
+        comm: A communicator of the ranks.
         made: Gets the communicators that `create` makes.
 
     Attributes:
-        made: As given.
+        made: The communicators that `create` has made.
         failure: Why it has failed; None: it has not.
     """
 
@@ -41,7 +41,7 @@ class Forming:
         self._has_ended = False
 
     def create(self, make: Callable[..., Any], *args: Any) -> Any:
-        """Make a communicator; all ranks call it alike.
+        """Make a communicator; collective.
 
         Args:
             make: Makes and returns it.
@@ -82,7 +82,7 @@ class Forming:
         return True
 
     def _agree(self, here: bool) -> bool:
-        """Return whether all ranks say yes, the same on all of them, and no other rank has died."""
+        """Return whether all ranks agree and none has died; the same on all ranks."""
         if not here:  # ends the calls of the others on it
             with suppress(self._mpi.Exception):
                 self._comm.Revoke()
@@ -105,19 +105,19 @@ def form_of_living(
     build: Callable[[Any, Forming], _Formed],
     failed: list[Any],
 ) -> _Formed:
-    """Form something of the ranks that live, once more if one of them dies meanwhile; collective.
+    """Build something of the living ranks, again if one of them dies meanwhile; collective.
 
     Args:
         MPI: The module ``mpi4py.MPI``.
-        comm: Over all ranks, with those that have died.
-        build: Called with a communicator of those that live, and with its forming.
+        comm: A communicator of all ranks, with those that have died.
+        build: Called with a communicator of the living ranks, and with its forming.
         failed: Gets the communicators of attempts that have failed.
 
     Returns:
         What ``build`` has returned.
 
     Raises:
-        HorovodInternalError: They cannot communicate, although none has died.
+        HorovodInternalError: The ranks cannot communicate, although none has died.
     """
     failure = None
     while True:
@@ -138,7 +138,7 @@ def form_of_living(
 
 
 def require_survival(MPI: Any, comm: Any) -> None:  # noqa: N803
-    """Require that MPI is ready to go on when a rank has died.
+    """Require that MPI survives the death of a rank.
 
     Raises:
         HorovodInternalError: It is not.
@@ -151,7 +151,7 @@ def require_survival(MPI: Any, comm: Any) -> None:  # noqa: N803
 
 
 def _goes_on(MPI: Any, comm: Any) -> bool:  # noqa: N803
-    """Return whether MPI is ready to go on when a rank has died."""
+    """Return whether MPI survives the death of a rank."""
     if "Open MPI" in MPI.Get_library_version():
         # What `mpirun --with-ft ulfm` sets. Without it the functions exist, and wait forever.
         return os.environ.get(_FAULT_TOLERANCE, "0") not in ("0", "false", "no")

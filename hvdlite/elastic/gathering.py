@@ -1,6 +1,6 @@
-"""Gathering: messages by which ranks find each other although any of them may have died.
+"""Gathering: messages by which ranks meet although any of them may have died.
 
-Unlike a collective, they tell which ranks have not come, and their waits can be ended.
+Unlike a collective, it knows which ranks are missing, and its waits can be ended.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Gathering:
 
     Args:
         MPI: The module ``mpi4py.MPI``.
-        comm: For these messages alone.
+        comm: A communicator for these messages alone.
 
     Attributes:
         comm: The communicator.
-        dead: The ranks that MPI has said to be dead when they were asked for, and the errors.
+        dead: The ranks that MPI has reported as dead when they were addressed, and the errors.
     """
 
     def __init__(self, MPI: Any, comm: Any) -> None:  # noqa: N803
@@ -43,10 +43,10 @@ class Gathering:
         return [rank for rank in range(self.comm.size) if rank != self.comm.rank]
 
     def send(self, tag: int, content: Any = None, ranks: Iterable[int] | None = None) -> None:
-        """Send something, without waiting for those who receive it.
+        """Send a message, without waiting for its receivers.
 
         Args:
-            tag: The number that they receive it by.
+            tag: The number by which they receive it.
             content: Any object that can be pickled.
             ranks: The receivers; None: all others.
         """
@@ -56,7 +56,7 @@ class Gathering:
             self._sent.append(self._ask(rank, self.comm.isend, content, rank, tag))
 
     def receive(self, rank: int, tag: int) -> tuple[Any] | None:
-        """Return what a rank has sent, in a tuple; None: nothing has come, or it is `dead`."""
+        """Return a rank's message, in a tuple; None: nothing has arrived, or the rank is `dead`."""
         if not self._ask(rank, self.comm.iprobe, rank, tag):
             return None
         content = self._ask(rank, self.comm.recv, None, rank, tag)
@@ -65,16 +65,15 @@ class Gathering:
     def meet(
         self, tag: int, content: Any, on_wait: Callable[[list[int]], object]
     ) -> dict[int, Any]:
-        """Exchange something with all ranks, without using a core.
+        """Exchange a message with all ranks; the wait uses no core.
 
         Args:
-            tag: The number that it is sent by.
+            tag: The number by which it is sent.
             content: Any object that can be pickled.
-            on_wait: Called again and again with the ranks that have not come; it ends the wait by
-                an exception.
+            on_wait: Called repeatedly with the missing ranks; it may raise to end the wait.
 
         Returns:
-            What each rank has brought, without those that are `dead`.
+            Each rank's content, without the ranks that are `dead`.
         """
         self.send(tag, content)
         found = {self.comm.rank: content}

@@ -1,4 +1,4 @@
-"""Guard: it runs the rounds of a lane, and holds them while the ranks go on without a dead one."""
+"""Guard: runs the rounds of a lane, and holds them during a recovery."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LaneState(NamedTuple):
 
     Attributes:
         confirmed: The number of outcomes that all ranks have.
-        in_doubt: Whether this rank has the next one and does not know whether the others have it.
+        in_doubt: Whether this rank has a further one, which other ranks may lack.
         closed: Whether the lane is closed.
-        failure: Why this rank cannot go on in it; None: it can.
+        failure: Why this rank cannot continue in it; None: it can.
     """
 
     confirmed: int
@@ -42,7 +42,7 @@ class Guard:
         self._waits = False  # for the recovery, in a round
 
     def run(self) -> None:
-        """Run a round, or go on without ranks that die in it."""
+        """Run a round, and recover from the death of ranks in it."""
         recoveries = self._recovery.recoveries
         try:
             self._recovery.check()  # also where no round waits long enough to do so
@@ -55,7 +55,7 @@ class Guard:
                     self._lane.transport.leave()
             self.revoke()  # others may be in this round, and wait for this rank
             self._waits = True
-            try:  # if it is not, recovery fails, on all ranks: they learn of it so
+            try:  # if it is not recoverable, the recovery fails, which all ranks notice
                 self._recovery.recover(error, recoveries)
             except HorovodInternalError:
                 if is_recoverable:
@@ -74,10 +74,9 @@ class Guard:
         return self._recovery.is_about_death(error)
 
     def hold(self) -> LaneState:
-        """Hold the lane until `let_go`; return the state in which it is now.
+        """Hold the lane until `let_go`, and return its state.
 
-        A thread that runs rounds notices that a rank has died, or is told by `Recovery.check`, and
-        waits then.
+        A thread that runs rounds notices the death itself or in `Recovery.check`, and then waits.
         """
         lane = self._lane
         lane.hold(lambda: self._waits)

@@ -1,19 +1,19 @@
-"""Recovery: the ranks that are left go on in the same step when one has died.
+"""Recovery: the survivors continue in the same step when a rank has died.
 
-A lane whose round fails because a rank has died calls `Recovery.recover`. It holds all lanes of
-this rank, waits until all other ranks have come as far or have died, and forms the world of those
-that are left, with a new transport for each lane. Operations stay in their lanes: what was being
-exchanged is exchanged again, from inputs that are still there (`Operation.protect`).
+A lane whose round fails because of a death calls `Recovery.recover`. That holds all lanes of this
+rank, waits until each other rank does the same or has died, and forms the world of the survivors,
+with a new transport for each lane. Operations stay in their lanes and run again, from inputs that
+they have kept (`Operation.protect`).
 
 An operation may have ended on some ranks only. So the ranks confirm each outcome by a barrier
-before any of them delivers it (`Rounds`). If any rank has passed that barrier, all of them have the
-outcome, and those that do not know it yet deliver it; otherwise the operation is repeated, unless
-all of them have it anyway.
+before any of them delivers it (`Rounds`). If any rank has passed that barrier, all have the
+outcome, and the others deliver it, too; otherwise the operation runs again, unless all survivors
+have its outcome anyway.
 
-A process set is added in the same way, to a world of the same ranks: whoever dies meanwhile, all
-others get it, or none, and then all of them once more.
+A process set is added in the same way, to a world of the same ranks. If a rank dies meanwhile, all
+survivors get the set or none does, and they try again.
 
-It takes an MPI with user-level failure mitigation (ULFM), such as Open MPI 5 under
+It needs an MPI with user-level failure mitigation (ULFM), such as Open MPI 5 under
 ``mpirun --with-ft ulfm``: see W. Bland et al., "Post-failure recovery of MPI communication
 capability", IJHPCA 27(3), 2013.
 """
@@ -106,8 +106,8 @@ class Recovery(Supervisor):
     def is_about_death(self, error: Exception) -> bool:
         """Return whether an error of this rank comes from the death of another one.
 
-        Some do not say so: Open MPI's non-blocking collectives may end with ``MPI_ERR_OTHER``. Such
-        an error can be there before MPI knows of the death.
+        Some errors do not show it: Open MPI's non-blocking collectives may end with
+        ``MPI_ERR_OTHER``, even before MPI knows of the death.
         """
         if not isinstance(error, self._mpi.Exception):
             return isinstance(error, RankGoneError)
@@ -162,7 +162,7 @@ class Recovery(Supervisor):
                     self._wanted = None
 
     def _is_on_device(self) -> bool:
-        """Return whether arrays on a GPU keep any rank from going on if one dies; collective."""
+        """Return whether any rank has exchanged arrays on a GPU, which rules out a recovery."""
         is_here = any(lane.is_on_device for each in self._engines for lane in each.lanes)
         engine = self._engines[0]
         signature = Signature((("the operation", "add_process_set, on a device or not"),))
@@ -170,17 +170,17 @@ class Recovery(Supervisor):
         return b"1" in engine.named.run(Gather(name, signature, b"1" if is_here else b"0"))
 
     def recover(self, error: Exception | None, recoveries: int) -> None:
-        """Form the world of the ranks that live; called by a thread that runs a lane's rounds.
+        """Form the world of the survivors; called by a thread that runs a lane's rounds.
 
-        All lanes may call it, of which one does the work, and `form_part` does.
+        All lanes of a rank may call it; the first call does the work, and the others wait for it.
 
         Args:
-            error: What the lane has noticed; None: a process set is to be added.
+            error: The error of the lane's round; None: a process set is to be added.
             recoveries: How many there had been when its round began; if there has been one since,
                 it was for this error.
 
         Raises:
-            HorovodInternalError: It is impossible; what this rank communicates next fails, too.
+            HorovodInternalError: There is no recovery; all further communication fails, too.
         """
         with self._changed:
             is_first = not self._under_way and self.recoveries == recoveries
@@ -239,21 +239,21 @@ class Recovery(Supervisor):
             self._retire(old)
 
     def _revoke(self, lanes: Sequence[Lane]) -> None:
-        """End the calls of the other ranks, whose errors then tell them that a rank has died."""
+        """End the calls of the other ranks by errors, by which they notice the death."""
         with suppress(self._mpi.Exception):
             self._world.comm.Revoke()
         for lane in lanes:
             lane.guard.revoke()
 
     def _wait_for_others(self, lanes: Sequence[Lane], began: float) -> None:
-        """Wait until the other ranks have come as far.
+        """Wait until the other ranks have reached this recovery.
 
-        They come by themselves, to add a process set, or because they have noticed a death. Who
-        gives up says so, and then all do: once a rank has seen all others come, it gives up only
-        if another one has before. What follows the second wait has no bound in MPI.
+        They reach it to add a process set, or because they have noticed a death. A rank that gives
+        up announces it, and then all give up: once a rank has seen all others here, it gives up
+        only if another one has. MPI gives no bound for what follows the second wait.
         """
         gathering, rank = self._gathering, self._gathering.comm.rank
-        # A rank has come, has seen all others come, or has given up before that.
+        # A rank is here, has seen all others here, or has given up before.
         come, ready, gave_up = (3 * self.recoveries + message for message in range(3))
         reported = self._settings.stall_check_time_seconds
         is_revoked = False
@@ -296,11 +296,11 @@ class Recovery(Supervisor):
         gathering.meet(ready, None, watch)
 
     def _check(self, attempt: _Attempt) -> None:
-        """Require that all ranks can go on.
+        """Require that all ranks can continue.
 
         Raises:
-            HorovodInternalError: A rank cannot, for a failure there.
-            RankGoneError: The same, where a rank has died.
+            HorovodInternalError: A rank has failed otherwise than by a death.
+            RankGoneError: The same, and a rank has died, too.
         """
         failures: dict[str, list[int]] = {}
         for rank, lanes in enumerate(attempt.states):
@@ -337,10 +337,10 @@ class Recovery(Supervisor):
             self._wanted = None
 
     def _retire(self, old: Sequence[Any]) -> None:
-        """Free the communicators that were given in the last call, and note others for the next.
+        """Free the communicators of the last call, and keep these until the next.
 
-        Not at once: messages may be on their way to them, which a later communicator of the same
-        number would get, and threads may just be reading their rank from the old world.
+        Messages may be on their way to them, which a new communicator of the same number would
+        receive, and threads may be reading their rank from the old world.
         """
         if forget_ended(self._mpi, self._old):
             self._old, free = list(old), self._old
@@ -352,7 +352,7 @@ class Recovery(Supervisor):
                 comm.Free()
 
     def _tell(self, attempt: _Attempt, seconds: float, error: Exception | None) -> None:
-        """Log what has happened, with the numbers that the ranks had at the start of the job."""
+        """Log the recovery; ranks are named by their numbers at the start of the job."""
         left = attempt.world.ids
         dead = [self._places[each] for each in self._world.ids if each not in left]
         if attempt.world.comm.rank != 0 or not dead:
@@ -368,7 +368,7 @@ class Recovery(Supervisor):
 
 @dataclass
 class _Part:
-    """A process set that is to be added; see `Supervisor.form_part`."""
+    """A process set to be added; see `Supervisor.form_part`."""
 
     name: str
     ids: Sequence[int]
@@ -377,25 +377,25 @@ class _Part:
 
 
 class _Attempt:
-    """One attempt to form the world of the ranks that are left.
+    """One attempt to form the world of the survivors.
 
     Args:
         MPI: The module ``mpi4py.MPI``.
-        comm: Over these ranks.
-        before: The world of all ranks, with those that have died.
+        comm: A communicator of the survivors.
+        before: The world before, with the ranks that have died.
         settings: Settings read at ``init()``.
 
     Attributes:
         states: The states of each rank's lanes, by the rank and the lane's name.
-        own: Those of this rank.
+        own: The states of this rank's lanes.
         positions: The `membership.positions` of each rank.
         world: The new world of all ranks.
-        gathering: For the next recovery.
+        gathering: The gathering for the next recovery.
         worlds: The new world of each engine, by the name of its lane for named operations.
-        transports: By the lane's name; None: the lane has been closed.
+        transports: The new transports, by the lane's name; None: the lane has been closed.
         part: The process set that has been added; None: not all ranks want one.
-        part_ids: Of its ranks.
-        part_engine: Its engine; None: this rank is left out.
+        part_ids: The ids of its ranks.
+        part_engine: Its engine; None on a rank outside the set.
     """
 
     world: World
@@ -422,12 +422,12 @@ class _Attempt:
         states: Mapping[str, LaneState],
         wanted: _Part | None,
     ) -> None:
-        """Make the worlds and the transports; collective, and on failure another attempt follows.
+        """Make the worlds and the transports; collective. After a failure another attempt follows.
 
         Args:
             forming: The forming in which all ranks take part.
-            engines: Of this rank, the one of all ranks first.
-            states: Of this rank's lanes, by their names.
+            engines: The engines of this rank; that of all ranks comes first.
+            states: The states of this rank's lanes, by their names.
             wanted: The process set that this rank wants.
         """
         parts = {engine.named.name: engine.world.ids for engine in engines[1:]}
@@ -453,12 +453,12 @@ class _Attempt:
             self._form_part(self.part_ids, forming, self._make_part)
 
     def abandon(self) -> None:
-        """End what has been made of the process set; its communicators remain."""
+        """Discard a process set that was not completed; its communicators remain."""
         if self.part_engine is not None:
             self.part_engine.abandon()
 
     def _kept(self, everywhere: Sequence[Mapping[str, Sequence[int]]]) -> Iterator[Any]:
-        """Yield the process sets that none of their ranks has removed, and their ids."""
+        """Yield the process sets that no member has removed, and the ids of their ranks."""
         for name, ids in sorted({k: v for each in everywhere for k, v in each.items()}.items()):
             living = self._living(ids)
             if all(name in everywhere[rank] for rank in self.world.numbers(living)):
@@ -473,7 +473,7 @@ class _Attempt:
         """Make the world of a process set, and use it on its ranks.
 
         Args:
-            ids: Of its ranks.
+            ids: The ids of its ranks.
             forming: The forming in which all ranks take part.
             use: Makes the transports.
         """
@@ -502,13 +502,13 @@ class _Attempt:
 
 
 def is_delivered(own: LaneState, states: Sequence[LaneState]) -> bool:
-    """Return whether a rank delivers the outcome that is in doubt there.
+    """Return whether a rank delivers its outcome in doubt.
 
     Args:
         own: The state of its lane.
-        states: Those of all ranks, this one included. Their numbers of confirmed outcomes differ by
+        states: The states of that lane on all ranks. Their numbers of confirmed outcomes differ by
             one at most.
     """
     newest = max(state.confirmed for state in states)
-    # A rank that has confirmed one more: so all have that outcome. Or all have it, and know it now.
+    # A rank has confirmed one more, so all have that outcome; or all report that they have it.
     return own.confirmed < newest or all(state.in_doubt for state in states)

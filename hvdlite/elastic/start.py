@@ -1,6 +1,6 @@
-"""The start of a job in which ranks may die: they form another world if one dies meanwhile.
+"""Start: forms the first world of a job whose ranks may die, again if one dies meanwhile.
 
-Spares wait here until they come in.
+Spares wait here until they become ranks.
 """
 
 from __future__ import annotations
