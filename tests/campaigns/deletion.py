@@ -24,6 +24,15 @@ KEPT = ["base", "world", "observe", "transport", "engine", "compression", "colle
 KEPT += ["gradients", "recipe", "torch", "tensorflow", "keras"]
 
 
+# An editable installation would find what has been deleted where it was installed from.
+_WITHOUT_INSTALLATION = """\
+import sys
+installed = [each for each in sys.meta_path if "__editable__" in getattr(each, "__module__", "")]
+for each in installed:
+    sys.meta_path.remove(each)
+"""
+
+
 def delete(room: str, to: Path) -> int:
     """Copy what git has to a folder, but for a room and its tests; return the number of files."""
     names = subprocess.run(
@@ -44,6 +53,7 @@ def run(room: str, everything: bool) -> bool:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f"without-{room}-") as folder:
         count = delete(room, Path(folder))
+        Path(folder, "sitecustomize.py").write_text(_WITHOUT_INSTALLATION)
         command = [sys.executable, "-m", "pytest", "-q", "-n", "4", "--dist", "loadgroup"]
         done = subprocess.run(
             [*command, *(() if everything else ("--fast",)), *(f"tests/{name}" for name in KEPT)],

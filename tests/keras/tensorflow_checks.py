@@ -10,6 +10,7 @@ import tensorflow as tf
 import hvdlite.keras as hvd
 import hvdlite.tensorflow as tf_hvd
 import hvdlite.tensorflow.keras as tf_keras_hvd
+from hvdlite import common
 from tests.keras.measures import check_several_steps, close, exchanges, same_on_all_ranks
 from tests.keras.models import BATCH, STEPS, check_fit, data, fit, make_model, own, reference
 
@@ -141,8 +142,9 @@ def test_optimizers_of_tensorflow_1():
 
 def test_the_adapter_of_tf_keras_has_all_that_the_one_of_keras_has():
     assert set(hvd.__all__) <= set(tf_keras_hvd.__all__)
+    beside = {"elastic", *common.names} - {*common.__all__}  # the core
     for adapter in (hvd, tf_keras_hvd):
-        assert all(hasattr(adapter, name) for name in {*adapter.__all__} - {"elastic"})
+        assert all(hasattr(adapter, name) for name in {*adapter.__all__} - beside)
     names = {name for name in vars(hvd.callbacks) if name.endswith(("Callback", "Checkpoint"))}
     assert len(names) == 5
     assert all(getattr(tf_keras_hvd.callbacks, name).__doc__ for name in names)
