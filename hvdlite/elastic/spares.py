@@ -125,7 +125,7 @@ class Pool:
         """Form the world of the ranks that live and of spares in the places of the others.
 
         All ranks that live call it, and the spares with them. Ranks keep their order, and the new
-        ones follow. `take_messages` returns what they have told each other.
+        ones follow. `take_messages` returns the messages that they have passed.
 
         Args:
             message: For the other ranks; None from those that were spares.
@@ -145,21 +145,21 @@ class Pool:
         old = [*old, comm, *([self.world] if self.world is not None else [])]
 
         def build(pool: Any, forming: Forming) -> Any:
-            told = pool.allgather((self.is_member, message, grow, self.place[0]))
-            living = [rank for rank, (is_member, *_) in enumerate(told) if is_member]
+            gathered = pool.allgather((self.is_member, message, grow, self.place[0]))
+            living = [rank for rank, (is_member, *_) in enumerate(gathered) if is_member]
             spares = [rank for rank in range(pool.size) if rank not in living]
-            missing = self._size - len(living) if all(grow for _, _, grow, _ in told) else 0
+            missing = self._size - len(living) if all(grow for _, _, grow, _ in gathered) else 0
             members = living + spares[: max(missing, 0)]
             is_in = pool.rank in members
             color = 0 if is_in else self._mpi.UNDEFINED
             world = forming.create(pool.Split, color, members.index(pool.rank) if is_in else 0)
-            return pool, world if is_in else None, members, told
+            return pool, world if is_in else None, members, gathered
 
-        pool, world, members, told = form_of_living(self._mpi, comm, build, old)
-        messages = [told[rank][1] for rank in members]
+        pool, world, members, gathered = form_of_living(self._mpi, comm, build, old)
+        messages = [gathered[rank][1] for rank in members]
         if all(message is None for message in messages):
             raise SystemExit(_ALL_DIED)
-        new = sum(not told[rank][0] for rank in members)
+        new = sum(not gathered[rank][0] for rank in members)
         if pool.rank == members[0] and new:
             _log.warning(
                 "%s in: %d ranks",
@@ -169,7 +169,7 @@ class Pool:
         self._all.move(pool)
         self._members, self._tags = members, 0
         self.is_member, self.world = world is not None, world
-        self._messages, self.places = messages, [told[rank][3] for rank in members]
+        self._messages, self.places = messages, [gathered[rank][3] for rank in members]
         self._retire(old)
         return bool(pool.size < comm.size)
 
@@ -194,13 +194,13 @@ class Pool:
         """Tell the spares that this rank has come to its end; a spare tells nobody."""
         if not self.is_member:
             return
-        comm, told = self._all.comm, []
+        comm, requests = self._all.comm, []
         for rank in self._spares():
             with suppress(self._mpi.Exception):
-                told.append(comm.issend(None, rank, _END))
+                requests.append(comm.issend(None, rank, _END))
         deadline = time.monotonic() + _SECONDS_TO_END
-        while told and time.monotonic() < deadline:
-            told = [request for request in told if not has_ended(self._mpi, request)]
+        while requests and time.monotonic() < deadline:
+            requests = [request for request in requests if not has_ended(self._mpi, request)]
             time.sleep(1e-3)
 
     def _retire(self, old: list[Any]) -> None:

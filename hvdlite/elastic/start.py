@@ -123,12 +123,12 @@ class Start(Recovery):
     def form(self, MPI: Any, comm: Any, build: Build) -> Engine:  # noqa: N803
         assert _pool is not None
         engine = super().form(MPI, comm, build) if comm.size == 1 else self._form(MPI, comm, build)
-        told: list[Message | None] = _pool.take_messages()
+        messages: list[Message | None] = _pool.take_messages()
         if _holders is not None:
-            _holders[:] = [rank for rank, message in enumerate(told) if message]
-        if told:
-            self.process_sets = [*_with_ranks(self.process_sets, told)]
-        self.reports = [message and message.report for message in told]
+            _holders[:] = [rank for rank, message in enumerate(messages) if message]
+        if messages:
+            self.process_sets = [*_with_ranks(self.process_sets, messages)]
+        self.reports = [message and message.report for message in messages]
         return engine
 
     def _form(self, MPI: Any, comm: Any, build: Build) -> Engine:  # noqa: N803
@@ -181,16 +181,16 @@ class Start(Recovery):
 
 
 def _with_ranks(
-    process_sets: Sequence[ProcessSet], told: Sequence[Message | None]
+    process_sets: Sequence[ProcessSet], messages: Sequence[Message | None]
 ) -> Iterator[ProcessSet]:
     """Yield process sets with the ranks that they have in the world that has been formed.
 
     Args:
         process_sets: Those of the script; a spare's does not know of all that there are by now.
-        told: The messages of all ranks of that world.
+        messages: The messages of all ranks of that world.
     """
-    sets: Iterable[list[int] | None] = next((each.sets for each in told if each), ())
-    new_ranks = {each.rank: new for new, each in enumerate(told) if each}
+    sets: Iterable[list[int] | None] = next((each.sets for each in messages if each), ())
+    new_ranks = {each.rank: new for new, each in enumerate(messages) if each}
     for given, before in itertools.zip_longest(process_sets, sets):
         process_set = given or ProcessSet(before)
         if before is not None:

@@ -50,14 +50,9 @@ class GradientBuckets:
         check: compares the ranks' replicas; None: replicas may differ.
 
     Attributes:
-        label: as given.
-        parameters: as given.
         plan: for each bucket its parameters, by number.
         all: the buckets, in the order of the plan.
         lane: which carries the buckets' metadata.
-        reduction: as given.
-        state: as given.
-        check: as given.
         signature: everything that must be equal on all ranks.
         overlaps: whether buckets leave as soon as they are complete, rather than all at the end.
 

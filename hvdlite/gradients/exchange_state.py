@@ -21,7 +21,6 @@ class ExchangeState:
         state: of the compression of gradients.
 
     Attributes:
-        state: as given.
         steps: the local steps of a schedule; None: no step has been made yet.
     """
 

@@ -336,8 +336,8 @@ def _on_rank_zero(action: Callable[[], _Result], name: str) -> _Result:
         own = _outcome(action) if world.rank() == 0 else None
         # Not a broadcast, which is lost with its root. A rank that comes after the death may have
         # run the action already, as the new rank 0; else no rank has, and all of them see that.
-        told = collectives.allgather_object(own, name=name)
-        outcome = own or next((each for each in told if each is not None), None)
+        gathered = collectives.allgather_object(own, name=name)
+        outcome = own or next((each for each in gathered if each is not None), None)
     result, failure = outcome
     if failure is not None:
         raise failure

@@ -92,12 +92,12 @@ def first(per_node: bool = False) -> Iterator[None]:
             except Exception as error:  # the other ranks wait for the outcome
                 failure = error
         node = world.node_index() if per_node else 0
-        told = collectives.allgather_object((node, has_run, _portable(failure)), name="first")
-        found = failure or next((each for _, _, each in told if each is not None), None)
+        gathered = collectives.allgather_object((node, has_run, _portable(failure)), name="first")
+        found = failure or next((each for _, _, each in gathered if each is not None), None)
         if found is not None:
             raise found
-        done = {each for each, ran, _ in told if ran}
-        if all(each in done for each, _, _ in told):
+        done = {each for each, ran, _ in gathered if ran}
+        if all(each in done for each, _, _ in gathered):
             break
         # Whoever has run the block on a node has died, and all ranks see that: the next one does.
     if not has_run:

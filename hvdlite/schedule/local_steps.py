@@ -100,9 +100,6 @@ class LocalSteps:
         process_set: the ranks that take part.
 
     Attributes:
-        schedule: as given.
-        label: as given.
-        process_set: as given.
         parameters: those that take part.
         steps: number of steps made.
         in_step: whether a step has begun that has not ended.

@@ -32,7 +32,6 @@ class Liveness:
         members: global ranks, used in messages.
 
     Attributes:
-        comm: as given.
     """
 
     def __init__(self, MPI: Any, comm: Any, members: Sequence[int]) -> None:  # noqa: N803

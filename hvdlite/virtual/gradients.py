@@ -118,9 +118,6 @@ class VirtualExchange:
         check: compares the processes' replicas; None: they may differ.
 
     Attributes:
-        parameters: as given.
-        buffers: as given.
-        check: as given.
         parts: those that have been computed here in this step, by virtual rank.
         exchanges: the number of completed exchanges; the same on all processes.
         states: what strategies remember, by virtual rank.
@@ -353,20 +350,20 @@ class VirtualExchange:
         """Return what this process tells the others of its states."""
         return Holdings(self.exchanges, self.played.union(self.copies), self.loaded)
 
-    def find_holders(self, told: Sequence[Holdings]) -> dict[int, list[int]]:
+    def find_holders(self, reports: Sequence[Holdings]) -> dict[int, list[int]]:
         """Return for each virtual rank the processes that have its state after the last exchange.
 
         Args:
-            told: by all processes.
+            reports: the holdings of all processes.
 
         Raises:
             GradientError: nobody has that of a virtual rank; on all processes.
         """
-        last = max(each.exchanges for each in told)
+        last = max(each.exchanges for each in reports)
         holders = {
             rank: [
                 process
-                for process, each in enumerate(told)
+                for process, each in enumerate(reports)
                 if each.exchanges == last and rank in each.states
             ]
             for rank in range(self.size)
@@ -375,7 +372,7 @@ class VirtualExchange:
         if not (last and lost and self.strategy.stateful):
             return holders
         whose = f"what {self.strategy!r} has kept of virtual {ranks_text(lost)}"
-        if any(each.loaded for each in told if each.exchanges == last):
+        if any(each.loaded for each in reports if each.exchanges == last):
             raise GradientError(
                 f"the state that was loaded lacks {whose}: it was saved on one rank, and "
                 "optimizer.consolidate_exchange_state() had not brought it there; load a "
@@ -424,7 +421,7 @@ def _places(plan: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
     }
 
 
-class _Told(NamedTuple):
+class _Report(NamedTuple):
     """A process's message to the others before an exchange.
 
     Attributes:
@@ -505,21 +502,21 @@ class _Exchange(Operation):
             MismatchError: on all processes; their replicas differ, or what the step begins with.
         """
         owner = self._owner
-        told = self._tell(transport)
-        done = [[*sorted(each.parts)] for each in told]
+        reports = self._gather_reports(transport)
+        done = [[*sorted(each.parts)] for each in reports]
         missing = sorted(set(range(owner.size)) - set(itertools.chain(*done)))
         if missing:
             return Outcome(distribute(missing, done)[transport.rank])
-        digests = [each.replica for each in told]
+        digests = [each.replica for each in reports]
         if any(digests):
             replicas.compare(digests, self._snapshot, transport)
-        before = max(each.holdings.exchanges for each in told)
+        before = max(each.holdings.exchanges for each in reports)
         if owner.strategy.stateful and before:
-            self._move_states(transport, told)
-        if len({each.start for each in told}) > 1:
+            self._move_states(transport, reports)
+        if len({each.start for each in reports}) > 1:
             _refuse_start(owner.start, transport)
-        weights = _weights(told, owner.size)
-        parts = [part for each in told for part in each.parts.values()]
+        weights = _weights(reports, owner.size)
+        parts = [part for each in reports for part in each.parts.values()]
         present = frozenset(itertools.chain(*(part[0] for part in parts)))
         changed = frozenset(itertools.chain(*(part[1] for part in parts)))
         ranks = VirtualRanks(transport, done)
@@ -558,9 +555,9 @@ class _Exchange(Operation):
             {number: axes for part in parts for number, axes in part[3].items()},
         )
 
-    def _tell(self, transport: Transport) -> list[_Told]:
+    def _gather_reports(self, transport: Transport) -> list[_Report]:
         owner = self._owner
-        own = _Told(
+        own = _Report(
             {
                 rank: (part.present, part.changed, part.samples, part.axes)
                 for rank, part in owner.parts.items()
@@ -569,15 +566,15 @@ class _Exchange(Operation):
             b"" if self._snapshot is None else self._snapshot.digest,
             owner.start.digest,
         )
-        return [_Told(*pickle.loads(each)) for each in transport.gather(pickle.dumps(tuple(own)))]
+        return [_Report(*pickle.loads(each)) for each in transport.gather(pickle.dumps(tuple(own)))]
 
-    def _move_states(self, transport: Transport, told: Sequence[_Told]) -> None:
+    def _move_states(self, transport: Transport, reports: Sequence[_Report]) -> None:
         """Get what strategies remember of virtual ranks that others have played before."""
         owner = self._owner
-        holders = owner.find_holders([each.holdings for each in told])
-        wanted: list[dict[int, Any]] = [{} for _ in told]
+        holders = owner.find_holders([each.holdings for each in reports])
+        wanted: list[dict[int, Any]] = [{} for _ in reports]
         moves = False
-        for process, each in enumerate(told):
+        for process, each in enumerate(reports):
             for rank in each.parts:
                 if process not in holders[rank]:
                     moves = True
@@ -603,8 +600,8 @@ class _Exchange(Operation):
 def _exchange_objects(transport: Transport, objects: Sequence[Any]) -> list[Any]:
     """Send an object to each process, and return those received from each; collective."""
     messages = [np.frombuffer(pickle.dumps(each), np.uint8) for each in objects]
-    told = transport.gather(pickle.dumps([message.size for message in messages]))
-    received = [np.empty(pickle.loads(each)[transport.rank], np.uint8) for each in told]
+    reports = transport.gather(pickle.dumps([message.size for message in messages]))
+    received = [np.empty(pickle.loads(each)[transport.rank], np.uint8) for each in reports]
     transport.alltoall(messages, [as_bytes(each) for each in received])
     return [pickle.loads(each.tobytes()) for each in received]
 
@@ -625,13 +622,13 @@ def _refuse_start(start: Signature, transport: Transport) -> NoReturn:
     )
 
 
-def _weights(told: Sequence[_Told], size: int) -> list[float] | None:
+def _weights(reports: Sequence[_Report], size: int) -> list[float] | None:
     """Return the factor of each virtual rank's gradients in the average; None: all are 1.
 
     Raises:
         GradientError: only some have a number of samples, or all together have none.
     """
-    samples = {rank: n for each in told for rank, (_, _, n, _) in each.parts.items()}
+    samples = {rank: n for each in reports for rank, (_, _, n, _) in each.parts.items()}
     silent = sorted(rank for rank, n in samples.items() if n is None)
     if len(silent) == size:
         return None

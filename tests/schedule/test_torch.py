@@ -475,3 +475,10 @@ def test_a_model_that_is_converted_after_wrapping():
 @ranks(2)
 def test_adasum_gets_the_whole_copy(monkeypatch):
     memory.check_whole_copies(monkeypatch, op=hvd.Adasum)
+
+
+@ranks(1)
+def test_a_name_that_is_none_of_the_presets():
+    hvd.init()
+    with pytest.raises(ValueError, match=r"'fp17' is no compression; use one of hvd.Compress"):
+        wrapped(None, compression="fp17")

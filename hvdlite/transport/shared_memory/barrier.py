@@ -132,7 +132,6 @@ class Barrier:
         OSError: another rank's memory cannot be opened.
 
     Attributes:
-        arena: as given.
         chunks: returns the first elements of all ranks' chunks, by position; takes a generation
             modulo `COPIES`, the number of elements and their dtype.
         last: the generation that this rank has arrived at.
