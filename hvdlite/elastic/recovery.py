@@ -432,21 +432,19 @@ class _Attempt:
         """
         parts = {engine.named.name: engine.world.ids for engine in engines[1:]}
         here = wanted and (wanted.name, wanted.ids)
-        gathered = self._comm.allgather(
-            (self._before.id, states, membership.positions(), parts, here)
-        )
-        self.states, self.own = [theirs for _, theirs, *_ in gathered], states
-        self.positions = [theirs for _, _, theirs, *_ in gathered]
-        ids, local_size = [each for each, *_ in gathered], self._settings.force_local_size
+        found = self._comm.allgather((self._before.id, states, membership.positions(), parts, here))
+        self.states, self.own = [theirs for _, theirs, *_ in found], states
+        self.positions = [theirs for _, _, theirs, *_ in found]
+        ids, local_size = [each for each, *_ in found], self._settings.force_local_size
         self.world = World.split(self._mpi, self._comm, local_size, forming.create, ids)
         self.gathering = Gathering(self._mpi, forming.create(self._comm.Dup))
         self._replace(engines[0], self.world)
         by_name = {engine.named.name: engine for engine in engines[1:]}
-        for each, members in self._kept([theirs for *_, theirs, _ in gathered]):
+        for each, members in self._kept([theirs for *_, theirs, _ in found]):
             engine = by_name.get(each)
             self._form_part(members, forming, partial(self._replace, engine))
-        if wanted is not None and all(there for *_, there in gathered):
-            if any(there != here for *_, there in gathered):
+        if wanted is not None and all(there for *_, there in found):
+            if any(there != here for *_, there in found):
                 raise HorovodInternalError(
                     "the ranks add different process sets; add them in the same order on all "
                     "ranks, and from one thread"

@@ -128,10 +128,8 @@ def _first_element(
     while stop - start > 1:
         count = min(_CHUNKS, stop - start)
         bounds = [start + bound for bound in slice_bounds(stop - start, count)]
-        gathered = gather(partial(_checksums, label, bounds))
-        unequal = (
-            n for n, each in enumerate(zip(*gathered.values(), strict=True)) if len({*each}) > 1
-        )
+        sums = gather(partial(_checksums, label, bounds))
+        unequal = (n for n, each in enumerate(zip(*sums.values(), strict=True)) if len({*each}) > 1)
         chunk = next(unequal, 0)
         start, stop = bounds[chunk : chunk + 2]
     texts = gather(lambda own: own.rotation.text(label, start))

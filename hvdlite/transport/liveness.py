@@ -30,8 +30,6 @@ class Liveness:
         MPI: the module ``mpi4py.MPI``.
         comm: a communicator over all ranks, which this object owns.
         members: global ranks, used in messages.
-
-    Attributes:
     """
 
     def __init__(self, MPI: Any, comm: Any, members: Sequence[int]) -> None:  # noqa: N803
