@@ -34,17 +34,17 @@ from hvdlite.collectives import (
     synchronize,
 )
 from hvdlite.common import *  # noqa: F403 - what all adapters offer
-from hvdlite.recipe import (
-    Checkpoint,
-    checkpoint,
-    shard,
-)
 from hvdlite.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hvdlite import elastic
+    from hvdlite.recipe import Checkpoint, checkpoint, shard
 else:
-    __getattr__, __dir__ = common.beside(globals(), elastic="hvdlite.elastic")
+    __getattr__, __dir__ = common.beside(
+        globals(),
+        elastic="hvdlite.elastic",
+        **{name: f"hvdlite.recipe:{name}" for name in ("Checkpoint", "checkpoint", "shard")},
+    )
 
 __all__ = [
     *common.names,

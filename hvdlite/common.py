@@ -1,7 +1,7 @@
 """The names that `hvdlite` and all adapters export.
 
-Those of the core are imported with them (``from hvdlite.common import *``), those of the rooms
-beside the core when they are first asked for (`beside`).
+Those that each job uses are imported with them (``from hvdlite.common import *``), those of the
+recipe and of the rooms beside the core when they are first asked for (`beside`).
 """
 
 from __future__ import annotations
@@ -43,19 +43,6 @@ from hvdlite.errors import (
     NotInitializedError,
     SettingsError,
 )
-from hvdlite.recipe import (
-    Sharding,
-    average_metrics,
-    first,
-    gather,
-    lockstep,
-    on_rank_zero,
-    progress,
-    scale_lr,
-    seed,
-    sum_metrics,
-    warmup,
-)
 from hvdlite.transport.counting import traffic
 from hvdlite.world.parts import virtual_rank, virtual_size
 from hvdlite.world.world import (
@@ -71,11 +58,38 @@ from hvdlite.world.world import (
 
 if TYPE_CHECKING:
     from hvdlite.launch.function import run, spawn
+    from hvdlite.recipe import (
+        Sharding,
+        average_metrics,
+        first,
+        gather,
+        lockstep,
+        on_rank_zero,
+        scale_lr,
+        seed,
+        sum_metrics,
+        warmup,
+    )
+    from hvdlite.recipe.progress import progress
     from hvdlite.schedule import Schedule, singa
     from hvdlite.tools.bench.compression_ranks import advise
 
-# Names of the rooms beside the core, as `module:attribute`.
+_RECIPE = [
+    "Sharding",
+    "lockstep",
+    "scale_lr",
+    "warmup",
+    "average_metrics",
+    "sum_metrics",
+    "gather",
+    "first",
+    "on_rank_zero",
+    "seed",
+    "progress",
+]
+# Names that are imported when they are first asked for, as `module:attribute`.
 _BESIDE = {
+    **{name: f"hvdlite.recipe:{name}" for name in _RECIPE},
     "run": "hvdlite.launch.function:run",
     "spawn": "hvdlite.launch.function:spawn",
     "Schedule": "hvdlite.schedule:Schedule",
@@ -124,18 +138,6 @@ __all__ = [
     "Product",
     # training
     "Compression",
-    # the recipe
-    "Sharding",
-    "lockstep",
-    "scale_lr",
-    "warmup",
-    "average_metrics",
-    "sum_metrics",
-    "gather",
-    "first",
-    "on_rank_zero",
-    "seed",
-    "progress",
     # what happens when
     "start_timeline",
     "stop_timeline",
@@ -152,6 +154,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     __all__ += ["run", "spawn", "Schedule", "singa", "advise"]
+    __all__ += ["Sharding", "lockstep", "scale_lr", "warmup", "average_metrics", "sum_metrics"]
+    __all__ += ["gather", "first", "on_rank_zero", "seed", "progress"]
 
 #: What ``__all__`` of each adapter begins with.
 names = [*__all__, *_BESIDE]

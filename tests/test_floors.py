@@ -24,10 +24,10 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "base": (1, 1655, "base errors version"),
     "world": (2, 800, "world"),
     "observe": (2, 1320, "observe"),
-    "transport": (3, 3940, "transport"),
-    "engine": (4, 3842, "engine"),
+    "transport": (3, 3932, "transport"),
+    "engine": (4, 3853, "engine"),
     "compression": (5, 2988, "compression"),
-    "collectives": (6, 1810, "collectives"),
+    "collectives": (6, 1812, "collectives"),
     "gradients": (7, 3251, "gradients"),
     "recipe": (7, 2461, "recipe"),
     "torch": (8, 4676, "torch"),
@@ -35,7 +35,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "keras": (9, 2410, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
-        2916,
+        2917,
         "elastic keras._elastic keras.elastic tensorflow.elastic tensorflow.keras.elastic "
         "torch.elastic",
     ),
@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "horovod": (_BESIDE, 507, "horovod"),
     "launch": (_BESIDE, 3616, "launch"),
     "tools": (_TOOLS, 4890, "__main__ tensorflow.benchmark tools torch.benchmark"),
-    "facade": (_FACADE, 721, "common"),
+    "facade": (_FACADE, 725, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.
 _FACADES = {"keras", "keras._public", "tensorflow", "tensorflow.keras", "torch"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite import engine
+from hvdlite.transport import registry
 from hvdlite.transport.counting import CountingTransport
 from tests.compression.strategies import ONE_OF_EACH
 from tests.harness import ranks
@@ -50,14 +50,14 @@ class World:
 
     def __enter__(self):
         made = []
-        connect = engine.connect
+        connect = registry.connect
 
         def recording(*args):
             made.append(Recording(connect(*args)))
             return made[-1]
 
         hvd.shutdown()
-        with mock.patch.object(engine, "connect", recording):
+        with mock.patch.object(registry, "connect", recording):
             hvd.init()
         (lane,) = (each for each in made if each.lane == "gradients")
         return lane.record

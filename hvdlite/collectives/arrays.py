@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from hvdlite.engine import Operation, Signature
 from hvdlite.engine.device import DeviceArray
 from hvdlite.engine.memory import Extent, extents_of
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.base import DeviceTransport
+
+if TYPE_CHECKING:
+    from hvdlite.transport.gpu.base import DeviceTransport
 
 
 def signature_of(label: str, array: Any, *entries: tuple[str, Hashable]) -> Signature:
@@ -124,10 +126,10 @@ class ArrayOperation(Operation):
         """Return an uninitialised array for the result, while the operation is executed."""
         if self.memory is None:
             return np.empty(shape, self._array.dtype)
-        assert isinstance(transport, DeviceTransport)
+        device = cast("DeviceTransport", transport)
         with self.memory.on(self._stream):
             result = self._array.like(shape)
         # Earlier users of its memory did so before this point.
-        transport.hold(transport.stream.ptr, transport.record(self._stream))
+        device.hold(device.stream.ptr, device.record(self._stream))
         self.tensors = [self._array.tensor, result.tensor]
         return result

@@ -40,8 +40,9 @@ from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.engine.supervisor import Supervisor
 from hvdlite.errors import HorovodInternalError, RankGoneError, ranks_text
-from hvdlite.transport import Transport, connect
+from hvdlite.transport import Transport
 from hvdlite.transport.mpi import forget_ended
+from hvdlite.transport.registry import connect
 from hvdlite.world import membership
 from hvdlite.world.world import World
 

@@ -23,7 +23,6 @@ from hvdlite.engine.lane import Lane
 from hvdlite.engine.operation import Operation, Signature
 from hvdlite.engine.supervisor import Supervisor
 from hvdlite.observe.status import Pending
-from hvdlite.transport import connect
 from hvdlite.world.world import World
 
 __all__ = [
@@ -85,10 +84,12 @@ class Engine:
         suffix: str = "",
         supervisor: Supervisor | None = None,
     ) -> None:
+        from hvdlite.transport import registry  # with all transports, which jobs alone need
+
         self.world = world
         self.supervisor = supervisor or Supervisor()
         self.settings = dataclasses.replace(settings, overlap=_overlap(settings.overlap, world))
-        transports = [connect(MPI, world, settings.shared_memory) for _ in range(2)]
+        transports = [registry.connect(MPI, world, settings.shared_memory) for _ in range(2)]
         self.gradients, self.named = (
             Lane(name + suffix, transport, self.settings, self.supervisor)
             for name, transport in zip(("gradients", "named"), transports, strict=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
-from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.world import world
+
+if TYPE_CHECKING:
+    from hvdlite.transport.gpu.cuda import Cuda
 
 
 def mpi_threads_supported() -> bool:
@@ -69,6 +72,8 @@ def rocm_built() -> bool:
 
 
 def _cuda() -> Cuda | None:
+    from hvdlite.transport.gpu.cuda import Cuda
+
     try:
         return Cuda()
     except Exception:  # cupy without the libraries it was built for raises what they do.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -19,9 +19,10 @@ from hvdlite.engine.operation import Operation
 from hvdlite.engine.stall import StallInspector
 from hvdlite.errors import HorovodInternalError
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.base import DeviceTransport, FlatArray, Work
-from hvdlite.transport.gpu.cuda import Cuda
-from hvdlite.transport.registry import connect_device
+
+if TYPE_CHECKING:
+    from hvdlite.transport.gpu.base import DeviceTransport, FlatArray, Work
+    from hvdlite.transport.gpu.cuda import Cuda
 
 # A few steps of a large model; the host does not run further ahead.
 _MAX_UNDER_WAY = 256
@@ -78,6 +79,8 @@ class DeviceArray:
 
     def ravel(self) -> FlatArray:
         """Return its elements, as transports take them."""
+        from hvdlite.transport.gpu.base import FlatArray
+
         return FlatArray(self.memory.array(self.tensor), self.dtype)
 
     @property
@@ -241,6 +244,8 @@ class DeviceExecutor:
 
     def _connected(self, memory: DeviceMemory) -> DeviceTransport:
         if self._transport is None:
+            from hvdlite.transport.registry import connect_device
+
             self._transport = connect_device(
                 self.control, memory.index, self._timeout, memory.cuda, self._through_host
             )

@@ -15,10 +15,10 @@ from hvdlite.engine.handle import Handle
 from hvdlite.engine.memory import Extent
 from hvdlite.observe import timeline
 from hvdlite.transport import Transport
-from hvdlite.transport.gpu.cuda import Event
 
 if TYPE_CHECKING:
     from hvdlite.engine.device import DeviceMemory
+    from hvdlite.transport.gpu.cuda import Event
 
 # A program submits the same names step after step.
 _MAX_DIGESTS = 4096

@@ -14,7 +14,8 @@ from hvdlite.base.reduction import ReduceOp, Scaling
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, exchange_bucket
 from hvdlite.tools.bench import statistics
 from hvdlite.tools.bench.measurement import Contender, Limit, Ranks, interleave, timed
-from hvdlite.transport import Loopback, Transport
+from hvdlite.transport import Transport
+from hvdlite.transport.loopback import Loopback
 from tests.benchmarks.strategies import DENSE, Entry
 
 PARAMETERS = [Parameter(f"weight {n}", (512, 512), np.dtype(np.float32)) for n in range(25)]

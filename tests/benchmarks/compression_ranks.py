@@ -12,7 +12,7 @@ from mpi4py import MPI
 import hvdlite.torch as hvd
 from hvdlite.tools.bench.job import say
 from hvdlite.tools.bench.measurement import Ranks, watch
-from hvdlite.transport import connect
+from hvdlite.transport.registry import connect
 from hvdlite.world import world
 from tests.benchmarks import compression_cost, traffic
 from tests.benchmarks.compression_training import Data, accuracy, bytes_per_step

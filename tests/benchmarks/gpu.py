@@ -24,12 +24,11 @@ from hvdlite.base.reduction import Scaling, Sum
 from hvdlite.tools.bench import job, report, statistics
 from hvdlite.tools.bench.measurement import Limit, Ranks, order, rounds, timed
 from hvdlite.tools.cli.arguments import positive
-from hvdlite.transport import connect
 from hvdlite.transport.gpu.base import DeviceTransport
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
-from hvdlite.transport.registry import connect_device
+from hvdlite.transport.registry import connect, connect_device
 from hvdlite.world.world import World
 from tests.benchmarks import files
 

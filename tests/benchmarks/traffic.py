@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from hvdlite import engine
+from hvdlite.transport import registry
 from hvdlite.transport.counting import CountingTransport
 
 
@@ -28,12 +28,12 @@ class Traffic:
         return self._made[-1]
 
 
-_connect = engine.connect
+_connect = registry.connect
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Traffic]:
     """Let an engine that is made in this context count what it sends."""
     traffic = Traffic()
-    with mock.patch.object(engine, "connect", traffic.connect):
+    with mock.patch.object(registry, "connect", traffic.connect):
         yield traffic

@@ -15,7 +15,7 @@ from hvdlite.compression import (
     exchange_bucket,
 )
 from hvdlite.errors import GradientError, HorovodInternalError
-from hvdlite.transport import Loopback
+from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 from tests.compression.sparse_references import DTYPES, SHAPES, keep, largest
 from tests.references import dtype_of

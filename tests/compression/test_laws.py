@@ -12,7 +12,7 @@ import pytest
 
 from hvdlite.compression import Bucket, Parameter, Reduction, StrategyState, exchange_bucket
 from hvdlite.errors import GradientError
-from hvdlite.transport import Loopback
+from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import Ranks, gradients_of
 from tests.compression.strategies import STRATEGIES
 

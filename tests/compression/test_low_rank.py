@@ -21,7 +21,7 @@ from hvdlite.compression import (
 )
 from hvdlite.compression.low_rank import multiply, orthonormal
 from hvdlite.errors import GradientError
-from hvdlite.transport import Loopback
+from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import SIZES, Ranks, gradients_of
 
 PowerSGD = Compression.PowerSGD

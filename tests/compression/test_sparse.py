@@ -18,8 +18,8 @@ from hvdlite.compression import (
     TopK,
 )
 from hvdlite.compression.sparse import part_of
-from hvdlite.transport import Loopback
 from hvdlite.transport.counting import CountingTransport
+from hvdlite.transport.loopback import Loopback
 from tests.compression.ranks import Ranks, gradients_of
 
 

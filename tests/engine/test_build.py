@@ -1,7 +1,6 @@
 import pytest
 
 import hvdlite
-from hvdlite.engine import build
 from hvdlite.transport.gpu import cuda
 from tests.harness import ranks
 
@@ -25,7 +24,7 @@ def test_without_cupy(monkeypatch):
     def missing():
         raise ImportError("cupy")
 
-    monkeypatch.setattr(build, "Cuda", missing)
+    monkeypatch.setattr(cuda, "Cuda", missing)
     assert hvdlite.mpi_built() is hvdlite.mpi_enabled() is True
     assert hvdlite.gloo_built() is hvdlite.gloo_enabled() is False
     assert hvdlite.ddl_built() is hvdlite.ccl_built() is False
@@ -35,7 +34,7 @@ def test_without_cupy(monkeypatch):
 
 @pytest.mark.parametrize("is_hip", [False, True])
 def test_with_cupy(monkeypatch, is_hip):
-    monkeypatch.setattr(build, "Cuda", lambda: Cupy(is_hip))
+    monkeypatch.setattr(cuda, "Cuda", lambda: Cupy(is_hip))
     assert (hvdlite.cuda_built(), hvdlite.rocm_built()) == (not is_hip, is_hip)
     assert hvdlite.nccl_built() == 22707
 
@@ -44,7 +43,7 @@ def test_cupy_whose_libraries_are_missing(monkeypatch):
     def broken():
         raise RuntimeError("libcudart.so.12")
 
-    monkeypatch.setattr(build, "Cuda", broken)
+    monkeypatch.setattr(cuda, "Cuda", broken)
     assert (hvdlite.cuda_built(), hvdlite.nccl_built()) == (False, 0)
 
 

@@ -21,7 +21,7 @@ from hvdlite.engine import lane as lane_module
 from hvdlite.engine.operation import Barrier, Signature
 from hvdlite.errors import HorovodInternalError, MismatchError
 from hvdlite.observe import status
-from hvdlite.transport import Loopback
+from hvdlite.transport.loopback import Loopback
 from tests.simulation import Simulation, on_all_ranks
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Scaling, Sum
-from hvdlite.transport import MPITransport
 from hvdlite.transport.gpu.cuda import Cuda
 from hvdlite.transport.gpu.nccl import NCCLTransport
 from hvdlite.transport.gpu.staged import HostStaged
+from hvdlite.transport.mpi import MPITransport
 from hvdlite.transport.registry import connect_device
 from hvdlite.world import mpi
 from tests.gpu.arrays import SHARING, on_device

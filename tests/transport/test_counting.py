@@ -8,8 +8,9 @@ from hvdlite.base.reduction import Max, Scaling, Sum
 from hvdlite.compression import DENSE, Parameter, Reduction
 from hvdlite.engine import runtime
 from hvdlite.gradients.exchange import GradientExchange
-from hvdlite.transport import Loopback, Transport
+from hvdlite.transport import Transport
 from hvdlite.transport.counting import CountingTransport
+from hvdlite.transport.loopback import Loopback
 from tests.benchmarks import traffic
 from tests.harness import ranks
 from tests.simulation import Simulation, on_all_ranks

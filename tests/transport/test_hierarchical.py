@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Max, Min, Product, Scaling, Sum
-from hvdlite.transport import connect
 from hvdlite.transport.hierarchical import HierarchicalTransport
+from hvdlite.transport.registry import connect
 from hvdlite.transport.shared_memory import futex
 from hvdlite.world import mpi
 from hvdlite.world.world import World

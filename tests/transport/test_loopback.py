@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.transport import Loopback
+from hvdlite.transport.loopback import Loopback
 from tests.transport import checks
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from hvdlite.base.reduction import Scaling, Sum
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport import MPITransport, NoRoomError
+from hvdlite.transport import NoRoomError
 from hvdlite.transport import mpi as mpi_transport
+from hvdlite.transport.mpi import MPITransport
 from hvdlite.world import mpi
 from tests.harness import ranks
 from tests.transport import checks

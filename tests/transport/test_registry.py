@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from hvdlite.base.reduction import Scaling, Sum
-from hvdlite.transport import Loopback, MPITransport, connect
 from hvdlite.transport.hierarchical import HierarchicalTransport
+from hvdlite.transport.loopback import Loopback
+from hvdlite.transport.mpi import MPITransport
+from hvdlite.transport.registry import connect
 from hvdlite.transport.shared_memory import futex
 from hvdlite.transport.shared_memory.segment import Peer
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport

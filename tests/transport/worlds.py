@@ -6,7 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from hvdlite.transport import Transport, connect
+from hvdlite.transport import Transport
+from hvdlite.transport.registry import connect
 from hvdlite.transport.shared_memory.barrier import Barrier
 from hvdlite.transport.shared_memory.segment import Arena
 from hvdlite.transport.shared_memory.transport import SharedMemoryTransport

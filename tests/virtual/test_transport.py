@@ -10,7 +10,7 @@ import pytest
 
 from hvdlite.base.reduction import Average, Max, Scaling, Sum
 from hvdlite.errors import HorovodInternalError
-from hvdlite.transport import Loopback
+from hvdlite.transport.loopback import Loopback
 from hvdlite.virtual.transport import VirtualRanks, add_up, largest_nodes
 from tests.simulation import Simulation, on_all_ranks
 from tests.transport import checks
