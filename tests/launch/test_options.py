@@ -106,7 +106,7 @@ def mpirun(tmp_path, monkeypatch, capfd):
     program.chmod(0o755)
     monkeypatch.setenv("HVDLITE_MPIRUN", str(program))
 
-    monkeypatch.setattr("hvdlite.launch.cli.check_names", lambda hosts, arguments: None)
+    monkeypatch.setattr("hvdlite.launch.hosts.check_names", lambda hosts, arguments: None)
 
     def run(banner, *arguments):
         (tmp_path / "mpirun.banner").write_text(banner)

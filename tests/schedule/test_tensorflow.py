@@ -375,6 +375,7 @@ def test_a_rank_outside_the_process_set_keeps_its_gradients(mode):
         hvd.remove_process_set(last)
 
 
+@ranks(1)
 def test_optimizers_of_tensorflow_1_have_none():
     hvd.init()
     with pytest.raises(ValueError, match="it needs a Keras optimizer"):
