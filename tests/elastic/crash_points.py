@@ -30,7 +30,7 @@ from tests.simulated_mpi import Clock, Comm, Crash, Job, Process
 RANKS, STEPS = 3, 3
 _MEMBERS = (0, 2)
 _SETTINGS = Settings(shared_memory=False, overlap="0", cycle_time=0.0)
-_CLOSING_SECONDS = 5.0
+_CLOSING_SECONDS = 30.0
 
 #: What a rank has got, in order, each with what it is.
 Seen = list[tuple[str, list[float]]]
