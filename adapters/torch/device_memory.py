@@ -38,7 +38,7 @@ class CudaMemory:
 
     def stream(self) -> int:
         """Return the address of the calling thread's current stream."""
-        return int(torch.cuda.current_stream(self.index).cuda_stream)
+        return torch._C._cuda_getCurrentRawStream(self.index)  # 20 times as fast as current_stream
 
     def on(self, stream: int) -> AbstractContextManager[Any]:
         """Make a stream the calling thread's current one, in a context."""

@@ -41,7 +41,8 @@ class BucketHooks:
     At first each gradient has a Python hook. After a step in which all have arrived, the small ones
     have a C function as their hook, ``unseen.append``, except for the last one: its Python hook
     finds that all are there. A Python hook takes twice as long, and evicts the backward pass from
-    the processor's caches besides.
+    the processor's caches besides. On a device, ``unseen.append`` has a frame around it, which
+    records the stream.
 
     Args:
         members: of the bucket, by number.
@@ -59,6 +60,7 @@ class BucketHooks:
         self.members = members
         self._small = small
         self.unseen: list[torch.Tensor] = []
+        self.streams: set[int] = set()
         self.c_hooks: list[int] = []
         self._misses = 0
         self.begin_step()
@@ -68,7 +70,7 @@ class BucketHooks:
         self.seen: list[int] = []
         self.unseen.clear()
         self.awaited = len(self.members)
-        self.streams: set[int] = set()
+        self.streams.clear()
         self._last: int | None = None
 
     @property
@@ -191,14 +193,26 @@ class GradientHooks:
         before, bucket_hooks.c_hooks = bucket_hooks.c_hooks, chosen
         for number in {*before} ^ {*chosen}:
             if _hooks.get(self.parameters[number]) is self._handles[number]:  # not another's now
-                c_hook, hook = bucket_hooks.unseen.append, self._python_hooks[number]
-                self._handles[number] = self._register(number, c_hook if number in chosen else hook)
+                short, hook = self._short_hook(bucket_hooks), self._python_hooks[number]
+                self._handles[number] = self._register(number, short if number in chosen else hook)
+
+    def _short_hook(self, bucket_hooks: BucketHooks) -> Callable[[torch.Tensor], None]:
+        append = bucket_hooks.unseen.append
+        if self._memory is None:
+            return append
+        stream, add = self._memory.stream, bucket_hooks.streams.add
+
+        @untraced
+        def on_gradient(parameter: torch.Tensor) -> None:
+            append(parameter)
+            add(stream())
+
+        return on_gradient
 
     def _allows_c_hooks(self) -> bool:
         """Return whether gradients may arrive without a Python hook that looks at each."""
         return (
             not self._changes.compares_all
-            and self._memory is None
             and self._reducer.passes_per_step == 1
             and timeline.current is None
         )
@@ -317,6 +331,8 @@ class GradientHooks:
                 continue
             sent.append(index)
             if self._memory is not None:
+                name = self._names[bucket_hooks.members[0]]
+                self._memory.check_not_capturing(f"the gradient of {name!r}")
                 self._memory.join(bucket_hooks.streams)
                 self.exchange.buckets.all[index].order_writes()
             if bucket_hooks.unseen:

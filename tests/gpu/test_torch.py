@@ -119,7 +119,8 @@ def test_no_step_waits_on_the_host_for_the_device(compression):
 
     def calls(function, *arguments):
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, acc_events=True) as trace:  # else torch 2.11 warns
             function(*arguments)
         return [event.name for event in trace.events()]
 

@@ -385,7 +385,10 @@ def test_gradients_that_come_on_several_streams(run):
             numbers[parameter] = number
             parameter.register_post_accumulate_grad_hook(compute)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
-        for _ in range(3):
+        short_hooks = []
+        for _ in range(5):
+            buckets = optimizer._reducer._hooks[0]._bucket_hooks
+            short_hooks.append(sum(len(bucket.c_hooks) for bucket in buckets))
             optimizer.zero_grad()
             sum(parameter.sum() for parameter in parameters).backward()
             memory.current = memory.main
@@ -394,6 +397,7 @@ def test_gradients_that_come_on_several_streams(run):
             memory.finish()
             for number, parameter in enumerate(parameters):
                 assert (parameter.grad == 1.5 * (number + 1)).all()
+        assert short_hooks[0] == 0 < short_hooks[-1]
 
     run(2, train)
 
