@@ -1,7 +1,8 @@
 """The six reductions, and the scaling of their arguments and results.
 
-A `Scaling` divides an average. `Reduction` in `hvdlite.compression.bucket` makes it for gradients,
-and the compression strategy decides whether it is applied before the sum or after it.
+`Scaling.write` divides an average; ``transport/reduce.py`` calls it with the sum. `Reduction` in
+``compression/bucket.py`` makes the `Scaling` of gradients, and the compression strategy decides
+whether it is applied before the sum or after it.
 """
 
 from __future__ import annotations

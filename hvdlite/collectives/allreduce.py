@@ -1,7 +1,7 @@
 """Allreduce: every rank gets the reduction of all ranks' arrays.
 
-The arrays are added up by the transport: on one node by
-`hvdlite.transport.shared_memory.transport`.
+The transport adds up the arrays: on one node `SharedMemoryTransport.allreduce_init` in
+``transport/shared_memory/transport.py``.
 """
 
 from __future__ import annotations

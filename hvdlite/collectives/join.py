@@ -1,8 +1,8 @@
 """Join: a rank without data takes part in the operations of the others with zeros.
 
-The rounds treat it specially: while a `Join` is pending on some ranks, `hvdlite.engine.agreement`
-counts an operation that only these lack as ready, and `hvdlite.engine.rounds.Rounds._stand_in`
-makes its stand-in there.
+While a `Join` is pending on some ranks, `decide` in ``engine/agreement.py`` counts an operation
+that only these lack as ready, and there `Rounds._stand_in` in ``engine/rounds.py`` makes one with
+zeros (`_allreduce_zeros` in ``allreduce.py``). `Join.execute` runs once all ranks have joined.
 """
 
 from __future__ import annotations

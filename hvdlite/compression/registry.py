@@ -21,9 +21,9 @@ class Compression:
     Those in lower case are strategies, as Horovod's are; the others are classes with settings:
     ``hvd.Compression.ErrorFeedback(hvd.Compression.TopK(0.01))``.
 
-    To add a strategy, derive a class from `Strategy` in a file of its own and name it here, and
-    only here. The tests then hold it to the laws of all strategies, and ``python -m
-    tests.api_table`` adds it to the documentation.
+    To add a strategy, derive a class with an ``exchange`` from `Strategy` in a file of its own, and
+    name it here, and only here. The tests then hold it to the laws of all strategies, and ``python
+    -m tests.api_table`` adds it to the documentation.
     """
 
     none = DENSE

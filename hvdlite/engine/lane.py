@@ -2,8 +2,8 @@
 
 All ranks must issue the collectives of a transport in the same order, but submit operations in any
 order and from any thread. So a lane works in rounds (`rounds.py`), in which the ranks agree on the
-operations to run next. A thread that waits for an operation drives the rounds itself; the lane's
-own thread drives them if no thread waits.
+operations to run next, and run them (`Rounds.run`). A thread that waits for an operation drives the
+rounds itself (`Lane.drive`); the lane's own thread does (`Lane._serve`) if no thread waits.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Exchange: sends a model's gradients, bucket by bucket, while the backward pass computes them.
 
-`GradientExchange` decides when a bucket is sent: when it and all earlier ones of the plan are
-complete, but neither while the ranks compare their parameters nor in steps weighted by samples,
-whose weight only `finish` knows. An adapter decides when a gradient has arrived; for PyTorch its
-hooks do (``adapters/torch/hooks.py``).
+`GradientExchange._send_complete` decides when a bucket is sent: when it and all earlier ones of the
+plan are complete, but neither while the ranks compare their parameters nor in steps weighted by
+samples, whose weight only `finish` knows. An adapter decides when a gradient has arrived; PyTorch
+calls `GradientHooks._on_gradient` (``hvdlite/torch/hooks.py``), which takes it and marks it here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A side channel on which waiting ranks tell each other that they are alive.
 
 For MPI only, and for ranks that say that they leave. A process that is killed is noticed by the
-other ranks of its node (``shared_memory/barrier.py``) and by its parent (``launch/rank.py``).
+other ranks of its node (`Barrier._failure` in ``shared_memory/barrier.py``) and by its parent
+(`_wait` in ``launch/rank.py``), which tells the launcher (`follow` in ``launch/job.py``).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The transport of the ranks of one node, which exchange through memory that they share."""
+"""The transport of one node's ranks, through shared memory: ``transport.py`` and its parts."""

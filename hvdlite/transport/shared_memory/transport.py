@@ -1,4 +1,8 @@
-"""The transport of the ranks of one node, which exchange through memory that they share."""
+"""The transport of the ranks of one node, which exchange through memory that they share.
+
+A rank waits for the others in `Barrier.wait` (``barrier.py``) and adds up their arrays in
+`prepare_reduction` (``transport/reduce.py``).
+"""
 
 from __future__ import annotations
 
