@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "world": (2, 800, "world"),
     "observe": (2, 1320, "observe"),
     "transport": (3, 3937, "transport"),
-    "engine": (4, 3853, "engine"),
+    "engine": (4, 3855, "engine"),
     "compression": (5, 2988, "compression"),
     "collectives": (6, 1812, "collectives"),
     "gradients": (7, 3252, "gradients"),

@@ -178,8 +178,8 @@ class Operation(ABC):
     def stand_in(self) -> Callable[[], Operation]:
         """Return a function that makes the operation by which a joined rank takes part.
 
-        The function is pickled and sent to that rank. Its operation issues the same collectives,
-        with zeros for data. The payloads of joined ranks are empty.
+        `Rounds._stand_in` pickles the function and sends it to that rank. Its operation issues the
+        same collectives, with zeros for data. The payloads of joined ranks are empty.
         """
         raise NotImplementedError(f"{type(self).__name__} needs every rank's data")
 
