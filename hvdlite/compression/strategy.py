@@ -1,4 +1,4 @@
-"""Strategy: how a flat bucket of gradients travels to the other ranks."""
+"""Strategy: how a flat bucket of gradients travels to the other ranks, in its `exchange`."""
 
 from __future__ import annotations
 

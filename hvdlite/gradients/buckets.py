@@ -1,4 +1,4 @@
-"""The gradients of a model in buckets, each of which can be exchanged by itself."""
+"""The gradients of a model in buckets; ``exchange.py`` decides when each of them is sent."""
 
 from __future__ import annotations
 

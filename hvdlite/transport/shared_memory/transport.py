@@ -1,7 +1,7 @@
 """The transport of the ranks of one node, which exchange through memory that they share.
 
 A rank waits for the others in `Barrier.wait` (``barrier.py``) and adds up their arrays in
-`_in_blocks` (``transport/reduce.py``, where `prepare_reduction` chooses it).
+`perform`, which makes the calls that `_in_blocks` lists (both in ``transport/reduce.py``).
 """
 
 from __future__ import annotations
