@@ -1,4 +1,4 @@
-"""Guard: runs the rounds of a lane, and holds them during a recovery."""
+"""Guard: runs a lane's rounds, in which deaths are noticed, and holds them during a recovery."""
 
 from __future__ import annotations
 
