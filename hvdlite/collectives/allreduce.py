@@ -1,8 +1,7 @@
 """Allreduce: every rank gets the reduction of all ranks' arrays.
 
-The transport adds up the arrays. On one node `SharedMemoryTransport.allreduce_init` chooses how
-(``transport/shared_memory/transport.py``): small ones at once, buckets in `_reduce_in_segments`,
-others in `ChunkedAllreduce`.
+The transport adds up the arrays: on one node `SharedMemoryTransport.allreduce_init` in
+``transport/shared_memory/transport.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gradients of a model in buckets; ``exchange.py`` decides when each of them is sent."""
+"""The gradients of a model in buckets, which `GradientExchange` (``exchange.py``) sends."""
 
 from __future__ import annotations
 

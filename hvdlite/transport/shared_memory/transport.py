@@ -1,7 +1,8 @@
 """The transport of the ranks of one node, which exchange through memory that they share.
 
-A rank waits for the others in `Barrier.wait` (``barrier.py``) and adds up their arrays in
-`perform`, which makes the calls that `_in_blocks` lists (both in ``transport/reduce.py``).
+`SharedMemoryTransport.allreduce_init` chooses how arrays are added up: `_reduce_small` takes small
+ones, `_reduce_in_segments` those from `empty`, `ChunkedAllreduce` (``chunked.py``) the others. A
+rank waits for the others in `Barrier.wait`, and adds by `_in_blocks` in ``transport/reduce.py``.
 """
 
 from __future__ import annotations
