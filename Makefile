@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/python -m pytest --fast -n 4 --dist loadgroup $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -n 6 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadgroup $(ARGS)
 
 # On a machine without the network: make test-gpu BIN=/usr/bin, with what that Python has.
 test-gpu: $(if $(filter command line,$(origin BIN)),,$(STAMP))

@@ -78,27 +78,6 @@ def test_scaling(run):
 
 
 @pytest.mark.slow
-def test_compression(run, tmp_path):
-    pytest.importorskip("sklearn")
-    names = ["fp16", "PowerSGD, rank 4"]
-    arguments = ("--quick", "--strategies", *names, "--mnist", str(tmp_path / "nothing"))
-    records, printed = run("compression", *arguments, plots=False)
-    assert [record["strategy"] for record in records] == ["one process", *names]
-    for record in records:
-        (accuracy,) = record["accuracy"]["digits"]
-        assert 0.2 < accuracy <= 1.0
-    for record, least in zip(records[1:], (1.9, 30), strict=True):
-        assert least < record["compression"] < 1.2 * least
-        assert 0 < record["one_core"]["peak"] < 2
-        seconds = (*record["all_ranks"].values(), *map(record["one_core"].get, ("encode", "alone")))
-        assert all(time["median"] > 0 for time in seconds)
-    lines = [line for line in printed.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1
-    assert len(lines) == 5
-    assert "without MNIST" in printed
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 def test_slow_link(run):
     names = ("none", "PowerSGD, rank 4")

@@ -13,7 +13,7 @@ from tests.simulated_mpi import Comm, Crash, HangError
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 # All of them: python -m tests.campaigns.crash_points --orders 3
-_SHARE, _SLOW_SHARE = 60, 16
+_SHARE = 60
 
 
 def _share(seed: int | None, share: int) -> None:
@@ -41,12 +41,6 @@ def test_others_go_on(seed):
 def test_others_get_a_process_set(seed):
     for crash in crash_points.crashes(seed, adds=True)[::20]:
         assert crash_points.check_adding([crash], seed) == crash_points.RANKS - 1, crash
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 2])
-def test_others_go_on_more_points(seed):
-    _share(seed, _SLOW_SHARE)
 
 
 @pytest.mark.slow

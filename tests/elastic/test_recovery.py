@@ -1,7 +1,6 @@
 """hvdliterun --elastic: the other ranks go on in the same step when some have died."""
 
 import json
-import random
 import re
 import sys
 
@@ -108,14 +107,6 @@ def test_training_goes_on():
     (result,) = found.results
     assert result.split()[:2] == ["2", "30"]
     assert len(found.lost) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", ["arrays", "torch"])
-def test_random_deaths(framework):
-    faults = kill.random_faults(random.Random(7), kill.SCRIPTS[framework])
-    found = kill.run(framework, faults)
-    assert len(found.results) == 1, (faults, found)
 
 
 def test_what_the_user_is_told():

@@ -1,4 +1,4 @@
-"""A script for Horovod under hvdlite, in both ways in which it can be started."""
+"""A script for Horovod under hvdlite."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import mpirun
 from tests.launch import launcher
 
 pytest.importorskip("torch")
@@ -40,16 +39,9 @@ def check(lines, epochs):
 
 @pytest.mark.slow
 def test_with_hvdliterun():
-    options = ["--epochs", 4]
+    options = ["--epochs", 4, "--fp16-allreduce"]
     command = launcher.command("--horovod", "-np", 2, sys.executable, SCRIPT, *options)
     check(output(command, {**launcher.environment(), "OMP_NUM_THREADS": "1"}), epochs=4)
-
-
-@pytest.mark.slow
-def test_with_mpirun():
-    options = ["--epochs", "4", "--fp16-allreduce"]
-    command = mpirun.command(2, "-m", "hvdlite.horovod", SCRIPT, *options)
-    check(output(command, mpirun.environment()), epochs=4)
 
 
 def test_horovod_is_not_there_otherwise():

@@ -170,7 +170,7 @@ class TestTraining:
         ("framework", "contenders"),
         [
             ("torch", ["alone", "hvdlite", "mpi", "ddp"]),
-            pytest.param("tensorflow", ["alone", "hvdlite"], marks=pytest.mark.slow),
+            ("tensorflow", ["alone", "hvdlite"]),
         ],
     )
     def test_steps(self, capsys, framework, contenders):

@@ -83,7 +83,7 @@ class TestPromises:
             check(made)
 
     @pytest.mark.slow
-    @ranks(2, 3, 4)
+    @ranks(2, 3)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_where_now_and_then_a_rank_is_slow_to_read(self, check, monkeypatch):
         """Data must not be overwritten before it has read them, whichever call wrote them."""
@@ -106,7 +106,7 @@ class TestPromises:
                 monkeypatch.setattr(shared_memory, "_SMALL", 0)
                 check(made)
 
-    @ranks(2, 3, 4)
+    @ranks(2, 3)
     @pytest.mark.parametrize("check", checks.EVERYTHING, ids=lambda check: check.__name__)
     def test_all_with_tiny_chunks(self, check, monkeypatch):
         with transport(chunk=67) as made:
