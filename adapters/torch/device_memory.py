@@ -62,10 +62,9 @@ class CudaMemory:
     def join(self, streams: Iterable[int]) -> None:
         """Make the current stream wait for the work of other streams."""
         current = self.stream()
-        for stream in streams:
-            if stream != current:
-                event = self.cuda.record(self.index, stream)
-                self.cuda.wait_event(self.index, current, event)
+        for stream in {*streams} - {current}:
+            event = self.cuda.record(self.index, stream)
+            self.cuda.wait_event(self.index, current, event)
 
     def compare(self, first: torch.Tensor, second: torch.Tensor) -> Callable[[], bool | None]:
         """Begin to compare two tensors; NaN equals NaN.
@@ -119,9 +118,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
-@functools.cache
-def _memory(cuda: Cuda, index: int) -> CudaMemory:
-    return CudaMemory(cuda, index)
+_memory = functools.cache(CudaMemory)
 
 
 @functools.cache

@@ -41,8 +41,7 @@ class BucketHooks:
     At first each gradient has a Python hook. After a step in which all have arrived, the small ones
     have a C function as their hook, ``unseen.append``, except for the last one: its Python hook
     finds that all are there. A Python hook takes twice as long, and evicts the backward pass from
-    the processor's caches besides. On a device, ``unseen.append`` has a frame around it, which
-    records the stream.
+    the processor's caches besides. On a device a frame around ``unseen.append`` notes the stream.
 
     Args:
         members: of the bucket, by number.
@@ -192,9 +191,12 @@ class GradientHooks:
         """Give some members of a bucket C hooks, and the others Python hooks."""
         before, bucket_hooks.c_hooks = bucket_hooks.c_hooks, chosen
         for number in {*before} ^ {*chosen}:
-            if _hooks.get(self.parameters[number]) is self._handles[number]:  # not another's now
-                short, hook = self._short_hook(bucket_hooks), self._python_hooks[number]
-                self._handles[number] = self._register(number, short if number in chosen else hook)
+            self._replace(number, self._short_hook(bucket_hooks) if number in chosen else None)
+
+    def _replace(self, number: int, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """Register a hook, or the Python hook, behind all others, in the place of this one's."""
+        if _hooks.get(self.parameters[number]) is self._handles[number]:  # not another's now
+            self._handles[number] = self._register(number, hook or self._python_hooks[number])
 
     def _short_hook(self, bucket_hooks: BucketHooks) -> Callable[[torch.Tensor], None]:
         append = bucket_hooks.unseen.append
@@ -211,11 +213,8 @@ class GradientHooks:
 
     def _allows_c_hooks(self) -> bool:
         """Return whether gradients may arrive without a Python hook that looks at each."""
-        return (
-            not self._changes.compares_all
-            and self._reducer.passes_per_step == 1
-            and timeline.current is None
-        )
+        passes_once = self._reducer.passes_per_step == 1
+        return passes_once and timeline.current is None and not self._changes.compares_all
 
     def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
         reference = weakref.ref(self)
@@ -331,8 +330,7 @@ class GradientHooks:
                 continue
             sent.append(index)
             if self._memory is not None:
-                name = self._names[bucket_hooks.members[0]]
-                self._memory.check_not_capturing(f"the gradient of {name!r}")
+                self._memory.check_not_capturing("a gradient")
                 self._memory.join(bucket_hooks.streams)
                 self.exchange.buckets.all[index].order_writes()
             if bucket_hooks.unseen:
@@ -485,8 +483,7 @@ class GradientHooks:
     def _begin_step(self) -> None:
         allowed = self._allows_c_hooks()
         for number in self._step.behind:  # from now on behind the others
-            if _hooks.get(self.parameters[number]) is self._handles[number]:
-                self._handles[number] = self._register(number, self._python_hooks[number])
+            self._replace(number, None)
         for bucket_hooks in self._bucket_hooks:
             chosen = bucket_hooks.choose_c_hooks() if allowed else []
             if chosen != bucket_hooks.c_hooks:

@@ -32,21 +32,12 @@ class PersistentAllreduce:
 
     operation: Operation
     tensor: weakref.ref[torch.Tensor]
-    address: int
-    shape: torch.Size
-    dtype: torch.dtype
-    arguments: Any
+    call: tuple[Any, ...]  # the tensor's address, dtype and shape, and the arguments
 
     def fits(self, tensor: torch.Tensor, arguments: Any) -> bool:
         """Return whether a call is the same."""
-        return (
-            self.tensor() is tensor
-            and self.address == tensor.data_ptr()
-            and self.dtype is tensor.dtype
-            and self.shape == tensor.shape
-            and self.arguments == arguments
-            and _is_plain(tensor)
-        )
+        call = tensor.data_ptr(), tensor.dtype, tensor.shape, arguments
+        return self.tensor() is tensor and self.call == call and _is_plain(tensor)
 
 
 Cache: TypeAlias = "OrderedDict[str, PersistentAllreduce]"  # by name, the oldest first
@@ -108,9 +99,8 @@ def keep(
     # Weak, so that a closed engine's memory is freed before the garbage collector runs.
     of_tensor = weakref.ref(tensor, partial(_remove, weakref.ref(cache), name))
     cache.pop(name, None)
-    cache[name] = PersistentAllreduce(
-        operation, of_tensor, tensor.data_ptr(), tensor.shape, tensor.dtype, arguments
-    )
+    call = tensor.data_ptr(), tensor.dtype, tensor.shape, arguments
+    cache[name] = PersistentAllreduce(operation, of_tensor, call)
     with contextlib.suppress(KeyError):  # other threads may have emptied it
         while len(cache) > capacity:
             cache.popitem(last=False)

@@ -1,8 +1,7 @@
 """The six reductions, and the scaling of their arguments and results.
 
-`Scaling.write` divides an average; ``transport/reduce.py`` calls it with the sum. `Reduction` in
-``compression/bucket.py`` makes the `Scaling` of gradients, and the compression strategy decides
-whether it is applied before the sum or after it.
+`Scaling.write` divides an average. `Reduction` in ``compression/bucket.py`` makes the one of
+gradients, and the compression strategy decides whether it is applied before the sum or after it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The engine: lanes over the transports of one world.
 
-A lane (``lane.py``) queues operations and drives rounds (``rounds.py``): in the thread that waits
-for an operation, else in its own. In a round the ranks compare what they have pending and run what
-is equal on all of them; where their queues differ, ``agreement.py`` decides. ``calls.py`` compares
-where operations without a name were called.
+A lane (``lane.py``) queues operations and drives rounds (``rounds.py``), in the thread that waits
+for one or in its own. In a round the ranks compare what they have pending and run what all have;
+where queues differ, ``agreement.py`` decides. ``calls.py`` compares where unnamed ones were called.
 """
 
 from __future__ import annotations

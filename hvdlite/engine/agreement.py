@@ -1,8 +1,7 @@
 """Agreement: decide which operations run next where the ranks' queues differ.
 
-`rounds.py` calls `decide` only then: equal queues need no decision. Every rank decides from the
-same data, all ranks' descriptions of what they have pending, so the outcome is the same on each.
-What becomes of a rank that has joined begins at ``collectives/join.py``.
+`rounds.py` calls `decide` only then. Every rank decides from the same data, all ranks' descriptions
+of what they have pending, so the outcome is the same on each. For join, see `collectives.join`.
 """
 
 from __future__ import annotations

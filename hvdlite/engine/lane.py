@@ -3,8 +3,7 @@
 All ranks must issue the collectives of a transport in the same order, but submit operations in any
 order and from any thread. So a lane works in rounds (`rounds.py`), in which the ranks agree on the
 operations to run next, and run them (`Rounds.run`). A thread that waits for an operation drives the
-rounds itself (`Lane.drive`); if none does, the lane's own thread does, which `Lane.__init__` starts
-in `Lane._serve`.
+rounds itself (`Lane.drive`); if none waits, the lane's own thread drives them (`Lane._serve`).
 """
 
 from __future__ import annotations

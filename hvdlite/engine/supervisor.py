@@ -1,11 +1,10 @@
 """Supervisor: forms the world of a job, and decides what happens when a rank dies.
 
 This one forms the world of the ranks that ``init()`` names, and the job ends with the first death,
-which the transport notices: on one node in `Barrier._failure` (``shared_memory/barrier.py``).
-`hvdlite.elastic` derives one that forms a new world of the survivors; `choose` selects it. A lane
-runs its rounds through the `guard` of its supervisor. Where the supervisor `survives` deaths, an
-exchange may run twice: operations keep their inputs (`Operation.protect`), and ranks confirm
-outcomes before they deliver them (`Rounds`).
+which the transport notices (on one node `Barrier._failure`). `hvdlite.elastic` derives one that
+forms a new world of the survivors; `choose` selects it. A lane runs its rounds through the `guard`
+of its supervisor. Where that `survives` deaths, an exchange may run twice: operations keep their
+inputs (`Operation.protect`), and ranks confirm outcomes before they deliver them (`Rounds`).
 """
 
 from __future__ import annotations

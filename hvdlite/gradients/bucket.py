@@ -1,9 +1,8 @@
 """Bucket: gradients of one dtype in one send array, and the operation that exchanges them.
 
 A `GradientBucket` knows one step of training: which gradients have arrived, on which ranks, with
-which weights. Its arrays are a `hvdlite.compression.bucket.Bucket`, all that a strategy sees. Its
-exchange divides the gradients: `Reduction` in ``compression/bucket.py``, `Scaling.write` in
-``base/reduction.py``.
+which weights. Its arrays are a `hvdlite.compression.bucket.Bucket`, all that a strategy sees. The
+strategy divides the gradients: by a `Reduction` there, and `Scaling.write` (``base/reduction.py``).
 """
 
 from __future__ import annotations

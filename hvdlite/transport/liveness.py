@@ -1,8 +1,7 @@
 """A side channel on which waiting ranks tell each other that they are alive.
 
-For MPI only, and for ranks that say that they leave. A process that is killed is noticed by the
-other ranks of its node (`Barrier._failure` in ``shared_memory/barrier.py``) and by its parent
-(`_wait` in ``launch/rank.py``), which tells the launcher (`follow` in ``launch/job.py``).
+For MPI only, and for ranks that say that they leave. `Barrier._failure` notices a process of this
+node that is killed (``shared_memory/barrier.py``), and its parent `_wait` (``launch/rank.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A script for Horovod under hvdlite."""
+"""A script for Horovod under hvdlite, in both ways in which it can be started."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import mpirun
 from tests.launch import launcher
 
 pytest.importorskip("torch")
@@ -39,9 +40,15 @@ def check(lines, epochs):
 
 @pytest.mark.slow
 def test_with_hvdliterun():
-    options = ["--epochs", 4, "--fp16-allreduce"]
-    command = launcher.command("--horovod", "-np", 2, sys.executable, SCRIPT, *options)
-    check(output(command, {**launcher.environment(), "OMP_NUM_THREADS": "1"}), epochs=4)
+    command = launcher.command("--horovod", "-np", 2, sys.executable, SCRIPT, "--epochs", 2)
+    check(output(command, {**launcher.environment(), "OMP_NUM_THREADS": "1"}), epochs=2)
+
+
+@pytest.mark.slow
+def test_with_mpirun():
+    options = ["--epochs", "2", "--fp16-allreduce"]
+    command = mpirun.command(2, "-m", "hvdlite.horovod", SCRIPT, *options)
+    check(output(command, mpirun.environment()), epochs=2)
 
 
 def test_horovod_is_not_there_otherwise():

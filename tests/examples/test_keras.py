@@ -1,4 +1,4 @@
-"""The example of Keras's fit, in a short form, on PyTorch."""
+"""The example of Keras's fit, in a short form, on its default."""
 
 import pytest
 
@@ -9,11 +9,10 @@ pytest.importorskip("keras")
 
 @pytest.mark.slow
 def test_two_processes_learn_digits(tmp_path):
-    pytest.importorskip("torch")
+    pytest.importorskip("tensorflow")
     arguments = ("--epochs", 4, "--checkpoint-dir", tmp_path)
-    env = {"KERAS_BACKEND": "torch"}
-    (result,) = train_in_turn("keras_digits.py", 2, arguments, env=env)
-    assert result["framework"] == "keras on torch"
+    (result,) = train_in_turn("keras_digits.py", 2, arguments)
+    assert result["framework"] == "keras on tensorflow"
     assert result["test_accuracy"] >= 0.9
     # An accuracy over 360 images, each counted once.
     assert result["test_accuracy"] * 360 == pytest.approx(round(result["test_accuracy"] * 360))

@@ -82,7 +82,7 @@ def wrapped(make=OPTIMIZERS["sgd"], **options):
     return model, optimizer
 
 
-@ranks(1, 3)
+@ranks(2, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_steps_are_combined_tensor_by_tensor(size, name):
     hvd.init()

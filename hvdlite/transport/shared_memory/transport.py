@@ -1,9 +1,4 @@
-"""The transport of the ranks of one node, which exchange through memory that they share.
-
-`SharedMemoryTransport.allreduce_init` chooses how arrays are added up: `_reduce_small` takes small
-ones, `_reduce_in_segments` those from `empty`, `ChunkedAllreduce` (``chunked.py``) the others. A
-rank waits for the others in `Barrier.wait`, and adds by `_in_blocks` in ``transport/reduce.py``.
-"""
+"""The transport of one node's ranks; `SharedMemoryTransport` says which code adds and waits."""
 
 from __future__ import annotations
 
@@ -65,19 +60,19 @@ class SharedMemoryTransport(Transport):
     """Collectives of the ranks of one node.
 
     Arrays from `empty` lie in memory that all ranks share. There, each rank reduces one slice of
-    all ranks' arrays and writes it into all ranks' results. All others move in chunks through
-    slots that stay in the processors' cache. Two ranks both reduce all of each chunk; more ranks
-    share the work slice by slice. Small arrays, wherever they lie, are one chunk that every rank
-    reduces.
+    all ranks' arrays and writes it into all ranks' results (`_reduce_in_segments`). All others move
+    in chunks through slots that stay in the processors' cache (`ChunkedAllreduce`). Two ranks both
+    reduce all of each chunk; more ranks share the work slice by slice. Small arrays, wherever they
+    lie, are one chunk that every rank reduces (`_reduce_small`). `allreduce_init` chooses.
 
-    Reductions go through the ranks in their order, so every rank and every run gets the same bits.
+    A rank waits for the others in `Barrier.wait`, and adds by `_in_blocks` (``reduce.py``): in the
+    order of the ranks, so every rank and every run gets the same bits.
 
     Args:
         barrier: of the node's ranks.
         index: this rank's position there.
         cross: the transport that reduces a slice further, over the nodes; None: there is only one.
-        owners: the number of this node's ranks that have a slice; less than all where another node
-            has fewer ranks. Given with ``cross``.
+        owners: given with it: how many ranks of this node have a slice; another may have fewer.
 
     Attributes:
         arena: the memory of the arrays from `empty`.
