@@ -232,6 +232,7 @@ def test_a_model_that_was_trained_before_its_optimizer_was_wrapped():
             x[: BATCH * STEPS],
             y[: BATCH * STEPS],
             BATCH,
+            eager=False,
         )
     optimizer = hvd.DistributedOptimizer(model.optimizer)
     assert optimizer.iterations.numpy() == STEPS

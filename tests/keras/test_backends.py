@@ -52,13 +52,6 @@ def test_tensorflow(check):
     run(check)
 
 
-@needs("keras", "tensorflow")
-@ranks(3)
-@pytest.mark.parametrize("check", checks_in("optimizer", "loop", only=["sum", "uneven"], fast=()))
-def test_tensorflow_on_an_odd_number_of_ranks(check):
-    run(check)
-
-
 @needs("keras", "torch")
 @ranks(2, env={"KERAS_BACKEND": "torch"})
 @pytest.mark.parametrize(

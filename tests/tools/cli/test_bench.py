@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdlite.tools.bench import job
+from hvdlite.tools.bench.workloads import WORKLOADS
 from hvdlite.tools.cli import bench
 from hvdlite.tools.cli.main import main
 
@@ -167,15 +168,15 @@ class TestMistakes:
 @pytest.mark.slow
 class TestTraining:
     @pytest.mark.parametrize(
-        ("framework", "contenders"),
+        ("framework", "model", "contenders"),
         [
-            ("torch", ["alone", "hvdlite", "mpi", "ddp"]),
-            ("tensorflow", ["alone", "hvdlite"]),
+            ("torch", "layers", ["alone", "hvdlite", "mpi", "ddp"]),
+            ("tensorflow", "mlp", ["alone", "hvdlite"]),
         ],
     )
-    def test_steps(self, capsys, framework, contenders):
+    def test_steps(self, capsys, framework, model, contenders):
         pytest.importorskip(framework)
-        words = ("--models", "layers", "--framework", framework, "--rounds", "2", "--json")
+        words = ("--models", model, "--framework", framework, "--rounds", "2", "--json")
         assert main(["bench", "training", *words]) == 0
         document = json.loads(capsys.readouterr().out)
         (record,) = document["results"]
@@ -187,7 +188,7 @@ class TestTraining:
             assert added["median"] == pytest.approx(np.median(differences))
         assert document["machine"]["versions"][framework]
         text = "\n".join(bench.describe(document))
-        assert f"200 small layers in {framework}, 2 ranks on 1 host, 2 rounds" in text
+        assert f"{WORKLOADS[model].title} in {framework}, 2 ranks on 1 host, 2 rounds" in text
 
 
 @pytest.mark.slow
