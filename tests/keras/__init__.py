@@ -21,13 +21,12 @@ def needs(*modules):
     )
 
 
-def checks_in(*modules, package="keras", only=("",), fast=("",), slow=()):
+def checks_in(*modules, package="keras", fast=("",), slow=()):
     """Return the checks of modules as parameters for pytest.
 
     Args:
         *modules: The modules' names, without ``_checks``.
         package: The folder in ``tests`` that they lie in.
-        only: Words in the names of the checks to return.
         fast: Words in the names of those that a fast selection of tests (``--fast``) runs.
         slow: Words in the names of those that it leaves out nevertheless.
     """
@@ -39,9 +38,7 @@ def checks_in(*modules, package="keras", only=("",), fast=("",), slow=()):
         f"{package}.{module}_checks.{node.name}"
         for module in modules
         for node in ast.parse((TESTS / package / f"{module}_checks.py").read_text()).body
-        if isinstance(node, ast.FunctionDef)
-        and node.name.startswith("test_")
-        and has(only, node.name)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     return [
         pytest.param(

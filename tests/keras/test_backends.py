@@ -12,52 +12,24 @@ from tests.keras import checks_in, needs, run
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 KERAS_3 = ("optimizer", "loop", "callback", "seed")
+SLOW = """
+saved embeddings clip decay before_its adds_up_and_one may_be_named discarded schedules_stay
+without_xla learning_rates_follow in_one_execution not_finite what_is_made_from backward_passes
+every_adapter overflow seeded_layers around_accumulation that_part own_loss sums_and_compression
+train_on_batch
+""".split()  # noqa: SIM905 - a line for each word would be longer than the tests
 
 
 @needs("keras", "tensorflow")
 @ranks(2)
-@pytest.mark.parametrize(
-    "check",
-    checks_in(
-        *KERAS_3,
-        "tensorflow",
-        slow=[
-            "saved",
-            "embeddings",
-            "clip",
-            "decay",
-            "before_its",
-            "adds_up_and_one",
-            "may_be_named",
-            "discarded",
-            "schedules_stay",
-            "without_xla",
-            "learning_rates_follow",
-            "in_one_execution",
-            "not_finite",
-            "what_is_made_from",
-            "backward_passes",
-            "every_adapter",
-            "overflow",
-            "seeded_layers",
-            "around_accumulation",
-            "that_part",
-            "own_loss",
-            "sums_and_compression",
-            "train_on_batch",
-        ],
-    ),
-)
+@pytest.mark.parametrize("check", checks_in(*KERAS_3, "tensorflow", slow=SLOW))
 def test_tensorflow(check):
     run(check)
 
 
 @needs("keras", "torch")
 @ranks(2, env={"KERAS_BACKEND": "torch"})
-@pytest.mark.parametrize(
-    "check",
-    checks_in(*KERAS_3, fast=()),
-)
+@pytest.mark.parametrize("check", checks_in(*KERAS_3, fast=()))
 def test_torch(check):
     run(check)
 
