@@ -322,15 +322,15 @@ class GradientHooks:
         Buckets that have been sent in this step are left out.
         """
         step, sent = self._step, []
-        small: list[int] = []
-        unseen: list[int] = []
+        small, unseen = list[int](), list[int]()
         for index in indices:
             bucket_hooks = self._bucket_hooks[index]
             if not bucket_hooks.has_begun:
                 continue
             sent.append(index)
             if self._memory is not None:
-                self._memory.check_not_capturing("a gradient")
+                name = self._names[bucket_hooks.members[0]]
+                self._memory.check_not_capturing(f"the gradient of {name!r}")
                 self._memory.join(bucket_hooks.streams)
                 self.exchange.buckets.all[index].order_writes()
             if bucket_hooks.unseen:
