@@ -386,20 +386,13 @@ class Distributed:
         """The class without hvdlite: Keras saves its name and finds it again by that."""
         return self._original
 
-    def __copy__(self) -> NoReturn:
-        self._refuse_copy()
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
+    def _refuse_copy(self, *_: object) -> NoReturn:
         raise TypeError(
             "a DistributedOptimizer cannot be copied or pickled; "
             "type(optimizer).from_config(optimizer.get_config()) makes another one, without state"
         )
+
+    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
 
 
 def make_distributed(
