@@ -159,7 +159,7 @@ class DistributedKeras3(Distributed):
         indices = optimizer._trainable_variables_indices
         if (index := indices.get(optimizer._var_key(variable))) is None:
             return {}
-        return kept_in(vars(optimizer), index, len(indices), _is_variable)
+        return kept_in(vars(optimizer), index, len(indices), keras.Variable)
 
     def _kept_in_common(self) -> list[Any]:
         optimizer = _innermost(self)
@@ -169,10 +169,6 @@ class DistributedKeras3(Distributed):
 
 def _innermost(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def _is_variable(kept: Any) -> bool:
-    return isinstance(kept, keras.Variable)
 
 
 def _variables_for(optimizer: Any, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:

@@ -180,24 +180,20 @@ class DistributedLegacy(Distributed):
     def _kept_for(self, variable: tf.Variable) -> dict[str, tf.Variable]:
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
             slots = self._slots.get(variable._unique_id, {})
-            return {name: slot for name, slot in slots.items() if _is_variable(slot)}
+            return {name: slot for name, slot in slots.items() if isinstance(slot, tf.Variable)}
         indices = getattr(self, "_index_dict", {})
         if (index := indices.get(variable._unique_id)) is None:
             return {}
-        return kept_in(vars(self), index, len(indices), _is_variable)
+        return kept_in(vars(self), index, len(indices), tf.Variable)
 
     def _kept_in_common(self) -> list[Any]:
         if isinstance(self, tf_keras.optimizers.legacy.Optimizer):
             kept = [slot for slots in self._slots.values() for slot in slots.values()]
         else:
             size = len(getattr(self, "_index_dict", {}))
-            lists = (kept_in(vars(self), n, size, _is_variable) for n in range(size))
+            lists = (kept_in(vars(self), n, size, tf.Variable) for n in range(size))
             kept = [each for found in lists for each in found.values()]
         return kept_in_common(self, kept)
-
-
-def _is_variable(kept: Any) -> bool:
-    return isinstance(kept, tf.Variable)
 
 
 class PassCounter:

@@ -463,7 +463,7 @@ def with_recompilation(
 
 
 def kept_in(
-    attributes: Mapping[str, Any], index: int, size: int, fits: Callable[[Any], bool]
+    attributes: Mapping[str, Any], index: int, size: int, kind: type[Any]
 ) -> dict[str, Any]:
     """Return what an optimizer keeps for one of its variables, by the attribute's name.
 
@@ -473,7 +473,7 @@ def kept_in(
         attributes: Attributes of the optimizer.
         index: Index of the variable.
         size: Number of variables.
-        fits: Tells if an object is what is looked for.
+        kind: The class of what is looked for.
     """
     other_lists = {"_variables", "_trainable_variables"}
     return {
@@ -482,5 +482,5 @@ def kept_in(
         if name not in other_lists
         and isinstance(kept, list)
         and len(kept) == size
-        and fits(kept[index])
+        and isinstance(kept[index], kind)
     }
