@@ -23,7 +23,7 @@ from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.base.reduction import ReduceOp
 from hvdlite.compression import Parameter, Reduction, Strategy, StrategyState
 from hvdlite.engine import Engine, runtime
-from hvdlite.engine.process_sets import ProcessSet, global_process_set
+from hvdlite.engine.process_sets import ProcessSet
 from hvdlite.errors import HorovodInternalError, MismatchError, ranks_text
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.gradients.metadata import check_weighted, checked_samples
@@ -45,6 +45,7 @@ _MOST_EXCHANGES = 32
 _SMALL = 2**16
 
 
+@dataclass(frozen=True, eq=False)
 class GradientAllreduce:
     """Reduces the gradients of any list of sources over all ranks.
 
@@ -52,7 +53,7 @@ class GradientAllreduce:
     exchanged as dense gradients. A source without a gradient counts as zeros if another rank has
     a dense gradient for it.
 
-    Args:
+    Attributes:
         strategy: The compression of buckets.
         reduction: Sum, average or Adasum.
         sparse_as_dense: Whether to convert ``tf.IndexedSlices`` to dense gradients.
@@ -64,25 +65,14 @@ class GradientAllreduce:
             averages are not finite (`are_finite`); otherwise they are an error then.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        reduction: Reduction,
-        sparse_as_dense: bool,
-        process_set: ProcessSet = global_process_set,
-        label: str = "DistributedGradientTape",
-        state: StrategyState | None = None,
-        checks: ReplicaChecks | None = None,
-        leaves_out: bool = False,
-    ) -> None:
-        self._leaves_out = leaves_out
-        self._strategy = strategy
-        self._reduction = reduction
-        self._sparse_as_dense = sparse_as_dense
-        self._process_set = process_set
-        self._label = label
-        self._state = state
-        self._checks = checks
+    strategy: Strategy
+    reduction: Reduction
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    label: str
+    state: StrategyState | None = None
+    checks: ReplicaChecks | None = None
+    leaves_out: bool = False
 
     def reduce(
         self, gradients: Sequence[Gradient], sources: Sequence[Any], samples: Any = None
@@ -97,16 +87,16 @@ class GradientAllreduce:
                 all ranks count the same.
 
         """
-        engine(self._process_set)
-        weight = [] if samples is None else [_samples(samples, self._reduction)]
-        if self._sparse_as_dense:
+        engine(self.process_set)
+        weight = [] if samples is None else [_samples(samples, self.reduction)]
+        if self.sparse_as_dense:
             gradients = densified(gradients)
         slices = {
             position: gradient
             for position, gradient in enumerate(gradients)
             if isinstance(gradient, tf.IndexedSlices)
         }
-        if slices and self._reduction.op is ReduceOp.ADASUM:
+        if slices and self.reduction.op is ReduceOp.ADASUM:
             raise NotImplementedError(
                 "hvd.Adasum is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
@@ -115,12 +105,12 @@ class GradientAllreduce:
                 "batch_size is not defined for tf.IndexedSlices; use sparse_as_dense=True"
             )
         spec = ExchangeSpec(
-            numbered(self._label, self._process_set),
+            numbered(self.label, self.process_set),
             parameters_of(sources),
             frozenset(slices),
-            self._strategy,
-            self._reduction,
-            self._process_set,
+            self.strategy,
+            self.reduction,
+            self.process_set,
             self._state_of(sources),
         )
         dense = {
@@ -129,16 +119,16 @@ class GradientAllreduce:
             if (gradient := gradients[position]) is not None
         }
         check = None
-        if self._checks is not None:
-            check = self._checks.of(sources, self._process_set, spec.label)
+        if self.checks is not None:
+            check = self.checks.of(sources, self.process_set, spec.label)
         reduced: list[Gradient] = [None] * len(gradients)
         earlier: list[tf.Tensor] = []
         given = None
-        if self._checks is not None and check is not None and not tf.executing_eagerly():
-            given = self._checks.given(sources, self._process_set, spec.label)
-            earlier = [] if given else _updates_before(check, self._checks, sources)
+        if self.checks is not None and check is not None and not tf.executing_eagerly():
+            given = self.checks.given(sources, self.process_set, spec.label)
+            earlier = [] if given else _updates_before(check, self.checks, sources)
         with in_order(), tf.control_dependencies(earlier):
-            exchange = _BucketExchange(spec, dense, weight, check, self._leaves_out)
+            exchange = _BucketExchange(spec, dense, weight, check, self.leaves_out)
             if given is not None:
                 exchange.give_weights(given, list(map(value_of, sources)))
             for number, gradient in exchange.run().items():
@@ -157,12 +147,12 @@ class GradientAllreduce:
         if isinstance(gradient, tf.IndexedSlices):
             values = self.divide_by_size(gradient.values)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return gradient / tf.cast(set_size(self._process_set), gradient.dtype)
+        return gradient / tf.cast(set_size(self.process_set), gradient.dtype)
 
     def _state_of(self, sources: Sequence[Any]) -> StrategyState | None:
-        if not self._strategy.stateful:
+        if not self.strategy.stateful:
             return None
-        return exchange_state(sources).state if self._state is None else self._state
+        return exchange_state(sources).state if self.state is None else self.state
 
 
 def are_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
