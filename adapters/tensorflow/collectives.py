@@ -140,11 +140,8 @@ def grouped_allreduce(
 
 @unconverted
 def _allreduce(call: RecordedCall, tensors: Sequence[Any]) -> list[tf.Tensor]:
-    def reduce(*arrays: Any) -> list[Any]:
-        results: list[Any] = call.reduce(
-            arrays, collectives.allreduce, collectives.grouped_allreduce
-        )
-        return results
+    def reduce(*arrays: Any) -> Any:
+        return call.reduce(arrays, collectives.allreduce, collectives.grouped_allreduce)
 
     @tf.custom_gradient
     def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
@@ -449,11 +446,8 @@ def grouped_reducescatter(
 
 @unconverted
 def _reducescatter(call: RecordedCall, tensors: Sequence[Any]) -> list[tf.Tensor]:
-    def reduce(*arrays: Any) -> list[Any]:
-        results: list[Any] = call.reduce(
-            arrays, collectives.reducescatter, collectives.grouped_reducescatter
-        )
-        return results
+    def reduce(*arrays: Any) -> Any:
+        return call.reduce(arrays, collectives.reducescatter, collectives.grouped_reducescatter)
 
     @tf.custom_gradient
     def differentiable(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Any]]:
