@@ -58,9 +58,10 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from hvdlite.base import observers
+from hvdlite.engine.operation import Operation
 from hvdlite.errors import SettingsError
 from hvdlite.observe import status
 
@@ -81,19 +82,10 @@ POINTS = (
 _CORRUPTIBLE = ("exchange", "checkpoint")
 
 
-class Contributing(Protocol):
-    """An operation to which this rank contributes data; see `hvdlite.engine.operation`."""
-
-    def contribution(self, name: str) -> str:
-        """Return the name of the contribution that ``name`` selects; empty: there is none."""
-
-    def corrupt(self, name: str, value: float) -> None:
-        """Set the first entry of a contribution."""
-
-
-# The faults of this rank that have not come, and what makes them come.
+# The faults of this rank that have not come, and how often, in each step, it has got to a point or
+# made a contribution that one selects.
 _left: list[Fault] = []
-_observers: list[observers.Observer] = []
+_counts: Counter[tuple[str | Fault, int]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -199,18 +191,14 @@ def plant(environment: Mapping[str, str], rank: int, ranks: int) -> None:
     is_first = environment.get("HVDLITE_RESTART", "0") == "0"
     planned = parse(environment.get(VARIABLE, ""), ranks) if is_first else []
     faults = [fault for fault in planned if fault.rank == rank]
-    corrupting = [fault for fault in faults if fault.corrupts_exchange]
-    others = [fault for fault in faults if not fault.corrupts_exchange]
-    for observer in _observers:
-        observers.remove(observer)
-    _observers[:] = [*[_Planted()] * bool(others), *[_Corruption()] * bool(corrupting)]
-    for observer in _observers:
-        observers.add(observer)
+    observers.remove(_observe)
     atexit.unregister(_tell_what_is_left)
     if faults:
+        observers.add(_observe)
         atexit.register(_tell_what_is_left)
     _left = faults
-    for fault in others:
+    _counts.clear()
+    for fault in faults:
         if fault.point == "time":
             timer = threading.Timer(fault.after, _happen, [fault])
             timer.daemon = True
@@ -227,50 +215,35 @@ def _tell_what_is_left() -> None:
         _tell(fault, f"has ended, after {status.steps()} steps, before {fault.text!r}")
 
 
-class _Planted:
-    """The way to this rank's faults that come where it gets to."""
+def _observe(point: str, *about: Any) -> None:
+    """Have the fault come that is planted where this rank gets to."""
+    step = status.steps() + 1
+    if point == "submit":  # small contributions leave before the ranks have agreed
+        for operation in about[1]:
+            _corrupt(operation, step)
+        return
+    _counts[point, step] += 1
+    for fault in _left:
+        is_here = fault.point == point and fault.step in (0, step)
+        is_here = is_here and not fault.corrupts_exchange
+        if is_here and _counts[point, step] == fault.count:
+            _happen(fault, *about[:1])
+            return
 
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[int, str]] = Counter()
 
-    def __call__(self, point: str, *about: Any) -> None:
-        step = status.steps() + 1
-        self._counts[step, point] += 1
-        for fault in _left:
-            is_here = fault.point == point and fault.step in (0, step)
-            is_here = is_here and not fault.corrupts_exchange
-            if is_here and self._counts[step, point] == fault.count:
-                _happen(fault, *about[:1])
-                return
-
-
-class _Corruption:
-    """The contributions that are still to be corrupted.
-
-    They are when their operation is submitted: small ones leave before the ranks have agreed.
-    """
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[Fault, int]] = Counter()
-
-    def __call__(self, point: str, *about: Any) -> None:
-        if point == "submit":
-            for operation in about[1]:
-                self._corrupt(operation)
-
-    def _corrupt(self, operation: Contributing) -> None:
-        step = status.steps() + 1
-        for fault in [each for each in _left if each.corrupts_exchange]:
-            if fault.step not in (0, step):
-                continue
-            name = operation.contribution(fault.name)
-            if not name:
-                continue
-            self._counts[fault, step] += 1
-            if self._counts[fault, step] == fault.count:
-                _left.remove(fault)
-                operation.corrupt(name, fault.value)
-                _tell(fault, f"set the first entry of {name!r} to {fault.value:g} in step {step}")
+def _corrupt(operation: Operation, step: int) -> None:
+    """Corrupt a contribution that is selected for that."""
+    for fault in [each for each in _left if each.corrupts_exchange]:
+        if fault.step not in (0, step):
+            continue
+        name = operation.contribution(fault.name)
+        if not name:
+            continue
+        _counts[fault, step] += 1
+        if _counts[fault, step] == fault.count:
+            _left.remove(fault)
+            operation.corrupt(name, fault.value)
+            _tell(fault, f"set the first entry of {name!r} to {fault.value:g} in step {step}")
 
 
 def _kill(fault: Fault, path: Any) -> None:
