@@ -46,7 +46,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 507, "horovod"),
-    "launch": (_BESIDE, 3616, "launch"),
+    "launch": (_BESIDE, 3597, "launch"),
     "tools": (_TOOLS, 4863, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 725, "common"),
 }

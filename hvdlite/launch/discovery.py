@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -32,55 +33,46 @@ _TICK = 0.1
 _MAX_OUTPUT = 1 << 20
 
 
+@dataclass
 class Blacklist:
     """The hosts on which a process has failed, and which get no more processes for a while.
 
-    Args:
+    Attributes:
         cooldown: seconds after the first failure, which double with each further one, and the most
             that they grow to; default: forever.
         clock: the time in seconds.
     """
 
-    def __init__(
-        self,
-        cooldown: tuple[float, float] = (inf, inf),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._cooldown = cooldown
-        self._clock = clock
-        self._failures: Counter[str] = Counter()
-        self._until: dict[str, float] = {}
+    cooldown: tuple[float, float] = (inf, inf)
+    clock: Callable[[], float] = time.monotonic
+    _failures: Counter[str] = field(default_factory=Counter, init=False)
+    _until: dict[str, float] = field(default_factory=dict, init=False)
 
     def add(self, key: str) -> None:
         """Add a host after a failure there."""
-        least, most = self._cooldown
-        self._until[key] = self._clock() + min(least * 2.0 ** self._failures[key], most)
+        least, most = self.cooldown
+        self._until[key] = self.clock() + min(least * 2.0 ** self._failures[key], most)
         self._failures[key] += 1
 
     def __contains__(self, key: str) -> bool:
-        return self._clock() < self._until.get(key, 0.0)
+        return self.clock() < self._until.get(key, 0.0)
 
 
+@dataclass
 class Discovery:
     """Calls a script again and again for the hosts that there are; without one, they are fixed.
 
-    Args:
+    Attributes:
         hosts: the fixed hosts.
         script: a shell command that prints a host in each line, as ``name:slots`` or ``name``.
         slots: slots of a host that is printed without them.
     """
 
-    def __init__(
-        self,
-        hosts: Sequence[Host] = (),
-        script: str = "",
-        slots: int = 1,
-    ) -> None:
-        self.hosts = list(hosts)
-        self._script = script
-        self._slots = slots
-        self._ended = threading.Event()
-        self._process: subprocess.Popen[bytes] | None = None
+    hosts: Sequence[Host] = ()
+    script: str = ""
+    slots: int = 1
+    _ended: threading.Event = field(default_factory=threading.Event, init=False)
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -89,7 +81,7 @@ class Discovery:
         Raises:
             StartError: the script fails the first time.
         """
-        if not self._script:
+        if not self.script:
             yield
             return
         self.hosts = self._ask()
@@ -121,11 +113,11 @@ class Discovery:
         Raises:
             StartError: it fails.
         """
-        what = f"--host-discovery-script {self._script}"
+        what = f"--host-discovery-script {self.script}"
         # Files, since a child that the script leaves behind may keep a pipe open.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             self._process = subprocess.Popen(
-                self._script,
+                self.script,
                 shell=True,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -149,7 +141,7 @@ class Discovery:
             raise StartError(f"{what}: exit code {code} ({shortened(last)})")
         hosts = []
         for line in filter(None, map(str.strip, printed.splitlines())):
-            host = parse_host(line, self._slots)
+            host = parse_host(line, self.slots)
             if host is None:
                 found = shortened(line)
                 raise StartError(f"{what}: printed {found!r}, expected 'host:slots' or 'host'")
@@ -174,41 +166,30 @@ class Plan(NamedTuple):
     ranks: int
 
 
+@dataclass
 class Sizes:
     """Decides how many ranks a job has, and when it stops to have another number.
 
-    Args:
+    Attributes:
         discovery: knows the hosts.
         blacklist: of hosts on which processes have failed.
         least: the job waits for more hosts when it has fewer ranks.
         most: the most ranks that it may have.
         spares: slots that it needs beside those of the ranks.
         seconds: the longest wait for hosts.
-
-    Attributes:
-        discovery, most, seconds: see above.
     """
 
-    def __init__(
-        self,
-        discovery: Discovery,
-        blacklist: Blacklist,
-        least: int,
-        most: int,
-        spares: int = 0,
-        seconds: float = 600.0,
-    ) -> None:
-        self.discovery = discovery
-        self._blacklist = blacklist
-        self._least = least
-        self.most = most
-        self._spares = spares
-        self.seconds = seconds
-        self._order: list[str] = []
-        # The hosts on which a process has ever started.
-        self._proven: set[str] = set()
-        # The number of ranks on each host, when it was last looked at, or slots of the last plan.
-        self._running: Counter[str] = Counter()
+    discovery: Discovery
+    blacklist: Blacklist
+    least: int
+    most: int
+    spares: int = 0
+    seconds: float = 600.0
+    _order: list[str] = field(default_factory=list, init=False)
+    # The hosts on which a process has ever started.
+    _proven: set[str] = field(default_factory=set, init=False)
+    # The number of ranks on each host, when it was last looked at, or slots of the last plan.
+    _running: Counter[str] = field(default_factory=Counter, init=False)
 
     def wait(self, most: int) -> Plan:
         """Return the next run's size as soon as there are slots for the least number of ranks.
@@ -223,17 +204,17 @@ class Sizes:
         while True:
             hosts = self._usable()
             slots = sum(host.slots for host in hosts)
-            if slots >= self._least + self._spares:
-                ranks = min(most, slots - self._spares)
+            if slots >= self.least + self.spares:
+                ranks = min(most, slots - self.spares)
                 # Without hosts that get no process: mpirun fails if it cannot reach one of them.
                 before = accumulate((host.slots for host in hosts), initial=0)
-                hosts = [h for h, b in zip(hosts, before, strict=False) if b < ranks + self._spares]
+                hosts = [h for h, b in zip(hosts, before, strict=False) if b < ranks + self.spares]
                 self._order = [host_key(host.name) for host in hosts]
                 self._running = Counter({host_key(host.name): host.slots for host in hosts})
                 return Plan(hosts, ranks)
             if time.monotonic() > deadline:
                 raise StartError(
-                    f"found {slots} of {self._least + self._spares} slots "
+                    f"found {slots} of {self.least + self.spares} slots "
                     f"({listed(hosts) or 'no host'}) within {self.seconds:.0f} s "
                     "(--elastic-timeout); a host on which a process has "
                     "failed gets no more of them (--blacklist-cooldown-range)"
@@ -249,7 +230,7 @@ class Sizes:
             for death in server.deaths[known:]:
                 known += 1
                 for name in server.hosts.get(death.rank, ()):
-                    self._blacklist.add(host_key(name))
+                    self.blacklist.add(host_key(name))
             if due or server.left or time.monotonic() < next_look:
                 return
             next_look = time.monotonic() + _TICK
@@ -282,7 +263,7 @@ class Sizes:
             return []
         bad = [host.name for host in plan.hosts if host_key(host.name) not in self._proven]
         for name in bad:
-            self._blacklist.add(host_key(name))
+            self.blacklist.add(host_key(name))
             del self._running[host_key(name)]
         return bad
 
@@ -301,8 +282,8 @@ class Sizes:
         slots = {host_key(host.name): host.slots for host in self._usable()}
         if any(count > slots.get(key, 0) for key, count in self._running.items()):
             return True
-        wanted = min(self.most, sum(slots.values()) - self._spares)
-        return size < self._least or wanted > size
+        wanted = min(self.most, sum(slots.values()) - self.spares)
+        return size < self.least or wanted > size
 
     def _usable(self) -> list[Host]:
         """Return the hosts with the slots that the job may use, known ones first.
@@ -314,7 +295,7 @@ class Sizes:
             key = host_key(name)
             before = found[key].slots if key in found else 0
             found[key] = Host(name, before + slots)
-        for key in [key for key in found if key in self._blacklist]:
+        for key in [key for key in found if key in self.blacklist]:
             found[key] = Host(found[key].name, min(self._running[key], found[key].slots))
         found = {key: host for key, host in found.items() if host.slots}
         first = [key for key in self._order if key in found]
