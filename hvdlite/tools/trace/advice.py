@@ -17,6 +17,10 @@ _MANY_SMALL = 20  # operations in a step
 def advise(analysis: Analysis) -> list[str]:
     """Return what to do, the largest gain first; a sentence or two for each."""
     hints: list[tuple[float, str]] = []
+
+    def hint(gain: float, text: str) -> None:
+        hints.append((gain, text))
+
     exchange, waiting = mean_share(analysis, "exchange"), mean_share(analysis, "waiting")
     slowest, steps = analysis.slowest, analysis.steps
     seconds = fmean(share.seconds for share in analysis.shares)
@@ -26,52 +30,41 @@ def advise(analysis: Analysis) -> list[str]:
         each = ""
         if slowest.waited_per_step is not None:
             each = f"{1e3 * slowest.waited_per_step:.3g} ms per step, "
-        hints.append(
-            (
-                slowest.waited / seconds,
-                f"The others wait for rank {slowest.rank} ({each}{slowest.waited / seconds:.0%} of "
-                "their time): compare its input pipeline, the load of its host and its share of "
-                "the samples with theirs.",
-            )
+        hint(
+            slowest.waited / seconds,
+            f"The others wait for rank {slowest.rank} ({each}{slowest.waited / seconds:.0%} of "
+            "their time): compare its input pipeline, the load of its host and its share of "
+            "the samples with theirs.",
         )
     elif waiting > _WAITING:
-        hints.append(
-            (
-                waiting,
-                f"Waiting takes {waiting:.0%}, and no single rank causes it: steps vary in length. "
-                "Give each rank cores of its own (OMP_NUM_THREADS = cores / ranks) and batches of "
-                "equal size; larger batches even out.",
-            )
+        hint(
+            waiting,
+            f"Waiting takes {waiting:.0%}, and no single rank causes it: steps vary in length. "
+            "Give each rank cores of its own (OMP_NUM_THREADS = cores / ranks) and batches of "
+            "equal size; larger batches even out.",
         )
     if exchange > _EXCHANGE:
-        hints.append(
-            (
-                exchange,
-                f"Exchange takes {exchange:.0%}: {_on_bytes(analysis)}exchange less often (larger "
-                "batches, backward_passes_per_step). With cores to spare, HVDLITE_OVERLAP=1 hides "
-                "it behind the backward pass.",
-            )
+        hint(
+            exchange,
+            f"Exchange takes {exchange:.0%}: {_on_bytes(analysis)}exchange less often (larger "
+            "batches, backward_passes_per_step). With cores to spare, HVDLITE_OVERLAP=1 hides "
+            "it behind the backward pass.",
         )
     if steps.small > _MANY_SMALL:
-        hints.append(
-            (
-                0.0,
-                f"There are {steps.small:.0f} operations of less than 64 KiB in a step: combine "
-                "them by hvd.grouped_allreduce, and metrics by one hvd.average_metrics.",
-            )
+        hint(
+            0.0,
+            f"There are {steps.small:.0f} operations of less than 64 KiB in a step: combine "
+            "them by hvd.grouped_allreduce, and metrics by one hvd.average_metrics.",
         )
     if not hints and analysis.origin == "hvdlite":
-        both = exchange + waiting
-        hints.append((0.0, f"Exchange and waiting take {both:.1%}: settings can gain little."))
+        hint(0.0, f"Exchange and waiting take {exchange + waiting:.1%}: settings can gain little.")
     if steps.count < 2:
-        hints.append(
-            (
-                0.0,
-                "The trace tells no steps, so the shares include the start of the program; record "
-                "ten steps or more.",
-            )
+        hint(
+            0.0,
+            "The trace tells no steps, so the shares include the start of the program; record "
+            "ten steps or more.",
         )
-    return [text for _, text in sorted(hints, key=lambda hint: -hint[0])]
+    return [text for _, text in sorted(hints, key=lambda each: -each[0])]
 
 
 def _on_bytes(analysis: Analysis) -> str:
