@@ -61,11 +61,7 @@ def overhead_ratio(over: Samples, under: Samples, alone: Samples) -> dict[str, f
     """
     draws = np.random.default_rng(0).integers(len(alone), size=(_RESAMPLES, len(alone)))
     values = _ratio_of_medians(over[draws], under[draws], alone[draws])
-    return {
-        "median": float(_ratio_of_medians(over, under, alone)),
-        "p10": float(np.percentile(values, 10)),
-        "p90": float(np.percentile(values, 90)),
-    }
+    return {**summary(values), "median": float(_ratio_of_medians(over, under, alone))}
 
 
 def _ratio_of_medians(over: Samples, under: Samples, alone: Samples) -> Samples:
