@@ -31,8 +31,6 @@ _MICRO = 1e-6
 _MOST_TENSORS = 20
 _SMALL = 2**16  # bytes
 
-Floats = np.ndarray[Any, np.dtype[np.float64]]
-
 
 @dataclass(frozen=True)
 class Share:

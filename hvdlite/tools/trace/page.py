@@ -28,6 +28,7 @@ def render(document: Mapping[str, Any], detail: Detail) -> str:
         document: the analysis as JSON has it; the page's figures are these.
         detail: the arrays behind it, for the lanes.
     """
+    problem = document["problem"]
     first, last, shown = _window(detail)
     lanes = {
         "start": first,
@@ -41,7 +42,7 @@ def render(document: Mapping[str, Any], detail: Detail) -> str:
     }
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(f"Timeline {Path(document['file']).name}"),
-        problem=_paragraph("problem", document["problem"]),
+        problem=f'<p class="problem">{escape(problem)}</p>' if problem else "",
         summary=_summary(document),
         hints="".join(f"<li>{escape(hint)}</li>" for hint in document["hints"]),
         shares=_shares(document["shares"]),
@@ -76,10 +77,6 @@ def tensor_cells(tensor: Mapping[str, Any]) -> dict[str, str]:
         "late": time_text(tensor["late"]),
         "last": "-" if last is None else f"{last} ({tensor['last']:.0%})",
     }
-
-
-def _paragraph(kind: str, text: str) -> str:
-    return f'<p class="{kind}">{escape(text)}</p>' if text else ""
 
 
 def _summary(document: Mapping[str, Any]) -> str:
