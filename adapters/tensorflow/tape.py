@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import TracebackType
 from typing import Any
 
 import tensorflow as tf
@@ -252,13 +251,8 @@ class DistributedGradientTape(tf.GradientTape):
         self._inner.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._inner.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._inner.__exit__(*error)
 
     watch = _inner_method("watch")
     watched_variables = _inner_method("watched_variables")
