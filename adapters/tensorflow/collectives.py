@@ -20,7 +20,7 @@ from hvdlite.collectives.recorded import RecordedCall, members
 from hvdlite.compression import Compression, Strategy, check_strategy
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
 from hvdlite.tensorflow.graphs import for_session
-from hvdlite.tensorflow.rank_ops import set_size
+from hvdlite.tensorflow.rank_ops import integer, set_size
 from hvdlite.tensorflow.tensors import (
     CONVERSION,
     engine,
@@ -483,11 +483,11 @@ def barrier(
         name: Pairs this call with those of the other ranks; None pairs by order.
     """
 
-    def meet() -> list[Any]:
+    def meet() -> int:
         collectives.barrier(process_set, name)
-        return [np.int32(0)]
+        return 0
 
-    (done,) = run(meet, [], [tf.TensorSpec((), tf.int32)], process_set)
+    done = integer(meet, process_set)
     return done.op if for_session() else None
 
 
@@ -504,9 +504,4 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> tf.T
     Returns:
         The rank that joined last, the same on all; an int32 tensor.
     """
-
-    def wait() -> list[Any]:
-        return [np.int32(collectives.join(process_set))]
-
-    (last,) = run(wait, [], [tf.TensorSpec((), tf.int32)], process_set)
-    return last
+    return integer(lambda: collectives.join(process_set), process_set)

@@ -15,7 +15,7 @@ from hvdlite.world import world
 
 def rank_op(name: str | None = None) -> tf.Tensor:
     """Return the rank as an int32 tensor; ``name`` has no effect, here and below."""
-    return _number(world.rank)
+    return integer(world.rank)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
@@ -28,22 +28,22 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     Raises:
         ValueError: There is no such set; out of a graph, when it runs.
     """
-    return _number(lambda: len(_find(process_set_id).ranks or ()))
+    return integer(lambda: len(_find(process_set_id).ranks or ()))
 
 
 def set_size(process_set: ProcessSet) -> tf.Tensor:
     """Return the number of ranks in a process set of this rank, as an int32 tensor."""
-    return _number(lambda: engine(process_set).size)
+    return integer(lambda: engine(process_set).size)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """Return the local rank as an int32 tensor."""
-    return _number(world.local_rank)
+    return integer(world.local_rank)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """Return the number of ranks on this node as an int32 tensor."""
-    return _number(world.local_size)
+    return integer(world.local_size)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
@@ -56,7 +56,7 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     Raises:
         ValueError: There is no such set; out of a graph, when it runs.
     """
-    return _number(lambda: bool(_find(process_set_id).included()))
+    return integer(lambda: bool(_find(process_set_id).included()))
 
 
 def _find(process_set_id: int) -> ProcessSet:
@@ -64,6 +64,7 @@ def _find(process_set_id: int) -> ProcessSet:
 
 
 @unconverted
-def _number(count: Callable[[], int]) -> tf.Tensor:
-    (result,) = run(lambda: [np.int32(count())], [], [tf.TensorSpec((), tf.int32)])
+def integer(count: Callable[[], int], process_set: ProcessSet | None = None) -> tf.Tensor:
+    """Return what a function returns; ``process_set`` has the ranks that call it, None: any."""
+    (result,) = run(lambda: [np.int32(count())], [], [tf.TensorSpec((), tf.int32)], process_set)
     return result
