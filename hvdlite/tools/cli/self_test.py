@@ -44,7 +44,8 @@ def main(folder: str) -> None:
     write(rank=MPI.COMM_WORLD.rank, size=MPI.COMM_WORLD.size, library=library)
     if MPI.COMM_WORLD.size < 2:
         return
-    memcpy = _seconds(_copying())
+    source, target = _memory(), _memory()
+    memcpy = _seconds(lambda: np.copyto(target, source))
     results: dict[str, Any] = {}
     for name, settings in TRANSPORTS.items():
         results[name] = {"state": "began"}
@@ -66,7 +67,8 @@ def _try(settings: dict[str, str]) -> dict[str, Any]:
         hvd.init()
         try:
             wrong = [name for name, right in _collectives(hvd.rank(), hvd.size()) if not right]
-            seconds = _seconds(_summing())
+            data = _memory()
+            seconds = _seconds(lambda: hvd.allreduce(data, op=hvd.Sum, name="bandwidth", out=data))
             return {
                 "state": "wrong" if wrong else "works",
                 "transport": runtime.engine().named.carrier,
@@ -113,16 +115,6 @@ def _collectives(rank: int, size: int) -> Iterator[tuple[str, bool]]:
 
 def _all(found: Any, expected: Any) -> bool:
     return bool(np.all(found == expected))
-
-
-def _summing() -> Callable[[], object]:
-    array = _memory()
-    return lambda: hvd.allreduce(array, op=hvd.Sum, name="bandwidth", out=array)
-
-
-def _copying() -> Callable[[], object]:
-    source, target = _memory(), _memory()
-    return lambda: np.copyto(target, source)
 
 
 def _memory() -> Any:
