@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -173,7 +174,7 @@ def replicas(
         "hvdlite": hvdlite,
         "mpi": lambda model: (model, _AveragingSGD(comm, model)),
         "ddp": _ddp,
-        "ddp-no-buffers": _ddp_without_buffers,
+        "ddp-no-buffers": partial(_ddp, broadcast_buffers=False),
     }
     if "horovod" in names:
         other = _horovod()
@@ -202,18 +203,11 @@ def _distributed(library: Any, model: nn.Module) -> Trained:
     return model, library.DistributedOptimizer(optimizer, model.named_parameters())
 
 
-def _ddp(model: nn.Module) -> Trained:
-    return alone(DistributedDataParallel(model, gradient_as_bucket_view=True))
-
-
-def _ddp_without_buffers(model: nn.Module) -> Trained:
+def _ddp(model: nn.Module, **options: Any) -> Trained:
     with warnings.catch_warnings():
-        # Newer versions call this argument otherwise, older ones know only this name.
+        # Newer versions call broadcast_buffers otherwise, older ones know only this name.
         warnings.simplefilter("ignore", FutureWarning)
-        wrapped = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, broadcast_buffers=False
-        )
-    return alone(wrapped)
+        return alone(DistributedDataParallel(model, gradient_as_bucket_view=True, **options))
 
 
 class _AveragingSGD(torch.optim.SGD):
