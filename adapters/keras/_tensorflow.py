@@ -29,7 +29,7 @@ class Backend:
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         options = synchronizer.options
-        synchronizer.replica.read = _read_number
+        synchronizer.replica.read = lambda each: read(value_of(each)).numpy().item()
         self.checks = ReplicaChecks(synchronizer.replica, synchronizer.uncompared)
         self._allreduce = GradientAllreduce(
             options.strategy,
@@ -57,11 +57,6 @@ class Backend:
     def describe(self, variables: Sequence[Any]) -> list[Parameter]:
         """Return names, shapes and dtypes of variables."""
         return list(parameters_of(variables))
-
-
-def _read_number(variable: Any) -> float:
-    number: float = read(value_of(variable)).numpy().item()
-    return number
 
 
 def after(gradients: Sequence[Gradient]) -> AbstractContextManager[None]:
