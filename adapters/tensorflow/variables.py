@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -86,23 +87,19 @@ def _drop(reference: weakref.ref[WeakVariablesDict[Any]], key: tuple[Any, ...]) 
         values.pop(key, None)
 
 
+@dataclass(eq=False)
 class ReplicaChecks:
     """The comparisons across ranks of the variables that an optimizer, or tapes, train.
 
-    Args:
+    Attributes:
         replica: What is compared of the optimizer; None: nothing is.
         uncompared: Returns the number of exchanges before the first comparison.
     """
 
-    def __init__(
-        self,
-        replica: OptimizerReplica | None = None,
-        uncompared: Callable[[], int] = lambda: 1,
-    ) -> None:
-        self._replica = replica
-        self._uncompared = uncompared
-        self._checks: WeakVariablesDict[ReplicaCheck] = WeakVariablesDict()
-        self._given: WeakVariablesDict[GivenWeights] = WeakVariablesDict()
+    replica: OptimizerReplica | None = None
+    uncompared: Callable[[], int] = lambda: 1
+    _checks: WeakVariablesDict[ReplicaCheck] = field(default_factory=WeakVariablesDict, init=False)
+    _given: WeakVariablesDict[GivenWeights] = field(default_factory=WeakVariablesDict, init=False)
 
     def of(
         self, sources: Sequence[Any], process_set: ProcessSet, label: str = ""
@@ -120,10 +117,10 @@ class ReplicaChecks:
 
         def make() -> ReplicaCheck:
             return ReplicaCheck(
-                list if self._replica is None else self._replica.options,
+                list if self.replica is None else self.replica.options,
                 self.given(sources, process_set, label) or self._lister(sources),
                 _REMEDY,
-                self._uncompared,
+                self.uncompared,
                 stride=lambda: stride,
             )
 
@@ -141,20 +138,18 @@ class ReplicaChecks:
 
     def option_variables(self) -> list[tf.Variable]:
         """Return the variables that are options of the optimizer."""
-        return (
-            [] if self._replica is None else list(map(value_of, self._replica.option_variables()))
-        )
+        return [] if self.replica is None else list(map(value_of, self.replica.option_variables()))
 
     def compared(self, sources: Sequence[Any]) -> list[tf.Variable]:
         """Return all other variables that the comparison of some variables reads."""
         named = _named_variables(sources)
-        state = [] if self._replica is None else self._replica.state(named)
+        state = [] if self.replica is None else self.replica.state(named)
         return [value_of(each) for _, each in (*named, *state)]
 
     def _lister(self, sources: Sequence[Any]) -> Callable[[], list[tuple[str, Find]]]:
         """Return a function that lists what is compared now."""
         named = [(name, weakref.ref(source)) for name, source in _named_variables(sources)]
-        replica = self._replica
+        replica = self.replica
 
         def values() -> list[tuple[str, Find]]:
             living = [(name, found) for name, source in named if (found := source()) is not None]
