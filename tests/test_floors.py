@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "recipe": (7, 2461, "recipe"),
     "torch": (8, 4676, "torch"),
     "tensorflow": (8, 3173, "tensorflow"),
-    "keras": (9, 2390, "keras tensorflow.keras"),
+    "keras": (9, 2386, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2917,

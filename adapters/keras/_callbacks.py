@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -435,13 +436,8 @@ class _AtomicallySaved:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        _save(self._model.save, filepath, *args, **kwargs)
-
-    def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        _save(self._model.save_weights, filepath, *args, **kwargs)
+        found = getattr(self._model, name)
+        return partial(_save, found) if name in ("save", "save_weights") else found
 
 
 def _save(save: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
