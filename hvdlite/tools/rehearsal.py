@@ -246,18 +246,10 @@ def _corrupt(operation: Operation, step: int) -> None:
             _tell(fault, f"set the first entry of {name!r} to {fault.value:g} in step {step}")
 
 
-def _kill(fault: Fault, path: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _stop(fault: Fault, path: Any) -> None:
     resume = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
     subprocess.Popen(["/bin/sh", "-c", resume], stdin=subprocess.DEVNULL)
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _delay(fault: Fault, path: Any) -> None:
-    time.sleep(fault.seconds)
 
 
 def _raise(fault: Fault, path: Any) -> None:
@@ -298,9 +290,9 @@ def _tell(fault: Fault, text: str) -> None:
 
 
 _ACTIONS: dict[str, Callable[[Fault, Any], object]] = {
-    "kill": _kill,
+    "kill": lambda *_: os.kill(os.getpid(), signal.SIGKILL),
     "stop": _stop,
-    "delay": _delay,
+    "delay": lambda fault, _: time.sleep(fault.seconds),
     "raise": _raise,
     "corrupt": _flip_bit,
 }
