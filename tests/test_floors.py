@@ -47,7 +47,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     ),
     "horovod": (_BESIDE, 507, "horovod"),
     "launch": (_BESIDE, 3597, "launch"),
-    "tools": (_TOOLS, 4825, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 4817, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 725, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

@@ -106,11 +106,7 @@ def replicas(
 
 
 def build(name: str) -> keras.Model:
-    """Make a workload's model with the weights that it has on every rank.
-
-    Args:
-        name: of a workload.
-    """
+    """Make a workload's model with the weights that it has on every rank."""
     keras.utils.set_random_seed(0)
     chosen = WORKLOADS[name]
     inputs = keras.Input(chosen.sample)

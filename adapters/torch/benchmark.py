@@ -231,11 +231,7 @@ class _AveragingSGD(torch.optim.SGD):
 
 
 def build(name: str) -> nn.Module:
-    """Make a workload's model with the weights that it has on every rank.
-
-    Args:
-        name: of a workload.
-    """
+    """Make a workload's model with the weights that it has on every rank."""
     torch.manual_seed(0)
     chosen = WORKLOADS[name]
     model = _dense([*chosen.sample, *chosen.widths, CLASSES]) if chosen.widths else _resnet()
