@@ -31,7 +31,7 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "gradients": (7, 3251, "gradients"),
     "recipe": (7, 2461, "recipe"),
     "torch": (8, 4676, "torch"),
-    "tensorflow": (8, 3173, "tensorflow"),
+    "tensorflow": (8, 3171, "tensorflow"),
     "keras": (9, 2386, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,

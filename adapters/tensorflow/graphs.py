@@ -6,7 +6,7 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -104,9 +104,7 @@ def call_python_in_session(
     place = None if process_set is None else f"graph.{_count(process_set.process_set_id)}"
 
     def call(*arrays: Any) -> list[Any]:
-        if place is None:
-            return [*function(*arrays[1:]), np.int32(0)]
-        with naming(place):
+        with nullcontext() if place is None else naming(place):
             return [*function(*arrays[1:]), np.int32(0)]
 
     scalar = tf.TensorSpec((), tf.int32)
