@@ -46,8 +46,8 @@ ROOMS: dict[str, tuple[int, int, str]] = {
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 507, "horovod"),
-    "launch": (_BESIDE, 3597, "launch"),
-    "tools": (_TOOLS, 4817, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "launch": (_BESIDE, 3595, "launch"),
+    "tools": (_TOOLS, 4815, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 725, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

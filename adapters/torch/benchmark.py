@@ -219,7 +219,6 @@ class _AveragingSGD(torch.optim.SGD):
         self._parameters = list(model.parameters())
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Average, and step."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._comm.Allreduce(MPI.IN_PLACE, parameter.grad.numpy(), MPI.SUM)

@@ -131,7 +131,6 @@ class OpenMPI(Mpirun):
     }
 
     def export(self, names: Sequence[str]) -> list[str]:
-        """Name each of them."""
         return [word for name in names for word in ("-x", name)]
 
     def settings(self, root: bool, here: bool, folder: str) -> dict[str, str]:
@@ -187,7 +186,6 @@ class MPICH(Mpirun):
     network_variables = ("HYDRA_IFACE", "FI_TCP_IFACE")
 
     def export(self, names: Sequence[str]) -> list[str]:
-        """Carry all variables."""
         return ["-genvall"] if names else []
 
     def networks(self, names: Sequence[str]) -> dict[str, str]:

@@ -36,7 +36,6 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports each mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2."""
         found = re.match("argument COMMAND: invalid choice: '([^']*)'", message)
         if found:
             message += launcher_options.did_you_mean(found[1], ("run", *COMMANDS, "completion"))
