@@ -150,7 +150,7 @@ def check_op(strategy: Strategy, op: ReduceOp) -> None:
 
 
 def exchange_bucket(
-    strategy: Strategy, bucket: Bucket, transport: Transport, weight: float = 1.0
+    strategy: Strategy, bucket: Bucket, transport: Transport, weight: float | None = None
 ) -> None:
     """Exchange a bucket of any dtype, with a weight for this rank's gradients.
 
@@ -161,7 +161,8 @@ def exchange_bucket(
         strategy: how the bucket travels.
         bucket: to be exchanged.
         transport: connects the ranks.
-        weight: multiplies ``bucket.send``; with 0 it counts as zeros, whatever its content.
+        weight: multiplies ``bucket.send``; with 0 it counts as zeros, whatever its content. None
+            on all ranks: there are no weights.
 
     Raises:
         GradientError: as `Strategy.exchange`.
@@ -171,9 +172,9 @@ def exchange_bucket(
     counting = None
     if not strategy.is_identity:
         transport = counting = CountingTransport(transport)
-    if weight != 1.0 or counting is not None:
+    if weight is not None or counting is not None:
         bucket.copy_zero_copy_parts()
-    if weight != 1.0:
+    if weight is not None:
         if weight or not isinstance(send, np.ndarray):
             transport.scale(send, bucket.result, Scaling(weight))
         else:  # not 0 * gradients: the average of no samples is NaN

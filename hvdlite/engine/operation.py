@@ -70,6 +70,8 @@ class Operation(ABC):
         ready: Events for which the device waits before it executes the operation.
         tensors: Tensors that the device uses, once the operation has been executed.
         inline_data: A flat array that may travel with the digests; None: there is none.
+        places: The send and the result array of its plain allreduce, see `Transport.announce`; None
+            on all ranks if it may not be one.
         handle: Handle that delivers the result; set at the submission.
         stands_in: Whether ranks that have joined can take part, see `stand_in`.
         stall_exempt: Whether it may wait for the other ranks without limit and without a report.
@@ -87,6 +89,7 @@ class Operation(ABC):
     ready: Sequence[Event] = ()
     tensors: Sequence[Any] = ()
     inline_data: Any = None
+    places: tuple[Any, Any] | None = None
     nbytes = 0
     sent = 0
     stands_in = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import pickle
@@ -28,7 +29,7 @@ from hvdlite.observe import status
 from hvdlite.transport import NoRoomError, Transport
 
 _log = logging.getLogger("hvdlite")
-_digest_of, _handle_of = attrgetter("digest"), attrgetter("handle")
+_digest_of, _handle_of, _places_of = map(attrgetter, ("digest", "handle", "places"))
 # Of a rank without operations, which closes the lane, or says what it does elsewhere.
 _CLOSING_DIGEST, _IDLE_DIGEST = bytes(16), b"\1" * 16
 # Pauses between rounds in which nothing could be decided; a new submission ends them.
@@ -114,6 +115,8 @@ class Rounds:
         groups = fuse(operations, self._settings.fusion_threshold)
         digests = [*map(_digest_of, operations)]
         digests = digests or [_CLOSING_DIGEST if self._closes else _IDLE_DIGEST]
+        if operations and operations[0].places is not None and not self.waiting:
+            self._transport.announce([*itertools.takewhile(bool, map(_places_of, operations))])
         self.waiting = True
         try:
             agreed = self._transport.meet(digests, self._stall.check, _inline_data(groups))
@@ -287,6 +290,7 @@ class Rounds:
             groups: The operations, grouped by what runs together.
             pending: The ranks' descriptions, with payloads; None: all payloads equal this rank's.
         """
+        unfinished = []
         for group in groups:
             first, *others = group
             if pending is None:
@@ -318,8 +322,14 @@ class Rounds:
                 observe("exchanged", self._name, group)
             if self._transport.confirms:
                 self._deliver(partial(self._finish, group, results))
-            else:
+            elif first.places is None:
                 self._finish(group, results)
+            else:
+                unfinished.append((group, results))
+        if unfinished:
+            self._transport.complete()
+        for group, results in unfinished:
+            self._finish(group, results)
 
     def _finish(self, group: Sequence[Operation], results: Sequence[Any]) -> None:
         """Remove operations from the queue, and hand over their results."""

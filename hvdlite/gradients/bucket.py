@@ -53,6 +53,7 @@ class GradientBucket(Operation):
         all_arrived: after the exchange, whether all ranks had all gradients, as dense ones.
         weight: after the exchange, the factor of this rank's gradients.
         keeps_result: whether all exchanges write to one result array.
+        release: called with each result array that is its owner's from then on.
         checks_finite: whether averages that are not finite are refused.
         corrupted: whether a planted fault has changed a gradient of this step in its slot.
     """
@@ -78,6 +79,11 @@ class GradientBucket(Operation):
         self.all_arrived = False
         self.weight = 1.0
         self.keeps_result = self.checks_finite = False
+        self.release: Callable[[Any], None] = lambda result: None
+        reduction = arrays.reduction
+        is_plain = strategy.is_identity and reduction.before_sum.is_identity
+        self._is_plain = is_plain and reduction.op is not ReduceOp.ADASUM and self.memory is None
+        self._has_result = True
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -132,9 +138,7 @@ class GradientBucket(Operation):
             stop: where it ends.
             among: such elements of the whole bucket, in an uncompressed exchange.
         """
-        reduction = self.arrays.reduction
-        is_plain = self.strategy.is_identity and reduction.before_sum.is_identity
-        if not is_plain or reduction.op is ReduceOp.ADASUM:
+        if not self._is_plain:
             return slice(0, 0)
         first, last = max(among.start, start), min(among.stop, stop)
         return slice(first - start, last - start) if first < last else slice(0, 0)
@@ -145,6 +149,13 @@ class GradientBucket(Operation):
             self.fill_gaps()
         exchanges = self.arrays.state.count if self.strategy.stateful else None
         replica = b"" if self.snapshot is None else self.snapshot.digest
+        if not self._has_result:
+            with contextlib.suppress(OSError):  # of a closed lane, which says so itself
+                self.arrays.allocate_result()
+                self._has_result = True
+        self.places = None
+        if self._is_plain and self._has_result:
+            self.places = self.arrays.send, self.arrays.result
         is_complete = self._kinds_here == self._all_dense
         self._is_usual = is_complete and exchanges is None and self.samples is None
         self.payload = metadata.encode(self._kinds_here, exchanges, self.samples, replica)
@@ -159,6 +170,9 @@ class GradientBucket(Operation):
         """Wait for the exchange, if it has been submitted."""
         if self.pending is not None:
             self.pending.wait()
+            if self._has_result and not self.keeps_result:
+                self.release(self.arrays.result)
+                self._has_result = False
 
     def settle(self) -> None:
         """Wait until the exchange has ended or failed, so that slots may be written."""
@@ -232,15 +246,15 @@ class GradientBucket(Operation):
         found = self.receive_metadata(payloads, transport)
         if not self.nbytes or found.is_empty:
             return None
-        if not self.keeps_result:
+        if not self._has_result:
             self.arrays.allocate_result()
         arrays, strategy = self._exchanged(), self.strategy
         with timeline.span(self.lane, timeline.EXCHANGE):
-            exchange_bucket(strategy, arrays, transport, self.weight)
+            weight = None if found.weights is None else self.weight
+            exchange_bucket(strategy, arrays, transport, weight)
         self.sent = arrays.sent
-        if not self.keeps_result:
-            transport.release(arrays.result)  # its owner's now
         if self.checks_finite:
+            transport.complete()
             check_finite(arrays, transport)
         if strategy.stateful:
             arrays.state.count = found.exchanges + 1

@@ -150,6 +150,7 @@ class GradientBuckets:
             arrays = Bucket(parameters, self.reduction, self.lane.empty, self.state)
             bucket = GradientBucket(name, self.signature, arrays, strategy)
             bucket.checks_finite = self._settings.not_finite != "pass"
+            bucket.release = self.lane.release
             return bucket
         arrays = Bucket(parameters, self.reduction, self._memory.empty, self.state)
         return DeviceGradientBucket(name, self.signature, arrays, strategy, self._memory)

@@ -104,6 +104,21 @@ class Transport(ABC):
                 nothing of this call: make another one in its place.
         """
 
+    def announce(self, arrays: Sequence[tuple[Any, Any]]) -> None:  # noqa: B027
+        """Announce the arrays of the operations that the digests of the next `meet` stand for.
+
+        A transport whose ranks reduce in each other's memory tells the others where they lie, which
+        saves a round trip for each; another for all of them, as `complete` waits for the results.
+
+        Args:
+            arrays: send and result of the first of these operations, one after the other. If the
+                digests are the same on all ranks, either all of them pass their arrays of one
+                operation to `allreduce`, before the next `meet`, or none does.
+        """
+
+    def complete(self) -> None:  # noqa: B027
+        """Wait for the results of what was announced and reduced; `confirm` does so, too."""
+
     def absent(self) -> list[int] | None:
         """Return the members that have not arrived in the `meet` in progress; None if unknown.
 

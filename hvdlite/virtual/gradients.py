@@ -529,7 +529,7 @@ class _Exchange(Operation):
                 if len(bucket.absent) == len(members):
                     continue
                 strategy = owner.strategy.choose(bucket.parameters[0])
-                weight = 1.0 if weights is None else weights[virtual.rank]
+                weight = None if weights is None else weights[virtual.rank]
                 exchange_bucket(strategy, bucket, virtual, weight)
                 if owner.checks_finite:
                     check_finite(bucket, virtual)

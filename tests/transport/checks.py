@@ -399,6 +399,33 @@ def several_at_once(transport: Transport) -> None:
     assert all((array == 60000).all() for array in float16s)
 
 
+def announced_arrays(transport: Transport) -> None:
+    """Announced arrays are reduced as ever, in the order of the announcement, or not at all."""
+    float32 = np.dtype(np.float32)
+    for size in (3, 30_011):
+        pairs = [(transport.empty(size, float32), transport.empty(size, float32)) for _ in range(6)]
+        pairs[2] = np.empty(size, float32), pairs[2][1]
+        for turn, used in enumerate([(0, 1, 2, 3, 4, 5), (), (1, 3), (5, 0), (4, 2)]):
+            arrays = [samples(transport.size, "float32", size, seed=turn + n) for n in range(6)]
+            for (send, result), ranks in zip(pairs, arrays, strict=True):
+                send[...], result[...] = ranks[transport.rank], turn
+            fewer = transport.rank == transport.size - 1
+            transport.announce(pairs[: 6 - turn - fewer])
+            word = bytes([transport.rank * (turn == 3)]) * 16
+            found = transport.meet([word] * 6, on_wait)
+            assert bool(found) == (turn != 3 or transport.size == 1)
+            for number in used:
+                transport.allreduce(*pairs[number], Sum, Scaling())
+            transport.complete()
+            for number in used:
+                check_reduction(pairs[number][1], arrays[number], Sum)
+            # The first again, moved to another place, which no rank knows of.
+            send, result = pairs[0] = pairs[0][0], transport.empty(size, float32)
+            transport.allreduce(send, result, Sum, Scaling())
+            check_reduction(result, arrays[0], Sum)
+            transport.allreduce(result, result, Sum, Scaling())
+
+
 EVERYTHING = (
     meet,
     meet_with_several_digests,
@@ -418,4 +445,5 @@ EVERYTHING = (
     again_and_again,
     zero_copy_parts,
     several_at_once,
+    announced_arrays,
 )

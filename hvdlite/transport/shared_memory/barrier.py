@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +40,12 @@ _CHUNKS = 32 * 4096 + 2048
 _OUTPUTS = _CHUNKS + COPIES * LARGEST_CHUNK
 _SLOT_BYTES = _OUTPUTS + OUTPUTS * LARGEST_CHUNK
 
-# A rank spins for this long before it sleeps: to wake a sleeping core takes 0.1 ms, and costs the
-# core that wakes it nearly as much. With fewer cores than ranks it yields its core while it spins,
-# perhaps to the rank that it waits for; otherwise yielding would only make it notice later.
-_SPIN_SECONDS = 0.5e-3
+# A rank spins before it sleeps: to wake a sleeping core takes 0.1 ms, and costs the core that wakes
+# it nearly as much. Each spin in vain halves how long, each success doubles it: where both ranks
+# share a core, because other processes compute on the rest, it keeps the other from arriving. With
+# fewer cores than ranks it yields its core while it spins, perhaps to the rank that it waits for;
+# otherwise yielding would only make it notice later.
+_LONGEST_SPIN, _SHORTEST_SPIN = 0.5e-3, 1e-5
 # A rank that sleeps in the kernel wakes this often to check that the others are still alive.
 _CHECK_SECONDS = 0.05
 
@@ -161,11 +163,14 @@ class Barrier:
         self.others = [slot for slot in self.slots if slot is not self.own]
         self._sleeps = [slot.sleeps for slot in self.others]
         self.chunks: Callable[[int, int, np.dtype[Any]], tuple[Any, ...]]
-        self.chunks = lru_cache(64)(partial(_chunks, self.slots))  # mostly the same sizes
+        slots = self.slots
+        # Mostly the same sizes.
+        self.chunks = lru_cache(64)(lambda *which: tuple(slot.chunk(*which) for slot in slots))
         self._spin = yield_core if crowded else pause
         self.last = 0
         self.passed = 0
         self._on_wait: OnWait | None = None
+        self._spin_seconds = _LONGEST_SPIN
         # Used by this rank alone, so always free. To acquire it is an atomic operation: others see
         # what was written before it before anything is read after it.
         self._fence = threading.Lock()
@@ -266,10 +271,12 @@ class Barrier:
         return [slot.rank for slot in self.others if not _reached(slot.arrived.value, self.last)]
 
     def _wait_for(self, slot: Slot, generation: int, start: float) -> None:
-        while time.monotonic() < start + _SPIN_SECONDS:
+        while time.monotonic() < start + self._spin_seconds:
             self._spin()
             if _reached(slot.arrived.value, generation):
+                self._spin_seconds = min(2 * self._spin_seconds, _LONGEST_SPIN)
                 return
+        self._spin_seconds = max(self._spin_seconds / 2, _SHORTEST_SPIN)
         while not _reached(seen := slot.arrived.value, generation):
             elapsed = time.monotonic() - start
             self._check_others(generation, elapsed)
@@ -304,12 +311,6 @@ def reset(arena: Arena) -> None:
     first = arena.first
     if first is not None:
         first[:_NOTES] = 0
-
-
-def _chunks(
-    slots: Sequence[Slot], generation: int, size: int, dtype: np.dtype[Any]
-) -> tuple[Any, ...]:
-    return tuple(slot.chunk(generation, size, dtype) for slot in slots)
 
 
 def _has_ended(slot: Slot) -> str:

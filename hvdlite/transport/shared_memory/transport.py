@@ -52,6 +52,9 @@ _PIECE = 2**18
 # Smaller arrays, in bytes, are reduced on every rank, in one generation. Larger ones make up for a
 # second generation, in which each rank reduces a slice for all.
 _SMALL = 2**16
+# How many operations' places travel with the digests, in the note's integers; and the place of an
+# array that lies elsewhere: at the beginning of a rank's memory lies its slot.
+_ANNOUNCED, _NOWHERE = 4, (0, 0)
 # Up to this number of ranks, unless they are 16-bit floats, every rank reduces whole chunks.
 _FEW_RANKS = 2
 
@@ -90,6 +93,10 @@ class SharedMemoryTransport(Transport):
         self._barrier = barrier
         self.arena = barrier.arena
         self._brought = 0  # the generation for which `meet` has written a chunk; 0: none
+        # The offsets of arrays: of this rank, for the next `meet`; of all ranks, by this rank's.
+        self._announced: list[tuple[int, int]] = []
+        self._places: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        self._is_incomplete = False  # whether results may lack what other ranks write
         self._cross = cross
         self._owners = owners or self.size
 
@@ -98,20 +105,36 @@ class SharedMemoryTransport(Transport):
         barrier = join() if world.node.size == world.comm.size else None
         return None if barrier is None else cls(barrier, world.node.rank)
 
+    def announce(self, arrays: Sequence[tuple[Any, Any]]) -> None:
+        self._announced = []
+        for send, result in arrays[:_ANNOUNCED]:
+            offsets = None if self._is_small(send.nbytes) else self._find(send, result)
+            if offsets is None:
+                break
+            self._announced.append(offsets)
+
     def meet(self, digests: Sequence[bytes], on_wait: OnWait, data: Sequence[Any] = ()) -> int:
         """Compare all ranks' digests; the first chunk of the data travels with them."""
         barrier = self._barrier
         mine = b"".join(digests[:MAX_DIGESTS])
         if barrier.passed == barrier.last:  # else the wait was interrupted, and is resumed
             self._brought = self._load(data) if data else 0
-            barrier.own.write(barrier.last + 1, (), mine)
+            numbers = itertools.chain.from_iterable(self._announced)
+            barrier.own.write(barrier.last + 1, [*numbers], mine)
             barrier.arrive()
         generation = barrier.last
         barrier.wait(generation, on_wait)
+        announced, self._announced = self._announced, []
+        self._places = {}
         for slot in barrier.others:
             if slot.digests(generation) != mine:
                 theirs = [_split(slot.digests(generation)) for slot in barrier.others]
                 return common_prefix([_split(mine), *theirs])
+        for position, own in enumerate(announced):
+            which = slice(2 * position, 2 * position + 2)
+            places = [slot.numbers(generation)[which] for slot in barrier.slots]
+            if _NOWHERE not in places:
+                self._places[own] = places
         return len(mine) // DIGEST_SIZE
 
     def absent(self) -> list[int]:
@@ -123,8 +146,12 @@ class SharedMemoryTransport(Transport):
     def leave(self) -> None:
         self._barrier.leave()
 
+    def complete(self) -> None:
+        if self._is_incomplete:
+            self.confirm()
+
     def confirm(self) -> None:
-        self._brought = 0
+        self._brought, self._is_incomplete = 0, False
         self._barrier.meet()
 
     def revoke(self) -> None:
@@ -275,7 +302,7 @@ class SharedMemoryTransport(Transport):
         self,
         send: Any,
         result: Any,
-        offsets: Sequence[int],
+        offsets: tuple[int, int],
         op: ReduceOp,
         scaling: Scaling,
         elsewhere: Sequence[tuple[int, Any]] = (),
@@ -283,9 +310,12 @@ class SharedMemoryTransport(Transport):
         """Reduce this rank's slice of all ranks' arrays into all ranks' results."""
         self._brought = 0
         barrier = self._barrier
-        barrier.own.write(barrier.next, offsets)
-        generation = barrier.meet()
-        numbers = [slot.numbers(generation) for slot in barrier.slots]
+        numbers = self._places.pop(offsets, [])
+        is_announced = self._is_incomplete = bool(numbers)
+        if not is_announced:
+            barrier.own.write(barrier.next, offsets)
+            generation = barrier.meet()
+            numbers = [slot.numbers(generation) for slot in barrier.slots]
         sends = self._views(send, [each[0] for each in numbers])
         results = self._views(result, [each[1] for each in numbers])
         reduce = self._reducer(send.dtype, op, scaling)
@@ -307,7 +337,8 @@ class SharedMemoryTransport(Transport):
                 if target is not result or in_place:
                     calls.append((np.copyto, (target[piece], reduced)))
         perform(calls)
-        barrier.meet()  # before any rank may write inputs that others read, or read its result
+        if not is_announced:
+            barrier.meet()  # before any rank may write inputs that others read, or read its result
 
     def _find(self, send: Any, result: Any) -> tuple[int, int] | None:
         """Return the offsets of two arrays in shared memory, or None if either lies elsewhere."""

@@ -313,6 +313,25 @@ class TestOrder:
 
 
 class TestMovement:
+    @ranks(2, 3)
+    @pytest.mark.parametrize("end", ["complete", "confirm"])
+    def test_what_is_announced_takes_two_generations_in_all(self, end):
+        float32, size = np.dtype(np.float32), 30_011
+        with transport() as made:
+            pairs = [(made.empty(size, float32), made.empty(size, float32)) for _ in range(4)]
+            for turn in range(3):
+                for number, (send, result) in enumerate(pairs):
+                    send[...], result[...] = made.rank + number, turn
+                before = made._barrier.last
+                made.announce(pairs)
+                made.meet([bytes(16)], checks.on_wait)
+                for send, result in pairs:
+                    made.allreduce(send, result, Sum, Scaling())
+                getattr(made, end)()
+                assert made._barrier.last == before + 2
+                for number, (_, result) in enumerate(pairs):
+                    assert (result == sum(range(made.size)) + number * made.size).all()
+
     @ranks(2, 3, 4)
     @pytest.mark.parametrize("chunk", [64, 67, 1000])
     def test_bytes_in_many_rounds(self, chunk):
@@ -466,7 +485,8 @@ class TestWaiting:
     @ranks(2, 3)
     def test_who_sleeps_is_woken_by_whoever_comes(self, monkeypatch):
         """One that is not woken would sleep for 20 seconds."""
-        monkeypatch.setattr(barrier, "_SPIN_SECONDS", 0.0)
+        monkeypatch.setattr(barrier, "_LONGEST_SPIN", 0.0)
+        monkeypatch.setattr(barrier, "_SHORTEST_SPIN", 0.0)
         monkeypatch.setattr(barrier, "_CHECK_SECONDS", 20.0)
         with transport(chunk=64) as made:
             array = np.ones(16 * 3000, np.float32)
