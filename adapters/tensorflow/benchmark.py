@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from hvdlite.tools.bench.workloads import (
     RESNET_GROUPS,
     WORKLOADS,
 )
+
+_shape = operator.attrgetter("shape")
 
 Wrapping = Callable[[tf.GradientTape], tf.GradientTape]
 
@@ -91,6 +94,7 @@ def replicas(
     ways: dict[str, Wrapping] = {
         "alone": lambda tape: tape,
         "hvdlite": hvd.DistributedGradientTape,
+        "mpi": lambda tape: _AveragingTape(comm, tape),
     }
     if "horovod" in names:
         with naming("horovod"):
@@ -100,6 +104,26 @@ def replicas(
     chosen = [name for name in ways if name in names]
     yield [Replica(name, workload, batch, comm.rank, ways[name]) for name in chosen]
     hvd.shutdown()
+
+
+class _AveragingTape:
+    """Average the gradients after the backward pass, one by one, by plain MPI."""
+
+    def __init__(self, comm: MPI.Comm, tape: tf.GradientTape) -> None:
+        self._comm = comm
+        self._tape = tape
+
+    def gradient(self, target: tf.Tensor, sources: Sequence[Any]) -> Sequence[tf.Tensor]:
+        """Return the averages of the target's gradients."""
+        gradients = self._tape.gradient(target, sources)
+        averages = tf.numpy_function(self._average, gradients, [each.dtype for each in gradients])
+        return [tf.ensure_shape(*pair) for pair in zip(averages, map(_shape, sources), strict=True)]
+
+    def _average(self, *gradients: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        averages = [each / np.float32(self._comm.size) for each in gradients]
+        for average in averages:
+            self._comm.Allreduce(MPI.IN_PLACE, average)
+        return averages
 
 
 # Models

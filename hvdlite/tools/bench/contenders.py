@@ -19,7 +19,7 @@ KNOWN = {
     "compression": dict.fromkeys(("torch", "tensorflow"), tuple(CANDIDATES)),
     "training": {
         "torch": ("alone", "hvdlite", "mpi", "ddp", "ddp-no-buffers", "horovod"),
-        "tensorflow": ("alone", "hvdlite", "horovod"),
+        "tensorflow": ("alone", "hvdlite", "mpi", "horovod"),
     },
 }
 #: All others are compared with these.

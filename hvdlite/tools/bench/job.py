@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from hvdlite.tools.bench.report import count_text
 
 _PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch", "tensorflow", "keras", "horovod")
 _QUIET = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+# What keeps a core busy, until the rank that has started it ends.
+_COMPUTE = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(10**5))"
 
 
 class Outcome(NamedTuple):
@@ -42,6 +45,7 @@ def run(
     *,
     hosts: str | None = None,
     hostfile: str | None = None,
+    busy: int = 0,
 ) -> Outcome:
     """Call a function on every rank of a job.
 
@@ -52,6 +56,7 @@ def run(
         arguments: keyword arguments.
         hosts: as in ``hvdliterun -H``; default: this host, or the choice of the batch system.
         hostfile: instead of ``hosts``.
+        busy: processes that compute on each host meanwhile, as those that load data do.
 
     Raises:
         StartError: the hosts are wrong, or the job failed (code 1); one line that names the rank
@@ -64,7 +69,7 @@ def run(
     try:
         results = launch.run(
             _on_rank,
-            (size, function, dict(arguments)),
+            (size, function, dict(arguments), busy),
             num_proc=size,
             hosts=hosts,
             hostfile=hostfile,
@@ -111,7 +116,26 @@ def say(comm: Any, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _on_rank(size: int, function: str, arguments: dict[str, Any]) -> Outcome | None:
+@contextlib.contextmanager
+def computing(node: Any, count: int) -> Iterator[None]:
+    """Have processes compute on a node in a context.
+
+    Args:
+        node: a communicator of its ranks.
+        count: how many.
+    """
+    command = [sys.executable, "-I", "-S", "-c", _COMPUTE, str(os.getpid())]
+    own = [subprocess.Popen(command) for _ in range(count if node.rank == 0 else 0)]
+    node.Barrier()
+    try:
+        yield
+    finally:
+        for process in own:
+            process.kill()
+            process.wait()
+
+
+def _on_rank(size: int, function: str, arguments: dict[str, Any], busy: int = 0) -> Outcome | None:
     """Call the function on this rank."""
     from mpi4py import MPI
 
@@ -120,7 +144,9 @@ def _on_rank(size: int, function: str, arguments: dict[str, Any]) -> Outcome | N
     if comm.size != size:
         raise RuntimeError(f"MPI has {comm.size} ranks, expected {size}; `hvdlite check` says why")
     module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(comm, **arguments)
+    measure = getattr(importlib.import_module(module), name)
+    with computing(comm.Split_type(MPI.COMM_TYPE_SHARED), busy):
+        result = measure(comm, **arguments)
     hosts = len(set(comm.allgather(MPI.Get_processor_name())))
     faulthandler.cancel_dump_traceback_later()
     return Outcome(result, _versions(MPI), hosts) if comm.rank == 0 else None

@@ -18,11 +18,16 @@ def numbers(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
+def count(text: str, least: int = 0) -> int:
+    """Return a number from ``least`` on."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from {least} on")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """Return a number from 1 on."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from 1 on")
-    return int(text)
+    return count(text, 1)
 
 
 def above_zero(value: Any) -> float:

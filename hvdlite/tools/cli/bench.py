@@ -18,6 +18,7 @@ from hvdlite.tools.cli.arguments import (
     add_hosts,
     add_plot,
     check_file,
+    count,
     numbers,
     positive,
 )
@@ -124,6 +125,8 @@ def _add_options(
     add("--rounds", type=positive, default=200, metavar="N", help="at most (%(default)s)")
     text = "per size or model, about, at most (%(default)g)"
     add("--seconds", type=above_zero, default=benchmark.seconds, metavar="S", help=text)
+    text = "processes that compute on each host meanwhile, as those that load data do (0)"
+    add("--busy", type=count, default=0, metavar="N", help=text)
     add_hosts(parser)
     text = "write JSON, with the time of every round; without FILE: print it, and no table"
     add("--json", nargs="?", const="-", metavar="FILE", help=text)
@@ -203,19 +206,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         cases = [own]
     where = {"hosts": options.hosts, "hostfile": options.hostfile}
     notes = [remark] if remark else []
+    if options.busy:
+        notes.append(f"processes that computed meanwhile on each host: {options.busy}")
     results: list[Record] = []
     versions: dict[str, str] = {}
     for size in options.np:
         if size > facts["cores"] and not any(where.values()):
             notes.append(f"{size} ranks share the {facts['cores']} cores of this host")
         for case in cases:
-            outcome = job.run(size, _RANKS.format(benchmark), {**common, **case}, **where)
+            arguments = {**common, **case}
+            outcome = job.run(size, _RANKS.format(benchmark), arguments, **where, busy=options.busy)
             results += [{"hosts": outcome.hosts, **record} for record in outcome.result]
             versions |= outcome.versions
     return {
         "benchmark": benchmark,
         "machine": {**facts, "versions": versions},
-        "options": {**common, **own},
+        "options": {**common, **own, "busy": options.busy},
         "notes": notes,
         "results": results,
     }
