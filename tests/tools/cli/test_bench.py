@@ -171,7 +171,7 @@ class TestTraining:
         ("framework", "model", "contenders"),
         [
             ("torch", "layers", ["alone", "hvdlite", "mpi", "ddp"]),
-            ("tensorflow", "mlp", ["alone", "hvdlite"]),
+            ("tensorflow", "mlp", ["alone", "hvdlite", "mpi"]),
         ],
     )
     def test_steps(self, capsys, framework, model, contenders):
