@@ -84,7 +84,11 @@ def _count(size: int, local: int, steps: int) -> np.ndarray:
         }
         command = mpirun.command(size, "-m", "tests.benchmarks.growth_ranks", str(steps))
         result = subprocess.run(
-            command, env=mpirun.environment(extra), cwd=mpirun.ROOT, stdout=subprocess.PIPE
+            command,
+            env=mpirun.environment(extra),
+            cwd=mpirun.ROOT,
+            stdout=subprocess.PIPE,
+            timeout=600.0,
         )
         if result.returncode:
             sys.exit(f"{size} ranks, {local} of a node: mpirun ended with {result.returncode}")

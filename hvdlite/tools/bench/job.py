@@ -135,7 +135,7 @@ def computing(node: Any, count: int) -> Iterator[None]:
             process.wait()
 
 
-def _on_rank(size: int, function: str, arguments: dict[str, Any], busy: int = 0) -> Outcome | None:
+def _on_rank(size: int, function: str, arguments: dict[str, Any], busy: int) -> Outcome | None:
     """Call the function on this rank."""
     from mpi4py import MPI
 
