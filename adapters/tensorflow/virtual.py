@@ -24,7 +24,7 @@ from hvdlite.recipe.variables import generators, state_of
 from hvdlite.tensorflow.gradients import densified
 from hvdlite.tensorflow.tensors import dtype_of, engine, like, run, unconverted, value_of
 from hvdlite.tensorflow.variables import ReplicaChecks, parameters_of, read
-from hvdlite.virtual.gradients import VirtualExchange
+from hvdlite.virtual.gradients import Part, VirtualExchange
 from hvdlite.virtual.state import VirtualState
 from hvdlite.world import parts
 
@@ -105,17 +105,13 @@ class VirtualSteps(GradientPath):
 
         def end_part(*arrays: Any) -> list[Any]:
             given = dict(zip(here, arrays, strict=False))
-            values, before = np.split(np.arange(len(here), len(here) + 2 * len(buffers)), 2)
+            rest = arrays[len(here) :]
+            values, before = rest[: len(buffers)], rest[len(buffers) : 2 * len(buffers)]
+            pairs = enumerate(zip(values, before, strict=True))
+            changed = frozenset(n for n, pair in pairs if not np.array_equal(*pair))
             count = int(arrays[-1]) if counts else None
             whole = [given.get(number) for number in range(len(parameters))]
-            return self._end_part(
-                parameters,
-                whole,
-                here,
-                [arrays[number] for number in values],
-                [arrays[number] for number in before],
-                count,
-            )
+            return self._end_part(parameters, Part(whole, values, changed, count), before)
 
         reads = [read(variable) for variable in (*buffers, *begins)]
         results_like = [*own, *reads[: len(buffers)], *states]
@@ -134,25 +130,18 @@ class VirtualSteps(GradientPath):
             apply(averages)
 
     def _end_part(
-        self,
-        parameters: Sequence[Parameter],
-        gradients: Sequence[Any],
-        here: Sequence[int],
-        buffers: Sequence[Any],
-        begins: Sequence[Any],
-        samples: int | None,
+        self, parameters: Sequence[Parameter], part: Part, begins: Sequence[Any]
     ) -> list[Any]:
         """Return whether the step is complete, averages or zeros, and what buffers begin with."""
-        exchange = self.exchange
+        exchange, gradients = self.exchange, part.gradients
+        here = [number for number, each in enumerate(gradients) if each is not None]
         exchange.follow(runtime.engine(), parameters)
         exchange.check = self._checks.of(self._compared, global_process_set)
-        pairs = enumerate(zip(buffers, begins, strict=True))
-        changed = frozenset(n for n, (now, before) in pairs if not np.array_equal(now, before))
         self._buffers.end_part()
         self.stepped = False
         outcome = None
         try:
-            outcome = exchange.end_part(gradients, buffers, changed, samples)
+            outcome = exchange.end_part(part)
         except NotFiniteError as error:
             if runtime.engine().settings.not_finite != "skip":
                 raise

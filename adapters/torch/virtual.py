@@ -29,7 +29,7 @@ from hvdlite.torch.replicas import make_check
 from hvdlite.torch.tensors import to_array, to_tensor_like
 from hvdlite.torch.wrapping import Distributed, find_closure
 from hvdlite.virtual import ranks as virtual_ranks
-from hvdlite.virtual.gradients import Outcome, VirtualExchange
+from hvdlite.virtual.gradients import Outcome, Part, VirtualExchange
 from hvdlite.virtual.ranks import turns_of
 from hvdlite.virtual.state import VirtualState
 from hvdlite.world import parts, world
@@ -130,9 +130,9 @@ class VirtualReducer:
         Afterwards ``grad`` of the parameters is the average, or, if there are parts left, None.
 
         Raises:
-            HorovodInternalError, ValueError: as `VirtualExchange.finish` and ``add``.
-            RuntimeError: as `Turns.check_request`, `Turns.end` and `ModelBuffers.take`; or what
-                stays the same within a step has changed.
+            HorovodInternalError, ValueError: as `VirtualExchange.end_part`.
+            RuntimeError: as `Turns.check_request`, `VirtualExchange.end_part` and
+                `ModelBuffers.take`; or what stays the same within a step has changed.
             TypeError: a gradient is sparse.
         """
         turns_of(self.exchange.size).check_request()
@@ -146,24 +146,24 @@ class VirtualReducer:
             for number, parameter in enumerate(self._parameters)
             if (gradient := parameter.grad) is not None and gradient.is_sparse
         }
-        part = self._buffers.take()
-        exchange = self.exchange
-        exchange.follow(runtime.engine(), describe(self.names, self._parameters), part.parameters)
+        buffers = self._buffers.take()
+        exchange, described = self.exchange, describe(self.names, self._parameters)
+        exchange.follow(runtime.engine(), described, buffers.parameters)
         exchange.start = Signature(
             [
                 ("the seed of hvd.seed", last_seed()),
                 ("the number of threads", torch.get_num_threads()),
-                *part.start,
+                *buffers.start,
             ]
         )
         self.stepped = False
-        outcome = exchange.end_part(gradients, part.values, part.changed, samples, axes)
+        outcome = exchange.end_part(Part(gradients, buffers.values, buffers.changed, samples, axes))
         if outcome is None:
             for parameter in self._parameters:
                 parameter.grad = None  # so that no optimizer changes anything
         else:
             self._hand_over(outcome)
-            self._buffers.begin_step(part, outcome.buffers)
+            self._buffers.begin_step(buffers, outcome.buffers)
             self.stepped = True
         self.averaged = True
         seed_part()

@@ -84,23 +84,37 @@ class Holdings(NamedTuple):
     loaded: bool
 
 
-class Part:
-    """One virtual rank's gradients and buffers, in buckets.
+class Part(NamedTuple):
+    """A part of a step, as it has been computed for a virtual rank.
 
     Attributes:
-        present: the numbers of the parameters that have a gradient.
-        changed: the numbers of the buffers that have changed.
-        samples: the number of samples that the gradients are averages of; None: all count the same.
+        gradients: for each parameter an array of its shape; None: it has no gradient.
+        buffers: for each buffer an array of its shape.
+        changed: the numbers of those that differ from what the step has begun with.
+        samples: the number of samples that the gradients are averages of; given for all virtual
+            ranks, or for none.
         axes: the number of sparse axes of each gradient that was sparse, by number.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], buffers: Sequence[Bucket]) -> None:
-        self.buckets = buckets
-        self.buffers = buffers
-        self.present: frozenset[int] = frozenset()
-        self.changed: frozenset[int] = frozenset()
-        self.samples: int | None = None
-        self.axes: Mapping[int, int] = {}
+    gradients: Sequence[Any]
+    buffers: Sequence[Any] = ()
+    changed: frozenset[int] = frozenset()
+    samples: int | None = None
+    axes: Mapping[int, int] = MappingProxyType({})
+
+
+class Summary(NamedTuple):
+    """A process's message to the others about a part.
+
+    Attributes:
+        present: the numbers of the parameters that have a gradient, and of changed buffers, which
+            follow the parameters.
+        samples, axes: as in `Part`.
+    """
+
+    present: frozenset[int]
+    samples: int | None
+    axes: Mapping[int, int]
 
 
 class VirtualExchange:
@@ -118,7 +132,10 @@ class VirtualExchange:
         check: compares the processes' replicas; None: they may differ.
 
     Attributes:
+        plan: for each bucket its parameters or its buffers, by number; buffers come last.
+        places: the bucket and the position there of each, by number.
         parts: those that have been computed here in this step, by virtual rank.
+        buckets: their arrays, by virtual rank.
         exchanges: the number of completed exchanges; the same on all processes.
         states: what strategies remember, by virtual rank.
         played: the virtual ranks whose parts this process had in the last exchange.
@@ -150,7 +167,8 @@ class VirtualExchange:
         self.strategy = strategy
         self.reduction = reduction
         self.size = size
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, Summary] = {}
+        self.buckets: dict[int, list[Bucket]] = {}  # used again in later steps
         self.states: dict[int, StrategyState] = {}
         self.copies: States = {}
         self.exchanges = 0
@@ -159,17 +177,22 @@ class VirtualExchange:
         self._label = label
         self.check = check
         self.played: frozenset[int] = frozenset()
-        self._known: dict[int, Part] = {}  # their arrays are used again
         self.connect(engine)
 
     def connect(self, engine: Engine) -> None:
         """Move to another engine; what has been computed of a step is forgotten."""
         self._engine = engine
         settings = engine.settings
-        self.plan = plan_for(self.parameters, self.strategy, settings)
-        self.buffer_plan = plan_for(self.buffers, DENSE, settings)
-        self.places = _places(self.plan)
-        self.buffer_places = _places(self.buffer_plan)
+        of_buffers = plan_for(self.buffers, DENSE, settings)
+        self.plan = [
+            *plan_for(self.parameters, self.strategy, settings),
+            *([len(self.parameters) + number for number in members] for members in of_buffers),
+        ]
+        self.places = {
+            number: (bucket, position)
+            for bucket, members in enumerate(self.plan)
+            for position, number in enumerate(members)
+        }
         self.signature = Signature(
             (
                 ("the number of virtual ranks", self.size),
@@ -178,62 +201,36 @@ class VirtualExchange:
             )
         )
         self.checks_finite = settings.not_finite != "pass"
-        self._known.clear()
+        self.buckets.clear()
         self.restart()
 
     def restart(self) -> None:
         """Forget what has been computed of a step."""
         self.parts.clear()
 
-    def add(
-        self,
-        rank: int,
-        gradients: Sequence[Any],
-        buffers: Sequence[Any] = (),
-        changed: frozenset[int] = frozenset(),
-        samples: int | None = None,
-        axes: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:
-        """Keep a copy of what has been computed for a virtual rank.
+    def is_buffer(self, number: int) -> bool:
+        """Return whether a number is a buffer's, and not a parameter's."""
+        return number >= len(self.parameters)
 
-        Args:
-            rank: the virtual rank.
-            gradients: for each parameter an array of its shape; None: it has no gradient.
-            buffers: for each buffer an array of its shape.
-            changed: the numbers of those that differ from what the step has begun with.
-            samples: the number of samples that the gradients are averages of; given for all
-                virtual ranks, or for none.
-            axes: the number of sparse axes of each gradient that was sparse, by number.
-
-        Raises:
-            ValueError: samples are given, and the reduction is no average.
-        """
-        if samples is not None:
-            check_weighted(self.reduction.op)
-        part = self._known.get(rank)
-        if part is None:
+    def _add(self, rank: int, part: Part) -> None:
+        """Keep a copy of what has been computed for a virtual rank."""
+        if rank not in self.buckets:
             state = self.states.setdefault(rank, StrategyState())
-            part = self._known[rank] = Part(
-                [self._bucket(self.parameters, members, state) for members in self.plan],
-                [self._bucket(self.buffers, members, None) for members in self.buffer_plan],
-            )
-        part.present = frozenset(n for n, each in enumerate(gradients) if each is not None)
-        part.changed = changed
-        part.samples = samples
-        part.axes = dict(axes)
-        for number, gradient in enumerate(gradients):
+            self.buckets[rank] = [self._bucket(members, state) for members in self.plan]
+        for number, array in enumerate((*part.gradients, *part.buffers)):
             bucket, position = self.places[number]
-            part.buckets[bucket].send_slot(position)[...] = 0 if gradient is None else gradient
-        for number, buffer in enumerate(buffers):
-            bucket, position = self.buffer_places[number]
-            part.buffers[bucket].send_slot(position)[...] = buffer
-        self.parts[rank] = part
+            slot = self.buckets[rank][bucket].send_slot(position)
+            slot[...] = 0 if array is None else array
+        present = {number for number, each in enumerate(part.gradients) if each is not None}
+        present.update(len(self.parameters) + number for number in part.changed)
+        self.parts[rank] = Summary(frozenset(present), part.samples, dict(part.axes))
 
-    def _bucket(
-        self, parameters: Sequence[Parameter], members: Sequence[int], state: StrategyState | None
-    ) -> Bucket:
-        reduction = Reduction() if state is None else self.reduction
-        return Bucket([parameters[number] for number in members], reduction, np.empty, state)
+    def _bucket(self, members: Sequence[int], state: StrategyState) -> Bucket:
+        arrays = *self.parameters, *self.buffers
+        described = [arrays[number] for number in members]
+        if self.is_buffer(members[0]):
+            return Bucket(described, Reduction())
+        return Bucket(described, self.reduction, np.empty, state)
 
     def follow(
         self,
@@ -269,30 +266,23 @@ class VirtualExchange:
         self.parameters, self.buffers = found
         self.connect(engine)
 
-    def end_part(
-        self,
-        gradients: Sequence[Any],
-        buffers: Sequence[Any] = (),
-        changed: frozenset[int] = frozenset(),
-        samples: int | None = None,
-        axes: Mapping[int, int] = MappingProxyType({}),
-    ) -> Outcome | None:
+    def end_part(self, part: Part) -> Outcome | None:
         """End the part of the virtual rank whose turn it is; after the last one, exchange.
-
-        Args:
-            gradients, buffers, changed, samples, axes: as in `add`.
 
         Returns:
             The averages, if they end the step; None: this process has to compute other parts.
 
         Raises:
-            HorovodInternalError, ValueError: as `add` and `finish`.
+            HorovodInternalError: as `finish`.
             RuntimeError: as `Turns.end`.
+            ValueError: the number of samples is given, and the reduction is no average.
         """
         turns = turns_of(self.size)
         rank = turns.rank
         is_last = turns.end()
-        self.add(rank, gradients, buffers, changed, samples, axes)
+        if part.samples is not None:
+            check_weighted(self.reduction.op)
+        self._add(rank, part)
         if not is_last:
             return None
         try:
@@ -334,7 +324,7 @@ class VirtualExchange:
             self.exchanges = operation.exchanges
             self.played = frozenset(self.parts)
             self.states = {rank: self.states[rank] for rank in self.played}
-            self._known = {rank: self._known[rank] for rank in self.played}
+            self.buckets = {rank: self.buckets[rank] for rank in self.played}
             self.copies = operation.copies
             self.loaded = False
             self.restart()
@@ -398,41 +388,22 @@ class VirtualExchange:
         self.restart()
         self.exchanges = exchanges
         self.loaded = not is_own
-        self.states, self.played, self.copies = {}, frozenset(), {}
-        self._known.clear()
-        if exchanges:
-            self.copies = {rank: states.get(rank, {}) for rank in states}
-
-    def averages(
-        self, buckets: Sequence[Bucket], places: Mapping[int, tuple[int, int]], present: Any
-    ) -> list[Any]:
-        """Return the averages of parameters or buffers, by number; None for those not present."""
-        return [
-            buckets[places[number][0]].result_slot(places[number][1]) if number in present else None
-            for number in range(len(places))
-        ]
-
-
-def _places(plan: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
-    return {
-        number: (bucket, position)
-        for bucket, members in enumerate(plan)
-        for position, number in enumerate(members)
-    }
+        self.states, self.played = {}, frozenset()
+        self.copies = {**states} if exchanges else {}
+        self.buckets.clear()
 
 
 class _Report(NamedTuple):
     """A process's message to the others before an exchange.
 
     Attributes:
-        parts: of each virtual rank that it has computed: `Part.present`, ``changed``, ``samples``
-            and ``axes``.
+        parts: that it has computed, by virtual rank.
         holdings: its states.
         replica: the digest of its replica, or b"".
         start: the digest of `VirtualExchange.start`.
     """
 
-    parts: Mapping[int, tuple[frozenset[int], frozenset[int], int | None, Mapping[int, int]]]
+    parts: Mapping[int, Summary]
     holdings: Holdings
     replica: bytes
     start: bytes
@@ -469,22 +440,19 @@ class _Exchange(Operation):
         """Return the name of the first gradient, or of that of the name, of the first part here."""
         for number, parameter in enumerate(self._owner.parameters):
             is_meant = name in ("", parameter.name) and is_floating(parameter.dtype)
-            if is_meant and parameter.size and self._first_with(number) is not None:
+            if is_meant and parameter.size and self._ranks_with(number):
                 return parameter.name
         return ""
 
     def corrupt(self, name: str, value: float) -> None:
         """Set the first entry of a gradient of the first virtual rank that has it here."""
         number = [parameter.name for parameter in self._owner.parameters].index(name)
-        part = self._first_with(number)
-        assert part is not None
         bucket, position = self._owner.places[number]
-        set_first(part.buckets[bucket].send_slot(position), value)
+        rank = min(self._ranks_with(number))
+        set_first(self._owner.buckets[rank][bucket].send_slot(position), value)
 
-    def _first_with(self, number: int) -> Part | None:
-        """Return the first part that has a gradient of a parameter."""
-        parts = (part for _, part in sorted(self._owner.parts.items()))
-        return next((part for part in parts if number in part.present), None)
+    def _ranks_with(self, number: int) -> list[int]:
+        return [rank for rank, part in self._owner.parts.items() if number in part.present]
 
     def protect(self) -> None:
         self._before = {rank: each.state_dict() for rank, each in self._owner.states.items()}
@@ -517,16 +485,17 @@ class _Exchange(Operation):
             _refuse_start(owner.start, transport)
         weights = _weights(reports, owner.size)
         parts = [part for each in reports for part in each.parts.values()]
-        present = frozenset(itertools.chain(*(part[0] for part in parts)))
-        changed = frozenset(itertools.chain(*(part[1] for part in parts)))
+        present = frozenset(itertools.chain(*(part.present for part in parts)))
         ranks = VirtualRanks(transport, done)
 
         def exchange(virtual: VirtualTransport) -> None:
-            part = owner.parts[virtual.rank]
-            for members, bucket in zip(owner.plan, part.buckets, strict=True):
+            for members, bucket in zip(owner.plan, owner.buckets[virtual.rank], strict=True):
                 bucket.count = before
                 bucket.absent = [p for p, number in enumerate(members) if number not in present]
                 if len(bucket.absent) == len(members):
+                    continue
+                if owner.is_buffer(members[0]):
+                    DENSE.exchange(bucket, virtual)
                     continue
                 strategy = owner.strategy.choose(bucket.parameters[0])
                 weight = None if weights is None else weights[virtual.rank]
@@ -535,9 +504,6 @@ class _Exchange(Operation):
                     check_finite(bucket, virtual)
                 if strategy.stateful:
                     bucket.state.count = before + 1
-            for members, bucket in zip(owner.buffer_plan, part.buffers, strict=True):
-                if not changed.isdisjoint(members):
-                    DENSE.exchange(bucket, virtual)
 
         try:
             self.refusal = None
@@ -547,26 +513,20 @@ class _Exchange(Operation):
         self.exchanges = before + 1
         if owner.strategy.stateful and self._keeps_copies and transport.size > 1:
             self.copies = self._copy_states(transport, ranks)
-        part = owner.parts[ranks.own[0]]
-        return Outcome(
-            None,
-            owner.averages(part.buckets, owner.places, present),
-            owner.averages(part.buffers, owner.buffer_places, changed),
-            {number: axes for part in parts for number, axes in part[3].items()},
-        )
+        buckets = owner.buckets[ranks.own[0]]
+        averages = [
+            buckets[bucket].result_slot(position) if number in present else None
+            for number, (bucket, position) in sorted(owner.places.items())
+        ]
+        first = len(owner.parameters)
+        axes = {number: each for part in parts for number, each in part.axes.items()}
+        return Outcome(None, averages[:first], averages[first:], axes)
 
     def _gather_reports(self, transport: Transport) -> list[_Report]:
         owner = self._owner
-        own = _Report(
-            {
-                rank: (part.present, part.changed, part.samples, part.axes)
-                for rank, part in owner.parts.items()
-            },
-            owner.holdings,
-            b"" if self._snapshot is None else self._snapshot.digest,
-            owner.start.digest,
-        )
-        return [_Report(*pickle.loads(each)) for each in transport.gather(pickle.dumps(tuple(own)))]
+        replica = b"" if self._snapshot is None else self._snapshot.digest
+        own = _Report(owner.parts, owner.holdings, replica, owner.start.digest)
+        return [*map(pickle.loads, transport.gather(pickle.dumps(own)))]
 
     def _move_states(self, transport: Transport, reports: Sequence[_Report]) -> None:
         """Get what strategies remember of virtual ranks that others have played before."""
@@ -628,7 +588,7 @@ def _weights(reports: Sequence[_Report], size: int) -> list[float] | None:
     Raises:
         GradientError: only some have a number of samples, or all together have none.
     """
-    samples = {rank: n for each in reports for rank, (_, _, n, _) in each.parts.items()}
+    samples = {rank: part.samples for each in reports for rank, part in each.parts.items()}
     silent = sorted(rank for rank, n in samples.items() if n is None)
     if len(silent) == size:
         return None
