@@ -10,7 +10,6 @@ import mmap
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 
 from hvdlite.launch.check_build import ask_library, find_mpirun, software, table
 from hvdlite.launch.hosts import all_local, login, parse_hosts
+from hvdlite.tools.cli import script
 from hvdlite.tools.cli.self_test import NBYTES, TRANSPORTS
 
 HELP = "report what is installed, what works here, and the remedy for what does not"
@@ -121,7 +121,8 @@ def _mpi() -> tuple[list[Finding], dict[str, float]]:
             findings[-1] = Finding("mpirun", _FAULT, f"{found} loads {library}", remedy)
         else:
             found = f"two ranks did not start: {printed}"
-            remedy = f"look at the output of `{_command('FOLDER', short=True)}`"
+            command = "hvdliterun -np 2 python -m hvdlite.tools.cli.self_test FOLDER"
+            remedy = f"look at the output of `{command}`"
             findings[-1] = Finding("mpirun", _FAULT, found, remedy)
         return findings, {}
     results = [
@@ -201,36 +202,16 @@ _REPORT = "run `hvdlite check --json` again, and report its output with the vers
 def _self_test() -> tuple[list[dict[str, Any]], str]:
     """Run the self test; return what each process has written, and the last line printed."""
     with tempfile.TemporaryDirectory(prefix="hvdlite-check-") as folder:
-        process = subprocess.Popen(
-            _command(folder).split(" "),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=_SELF_TEST_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher ends its ranks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            output = f"no end within {_SELF_TEST_SECONDS} s"
+        command = [sys.executable, "-m", "hvdlite.tools.cli.self_test", folder]
+        job = script.run("hvdlite check", ["-np", "2"], command, timeout=_SELF_TEST_SECONDS)
         ranks = []
         for path in sorted(Path(folder).glob("*.json")):
             with contextlib.suppress(ValueError):  # half written
                 ranks.append(json.loads(path.read_text()))
-    lines = output.strip().splitlines()
-    return ranks, lines[-1] if lines else f"exit code {process.returncode}"
-
-
-def _command(folder: str, short: bool = False) -> str:
-    launcher = "hvdliterun" if short else f"{sys.executable} -m hvdlite.launch"
-    python = "python" if short else sys.executable
-    return f"{launcher} -np 2 {python} -m hvdlite.tools.cli.self_test {folder}"
+    if job.code is None:
+        return ranks, f"no end within {_SELF_TEST_SECONDS} s"
+    lines = (job.output + job.errors).strip().splitlines()
+    return ranks, lines[-1] if lines else f"exit code {job.code}"
 
 
 # NCCL

@@ -71,7 +71,10 @@ def run(
         timeout: seconds until the job is ended.
     """
     # Files, because a pipe would stay open as long as anything that the job has left behind.
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as output,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+    ):
         start = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, "-m", "hvdlite.launch", *options, *command],
@@ -86,7 +89,7 @@ def run(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = process.wait(min(timeout - seconds, _SECONDS_BETWEEN_NEWS))
                 seconds = time.monotonic() - start
-                if code is None:
+                if code is None and seconds < timeout:
                     print(f"{title}: running for {seconds:.0f} s", file=sys.stderr, flush=True)
         finally:
             process.terminate()  # hvdliterun ends its ranks
