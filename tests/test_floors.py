@@ -29,11 +29,11 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "engine": (4, 3866, "engine"),
     "compression": (5, 2989, "compression"),
     "collectives": (6, 1812, "collectives"),
-    "gradients": (7, 3266, "gradients"),
+    "gradients": (7, 3318, "gradients"),
     "recipe": (7, 2461, "recipe"),
     "torch": (8, 4676, "torch"),
     "tensorflow": (8, 3171, "tensorflow"),
-    "keras": (9, 2386, "keras tensorflow.keras"),
+    "keras": (9, 2365, "keras tensorflow.keras"),
     "elastic": (
         _BESIDE,
         2917,
@@ -43,12 +43,12 @@ ROOMS: dict[str, tuple[int, int, str]] = {
     "virtual": (_BESIDE, 2375, "tensorflow.virtual torch.virtual virtual"),
     "schedule": (
         _BESIDE,
-        1463,
+        1435,
         "schedule tensorflow.local_steps torch.scheduled",
     ),
     "horovod": (_BESIDE, 507, "horovod"),
     "launch": (_BESIDE, 3595, "launch"),
-    "tools": (_TOOLS, 4876, "__main__ tensorflow.benchmark tools torch.benchmark"),
+    "tools": (_TOOLS, 4853, "__main__ tensorflow.benchmark tools torch.benchmark"),
     "facade": (_FACADE, 725, "common"),
 }
 # What gathers the public names of an adapter: it may import all that it names.

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.compression import Parameter
 from hvdlite.engine import Engine, runtime
 from hvdlite.gradients.buckets import GradientBuckets
@@ -67,20 +66,17 @@ class Backend:
         check = self._check_of(parameters, variables) if self._options.replicates else None
         if not exchange.plan:
             exchange.compare(check)
-        try:
-            _start(exchange, gradients, samples, check)
-        finally:
-            leave()
-        # All buckets are under way before the first is waited for.
-        reduced: list[torch.Tensor | None] = [None] * len(gradients)
-        for index, members in enumerate(exchange.plan):
-            anywhere = exchange.finish_bucket(index, leaves_out).any(axis=0)
-            for number, has in zip(members, anywhere, strict=True):
-                if has:
-                    variable = variables[number].value
-                    reduced[number] = to_tensor_like(exchange.result_slot(number), variable)
+
+        def gradient(number: int) -> Any:
+            own = gradients[number]
+            return None if own is None else to_array(as_dense(own))
+
+        found = exchange.exchange(gradient, samples, check, leaves_out)
         exchange.count_step()
-        return reduced
+        return [
+            to_tensor_like(exchange.result_slot(number), variables[number].value) if has else None
+            for number, has in enumerate(found)
+        ]
 
     def are_finite(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Return whether all gradients are finite."""
@@ -147,23 +143,6 @@ def _find(variable: Any) -> Any:
 
 def _to_array(rows: Any) -> Any:
     return to_array(rows) if isinstance(rows, torch.Tensor) else rows
-
-
-@uninterrupted  # a step is sent as a whole, or not at all
-def _start(
-    exchange: GradientBuckets,
-    gradients: Sequence[torch.Tensor | None],
-    samples: int | None,
-    check: ReplicaCheck | None,
-) -> None:
-    for index, members in enumerate(exchange.plan):
-        own = {number: gradients[number] for number in members}
-        exchange.start_bucket(
-            index,
-            {number: to_array(as_dense(g)) for number, g in own.items() if g is not None},
-            samples,
-            check,
-        )
 
 
 def unconverted(function: _Function) -> _Function:

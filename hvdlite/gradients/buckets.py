@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hvdlite import compression
 from hvdlite.base.arrays import describe
+from hvdlite.base.interrupts import leave, uninterrupted
 from hvdlite.base.reduction import ReduceOp, check
 from hvdlite.compression import Bucket, Parameter, Reduction, Strategy, StrategyState, check_op
 from hvdlite.engine import Engine
 from hvdlite.engine.device import DeviceMemory
 from hvdlite.engine.operation import Signature
-from hvdlite.errors import NotFiniteError
+from hvdlite.errors import HorovodInternalError, NotFiniteError
 from hvdlite.gradients.bucket import Comparison, GradientBucket
 from hvdlite.gradients.device import DeviceGradientBucket
 from hvdlite.gradients.finite import tell_left_out
@@ -203,6 +204,57 @@ class GradientBuckets:
         bucket, position = self._places[number]
         if part.size:
             bucket.arrays.zero_copy[bucket.arrays.bounds[position] + first] = part
+
+    def exchange(
+        self,
+        find: Callable[[int], Any],
+        samples: int | None = None,
+        check: ReplicaCheck | None = None,
+        leaves_out: bool = False,
+    ) -> list[bool]:
+        """Exchange all buckets; all of them start before the first is waited for.
+
+        Args:
+            find: returns this rank's gradient, by the parameter's number; None: there is none.
+            samples, check: as in `start_bucket`.
+            leaves_out: as in `finish_bucket`.
+
+        Returns:
+            For each parameter whether any rank has a gradient, whose average `result_slot` returns.
+
+        Raises:
+            Exception: that of ``find``, `start_bucket` or `finish_bucket`. All buckets that have
+                started have ended, unless a signal's handler has raised.
+        """
+        started: list[int] = []
+        errors: list[Exception] = []
+
+        @uninterrupted  # so that a signal's handler finds all buckets started, or none
+        def start() -> None:
+            for index, members in enumerate(self.plan):
+                own = {number: find(number) for number in members}
+                here = {number: each for number, each in own.items() if each is not None}
+                self.start_bucket(index, here, samples, check)
+                started.append(index)
+
+        try:
+            start()
+        except Exception as error:
+            errors.append(error)
+        finally:
+            leave()
+        found = [False] * len(self.parameters)
+        for index in started:
+            try:
+                anywhere = self.finish_bucket(index, leaves_out).any(axis=0).tolist()
+            except HorovodInternalError as error:
+                errors.append(error)
+            else:
+                for number, has in zip(self.plan[index], anywhere, strict=True):
+                    found[number] = has
+        if errors:
+            raise errors[0]
+        return found
 
     def start_bucket(
         self,

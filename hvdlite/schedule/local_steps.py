@@ -18,7 +18,7 @@ from hvdlite.compression import DENSE, Parameter, Reduction, Strategy, StrategyS
 from hvdlite.engine import Engine, runtime
 from hvdlite.engine.operation import Gather, Signature
 from hvdlite.engine.process_sets import ProcessSet, global_process_set
-from hvdlite.errors import GradientError, HorovodInternalError
+from hvdlite.errors import GradientError
 from hvdlite.gradients import strategy_state
 from hvdlite.gradients.buckets import GradientBuckets
 from hvdlite.observe import status
@@ -325,7 +325,8 @@ class LocalSteps:
                 described = Parameter(name, moment.array.shape, moment.array.dtype)
                 entries.append(_Entry(described, moment.array, moment.write))
         exchange = self._connect([entry.parameter for entry in entries], strategy, _AVERAGE)
-        _run(exchange, lambda number: entries[number].array)
+        # One sample per rank: ranks that have joined have none, and are left out.
+        exchange.exchange(lambda number: entries[number].array, samples=1)
         slots = map(exchange.result_slot, range(len(entries)))
         self._unwritten.extend(
             partial(entry.write, slot) for entry, slot in zip(entries, slots, strict=True)
@@ -342,7 +343,7 @@ class LocalSteps:
 
         before = self._state.state_dict() if self._strategy.stateful else {}
         try:
-            _run(exchange, gradient)
+            exchange.exchange(gradient, samples=1)
             if self._outer.has_momentum:
                 self._check_finite(exchange, parameters)
         except BaseException:
@@ -400,32 +401,3 @@ class LocalSteps:
 
 def _writer(weights: Weights, number: int) -> Callable[[Any], None]:
     return lambda array: weights.write(number, array)
-
-
-def _run(exchange: GradientBuckets, value: Callable[[int], Any]) -> None:
-    """Exchange a value for each parameter; finish all buckets even if one fails."""
-    errors: list[Exception] = []
-    try:
-        started = _start(exchange, value, errors)
-    finally:
-        leave()
-    for index in range(started):
-        try:
-            exchange.finish_bucket(index)
-        except HorovodInternalError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-@uninterrupted  # so that a signal's handler finds all buckets started, or none
-def _start(exchange: GradientBuckets, value: Callable[[int], Any], errors: list[Exception]) -> int:
-    """Start buckets until one fails to start; return how many have been started."""
-    for index, members in enumerate(exchange.plan):
-        try:
-            # One sample per rank: ranks that have joined have none, and are left out.
-            exchange.start_bucket(index, {number: value(number) for number in members}, samples=1)
-        except Exception as error:
-            errors.append(error)
-            return index
-    return len(exchange.plan)

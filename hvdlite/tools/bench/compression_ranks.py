@@ -232,16 +232,9 @@ def _exchanges(
     contenders = []
     for name, strategy in candidates.items():
         buckets = GradientBuckets(engine, f"{label}: {name}", parameters, strategy, Reduction())
-        contenders.append(Contender(name, partial(_exchange, buckets, gradients)))
+        contenders.append(Contender(name, partial(buckets.exchange, gradients.__getitem__)))
         contenders[-1].call()
     return contenders
-
-
-def _exchange(buckets: GradientBuckets, gradients: Sequence[Any]) -> None:
-    for index, members in enumerate(buckets.plan):
-        buckets.start_bucket(index, {number: gradients[number] for number in members})
-    for index in range(len(buckets.plan)):
-        buckets.finish_bucket(index)
 
 
 def parameters_of(model: Any) -> list[Parameter]:
